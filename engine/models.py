@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from engine import tiny
+from engine import smollm2, tiny
 from engine.model_cache import ModelError, make_once
 
 DtypeName = Literal["float32", "bfloat16", "autocast-bf16"]
@@ -21,6 +21,7 @@ DTYPE_NAMES: tuple[DtypeName, ...] = get_args(DtypeName)
 
 BUILTINS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "tiny": (tiny.VERSION, tiny.write),
+    "smollm2-135m": (smollm2.VERSION, smollm2.write),
 }
 
 # No pickled weights: unpickling runs whatever the file says.
