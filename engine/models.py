@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+import httpx
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError
+from huggingface_hub.errors import HFValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine import smollm2, tiny
@@ -19,13 +20,15 @@ from engine.model_cache import ModelError, make_once
 DtypeName = Literal["float32", "bfloat16", "autocast-bf16"]
 DTYPE_NAMES: tuple[DtypeName, ...] = get_args(DtypeName)
 
-BUILTINS: dict[str, tuple[str, Callable[[Path], None]]] = {
+BUILTINS: dict[str, tuple[int, Callable[[Path], None]]] = {
     "tiny": (tiny.VERSION, tiny.write),
     "smollm2-135m": (smollm2.VERSION, smollm2.write),
 }
 
 # No pickled weights: unpickling runs whatever the file says.
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+HUB_DOUBLES = ("*/*", "consolidated*")  # the same weights in other formats
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +107,15 @@ def _addressable(directory: Path) -> Path:
 
 def _from_hub(name: str) -> Path:
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        return Path(
+            snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_DOUBLES))
+        )
     except HFValidationError as error:
         raise ModelError(f"{name!r} is not a model name: give a directory, {_alternatives()}.") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (httpx.HTTPError, OSError) as error:
         raise ModelError(
             f"Model {name!r} is no directory, not in the local hub cache and could not be downloaded "
-            f"({_first_line(error)}): give a directory, {_alternatives()}."
+            f"({_reason(error)}): give a directory, {_alternatives()}."
         ) from error
 
 
@@ -132,16 +137,21 @@ def load_model(path: Path, device: str, dtype: DtypeName, name: str | None = Non
     if dtype not in DTYPE_NAMES:
         raise ModelError(f"The dtype is {dtype!r}, it must be one of {', '.join(DTYPE_NAMES)}.")
     target = _device(device)
+    if not any((path / file).is_file() for file in TOKENIZER_FILES):
+        # transformers would make up an empty one.
+        raise ModelError(
+            f"{path} has no tokenizer ({', '.join(TOKENIZER_FILES)}): add the model's tokenizer files."
+        )
     try:
         model, loading = _read(path, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"The model in {path} cannot be loaded: {_first_line(error)}.") from error
-    if absent := sorted(loading["missing_keys"]):
-        # transformers would train on with random numbers in their place.
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # what transformers makes of a malformed file is of a dozen kinds
+        raise ModelError(f"The model in {path} cannot be loaded: {_reason(error)}.") from error
+    if absent := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
+        # transformers would go on with random numbers in their place.
         raise ModelError(
-            f"The weights in {path} lack {len(absent)} of the model's tensors ({absent[0]} is one): "
-            "fetch the model anew."
+            f"The weights in {path} lack {len(absent)} of the tensors that its config.json asks for "
+            f"({absent[0]} is missing or has another shape): fetch the model anew."
         )
     torch.nn.Module.to(model.requires_grad_(False).eval(), target)
     model.config.use_cache = False
@@ -167,6 +177,8 @@ def _read(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, An
             attn_implementation="sdpa",
             use_safetensors=True,
             local_files_only=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # they are in the loading info
             output_loading_info=True,
         ),
     )
@@ -177,7 +189,7 @@ def _device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ModelError(
-            f"The device {name!r} cannot be used ({_first_line(error)}): "
+            f"The device {name!r} cannot be used ({_reason(error)}): "
             "give cpu, or cuda where PyTorch sees a GPU."
         ) from error
 
@@ -198,5 +210,5 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return tuple(sorted({token for token in candidates if isinstance(token, int)}))
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+def _reason(error: BaseException) -> str:
+    return textwrap.shorten(str(error) or type(error).__name__, width=250).rstrip(".")

