@@ -1,0 +1,75 @@
+"""Names of training runs and checkpoints, as the protocol fixes them and as the disk may hold them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from engine.errors import NotThereError, RequestError
+
+Kind = Literal["weights", "sampler_weights"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_RUN = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointName:
+    """The three parts of ``tinker://<run>/<kind>/<name>``; none can leave its folder."""
+
+    run: str
+    kind: Kind
+    name: str
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+
+def check_name(name: str | None) -> str:
+    """Return ``name`` if a checkpoint may be called so.
+
+    Raises:
+        RequestError: it may not.
+    """
+    if not name or not _NAME.fullmatch(name):
+        raise RequestError(
+            f"{name!r} is no name for a checkpoint: use up to 128 letters, digits, '_', '-' and '.', "
+            "and do not start with '-' or '.'."
+        )
+    return name
+
+
+def parse_path(path: str) -> CheckpointName:
+    """Read a tinker:// path.
+
+    Raises:
+        RequestError: it is none.
+    """
+    parts = path.removeprefix("tinker://").split("/")
+    if path.startswith("tinker://") and len(parts) == 3:
+        run, kind, name = parts
+        for known in KINDS:
+            if kind == known and _RUN.fullmatch(run) and _NAME.fullmatch(name):
+                return CheckpointName(run, known, name)
+    raise RequestError(
+        f"{path!r} is no checkpoint path: use the one a save returned, tinker://<run>/weights/<name> "
+        "or tinker://<run>/sampler_weights/<name>."
+    )
+
+
+def run_folder(run: str) -> str:
+    """The folder name of a training run.
+
+    Raises:
+        NotThereError: no run can be called so.
+    """
+    if not _RUN.fullmatch(run):
+        raise NotThereError(f"There is no training run {run!r} in this engine's state folder.")
+    return run.replace(":", "_")

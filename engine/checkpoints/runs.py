@@ -1,0 +1,58 @@
+"""Training runs on disk: what a client may ask about a model after the engine was restarted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from engine.checkpoints.files import disk_errors, replace_json
+from engine.checkpoints.names import run_folder
+from engine.compute.lora import LoraSpec
+from engine.errors import NotThereError
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """One model that was trained, by its model id."""
+
+    run: str
+    base_model: str
+    lora: LoraSpec
+    created_at: datetime
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+_RUN = TypeAdapter(TrainingRun)
+
+
+class RunStore:
+    """All training runs under one state folder."""
+
+    def __init__(self, state: Path) -> None:
+        self._runs = state / "runs"
+
+    def save(self, run: TrainingRun) -> None:
+        folder = self._runs / run_folder(run.run)
+        with disk_errors(f"The training run {run.run}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_json(folder / "run.json", _RUN.dump_python(run, mode="json"))
+
+    def find(self, run: str) -> TrainingRun:
+        """The run called ``run``.
+
+        Raises:
+            NotThereError: there is none.
+        """
+        path = self._runs / run_folder(run) / "run.json"
+        if not path.is_file():
+            raise NotThereError(f"There is no training run {run!r} in this engine's state folder.")
+        return _RUN.validate_json(path.read_bytes())
+
+    def all(self) -> list[TrainingRun]:
+        """Every run, newest first."""
+        runs = [_RUN.validate_json(path.read_bytes()) for path in self._runs.glob("*/run.json")]
+        return sorted(runs, key=lambda run: run.created_at, reverse=True)

@@ -1,0 +1,1 @@
+"""Torch: adapters, gradients and optimizers; everything here runs on the compute thread."""

@@ -1,0 +1,78 @@
+"""A base model with room for adapters: hidden states, logprobs and logits under one adapter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from engine.compute.lora import Adapter, LoraSpec, Slot, new_adapter, wrap_linears
+from engine.models import LoadedModel, ModelError
+
+HEAD = "lm_head"
+
+
+class BaseModel:
+    """Owns the loaded model; only the compute thread calls it.
+
+    Attributes:
+        loaded: the model as it was loaded, with its name, path, context and vocabulary.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        head = loaded.model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ModelError(
+                f"{loaded.name} has no linear output head, which this engine needs: use another model."
+            )
+        _refuse_rescaled_logits(loaded)
+        self._head = head
+        self._slot = Slot()
+        self.decoder = loaded.model.get_decoder()
+        prefix = next(name for name, module in loaded.model.named_modules() if module is self.decoder)
+        self._linears = wrap_linears(self.decoder, f"{prefix}.", self._slot)
+
+    @property
+    def device(self) -> torch.device:
+        return self.loaded.device
+
+    def new_adapter(self, spec: LoraSpec) -> Adapter:
+        """A fresh adapter of this model; see `lora.new_adapter`."""
+        attn = {
+            name: linear for name, linear in self._linears.items() if "attn" in name or "attention" in name
+        }
+        mlp = {name: linear for name, linear in self._linears.items() if name not in attn}
+        return new_adapter(spec, attn, mlp, {HEAD: self._head})
+
+    @contextmanager
+    def using(self, adapter: Adapter | None) -> Iterator[None]:
+        """Run what is inside under ``adapter``; None is the base model itself."""
+        with self._slot.holding(adapter), self.loaded.autocast():
+            yield
+
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        """Last hidden states ``(B, T, H)`` of right-padded token ids."""
+        return self.decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
+
+    @property
+    def head(self) -> nn.Linear:
+        return self._head
+
+    def head_lora(self) -> tuple[Adapter, str] | None:
+        """The adapter in use and the head's name in it, where it adapts the head."""
+        adapter = self._slot.adapter
+        return (adapter, HEAD) if adapter is not None and HEAD in adapter.factors else None
+
+
+def _refuse_rescaled_logits(loaded: LoadedModel) -> None:
+    """The engine computes logits as one matrix product; a model that does more to them would train wrongly."""
+    config = loaded.model.config.get_text_config()
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise ModelError(
+                f"{loaded.name} rescales its logits ({name} = {getattr(config, name)}), which this engine does not do: "
+                "use another model."
+            )

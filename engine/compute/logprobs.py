@@ -1,0 +1,99 @@
+"""Log-probabilities of target tokens from hidden states, without a log-softmax over all positions at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.compute.lora import Adapter, lora_product
+
+CHUNK_ELEMENTS = 2**22  # logits at a time: 16 MiB in float32, so that the passes over them stay in the cache
+
+
+def target_logprobs(
+    hidden_NH: Tensor,
+    head: nn.Linear,
+    head_lora: tuple[Adapter, str] | None,
+    rows_M: Tensor,
+    targets_M: Tensor,
+) -> Tensor:
+    """Log-probability, in nats, of target ``targets_M[m]`` at row ``rows_M[m]`` of ``hidden_NH``.
+
+    Any number of targets may share a row; rows ascend. Differentiable in the hidden states and in the head's
+    adapter, never in the head itself. Where no gradient is recorded, nothing larger than a chunk is kept.
+
+    Returns:
+        float32 ``(M,)``.
+    """
+    if head_lora is None:
+        return _TargetLogprobs.apply(hidden_NH, None, head.weight, None, head.bias, rows_M, targets_M)  # pyright: ignore[reportReturnType]
+    adapter, name = head_lora
+    factors = adapter.factors[name]
+    down_Nr = nn.functional.linear(hidden_NH, factors.a.to(hidden_NH.dtype)) * adapter.scale
+    return _TargetLogprobs.apply(hidden_NH, down_Nr, head.weight, factors.b, head.bias, rows_M, targets_M)  # pyright: ignore[reportReturnType]
+
+
+def logits(hidden_NH: Tensor, head: nn.Linear, head_lora: tuple[Adapter, str] | None) -> Tensor:
+    """The logits ``(N, V)`` in float32: for sampling, where all of them are needed."""
+    logits_NV = head(hidden_NH)
+    if head_lora is not None:
+        adapter, name = head_lora
+        logits_NV = logits_NV + lora_product(hidden_NH, adapter.factors[name], adapter.scale)
+    return logits_NV.float()
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """logits = hidden W' + down B' (+ bias); the softmax of the forward pass becomes the gradient in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        down_Nr: Tensor | None,
+        weight_VH: Tensor,
+        b_Vr: Tensor | None,
+        bias_V: Tensor | None,
+        rows_M: Tensor,
+        targets_M: Tensor,
+    ) -> Tensor:
+        num_rows, num_tokens = hidden_NH.shape[0], weight_VH.shape[0]
+        b_Vr = b_Vr.to(hidden_NH.dtype) if b_Vr is not None else None
+        keep = any(ctx.needs_input_grad)
+        probs_NV = hidden_NH.new_empty(num_rows, num_tokens) if keep else None
+        logprobs_M = torch.empty(len(rows_M), device=hidden_NH.device)
+        step = max(1, CHUNK_ELEMENTS // num_tokens)
+        starts = range(0, num_rows, step)
+        edges = torch.searchsorted(rows_M, torch.tensor([*starts, num_rows], device=rows_M.device)).tolist()
+        for start, first, last in zip(starts, edges, edges[1:], strict=False):
+            chunk = slice(start, min(start + step, num_rows))
+            z = nn.functional.linear(hidden_NH[chunk], weight_VH, bias_V)
+            if down_Nr is not None and b_Vr is not None:
+                z.addmm_(down_Nr[chunk], b_Vr.t())
+            z = z.float()
+            z -= z.amax(dim=1, keepdim=True)
+            rows, targets = rows_M[first:last] - start, targets_M[first:last]
+            chosen = z[rows, targets]
+            sums = z.exp_().sum(dim=1, keepdim=True)
+            logprobs_M[first:last] = chosen - sums.log()[rows, 0]
+            if probs_NV is not None:
+                torch.div(z, sums, out=z)
+                probs_NV[chunk] = z
+        if probs_NV is not None:
+            ctx.save_for_backward(probs_NV, weight_VH, down_Nr, b_Vr, rows_M, targets_M)
+        return logprobs_M
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_M,) = grad_outputs
+        probs_NV, weight_VH, down_Nr, b_Vr, rows_M, targets_M = ctx.saved_tensors
+        grad_N = grad_M.new_zeros(len(probs_NV)).index_add_(0, rows_M, grad_M)
+        dlogits_NV = probs_NV.mul_(-grad_N[:, None])
+        dlogits_NV.index_put_((rows_M, targets_M), grad_M.to(dlogits_NV.dtype), accumulate=True)
+        dhidden_NH = dlogits_NV @ weight_VH
+        if down_Nr is None:
+            return dhidden_NH, None, None, None, None, None, None
+        ddown_Nr = dlogits_NV @ b_Vr
+        db_Vr = (dlogits_NV.t() @ down_Nr).float()
+        return dhidden_NH, ddown_Nr, None, db_Vr, None, None, None

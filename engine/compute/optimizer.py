@@ -1,0 +1,85 @@
+"""AdamW of one adapter, exactly `torch.optim.AdamW`; its state goes by parameter name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from tinker.types import AdamParams
+from torch import Tensor
+
+from engine.compute.lora import Adapter
+from engine.errors import RequestError
+
+
+class Optimizer:
+    """Steps an adapter and keeps the moments."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._parameters = dict(adapter.named_parameters())
+        self._adam = torch.optim.AdamW(self._parameters.values(), fused=True)
+
+    def step(self, params: AdamParams) -> None:
+        """Update the weights from the gradient gathered since the last step, and clear it.
+
+        Without any gradient nothing changes, as in PyTorch.
+
+        Raises:
+            RequestError: a parameter out of range, or a gradient that is not finite; the weights are untouched.
+        """
+        _check(params)
+        try:
+            if params.grad_clip_norm > 0:
+                torch.nn.utils.clip_grad_norm_(self._parameters.values(), params.grad_clip_norm)
+            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+                raise RequestError(
+                    "The gradient is not finite, so it was dropped and the weights are as before: "
+                    "check the loss, or lower the learning rate."
+                )
+            (group,) = self._adam.param_groups
+            group.update(
+                lr=params.learning_rate,
+                betas=(params.beta1, params.beta2),
+                eps=params.eps,
+                weight_decay=params.weight_decay,
+            )
+            self._adam.step()
+        finally:
+            self.clear_gradient()
+
+    def clear_gradient(self) -> None:
+        self._adam.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """All moments and step counts, as ``<parameter>.<moment>``; empty before the first step."""
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self._parameters.items()
+            for key, value in self._adam.state.get(parameter, {}).items()
+        }
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state` gave, bit for bit."""
+        for name, parameter in self._parameters.items():
+            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in state]
+            if keys:
+                self._adam.state[parameter] = {
+                    key: state[f"{name}.{key}"].clone().to(parameter.device) for key in keys
+                }
+
+
+def _check(params: AdamParams) -> None:
+    in_range = {
+        "learning_rate": params.learning_rate >= 0,
+        "beta1": 0 <= params.beta1 < 1,
+        "beta2": 0 <= params.beta2 < 1,
+        "eps": params.eps >= 0,
+        "weight_decay": params.weight_decay >= 0,
+        "grad_clip_norm": params.grad_clip_norm >= 0,
+    }
+    for name, good in in_range.items():
+        value = getattr(params, name)
+        if not good or not math.isfinite(value):
+            raise RequestError(f"{name} of the optimizer is {value}, which is out of range.")

@@ -1,0 +1,112 @@
+"""One adapter in training: its weights, its optimizer and whether its gradient can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from tinker.types import AdamParams
+from torch import Tensor
+
+from engine.compute.base import BaseModel
+from engine.compute.datum import Datum, check_datum
+from engine.compute.lora import Adapter, Factors, LoraSpec
+from engine.compute.optimizer import Optimizer
+from engine.compute.train import LossOutput, find_loss, run_loss
+from engine.errors import EngineError, RequestError
+
+_PEFT_PREFIX = "base_model.model."
+
+
+class Trainer:
+    """The state that training requests change; only the compute thread touches it.
+
+    A forward_backward that fails leaves no part of its gradient behind: the optimizer step that follows fails
+    as well, and the next batch starts clean. Otherwise a client that had sent both at once would step on half
+    a batch without knowing.
+    """
+
+    def __init__(self, base: BaseModel, spec: LoraSpec, micro_batch_tokens: int) -> None:
+        self.base = base
+        self.adapter = base.new_adapter(spec)
+        self._optimizer = Optimizer(self.adapter)
+        self._micro_batch_tokens = micro_batch_tokens
+        self._lost_batch: str | None = None
+
+    def forward_backward(self, data_D: Sequence[Datum], loss_fn: str, forward_only: bool) -> LossOutput:
+        """Logprobs and loss of a batch; adds its gradient unless ``forward_only``.
+
+        Raises:
+            RequestError: a datum the model cannot take, or a loss that is not offered.
+        """
+        if not data_D:
+            raise RequestError("The batch is empty: send at least one datum.")
+        find_loss(loss_fn)
+        for index, datum in enumerate(data_D):
+            check_datum(datum, index, self.base.loaded.vocab_size, self.base.loaded.max_context)
+        return run_loss(
+            self.base, self.adapter, data_D, loss_fn, self._micro_batch_tokens, backward=not forward_only
+        )
+
+    def lose_batch(self, reason: str) -> None:
+        """Note that the gradient gathered so far lacks a part."""
+        self._lost_batch = reason
+
+    def optim_step(self, params: AdamParams) -> None:
+        """Update the weights from the gathered gradient.
+
+        Raises:
+            RequestError: a forward_backward since the last step failed, or a bad parameter.
+        """
+        reason, self._lost_batch = self._lost_batch, None
+        if reason is not None:
+            self._optimizer.clear_gradient()
+            raise RequestError(
+                f"A forward_backward of this batch failed ({reason}), so its gradient was dropped and no step was "
+                "taken: send the whole batch again."
+            )
+        self._optimizer.step(params)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The adapter's tensors by peft's names; they are the live ones, not copies."""
+        return {
+            f"{_PEFT_PREFIX}{name}": parameter.detach() for name, parameter in self.adapter.named_parameters()
+        }
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        return self._optimizer.state()
+
+    def load(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> None:
+        """Take over a checkpoint: weights, and moments where given; without them the optimizer starts anew."""
+        copy_weights(weights, self.adapter)
+        self._optimizer = Optimizer(self.adapter)
+        if optimizer is not None:
+            self._optimizer.load(optimizer)
+        self._lost_batch = None
+
+    def snapshot(self) -> Adapter:
+        """The adapter as it is now, for sampling: later steps do not change it."""
+        return Adapter(
+            self.adapter.spec,
+            {
+                name: Factors(factors.a.detach().clone(), factors.b.detach().clone())
+                for name, factors in self.adapter.factors.items()
+            },
+        )
+
+
+def copy_weights(weights: Mapping[str, Tensor], adapter: Adapter) -> None:
+    """Copy a checkpoint's tensors into ``adapter``.
+
+    Raises:
+        EngineError: they are not the adapter's, name by name and shape by shape.
+    """
+    parameters = {f"{_PEFT_PREFIX}{name}": parameter for name, parameter in adapter.named_parameters()}
+    if {k: v.shape for k, v in parameters.items()} != {k: v.shape for k, v in weights.items()}:
+        raise EngineError(
+            "The checkpoint's tensors do not fit this base model: load it onto the model that it was trained on."
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+            parameter.grad = None

@@ -1,0 +1,23 @@
+"""The engine's own exceptions: every message is one sentence for the user."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Category = Literal["user", "server"]
+
+
+class EngineError(Exception):
+    """A request that cannot be served; `category` tells the client whose matter it is."""
+
+    category: Category = "server"
+
+
+class RequestError(EngineError):
+    """The request is at fault: what was got, what was expected, what to do."""
+
+    category: Category = "user"
+
+
+class NotThereError(RequestError):
+    """The request names a model, session, sampler or checkpoint that this engine does not have."""

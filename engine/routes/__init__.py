@@ -1,0 +1,1 @@
+"""The Tinker API's routes, one module per subject."""

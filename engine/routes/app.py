@@ -1,0 +1,31 @@
+"""The application: all routes behind the guard, and errors as sentences."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse
+
+from engine.errors import EngineError, NotThereError, RequestError
+from engine.routes.guard import Guard
+from engine.routes.runs import runs_router
+from engine.routes.sampling import sampling_router
+from engine.routes.service import service_router
+from engine.routes.training import training_router
+from engine.service.engine import Engine
+
+_STATUS = {NotThereError: 404, RequestError: 422}
+
+
+def make_app(engine: Engine) -> FastAPI:
+    """The ASGI application of one engine."""
+    app = FastAPI(title="tinker-flows engine", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Guard, api_key=engine.settings.api_key)
+
+    @app.exception_handler(EngineError)
+    async def refuse(_request: Request, error: EngineError) -> JSONResponse:
+        # Never a 5xx: the SDK would ask again for minutes, or for ever.
+        return JSONResponse({"detail": str(error)}, _STATUS.get(type(error), 422))
+
+    for router in (service_router, training_router, sampling_router, runs_router):
+        app.include_router(router(engine), prefix="/api/v1")
+    return app

@@ -1,0 +1,86 @@
+"""Health, configuration, sessions and results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from starlette.responses import JSONResponse
+
+from engine.routes.body import read_json
+from engine.service.engine import Engine
+
+LONG_POLL_S = 25.0  # the SDK gives up at 45 s and asks again at once after a 408
+
+
+def service_router(engine: Engine) -> APIRouter:
+    router = APIRouter()
+    limit = engine.settings.max_body_bytes
+
+    @router.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/get_server_capabilities")
+    async def capabilities() -> dict[str, Any]:
+        return {
+            "supported_models": [
+                {
+                    "model_name": name,
+                    "max_context_length": base.loaded.max_context,
+                    "trainable": True,
+                    "sampleable": True,
+                }
+                for name, base in engine.bases.items()
+            ]
+        }
+
+    @router.post("/client/config")
+    async def client_config() -> dict[str, Any]:
+        return {
+            "pjwt_auth_enabled": False,
+            "parallel_fwdbwd_chunks": True,
+            "proto_compress_fwdbwd": False,
+            "sample_join_sampling_session": True,
+            "custom_loss_server_side": False,
+        }
+
+    @router.post("/client/dynamic_config")
+    async def dynamic_config() -> dict[str, Any]:
+        return {
+            "refresh_interval_sec": 300,
+            "sample_cancel_enabled": False,
+            "sample_cancel_max_batch_size": 64,
+        }
+
+    @router.post("/create_session")
+    async def create_session(request: Request) -> dict[str, str]:
+        content = await read_json(request, limit)
+        session = engine.open_session(content.get("user_metadata") or {}, content.get("display_name"))
+        return {"session_id": session.session_id, "type": "create_session"}
+
+    @router.post("/session_heartbeat")
+    async def heartbeat(request: Request) -> Response:
+        content = await read_json(request, limit)
+        if content.get("session_id") not in engine.sessions:
+            return JSONResponse({"detail": "The session is over."}, 410)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    @router.post("/sessions/{session_id}/finish")
+    async def finish(session_id: str) -> dict[str, str]:
+        engine.close_session(session_id)
+        return {"status": "finished"}
+
+    @router.post("/telemetry")
+    async def telemetry() -> dict[str, str]:
+        return {"status": "accepted"}
+
+    @router.post("/retrieve_future")
+    async def retrieve_future(request: Request) -> Response:
+        content = await read_json(request, limit)
+        answer = await engine.futures.fetch(str(content.get("request_id")), LONG_POLL_S)
+        if answer is None:
+            return JSONResponse({"type": "try_again", "queue_state": "active"}, 408)
+        return Response(answer.body, media_type=answer.media_type)
+
+    return router

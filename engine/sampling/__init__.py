@@ -1,0 +1,1 @@
+"""Generation of tokens, on the compute thread."""

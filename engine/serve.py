@@ -1,0 +1,93 @@
+"""The process: a port, the models, the server, and a clean end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+
+import torch
+import uvicorn
+
+from engine.compute.base import BaseModel
+from engine.models import load_model, resolve_model
+from engine.routes.app import make_app
+from engine.service.engine import Engine
+from engine.service.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class PortError(Exception):
+    """The address cannot be listened on; the message is one sentence for the user."""
+
+
+class _Server(uvicorn.Server):
+    """Sends waiting clients away before it waits for their connections to close."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self._engine = engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.futures.release()
+        await super().shutdown(sockets)
+
+
+def serve(settings: Settings, stop_with_stdin: bool) -> None:
+    """Load the models, print the URL once requests are answered, serve until SIGTERM or SIGINT.
+
+    Raises:
+        PortError: the address is taken or not ours.
+        ModelError: a model that cannot be found or loaded.
+    """
+    listener = _bind(settings.host, settings.port)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    engine = Engine(settings, _load_models(settings))
+    config = uvicorn.Config(
+        make_app(engine), log_level="warning", access_log=False, timeout_graceful_shutdown=5, lifespan="off"
+    )
+    server = _Server(config, engine)
+    if stop_with_stdin:
+        threading.Thread(target=_stop_with_stdin, args=(server,), daemon=True).start()
+    listener.listen(128)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    print(f"http://{host}:{listener.getsockname()[1]}", flush=True)
+    log.info("Serving %s on http://%s:%d", ", ".join(engine.bases), host, listener.getsockname()[1])
+    server.run(sockets=[listener])
+    engine.worker.stop()
+    log.info("Stopped")
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the port before the models are loaded, so that a taken one is known at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's delay off only where the protocol is named: it costs 40 ms per response.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise PortError(
+            f"{host}:{port} cannot be listened on ({getattr(error, 'strerror', None) or error}): "
+            "choose another port, or 0 for a free one."
+        ) from error
+    return listener
+
+
+def _load_models(settings: Settings) -> dict[str, BaseModel]:
+    bases = {}
+    for name in settings.models:
+        path = resolve_model(name, settings.cache)
+        bases[name] = BaseModel(load_model(path, settings.device, settings.dtype, name))
+    return bases
+
+
+def _stop_with_stdin(server: uvicorn.Server) -> None:
+    """Whoever started the engine holds the other end of its standard input, and lets go even when killed."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    server.should_exit = True

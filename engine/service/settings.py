@@ -1,0 +1,35 @@
+"""What an engine is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.models import DtypeName
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One engine.
+
+    Attributes:
+        models: names or directories, as given.
+        state: the folder of its checkpoints and training runs.
+        cache: where built-in models are made.
+        threads: of torch; None leaves it to torch.
+        api_key: what clients must send; None asks for none, which is for loopback only.
+        micro_batch_tokens: of one forward pass, padding included: it bounds memory.
+        max_body_bytes: of one request, decompressed.
+    """
+
+    models: tuple[str, ...]
+    state: Path
+    cache: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    device: str = "cpu"
+    dtype: DtypeName = "float32"
+    threads: int | None = None
+    api_key: str | None = None
+    micro_batch_tokens: int = 1024
+    max_body_bytes: int = 256 * 2**20

@@ -1,0 +1,152 @@
+"""One model in training: its queue, and what each kind of request does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from tinker.types import AdamParams
+
+from engine.checkpoints.names import CheckpointName, Kind, check_name, parse_path
+from engine.checkpoints.runs import RunStore, TrainingRun
+from engine.checkpoints.store import ADAPTER, OPTIMIZER, Checkpoint, CheckpointStore, Description
+from engine.compute.base import BaseModel
+from engine.compute.lora import Adapter, LoraSpec
+from engine.compute.trainer import Trainer
+from engine.errors import RequestError
+from engine.service.futures import Answer, Futures
+from engine.service.ordered import OrderedQueue
+from engine.service.worker import Worker
+from engine.wire.forward_backward import ForwardBackward, decode_datum, encode_output
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """What all models share."""
+
+    find_base: Callable[[str], BaseModel]
+    worker: Worker
+    futures: Futures
+    checkpoints: CheckpointStore
+    runs: RunStore
+    micro_batch_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """A checkpoint to be written: which kind, under what name, and what to note in it."""
+
+    kind: Kind
+    name: str | None
+    overwrite: bool
+    ttl_seconds: int | None
+    user_metadata: dict[str, str]
+
+
+class TrainingModel:
+    """A model id of the protocol. Its methods are the work of its queue: one at a time, in seq order."""
+
+    def __init__(self, model_id: str, shop: Workshop) -> None:
+        self.model_id = model_id
+        self.queue = OrderedQueue(model_id, shop.futures)
+        self.last_request = datetime.now(UTC)
+        self._shop = shop
+        self._trainer: Trainer | None = None
+        self._base_name = ""
+
+    @property
+    def trainer(self) -> Trainer:
+        """Raises a RequestError until the model is created."""
+        if self._trainer is None:
+            raise RequestError(
+                f"The model {self.model_id} was never created: its first request failed; create a new one."
+            )
+        return self._trainer
+
+    @property
+    def base_name(self) -> str:
+        return self._base_name
+
+    async def create(self, base_model: str, spec: LoraSpec, user_metadata: dict[str, str]) -> Answer:
+        await self._make_trainer(base_model, spec, user_metadata)
+        return Answer.json({"model_id": self.model_id, "type": "create_model"})
+
+    async def create_from(
+        self, path: str, with_optimizer: bool, base_model: str | None, user_metadata: dict[str, str]
+    ) -> Answer:
+        checkpoint = self._shop.checkpoints.find(parse_path(path))
+        trainer = await self._make_trainer(
+            base_model or checkpoint.base_model, checkpoint.lora, user_metadata
+        )
+        try:
+            await self._read_into(trainer, checkpoint, with_optimizer)
+        except BaseException:
+            self._trainer = None
+            raise
+        return self._loaded(path)
+
+    async def load(self, path: str, with_optimizer: bool) -> Answer:
+        checkpoint = self._shop.checkpoints.find(parse_path(path))
+        await self._read_into(self.trainer, checkpoint, with_optimizer)
+        return self._loaded(path)
+
+    async def forward_backward(self, request: ForwardBackward) -> Answer:
+        trainer = self.trainer
+
+        def compute() -> bytes:
+            data_D = [decode_datum(message, index) for index, message in enumerate(request.data)]
+            output = trainer.forward_backward(data_D, request.loss_fn, request.forward_only)
+            return encode_output(output.logprobs_D, {"loss:sum": output.loss_sum})
+
+        try:
+            return Answer(await self._shop.worker.run(compute))
+        except Exception as error:
+            if not request.forward_only:
+                trainer.lose_batch(f"request {request.seq_id}: {error}")
+            raise
+
+    async def optim_step(self, params: AdamParams) -> Answer:
+        trainer = self.trainer
+        await self._shop.worker.run(lambda: trainer.optim_step(params))
+        return Answer.json({"metrics": {}})
+
+    async def save(self, request: SaveRequest) -> Answer:
+        trainer = self.trainer
+        name = CheckpointName(self.model_id, request.kind, check_name(request.name))
+        description = Description(
+            self._base_name, trainer.adapter.spec, request.ttl_seconds, request.user_metadata
+        )
+
+        def write() -> Checkpoint:
+            files = {ADAPTER: trainer.weights()}
+            if request.kind == "weights":
+                files[OPTIMIZER] = trainer.optimizer_state()
+            return self._shop.checkpoints.save(name, description, files, request.overwrite)
+
+        checkpoint = await self._shop.worker.run(write)
+        return Answer.json({"path": checkpoint.name.path})
+
+    async def snapshot(self) -> tuple[str, Adapter]:
+        """The base model's name and a copy of the adapter as it is now."""
+        trainer = self.trainer
+        return self._base_name, await self._shop.worker.run(trainer.snapshot)
+
+    async def _make_trainer(self, base_model: str, spec: LoraSpec, user_metadata: dict[str, str]) -> Trainer:
+        base = self._shop.find_base(base_model)
+        trainer = await self._shop.worker.run(lambda: Trainer(base, spec, self._shop.micro_batch_tokens))
+        self._shop.runs.save(TrainingRun(self.model_id, base_model, spec, datetime.now(UTC), user_metadata))
+        self._base_name, self._trainer = base_model, trainer
+        return trainer
+
+    async def _read_into(self, trainer: Trainer, checkpoint: Checkpoint, with_optimizer: bool) -> None:
+        store = self._shop.checkpoints
+
+        def read() -> None:
+            weights = store.read(checkpoint, ADAPTER)
+            trainer.load(weights, store.read(checkpoint, OPTIMIZER) if with_optimizer else None)
+
+        await self._shop.worker.run(read)
+
+    def _loaded(self, path: str) -> Answer:
+        return Answer.json({"path": path, "model_id": self.model_id, "type": "load_weights"})

@@ -1,0 +1,121 @@
+"""forward_backward requests and results: protobuf to packed datums, logprobs to protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
+
+import numpy as np
+import torch
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+from tinker.proto import tinker_public_pb2 as pb
+from torch import Tensor
+
+from engine.compute.datum import Datum
+from engine.errors import RequestError
+from engine.wire.tensors import decode_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward:
+    """A decoded request whose datums are not looked at yet, so that a bad one fails its own future only.
+
+    Attributes:
+        digest: 16 bytes that equal requests share, however they were encoded.
+    """
+
+    model_id: str
+    seq_id: int
+    loss_fn: str
+    forward_only: bool
+    data: Sequence[pb.Datum]
+    digest: bytes
+
+
+def decode_request(body: bytes) -> ForwardBackward:
+    """Read the protobuf body.
+
+    Raises:
+        RequestError: it is none.
+    """
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise RequestError(
+            f"The body of forward_backward ({len(body)} bytes) is not the protobuf message of tinker 0.38: {error}."
+        ) from error
+    return ForwardBackward(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        loss_fn=message.loss_fn,
+        forward_only=message.forward_only,
+        data=message.data,
+        digest=blake2b(message.SerializeToString(deterministic=True), digest_size=16).digest(),
+    )
+
+
+def decode_datum(message: pb.Datum, index: int) -> Datum:
+    """One datum of a cross_entropy request; weights that are not given are 1.
+
+    Raises:
+        RequestError: an image or audio chunk, or a tensor that cannot be read.
+    """
+    where = f"Datum {index}"
+    inputs = message.loss_fn_inputs
+    if "target_tokens" not in inputs:
+        raise RequestError(f"{where} has no target_tokens in loss_fn_inputs, it has {sorted(inputs)}.")
+    targets = decode_tensor(inputs["target_tokens"], f"target_tokens of datum {index}")
+    if not np.issubdtype(targets.dtype, np.integer):
+        raise RequestError(f"target_tokens of datum {index} are {targets.dtype}; send int64.")
+    weights: NDArray[np.generic] = np.ones(targets.shape, np.float32)
+    if "weights" in inputs:
+        weights = decode_tensor(inputs["weights"], f"weights of datum {index}")
+    return Datum(
+        tokens_T=_int64(decode_tokens(message.model_input, where)),
+        targets=_int64(targets),
+        weights=torch.from_numpy(weights.astype(np.float32)),
+    )
+
+
+def decode_tokens(chunks: Sequence[pb.Chunk], where: str) -> NDArray[np.int32]:
+    """The token ids of a model input.
+
+    Raises:
+        RequestError: a chunk that is no text.
+    """
+    tokens = []
+    for chunk in chunks:
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise RequestError(f"{where} has a chunk of kind {kind}; this engine takes encoded text only.")
+        if len(chunk.encoded_text.tokens) % 4:
+            raise RequestError(f"{where} has a token chunk that is no whole number of int32 values.")
+        tokens.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
+    return np.concatenate(tokens) if tokens else np.empty(0, np.int32)
+
+
+def encode_output(logprobs_D: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
+    """The result: one record per run of datums whose logprobs have the same trailing shape.
+
+    Args:
+        logprobs_D: per datum ``(T,)`` or ``(T, K)``, float32.
+        metrics: keys are ``name:reduction``; ``loss:sum`` must be among them.
+    """
+    output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
+    for trailing_shape, run in groupby(logprobs_D, key=lambda logprobs: tuple(logprobs.shape[1:])):
+        arrays = [logprobs.numpy() for logprobs in run]
+        record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
+        field = record.fields["logprobs"]
+        field.dtype = pb.DTYPE_FLOAT32
+        field.trailing_shape.extend(trailing_shape)
+        field.data = b"".join(array.tobytes() for array in arrays)
+        field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64).tobytes()
+    return output.SerializeToString()
+
+
+def _int64(array: NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(array.astype(np.int64))

@@ -1,0 +1,75 @@
+"""Tensors of the protocol, dense or sparse CSR, to and from numpy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+from tinker.proto import tinker_public_pb2 as pb
+
+from engine.errors import RequestError
+
+_DTYPES: dict[int, type[np.generic]] = {
+    pb.DTYPE_FLOAT32: np.float32,
+    pb.DTYPE_INT64: np.int64,
+    pb.DTYPE_INT32: np.int32,
+}
+_MAX_ELEMENTS = 2**28  # a sparse tensor of a few bytes may claim any shape
+
+
+def decode_tensor(message: pb.Tensor, name: str) -> NDArray[np.generic]:
+    """The tensor as a dense array; entries that a sparse one does not list are 0.
+
+    Args:
+        name: what to call it in an error.
+
+    Raises:
+        RequestError: an unknown dtype, or sizes that contradict each other.
+    """
+    dtype = _DTYPES.get(message.dtype)
+    if dtype is None:
+        raise RequestError(f"{name} has dtype number {message.dtype}; send float32 or int64.")
+    shape = tuple(message.shape)
+    if any(size < 0 for size in shape) or math.prod(shape) > _MAX_ELEMENTS:
+        raise RequestError(f"{name} claims the shape {shape}; at most {_MAX_ELEMENTS} elements are allowed.")
+    if message.HasField("sparse_csr"):
+        return _decode_csr(message.sparse_csr, np.dtype(dtype), shape, name)
+    values = _read(message.dense, np.dtype(dtype), name)
+    if not shape:
+        return values
+    if values.size != math.prod(shape):
+        raise RequestError(
+            f"{name} has {values.size} values, but its shape {shape} asks for {math.prod(shape)}."
+        )
+    return values.reshape(shape)
+
+
+def _decode_csr(
+    csr: pb.SparseCsr, dtype: np.dtype[np.generic], shape: tuple[int, ...], name: str
+) -> NDArray[np.generic]:
+    values = _read(csr.values, dtype, name)
+    rows = _read(csr.crow_indices, np.dtype(np.int64), name)
+    columns = _read(csr.col_indices, np.dtype(np.int64), name)
+    counts = np.diff(rows)
+    consistent = (
+        len(shape) == 2
+        and len(rows) == shape[0] + 1
+        and rows[0] == 0
+        and rows[-1] == len(values) == len(columns)
+        and bool((counts >= 0).all())
+        and bool(((columns >= 0) & (columns < shape[1])).all())
+    )
+    if not consistent:
+        raise RequestError(
+            f"{name} is not a valid sparse CSR tensor of shape {shape}: check its index arrays."
+        )
+    dense = np.zeros(shape, dtype)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return dense
+
+
+def _read(data: bytes, dtype: np.dtype[np.generic], name: str) -> NDArray[np.generic]:
+    if len(data) % dtype.itemsize:
+        raise RequestError(f"{name} has {len(data)} bytes, which is no whole number of {dtype} values.")
+    return np.frombuffer(data, dtype)
