@@ -34,7 +34,7 @@ def make_once(directory: Path, make: Callable[[Path], None]) -> Path:
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir()
-        log.warning("Making %s, once: this can take half a minute", directory)
+        log.warning("Making %s, once for this cache: it can take half a minute", directory)
         make(partial)
         _flush(partial)
         partial.rename(directory)

@@ -107,9 +107,7 @@ def _addressable(directory: Path) -> Path:
 
 def _from_hub(name: str) -> Path:
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_DOUBLES))
-        )
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_DOUBLES)))
     except HFValidationError as error:
         raise ModelError(f"{name!r} is not a model name: give a directory, {_alternatives()}.") from error
     except (httpx.HTTPError, OSError) as error:
@@ -139,9 +137,7 @@ def load_model(path: Path, device: str, dtype: DtypeName, name: str | None = Non
     target = _device(device)
     if not any((path / file).is_file() for file in TOKENIZER_FILES):
         # transformers would make up an empty one.
-        raise ModelError(
-            f"{path} has no tokenizer ({', '.join(TOKENIZER_FILES)}): add the model's tokenizer files."
-        )
+        raise ModelError(f"{path} has no tokenizer ({', '.join(TOKENIZER_FILES)}): add the model's tokenizer files.")
     try:
         model, loading = _read(path, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -162,7 +158,7 @@ def load_model(path: Path, device: str, dtype: DtypeName, name: str | None = Non
         path=path,
         device=target,
         dtype=dtype,
-        max_context=_max_context(model, path),
+        max_context=model.config.get_text_config().max_position_embeddings,
         vocab_size=cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings,
         eos_token_ids=_eos_token_ids(model, tokenizer),
     )
@@ -189,18 +185,8 @@ def _device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ModelError(
-            f"The device {name!r} cannot be used ({_reason(error)}): "
-            "give cpu, or cuda where PyTorch sees a GPU."
+            f"The device {name!r} cannot be used ({_reason(error)}): give cpu, or cuda where PyTorch sees a GPU."
         ) from error
-
-
-def _max_context(model: PreTrainedModel, path: Path) -> int:
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if longest is None:
-        raise ModelError(
-            f"{path}/config.json has no max_position_embeddings, so the longest sequence is unknown: add it."
-        )
-    return longest
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

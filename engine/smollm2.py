@@ -57,9 +57,7 @@ def write(directory: Path) -> None:
 def _gguf_path() -> Path:
     package = importlib.util.find_spec(PACKAGE)
     if package is None or package.origin is None:
-        raise ModelError(
-            f"The model smollm2-135m comes with a package that is not installed: run `{INSTALL}`."
-        )
+        raise ModelError(f"The model smollm2-135m comes with a package that is not installed: run `{INSTALL}`.")
     path = Path(package.origin).with_name(GGUF_FILE)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -126,9 +124,7 @@ def _tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL_TOKEN]
-    )
+    tokenizer.add_special_tokens([token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL_TOKEN])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=tokens[metadata["tokenizer.ggml.bos_token_id"]],
