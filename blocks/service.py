@@ -1,0 +1,115 @@
+"""The Tinker service (hosted, compatible or local), as a Prefect block."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import tinker
+from prefect.blocks.core import Block
+from pydantic import Field, SecretStr
+from tinker.lib.base_url import resolve_base_url
+
+from blocks.errors import ConfigError, ServiceError
+
+T = TypeVar("T")
+
+
+class TinkerService(Block):
+    """A Tinker service: where it is and the key to it."""
+
+    _block_type_name = "Tinker Service"
+    _block_type_slug = "tinker-flows-tinker-service"
+    _description = "The Tinker service that does the GPU work: hosted, compatible, or the local engine."
+
+    base_url: str | None = Field(
+        default=None,
+        title="Base URL",
+        description="URL of the service; unset means TINKER_BASE_URL, and without it the hosted service.",
+    )
+    api_key: SecretStr | None = Field(
+        default=None,
+        title="API key",
+        description="Key that starts with tml-; unset means TINKER_API_KEY or the key of `tinker auth login`.",
+    )
+    connect_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        title="Connect timeout (s)",
+        description="How long the service may take to answer the first request before the run gives up.",
+    )
+
+    @property
+    def resolved_url(self) -> str:
+        """The URL in force, with environment and default filled in."""
+        return resolve_base_url(self.base_url)
+
+    def get_client(self) -> tinker.ServiceClient:
+        """Open a session on the service.
+
+        Raises:
+            ServiceError: no answer within `connect_timeout_s`, or the key is refused.
+        """
+        key = self.api_key.get_secret_value() if self.api_key else None
+        client = tinker.ServiceClient(base_url=self.resolved_url, api_key=key)
+        self._ask(lambda: client.holder)
+        return client
+
+    def check_model(self, model: str) -> None:
+        """Refuse a base model that the service does not train.
+
+        Raises:
+            ConfigError: the model is unknown to the service.
+            ServiceError: the service does not answer.
+        """
+        key = self.api_key.get_secret_value() if self.api_key else None
+        capabilities = self._ask(
+            lambda: tinker.RestClient(base_url=self.resolved_url, api_key=key).get_server_capabilities().result()
+        )
+        names = sorted(m.model_name for m in capabilities.supported_models if m.model_name)
+        if model not in names:
+            raise ConfigError(
+                f"The service at {self.resolved_url} has no model {model!r}; it offers {', '.join(names)}: "
+                "set `model` to one of them."
+            )
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        """Run a first request with a limit: the SDK itself goes on trying an absent server for minutes."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(request())
+            except Exception as error:  # handed to whoever waits, type and all
+                answer.set_exception(error)
+
+        threading.Thread(target=run, name="tinker-connect", daemon=True).start()
+        try:
+            return answer.result(timeout=self.connect_timeout_s)
+        except TimeoutError as error:
+            raise ServiceError(
+                f"The Tinker service at {self.resolved_url} did not answer within {self.connect_timeout_s:g} s: "
+                "check base_url and the network, or start a local one with `python -m engine`."
+            ) from error
+        except tinker.APIStatusError as error:
+            if error.status_code in (401, 403):
+                raise ServiceError(
+                    f"The Tinker service at {self.resolved_url} refused the API key ({error.status_code}): "
+                    "set TINKER_API_KEY, or the key of the service block, to a valid one."
+                ) from error
+            raise self._failure(error) from error
+        except tinker.TinkerError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> ServiceError:
+        return ServiceError(
+            f"The Tinker service at {self.resolved_url} could not be used ({error}): check base_url and TINKER_API_KEY."
+        )
+
+
+def from_environment() -> bool:
+    """True where TINKER_BASE_URL or TINKER_API_KEY name a service."""
+    return bool(os.environ.get("TINKER_BASE_URL") or os.environ.get("TINKER_API_KEY"))

@@ -1,0 +1,53 @@
+"""The blocks that a config names: saved ones by `block:NAME`, plain ones by their URL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from prefect.blocks.core import Block
+
+from blocks import MLflowTracking, RunStorage, TinkerService
+from blocks.errors import ConfigError
+from blocks.processes import local_engine
+from blocks.service import from_environment
+from flows.config import RunConfig
+
+B = TypeVar("B", bound=Block)
+
+
+@contextmanager
+def service_of(config: RunConfig) -> Iterator[TinkerService]:
+    """The Tinker service of a run; one that it starts for itself is stopped at the end."""
+    if config.base_url == "local" or (not config.base_url and not from_environment()):
+        engine = config.engine
+        with local_engine(model=config.model, dtype=engine.dtype, threads=engine.threads) as local:
+            yield TinkerService.model_validate({"base_url": local.url, "api_key": "tml-local"})
+    else:
+        yield _block(TinkerService, config.base_url, base_url=config.base_url or None)
+
+
+def storage_of(config: RunConfig) -> RunStorage:
+    """Where the run keeps its record."""
+    return _block(RunStorage, config.storage, url=config.storage)
+
+
+def tracking_of(config: RunConfig) -> MLflowTracking:
+    """Where the run logs its metrics."""
+    return _block(MLflowTracking, config.tracking, tracking_uri=config.tracking, experiment=config.experiment)
+
+
+def _block(kind: type[B], reference: str, **fields: object) -> B:
+    if not reference.startswith("block:"):
+        return kind.model_validate(fields)
+    name = reference.removeprefix("block:")
+    try:
+        block = kind.load(name)
+    except ValueError as error:
+        raise ConfigError(
+            f"There is no saved {kind.get_block_type_slug()} block named {name!r}: "
+            "run `prefect block register -m blocks` and create it in the Prefect UI."
+        ) from error
+    assert isinstance(block, kind)
+    return block

@@ -1,0 +1,107 @@
+"""Config parts that every method shares: frozen pydantic models, valid as YAML, JSON and a Prefect parameter form."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from tinker import types
+
+
+class Config(BaseModel):
+    """A frozen config; a field it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class BuilderConfig(Config):
+    """An object to build: what, and with which parameters."""
+
+    builder: str = Field(
+        title="Builder",
+        description="Import path, `package.module:Name`.",
+        examples=["tinker_cookbook.supervised.data:FromConversationFileBuilder"],
+    )
+    params: dict[str, Any] = Field(
+        default_factory=dict,
+        title="Parameters",
+        description="Keyword arguments of the builder; they may nest.",
+    )
+
+
+class EngineConfig(Config):
+    """The local engine that a run starts for itself where no service is named."""
+
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        title="Data type",
+        description="Of the base model's arithmetic; adapters stay float32.",
+    )
+    threads: int | None = Field(
+        default=None, ge=1, title="Threads", description="CPU threads; unset means one per core."
+    )
+
+
+class AdamConfig(Config):
+    """The optimizer: AdamW on the service."""
+
+    beta1: float = Field(default=0.9, ge=0, lt=1, title="Beta 1", description="Decay of the first moment.")
+    beta2: float = Field(default=0.95, ge=0, lt=1, title="Beta 2", description="Decay of the second moment.")
+    eps: float = Field(default=1e-8, gt=0, title="Epsilon", description="Added to the root of the second moment.")
+    weight_decay: float = Field(default=0.0, ge=0, title="Weight decay", description="Decoupled, per step.")
+    grad_clip_norm: float = Field(
+        default=0.0, ge=0, title="Gradient clipping", description="Largest norm of the gradient; 0 is off."
+    )
+
+    def at(self, learning_rate: float) -> types.AdamParams:
+        """The service's parameters for one step."""
+        return types.AdamParams(learning_rate=learning_rate, **self.model_dump())
+
+
+class RunConfig(Config):
+    """Where a run happens, where it is kept, and how it goes on after a stop."""
+
+    run_name: str = Field(
+        title="Run name",
+        description="Names the run's directory; the same name again goes on with that run.",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        max_length=128,
+    )
+    model: str = Field(
+        title="Model",
+        description="Base model by the service's name; for the local engine `tiny`, `smollm2-135m` or a directory.",
+        min_length=1,
+    )
+    base_url: str = Field(
+        default="",
+        title="Tinker service",
+        description="A URL, `block:NAME`, or `local` for an engine of the run's own. Empty: TINKER_BASE_URL, "
+        "the hosted service where TINKER_API_KEY is set, else local.",
+    )
+    engine: EngineConfig = Field(
+        default=EngineConfig(), title="Local engine", description="How the run's own engine computes."
+    )
+    storage: str = Field(
+        default="",
+        title="Run storage",
+        description="A directory, s3://bucket/prefix or `block:NAME`. Empty: `runs` in the project's home.",
+    )
+    tracking: str = Field(
+        default="",
+        title="MLflow tracking",
+        description="A tracking URI or `block:NAME`. Empty: a SQLite file in the project's home.",
+    )
+    experiment: str = Field(
+        default="tinker-flows", title="Experiment", description="MLflow experiment of the run.", min_length=1
+    )
+    resume: Literal["auto", "never"] = Field(
+        default="auto",
+        title="Resume",
+        description="`auto` goes on from the last checkpoint of the same run name; `never` refuses a name in use.",
+    )
+    checkpoint_every: int = Field(
+        default=10,
+        ge=1,
+        title="Checkpoint every",
+        description="Steps between checkpoints; the last step has one too.",
+    )

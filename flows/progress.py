@@ -1,0 +1,34 @@
+"""How far a run is, for whoever watches the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from tqdm import tqdm
+
+
+class Progress:
+    """A bar with the loss and the time left; it starts at the step the run starts at."""
+
+    def __init__(self, run_name: str, first: int, num_steps: int) -> None:
+        self._bar = tqdm(desc=run_name, initial=first, total=num_steps, unit="step", dynamic_ncols=True, smoothing=0.1)
+
+    def advance(self, metrics: Mapping[str, float]) -> None:
+        """One step is done."""
+        shown = {
+            "loss": metrics["loss/total"],
+            "base": metrics["loss/base"],
+            "nll": metrics["train_mean_nll"],
+        }
+        self._bar.set_postfix({key: f"{value:.3f}" for key, value in shown.items()}, refresh=False)
+        self._bar.update()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()

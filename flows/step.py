@@ -1,0 +1,77 @@
+"""One training step, as tasks.
+
+batch ──> prepare (each term) ──────────────┐                   ahead, while the service works on the step before
+forward (enqueued behind the last update) ──┴─> term (each) ──> linearize ──> forward_backward, optim_step
+                                                                              └─ then the next step's forward
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tinker
+from prefect import Task
+from prefect.futures import PrefectFuture
+from prefect.logging import get_run_logger
+
+from objectives.batch import Batch
+from objectives.errors import ObjectiveError
+from objectives.evaluate import Evaluation
+from objectives.linearize import Linearized
+from objectives.objective import Objective, Regularizer
+from tasks.data import DataSource, load_batch
+from tasks.forward import PendingOutput, enqueue_forward, forward_logprobs
+from tasks.terms import compute_term, linearize_terms, prepare_term
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step before its turn: its batch and the features of the terms that are due, under way."""
+
+    step: int
+    batch: PrefectFuture[Batch]
+    terms: tuple[tuple[Regularizer, PrefectFuture[Any] | None], ...]
+
+
+def load_ahead(source: DataSource, objective: Objective, step: int) -> Ahead:
+    """Start on everything of a step that needs no weights."""
+    batch = load_batch.submit(source, step)
+    due = [regularizer for regularizer in objective.regularizers if regularizer.due_at(step)]
+    return Ahead(
+        step,
+        batch,
+        tuple((each, prepare_term.submit(each, batch) if each.term.prepare else None) for each in due),
+    )
+
+
+def enqueue_forward_ahead(client: tinker.TrainingClient, objective: Objective, ahead: Ahead) -> PendingOutput | None:
+    """Ask for the forward pass of a step; None where cross-entropy alone needs none before its backward."""
+    if objective.base is None and not ahead.terms:
+        return None
+    return enqueue_forward(client, ahead.batch.result())
+
+
+def compute_linearized(
+    objective: Objective, ahead: Ahead, pending: PendingOutput, num_steps: int, first: bool
+) -> Linearized:
+    """Evaluate every due term, concurrently, on the forward pass, and linearize the objective."""
+    batch = ahead.batch.result()
+    outputs = forward_logprobs(pending, batch)
+    submitted = [(each, _task_of(each).submit(each, outputs, batch, features, first)) for each, features in ahead.terms]
+    evaluated: list[tuple[Evaluation, float]] = []
+    skipped: dict[str, float] = {}
+    for regularizer, future in submitted:
+        try:
+            evaluated.append((future.result(), regularizer.weight_at(ahead.step, num_steps)))
+        except ObjectiveError as error:
+            if regularizer.on_error == "raise":
+                raise
+            get_run_logger().warning("Step %d goes on without a term. %s", ahead.step, error)
+            skipped[f"term/{regularizer.name}/skipped"] = 1.0
+    linearized = linearize_terms(objective, outputs, batch, evaluated)
+    return Linearized(linearized.loss_weights_DT, {**linearized.metrics, **skipped})
+
+
+def _task_of(regularizer: Regularizer) -> Task[..., Evaluation]:
+    return compute_term.with_options(retries=regularizer.retries) if regularizer.retries else compute_term

@@ -1,0 +1,40 @@
+"""The forward pass: what the current policy thinks of a batch."""
+
+from __future__ import annotations
+
+import tinker
+from tinker import types
+
+from blocks.errors import ServiceError
+from objectives.batch import Batch, Outputs, pack
+from tasks.options import step_task
+from tasks.service_errors import service_errors
+
+PendingOutput = tinker.APIFuture[types.ForwardBackwardOutput]
+
+
+def enqueue_forward(client: tinker.TrainingClient, batch: Batch) -> PendingOutput:
+    """Ask for the logprobs of a batch; the answer is for the weights after every update asked for before."""
+    return client.forward(list(batch.datums), "cross_entropy")
+
+
+@step_task(name="forward")
+def forward_logprobs(pending: PendingOutput, batch: Batch) -> Outputs:
+    """Wait for the logprobs of a batch."""
+    with service_errors("run the forward pass"):
+        return read_outputs(pending.result(), batch)
+
+
+def read_outputs(output: types.ForwardBackwardOutput, batch: Batch) -> Outputs:
+    """Pack the service's logprobs as the batch is packed.
+
+    Raises:
+        ServiceError: their number or lengths are not the batch's.
+    """
+    logprobs_DT, offsets_D = pack([entry["logprobs"].to_torch() for entry in output.loss_fn_outputs])
+    if offsets_D.tolist() != batch.offsets_D.tolist():
+        raise ServiceError(
+            f"The Tinker service returned logprobs for {len(offsets_D) - 1} datums and {len(logprobs_DT)} tokens "
+            f"where {batch.num_datums} and {batch.num_tokens} were sent: report this to whoever runs the service."
+        )
+    return Outputs(logprobs_DT.float())

@@ -1,0 +1,73 @@
+"""Metrics of a run in MLflow: one batched write per step that nobody waits for, each step once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric
+from mlflow.exceptions import MlflowException
+from mlflow.utils.async_logging.run_operations import RunOperations
+
+from blocks.errors import ServiceError
+from tasks.options import step_task
+
+# In every write: how far a run's log has come.
+STEP_KEY = "progress/batch"
+
+
+class MetricsLog:
+    """The metrics of one MLflow run.
+
+    A step that is already there (logged before a crash, replayed after it) is not logged a second time.
+    """
+
+    __slots__ = ("_last_step", "_pending", "client", "run_id")
+
+    def __init__(self, client: MlflowClient, run_id: str) -> None:
+        self.client, self.run_id = client, run_id
+        logged = client.get_metric_history(run_id, STEP_KEY)
+        self._last_step = max((metric.step for metric in logged), default=-1)
+        self._pending: list[RunOperations] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Enqueue the metrics of a step; returns at once."""
+        if step <= self._last_step:
+            return
+        now = int(time.time() * 1000)
+        values = {STEP_KEY: step, **metrics}
+        entities = [Metric(key, float(value), now, step) for key, value in values.items()]
+        operations = self.client.log_batch(self.run_id, metrics=entities, synchronous=False)
+        if operations is not None:
+            self._pending.append(operations)
+        self._last_step = step
+
+    def flush(self) -> None:
+        """Wait until everything logged so far is stored.
+
+        Raises:
+            ServiceError: MLflow did not store it.
+        """
+        pending, self._pending = self._pending, []
+        try:
+            for operations in pending:
+                operations.wait()
+        except MlflowException as error:
+            raise ServiceError(
+                f"MLflow did not store the metrics of run {self.run_id} ({str(error).splitlines()[0][:200]}): "
+                "mend the tracking server or its disk and start the same command again."
+            ) from error
+
+    def history(self) -> dict[str, list[tuple[int, float]]]:
+        """Every metric of the run as (step, value) points in the order of steps."""
+        keys = self.client.get_run(self.run_id).data.metrics
+        return {
+            key: sorted((m.step, m.value) for m in self.client.get_metric_history(self.run_id, key)) for key in keys
+        }
+
+
+@step_task(name="metrics", task_run_name="metrics-{step}")
+def log_metrics(log: MetricsLog, step: int, metrics: Mapping[str, float]) -> None:
+    """Enqueue one step's metrics."""
+    log.log(step, metrics)

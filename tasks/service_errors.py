@@ -1,0 +1,30 @@
+"""Failures of the Tinker service as one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import tinker
+
+from blocks.errors import ServiceError
+
+
+@contextmanager
+def service_errors(doing: str) -> Iterator[None]:
+    """Turn what the SDK raises while `doing` something into a `ServiceError` that says so.
+
+    >>> with service_errors("save a checkpoint"):
+    ...     raise tinker.TinkerError("no space left on device")
+    Traceback (most recent call last):
+    ...
+    blocks.errors.ServiceError: The Tinker service could not save a checkpoint: no space left on device. ...
+    """
+    try:
+        yield
+    except (tinker.TinkerError, ValueError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ServiceError(
+            f"The Tinker service could not {doing}: {reason}. "
+            "Mend that and start the same command again; it resumes from the last checkpoint."
+        ) from error

@@ -1,0 +1,52 @@
+"""The update: gradients and optimizer step, the two requests that must never be sent twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import tinker
+from tinker import types
+from torch import Tensor
+
+from objectives.batch import Batch, Outputs, unpack
+from tasks.forward import PendingOutput, read_outputs
+from tasks.options import step_task
+from tasks.service_errors import service_errors
+
+
+@dataclass(frozen=True, slots=True)
+class PendingUpdate:
+    """One update under way: both requests are sent, neither is answered."""
+
+    forward_backward: PendingOutput
+    optim_step: tinker.APIFuture[types.OptimStepResponse]
+
+
+def enqueue_update(
+    client: tinker.TrainingClient, batch: Batch, loss_weights_DT: Tensor, adam: types.AdamParams
+) -> PendingUpdate:
+    """Send `forward_backward` and `optim_step` back to back.
+
+    Args:
+        loss_weights_DT: the weight of each target token in the service's cross-entropy: minus the gradient of the
+            objective with respect to its logprob (see `objectives.linearize`).
+    """
+    data = [
+        replace(datum, loss_fn_inputs={**datum.loss_fn_inputs, "weights": types.TensorData.from_torch(weights)})
+        for datum, weights in zip(batch.datums, unpack(loss_weights_DT, batch.offsets_D), strict=True)
+    ]
+    return PendingUpdate(client.forward_backward(data, "cross_entropy"), client.optim_step(adam))
+
+
+@step_task(name="forward_backward")
+def forward_backward(pending: PendingOutput, batch: Batch) -> Outputs:
+    """Wait until the gradient is accumulated; the logprobs are those before the update."""
+    with service_errors("run forward_backward"):
+        return read_outputs(pending.result(), batch)
+
+
+@step_task(name="optim_step")
+def optim_step(pending: tinker.APIFuture[types.OptimStepResponse]) -> dict[str, float]:
+    """Wait until the weights are updated; the service's own metrics."""
+    with service_errors("take the optimizer step"):
+        return dict(pending.result().metrics or {})
