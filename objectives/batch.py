@@ -34,8 +34,8 @@ class Batch:
     def __post_init__(self) -> None:
         if self.num_datums == 0 or self.num_tokens == 0:
             raise ObjectiveError(
-                f"A batch has {self.num_datums} datums and {self.num_tokens} tokens where at least one of each "
-                "is needed: check the data file and the filters of its builder."
+                f"A batch has {self.num_datums} datums and {self.num_tokens} tokens where at least one of "
+                "each is needed: check the data file and the filters of its builder."
             )
         if not bool(self.mask_DT.any()):
             raise ObjectiveError(

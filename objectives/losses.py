@@ -22,3 +22,8 @@ def cross_entropy(logprobs_DT: Tensor, weights_DT: Tensor) -> Tensor:
     tensor(2.)
     """
     return -(logprobs_DT * weights_DT).sum()
+
+
+def compute_mean_nll(logprobs_DT: Tensor, weights_DT: Tensor) -> float:
+    """Weighted mean negative log-likelihood, nats per token: `cross_entropy` over the sum of the weights."""
+    return float(cross_entropy(logprobs_DT, weights_DT) / weights_DT.sum())

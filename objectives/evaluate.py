@@ -1,0 +1,195 @@
+"""One term on one batch: its value, its metrics, and its gradient by the logprobs, computed once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from objectives.batch import Batch, Outputs
+from objectives.diagnostics import ROW_METRICS
+from objectives.errors import ObjectiveError
+from objectives.estimators import ESTIMATORS
+from objectives.losses import cross_entropy
+from objectives.objective import BASE, Objective, Regularizer
+from objectives.reductions import reduce
+from objectives.term import own_params
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What one term says about one batch, before its weight.
+
+    Attributes:
+        name: the term's name in its objective; ``"base"`` for the base loss.
+        value: the term, reduced to one number.
+        gradient_DT: ``(N,)``, of the logprobs' dtype (float32 from a service): d value / d logprobs; zeros
+            for a monitor.
+        metrics: the term's own metrics.
+        duration_s: wall time of the evaluation, seconds.
+    """
+
+    name: str
+    value: float
+    gradient_DT: Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
+    duration_s: float = 0.0
+
+
+def prepare_features(regularizer: Regularizer, batch: Batch) -> Any:
+    """What a term makes of the data alone, ahead of the service; ``None`` for a term without ``prepare``."""
+    prepare = regularizer.term.prepare
+    if prepare is None:
+        return None
+    try:
+        return prepare(batch, **own_params(prepare, regularizer.params))
+    except Exception as error:
+        raise _failed(regularizer, "preparing", error) from error
+
+
+def evaluate_base(objective: Objective, outputs: Outputs, batch: Batch) -> Evaluation:
+    """Evaluate the base loss.
+
+    The gradient of cross_entropy, ``-weights``, is written down, not derived.
+
+    Raises:
+        ObjectiveError: as `evaluate_term` does.
+    """
+    if objective.base is not None:
+        return evaluate_term(objective.base, outputs, batch, first_step=True)
+    start = time.perf_counter()
+    value = float(cross_entropy(outputs.logprobs_DT, batch.weights_DT))
+    gradient_DT = -batch.weights_DT.to(outputs.logprobs_DT.dtype)
+    _check_finite(BASE, value, gradient_DT)
+    return Evaluation(BASE, value, gradient_DT, {}, time.perf_counter() - start)
+
+
+def evaluate_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, first_step: bool) -> Evaluation:
+    """Evaluate one term and its gradient.
+
+    Args:
+        batch: with ``features`` as `prepare_features` returned them.
+        first_step: whether to refuse a term declared differentiable that has no gradient.
+
+    Raises:
+        ObjectiveError: the term raises, returns what its kind does not allow, or is not finite; names it.
+    """
+    start = time.perf_counter()
+    _check_inputs(regularizer, outputs, batch)
+    value, gradient_DT, metrics = _differentiate(regularizer, outputs, batch)
+    _check_finite(regularizer.name, value, gradient_DT)
+    if first_step and regularizer.term.kind == "differentiable" and not gradient_DT.any():
+        _refuse_constant(regularizer, outputs, batch)
+    return Evaluation(regularizer.name, value, gradient_DT, metrics, time.perf_counter() - start)
+
+
+def _differentiate(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> tuple[float, Tensor, dict[str, float]]:
+    term = regularizer.term
+    logprobs_DT = outputs.logprobs_DT.detach().requires_grad_(term.kind != "monitor")
+    outputs = replace(outputs, logprobs_DT=logprobs_DT)
+    gradient_DT = None
+    try:
+        with torch.enable_grad():
+            returned = term(outputs, batch, **own_params(term.evaluate, regularizer.params))
+            value, metrics = _split(returned, is_monitor=term.kind == "monitor")
+            total = _total(regularizer, outputs, batch, value)
+        if total.requires_grad:
+            (gradient_DT,) = torch.autograd.grad(total, logprobs_DT, allow_unused=True)
+    except Exception as error:
+        raise _failed(regularizer, "evaluating", error) from error
+    return (
+        total.item(),
+        torch.zeros_like(logprobs_DT).detach() if gradient_DT is None else gradient_DT,
+        metrics,
+    )
+
+
+def _split(returned: Any, is_monitor: bool) -> tuple[Any, dict[str, float]]:
+    """The value and the metrics of ``value``, ``(value, metrics)``, or a monitor's ``metrics``."""
+    if is_monitor and isinstance(returned, Mapping):
+        returned = (0.0, returned)
+    value, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    if taken := ROW_METRICS & metrics.keys():
+        raise ObjectiveError(f"its metrics {', '.join(sorted(taken))} are kept for every term: call them otherwise")
+    return value, {key: float(number) for key, number in metrics.items()}
+
+
+def _total(regularizer: Regularizer, outputs: Outputs, batch: Batch, value: Any) -> Tensor:
+    """The 0-d tensor whose gradient is the term's."""
+    term = regularizer.term
+    value = torch.as_tensor(value, dtype=outputs.logprobs_DT.dtype)
+    if term.kind == "monitor":
+        return value.detach().sum()
+    if term.estimator is not None:
+        estimator = ESTIMATORS[term.estimator]
+        expected = batch.num_tokens if term.estimator == "unlikelihood" else batch.num_datums
+        if value.shape != (expected,):
+            raise ObjectiveError(
+                f"its scores have the shape {tuple(value.shape)} where the estimator {term.estimator!r} "
+                f"expects ({expected},): return one score for each"
+            )
+        value = estimator(outputs, batch, value.detach(), **own_params(estimator, regularizer.params))
+        if value.ndim == 0:
+            return value
+    return reduce(value, batch, term.reduction)
+
+
+def _refuse_constant(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> None:
+    """Refuse a term that has no gradient here nor at logprobs spread over all that occur.
+
+    A term may well be flat at one point: a KL divergence is where the policy still is its reference.
+    """
+    spread_DT = -torch.linspace(0.01, 10.0, batch.num_tokens).to(outputs.logprobs_DT)
+    _, gradient_DT, _ = _differentiate(regularizer, replace(outputs, logprobs_DT=spread_DT), batch)
+    if not gradient_DT.any():
+        raise ObjectiveError(
+            f"Term {regularizer.name!r} is declared differentiable, but its value does not depend on the "
+            "logprobs, so it would train nothing: declare it kind='scored', and an estimator makes a gradient of its "
+            "scores, or kind='monitor', for metrics only."
+        )
+
+
+def _check_inputs(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> None:
+    if outputs.logprobs_DT.shape != (batch.num_tokens,):
+        raise ObjectiveError(
+            f"Term {regularizer.name!r} got logprobs of shape {tuple(outputs.logprobs_DT.shape)} where the "
+            f"batch has {batch.num_tokens} tokens: pack the service's answer with the offsets of the same batch."
+        )
+    for need in regularizer.term.needs:
+        if getattr(outputs, f"{need}_DT", None) is None:
+            raise ObjectiveError(
+                f"Term {regularizer.name!r} needs {need}, which these outputs lack: use a flow that gives it, "
+                "or disable the term."
+            )
+    if regularizer.term.prepare is not None and batch.features is None:
+        raise ObjectiveError(
+            f"Term {regularizer.name!r} needs its prepared features, and the batch came without: put what "
+            "`prepare_features` returns into `features` of the batch."
+        )
+
+
+def _check_finite(name: str, value: float, gradient_DT: Tensor) -> None:
+    if not math.isfinite(value):
+        raise ObjectiveError(
+            f"Term {name!r} has the value {value} where a finite one is expected: look for a logarithm or a "
+            "division of zero in it, or for logprobs that are not finite."
+        )
+    num_bad = int((~gradient_DT.isfinite()).sum())
+    if num_bad:
+        raise ObjectiveError(
+            f"The gradient of term {name!r} is not finite at {num_bad} of {len(gradient_DT)} tokens, though "
+            "its value is: clamp what it divides by or takes the root or logarithm of."
+        )
+
+
+def _failed(regularizer: Regularizer, doing: str, error: Exception) -> ObjectiveError:
+    reason = str(error) if isinstance(error, ObjectiveError) else f"it raised {type(error).__name__}: {error}"
+    return ObjectiveError(
+        f"Term {regularizer.name!r} failed {doing}: {reason.rstrip('.')} "
+        "(with on_error='skip' a run goes on without it)."
+    )

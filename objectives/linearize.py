@@ -1,0 +1,90 @@
+"""From the gradients of all terms to the loss weights of one linear loss.
+
+A service whose loss is ``-sum(weights * logprobs)`` trains any differentiable objective ``C(logprobs)``
+exactly to first order when ``weights = -dC/dlogprobs``: the chain rule does the rest. The map is linear, so
+the gradients of an objective's terms are computed apart and added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from objectives.diagnostics import GradientStats, compare_gradients
+from objectives.errors import ObjectiveError
+from objectives.evaluate import Evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Linearized:
+    """One step's objective as a linear loss.
+
+    Attributes:
+        loss_weights_DT: ``(N,)``, float32 where the gradients are: what to send as cross_entropy ``weights``.
+        metrics: ``loss/...``, ``term/<name>/...`` (the base loss under the name ``base``) and
+            ``cosine/<a>/<b>`` for each two terms.
+    """
+
+    loss_weights_DT: Tensor
+    metrics: dict[str, float]
+
+
+def linearize(base: Evaluation, terms: Sequence[tuple[Evaluation, float]]) -> Linearized:
+    """Add up a base loss and its weighted terms.
+
+    Args:
+        base: the base loss, of weight 1.
+        terms: each term with its weight at this step; those that are not due are left out.
+
+    Raises:
+        ObjectiveError: the sum is beyond the range of its dtype.
+
+    >>> base = Evaluation("base", 2.0, torch.tensor([-1.0, -1.0]))
+    >>> term = Evaluation("confidence", 0.5, torch.tensor([0.0, 4.0]))
+    >>> linear = linearize(base, [(term, 0.5)])
+    >>> linear.loss_weights_DT, linear.metrics["loss/total"]
+    (tensor([ 1., -1.]), 2.25)
+    """
+    rows = [(base, 1.0), *terms]
+    gradients_KDT = torch.stack([row.gradient_DT.double() for row, _ in rows])
+    weights_K = torch.tensor([weight for _, weight in rows], dtype=torch.float64)
+    # A sum of products in a fixed order: a matrix product may round differently from run to run.
+    loss_weights_DT = -(weights_K[:, None] * gradients_KDT).sum(0).to(base.gradient_DT.dtype)
+    if not loss_weights_DT.isfinite().all():
+        raise ObjectiveError(
+            f"The weighted gradients of {', '.join(row.name for row, _ in rows)} add up to more than "
+            f"{base.gradient_DT.dtype} holds: lower the weight of the greatest."
+        )
+    return Linearized(loss_weights_DT, _metrics(rows, compare_gradients(gradients_KDT, weights_K)))
+
+
+def _metrics(rows: Sequence[tuple[Evaluation, float]], stats: GradientStats) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    norms, weighted_norms = stats.norms_K.tolist(), stats.weighted_norms_K.tolist()
+    shares, cosines = stats.shares_K.tolist(), stats.cosines_KK.tolist()
+    for k, (row, weight) in enumerate(rows):
+        figures = {
+            "value": row.value,
+            "weight": weight,
+            "contribution": weight * row.value,
+            "grad_norm": norms[k],
+            "grad_norm_weighted": weighted_norms[k],
+            "grad_share": shares[k],
+            "cosine_to_base": cosines[k][0],
+            "duration_s": row.duration_s,
+            **row.metrics,
+        }
+        metrics |= {f"term/{row.name}/{key}": figure for key, figure in figures.items()}
+    for (a, (first, _)), (b, (second, _)) in combinations(list(enumerate(rows))[1:], 2):
+        metrics[f"cosine/{first.name}/{second.name}"] = cosines[a][b]
+    contributions = [weight * row.value for row, weight in rows]
+    return {
+        "loss/total": sum(contributions),
+        "loss/base": contributions[0],
+        "loss/regularizers": sum(contributions[1:]),
+        **metrics,
+    }

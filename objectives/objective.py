@@ -1,0 +1,149 @@
+"""A base loss and weighted terms, bound and checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from objectives.batch import Outputs
+from objectives.errors import ObjectiveError
+from objectives.estimators import fixed_data_refusal
+from objectives.schedule import Constant, WeightSchedule
+from objectives.sdk import sdk_term
+from objectives.spec import ObjectiveSpec, RegularizerSpec, explain
+from objectives.term import Term, check_params, registered
+
+CROSS_ENTROPY = "cross_entropy"
+# The base loss has this row in every table of terms.
+BASE = "base"
+
+
+@dataclass(frozen=True, slots=True)
+class Regularizer:
+    """A term with its place in an objective: `RegularizerSpec`, looked up and checked."""
+
+    name: str
+    term: Term
+    schedule: WeightSchedule
+    params: Mapping[str, Any]
+    every: int = 1
+    retries: int = 0
+    on_error: Literal["raise", "skip"] = "raise"
+
+    def weight_at(self, step: int, num_steps: int) -> float:
+        """The term's factor in the total loss of a step; 0 for a monitor, which is no part of it."""
+        return 0.0 if self.term.kind == "monitor" else self.schedule.weight_at(step, num_steps)
+
+    def due_at(self, step: int) -> bool:
+        return step % self.every == 0
+
+
+class Objective:
+    """``total = base + sum_i weight_i * term_i``.
+
+    Args:
+        base_loss: ``"cross_entropy"``, a `Term`, or any callable of the SDK's ``CustomLossFnV1`` shape,
+            ``(data, logprobs) -> (loss, metrics)``.
+        regularizers: a `RegularizerSpec` each, or its fields as a dict. In a dict ``fn`` may also be a
+            `Term`, whose name is then the default, or a callable of the SDK's shape.
+
+    Raises:
+        ObjectiveError: for whatever is wrong with any of them, before anything runs.
+
+    >>> objective = Objective(regularizers=[{"name": "confidence", "weight": 0.1}])
+    >>> [(each.name, each.weight_at(step=0, num_steps=10)) for each in objective.regularizers]
+    [('confidence', 0.1)]
+    """
+
+    __slots__ = ("base", "regularizers")
+
+    base: Regularizer | None
+    """The base loss as a term of weight 1; ``None`` for cross_entropy, whose gradient needs no autograd."""
+    regularizers: tuple[Regularizer, ...]
+    """The enabled terms, in the order given."""
+
+    def __init__(
+        self,
+        base_loss: str | Term | Callable[..., Any] = CROSS_ENTROPY,
+        regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
+    ) -> None:
+        self.base = _bind_base(base_loss)
+        bound = [_bind(each) for each in regularizers]
+        seen = {BASE}
+        for each, _ in bound:
+            if each.name in seen:
+                taken = "is kept for the base loss" if each.name == BASE else "is used twice"
+                raise ObjectiveError(f"The name {each.name!r} of a regularizer {taken}: give each its own `name`.")
+            seen.add(each.name)
+        self.regularizers = tuple(each for each, enabled in bound if enabled)
+
+    @classmethod
+    def from_spec(cls, spec: ObjectiveSpec) -> Objective:
+        """The objective that plain data describes."""
+        return cls(spec.base_loss, spec.regularizers)
+
+    def check_needs(self, given: Collection[str] = ()) -> None:
+        """Refuse, before the run, the terms that need what a flow does not give them.
+
+        Args:
+            given: what the flow fills in beside the current logprobs: ``"ref_logprobs"``,
+                ``"sampling_logprobs"``.
+        """
+        for each in self.regularizers:
+            if each.term.estimator == "score_function" and "sampling_logprobs" not in given:
+                raise ObjectiveError(f"Term {each.name!r} cannot run here: {fixed_data_refusal()}.")
+            for need in each.term.needs:
+                if need not in given:
+                    raise ObjectiveError(
+                        f"Term {each.name!r} needs {need}, and this flow gives {', '.join(given) or 'nothing'} "
+                        "beside the logprobs: disable the term, or use a flow that gives it."
+                    )
+
+
+def _bind_base(base_loss: str | Term | Callable[..., Any]) -> Regularizer | None:
+    if base_loss == CROSS_ENTROPY:
+        return None
+    if not callable(base_loss):
+        raise ObjectiveError(
+            f"The base loss {base_loss!r} is unknown: it is {CROSS_ENTROPY!r}, a term, or a callable "
+            "(data, logprobs) -> (loss, metrics)."
+        )
+    term = base_loss if isinstance(base_loss, Term) else sdk_term(BASE, base_loss)
+    if term.kind != "differentiable":
+        raise ObjectiveError(f"The base loss {term.name!r} is a {term.kind} term: only a differentiable one can be it.")
+    return Regularizer(BASE, term, Constant(value=1.0), check_params(term, {}))
+
+
+def _bind(entry: RegularizerSpec | Mapping[str, Any]) -> tuple[Regularizer, bool]:
+    """The bound term, and whether it is enabled: what is disabled is checked all the same."""
+    written = dict(entry)
+    fn = written.get("fn")
+    if callable(fn):
+        del written["fn"]
+        written.setdefault("name", getattr(fn, "name", None) or getattr(fn, "__name__", None))
+    try:
+        spec = RegularizerSpec.model_validate(written)
+    except ValidationError as error:
+        raise ObjectiveError(f"Regularizer {written.get('name')!r} is wrong: {explain(error)}.") from error
+    if isinstance(fn, Term):
+        term = fn
+    elif callable(fn):
+        term = sdk_term(spec.name, fn)
+    else:
+        term = registered(spec.fn or spec.name)
+    _check_givable(spec.name, term)
+    schedule = spec.weight if isinstance(spec.weight, WeightSchedule) else Constant(value=spec.weight)
+    params = check_params(term, spec.params)
+    return Regularizer(spec.name, term, schedule, params, spec.every, spec.retries, spec.on_error), spec.enabled
+
+
+def _check_givable(name: str, term: Term) -> None:
+    for need in term.needs:
+        if f"{need}_DT" not in {field.name for field in fields(Outputs)}:
+            raise ObjectiveError(
+                f"Term {name!r} needs {need}, which no Tinker service returns: it gives one logprob per "
+                "token; write the term on those."
+            )

@@ -1,0 +1,100 @@
+"""How a term's weight changes over a run: constant, linear, cosine, warmup."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Schedule(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Constant(_Schedule):
+    """The same weight at every step.
+
+    >>> Constant(value=0.1).weight_at(step=7, num_steps=10)
+    0.1
+    """
+
+    schedule: Literal["constant"] = "constant"
+    value: NonNegative = Field(description="The weight of every step.")
+
+    def weight_at(self, step: int, num_steps: int) -> float:
+        return self.value
+
+
+class Linear(_Schedule):
+    """From ``start`` at the first step to ``end`` at the last, in equal steps.
+
+    >>> [Linear(start=0, end=1).weight_at(step, num_steps=5) for step in range(5)]
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+    """
+
+    schedule: Literal["linear"] = "linear"
+    start: NonNegative = Field(description="The weight of the first step.")
+    end: NonNegative = Field(description="The weight of the last step.")
+
+    def weight_at(self, step: int, num_steps: int) -> float:
+        return self.start + (self.end - self.start) * _progress(step, num_steps)
+
+
+class Cosine(_Schedule):
+    """From ``start`` to ``end`` along half a cosine: ``end + (start - end) (1 + cos(pi progress)) / 2``.
+
+    The shape is that of Loshchilov & Hutter 2017, "SGDR" (arXiv:1608.03983), without restarts.
+
+    >>> [round(Cosine(start=1, end=0).weight_at(step, num_steps=5), 3) for step in range(5)]
+    [1.0, 0.854, 0.5, 0.146, 0.0]
+    """
+
+    schedule: Literal["cosine"] = "cosine"
+    start: NonNegative = Field(description="The weight of the first step.")
+    end: NonNegative = Field(description="The weight of the last step.")
+
+    def weight_at(self, step: int, num_steps: int) -> float:
+        share_of_start = (1 + math.cos(math.pi * _progress(step, num_steps))) / 2
+        return self.end + (self.start - self.end) * share_of_start
+
+
+class Warmup(_Schedule):
+    """Up to ``value`` in ``steps`` equal steps, the first one already above zero; then constant.
+
+    >>> [Warmup(value=1, steps=4).weight_at(step, num_steps=10) for step in range(6)]
+    [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    """
+
+    schedule: Literal["warmup"] = "warmup"
+    value: NonNegative = Field(description="The weight after the warmup.")
+    steps: int = Field(ge=1, description="How many steps the warmup takes.")
+
+    def weight_at(self, step: int, num_steps: int) -> float:
+        return self.value * min(1.0, (step + 1) / self.steps)
+
+
+def _progress(step: int, num_steps: int) -> float:
+    """0 at the first step, 1 at the last."""
+    return min(1.0, step / max(1, num_steps - 1))
+
+
+def _tag(value: Any) -> str | None:
+    if isinstance(value, dict):
+        return value.get("schedule")
+    return getattr(value, "schedule", "number")
+
+
+WeightSchedule = Constant | Linear | Cosine | Warmup
+
+# Tagged, so that a bad schedule is told what is wrong with it and not that it is no number.
+Weight = Annotated[
+    Annotated[NonNegative, Tag("number")]
+    | Annotated[Constant, Tag("constant")]
+    | Annotated[Linear, Tag("linear")]
+    | Annotated[Cosine, Tag("cosine")]
+    | Annotated[Warmup, Tag("warmup")],
+    Discriminator(_tag),
+]

@@ -1,0 +1,52 @@
+"""An objective as plain data: what YAML, JSON and a Prefect parameter form can hold."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from objectives.schedule import Weight
+
+
+class RegularizerSpec(BaseModel):
+    """One weighted term of an objective."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9_.-]+$",
+        description="Unique in its objective; names the term's metrics, `term/<name>/...`.",
+    )
+    fn: str | None = Field(default=None, description="The registered term to use; by default the one of this name.")
+    weight: Weight = Field(
+        default=1.0,
+        description="Factor of the term in the total loss, at least 0: a number or a schedule; monitors have none.",
+    )
+    params: dict[str, Any] = Field(default_factory=dict, description="Keyword parameters of the term.")
+    enabled: bool = Field(default=True, description="Whether the term takes part at all.")
+    every: int = Field(default=1, ge=1, description="The term is evaluated at steps divisible by this.")
+    retries: int = Field(default=0, ge=0, description="How often a failed evaluation is tried again.")
+    on_error: Literal["raise", "skip"] = Field(
+        default="raise",
+        description="`raise` ends the run when the term fails; `skip` goes on without it for that step.",
+    )
+
+
+class ObjectiveSpec(BaseModel):
+    """A base loss and the terms added to it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base_loss: str = Field(default="cross_entropy", description="Name of the loss that the terms are added to.")
+    regularizers: tuple[RegularizerSpec, ...] = Field(default=(), description="The weighted terms.")
+
+
+def explain(error: ValidationError) -> str:
+    """The first thing a validation found wrong, as a clause: where, what was got, what was expected."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "it"
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    if first["type"] in ("extra_forbidden", "missing"):
+        return f"{where!r}: {message}"
+    return f"{where!r} is {first['input']!r}, but {message}"
