@@ -52,14 +52,15 @@ def compare_gradients(gradients_KDT: Tensor, weights_K: Tensor) -> GradientStats
     >>> stats.shares_K, stats.cosines_KK[0, 1]
     (tensor([0.5000, 0.5000]), tensor(0.8000))
     """
-    norms_K = torch.linalg.vector_norm(gradients_KDT, dim=1)
+    # No matrix product: on cores that something else keeps busy, its threads cost fifty times these sums.
+    products_KK = torch.stack([torch.stack([(a * b).sum() for b in gradients_KDT]) for a in gradients_KDT])
+    norms_K = products_KK.diagonal().sqrt()
     weighted_norms_K = weights_K * norms_K
-    units_KDT = _ratio(gradients_KDT, norms_K[:, None])
     return GradientStats(
         norms_K,
         weighted_norms_K,
         shares_K=_ratio(weighted_norms_K, weighted_norms_K.sum()),
-        cosines_KK=(units_KDT @ units_KDT.T).clamp(-1, 1),
+        cosines_KK=_ratio(products_KK, norms_K[:, None] * norms_K).clamp(-1, 1),
     )
 
 

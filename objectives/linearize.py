@@ -52,8 +52,11 @@ def linearize(base: Evaluation, terms: Sequence[tuple[Evaluation, float]]) -> Li
     rows = [(base, 1.0), *terms]
     gradients_KDT = torch.stack([row.gradient_DT.double() for row, _ in rows])
     weights_K = torch.tensor([weight for _, weight in rows], dtype=torch.float64)
-    # A sum of products in a fixed order: a matrix product may round differently from run to run.
-    loss_weights_DT = -(weights_K[:, None] * gradients_KDT).sum(0).to(base.gradient_DT.dtype)
+    # One after the other, in float64: a matrix product may round differently from run to run.
+    total_DT = gradients_KDT[0].clone()
+    for gradient_DT, (_, weight) in zip(gradients_KDT[1:], terms, strict=True):
+        total_DT.add_(gradient_DT, alpha=weight)
+    loss_weights_DT = -total_DT.to(base.gradient_DT.dtype)
     if not loss_weights_DT.isfinite().all():
         raise ObjectiveError(
             f"The weighted gradients of {', '.join(row.name for row, _ in rows)} add up to more than "

@@ -21,7 +21,7 @@ def sum_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
     tensor([6., 7.])
     """
     trained_DT = torch.where(batch.mask_DT, values_DT, 0.0)
-    return values_DT.new_zeros(batch.num_datums).index_add(0, batch.datum_of_DT, trained_DT)
+    return torch.segment_reduce(trained_DT, "sum", offsets=batch.offsets_D, axis=0)
 
 
 def mean_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:

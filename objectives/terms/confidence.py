@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from objectives.batch import Batch, Outputs
+from objectives.reductions import reduce
 from objectives.term import regularizer
 
 
@@ -23,5 +24,5 @@ def confidence(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]
         mean_probability: mean p over the trained tokens.
     """
     probabilities_DT = outputs.logprobs_DT.exp()
-    mean_probability = probabilities_DT.detach()[batch.mask_DT].mean()
+    mean_probability = reduce(probabilities_DT.detach(), batch, "token_mean")
     return probabilities_DT * outputs.logprobs_DT, {"mean_probability": float(mean_probability)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from objectives.batch import Batch, Outputs
+from objectives.reductions import reduce
 from objectives.term import regularizer
 
 
@@ -23,6 +24,6 @@ def sparsity(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         undecided: share of the trained tokens with p between 0.1 and 0.9.
     """
     probabilities_DT = outputs.logprobs_DT.exp()
-    trained = probabilities_DT.detach()[batch.mask_DT]
-    undecided = ((trained > 0.1) & (trained < 0.9)).double().mean()
+    undecided_DT = (probabilities_DT > 0.1) & (probabilities_DT < 0.9)
+    undecided = reduce(undecided_DT.to(probabilities_DT.dtype), batch, "token_mean")
     return probabilities_DT * (1 - probabilities_DT), {"undecided": float(undecided)}
