@@ -83,9 +83,10 @@ class TinkerService(Block):
         def run() -> None:
             try:
                 answer.set_result(request())
-            except Exception as error:  # handed to whoever waits, type and all
+            except BaseException as error:  # noqa: BLE001  # not handled here, but handed to whoever waits
                 answer.set_exception(error)
 
+        # A daemon, so that the process can end while the SDK is still trying.
         threading.Thread(target=run, name="tinker-connect", daemon=True).start()
         try:
             return answer.result(timeout=self.connect_timeout_s)

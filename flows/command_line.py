@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-# A bar and one sentence are what a terminal is for; the Prefect UI has every line and traceback.
-os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+from typing import Any, TypeVar, cast
 
 import yaml
-from prefect import Flow
+from prefect import Flow, State
+from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from pydantic import ValidationError
 from rich.console import Console
@@ -73,8 +71,12 @@ def load_config(config_type: type[C], path: Path | None, overrides: Sequence[str
 
 def run(flow: Flow[..., TrainResult], config: RunConfig) -> TrainResult:
     """Run a flow against the Prefect server in force, or one of its own for as long as it takes."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, PrefectConsoleHandler):
+            # A bar and one sentence are what a terminal is for; the Prefect UI has every line and traceback.
+            handler.setLevel(logging.CRITICAL)
     with _prefect_server():
-        state = flow(config, return_state=True)
+        state = cast("State[TrainResult]", flow(config, return_state=True))
         assert state.state_details.flow_run_id is not None
         wait_until_recorded(state.state_details.flow_run_id)
         return state.result()

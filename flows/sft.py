@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from time import perf_counter
+from typing import cast
 
 from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.utils.lr_scheduling import LRSchedule, compute_schedule_lr_multiplier
@@ -68,7 +68,7 @@ class SftConfig(RunConfig):
     )
 
 
-@flow(name="sft", flow_run_name="{config.run_name}", task_runner=ThreadPoolTaskRunner(max_workers=16))
+@flow(name="sft", flow_run_name="{config.run_name}")
 def sft(config: SftConfig) -> TrainResult:
     """Fine-tune a model on the data of a builder, from the start of the run or its last checkpoint."""
     objective = Objective.from_spec(config.objective)
@@ -132,7 +132,8 @@ def train(
 
 
 def _evaluate(run: Run, evaluators: Sequence[Evaluator], step: int) -> dict[str, float]:
-    return evaluate.submit(run.client, evaluators, step).result()  # submitted: an async task in a sync flow
+    # Submitted, because an async task called by a synchronous flow is never run.
+    return cast("dict[str, float]", evaluate.submit(run.client, evaluators, step).result())
 
 
 def is_due(step: int, every: int) -> bool:

@@ -8,7 +8,7 @@ forward (enqueued behind the last update) ──┴─> term (each) ──> line
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import tinker
 from prefect import Task
@@ -37,12 +37,10 @@ class Ahead:
 def load_ahead(source: DataSource, objective: Objective, step: int) -> Ahead:
     """Start on everything of a step that needs no weights."""
     batch = load_batch.submit(source, step)
-    due = [regularizer for regularizer in objective.regularizers if regularizer.due_at(step)]
-    return Ahead(
-        step,
-        batch,
-        tuple((each, prepare_term.submit(each, batch) if each.term.prepare else None) for each in due),
-    )
+    loaded = cast(Batch, batch)  # Prefect gives a task the result of the future it is given
+    due = [each for each in objective.regularizers if each.due_at(step)]
+    terms = tuple((each, prepare_term.submit(each, loaded) if each.term.prepare else None) for each in due)
+    return Ahead(step, batch, terms)
 
 
 def enqueue_forward_ahead(client: tinker.TrainingClient, objective: Objective, ahead: Ahead) -> PendingOutput | None:
