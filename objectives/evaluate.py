@@ -83,7 +83,9 @@ def evaluate_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, firs
     _check_inputs(regularizer, outputs, batch)
     value, gradient_DT, metrics = _differentiate(regularizer, outputs, batch)
     _check_finite(regularizer.name, value, gradient_DT)
-    if first_step and regularizer.term.kind == "differentiable" and not gradient_DT.any():
+    # A run that skips failures gets past the first step, so there every step is checked.
+    checked = first_step or regularizer.on_error == "skip"
+    if checked and regularizer.term.kind == "differentiable" and not gradient_DT.any():
         _refuse_constant(regularizer, outputs, batch)
     return Evaluation(regularizer.name, value, gradient_DT, metrics, time.perf_counter() - start)
 
@@ -111,18 +113,29 @@ def _differentiate(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> 
 
 def _split(returned: Any, is_monitor: bool) -> tuple[Any, dict[str, float]]:
     """The value and the metrics of ``value``, ``(value, metrics)``, or a monitor's ``metrics``."""
-    if is_monitor and isinstance(returned, Mapping):
-        returned = (0.0, returned)
-    value, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    match returned:
+        case Mapping() if is_monitor:
+            value, metrics = 0.0, returned
+        case (value, Mapping() as metrics):
+            pass
+        case _:
+            value, metrics = returned, {}
     if taken := ROW_METRICS & metrics.keys():
         raise ObjectiveError(f"its metrics {', '.join(sorted(taken))} are kept for every term: call them otherwise")
-    return value, {key: float(number) for key, number in metrics.items()}
+    return value, {
+        key: float(number.detach() if isinstance(number, Tensor) else number) for key, number in metrics.items()
+    }
 
 
 def _total(regularizer: Regularizer, outputs: Outputs, batch: Batch, value: Any) -> Tensor:
     """The 0-d tensor whose gradient is the term's."""
     term = regularizer.term
-    value = torch.as_tensor(value, dtype=outputs.logprobs_DT.dtype)
+    try:
+        value = torch.as_tensor(value, dtype=outputs.logprobs_DT.dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ObjectiveError(
+            f"it returned {type(value).__name__} where numbers are expected: return value or (value, metrics)"
+        ) from error
     if term.kind == "monitor":
         return value.detach().sum()
     if term.estimator is not None:
@@ -189,7 +202,5 @@ def _check_finite(name: str, value: float, gradient_DT: Tensor) -> None:
 
 def _failed(regularizer: Regularizer, doing: str, error: Exception) -> ObjectiveError:
     reason = str(error) if isinstance(error, ObjectiveError) else f"it raised {type(error).__name__}: {error}"
-    return ObjectiveError(
-        f"Term {regularizer.name!r} failed {doing}: {reason.rstrip('.')} "
-        "(with on_error='skip' a run goes on without it)."
-    )
+    remedy = "" if regularizer.name == BASE else " (a run goes on without it under on_error='skip')"
+    return ObjectiveError(f"Term {regularizer.name!r} failed {doing}: {' '.join(reason.split()).rstrip('.')}{remedy}.")

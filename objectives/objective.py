@@ -119,6 +119,11 @@ def _bind_base(base_loss: str | Term | Callable[..., Any]) -> Regularizer | None
 
 def _bind(entry: RegularizerSpec | Mapping[str, Any]) -> tuple[Regularizer, bool]:
     """The bound term, and whether it is enabled: what is disabled is checked all the same."""
+    if not isinstance(entry, RegularizerSpec | Mapping):
+        raise ObjectiveError(
+            f"A regularizer is {entry!r} where a RegularizerSpec or a dict of its fields is expected: write "
+            "{'name': ..., 'fn': ..., 'weight': ...}."
+        )
     written = dict(entry)
     fn = written.get("fn")
     if callable(fn):

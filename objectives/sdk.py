@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, create_model
 
 from objectives.batch import Batch, Outputs, unpack
@@ -23,8 +24,14 @@ def sdk_term(name: str, loss_fn: Callable[..., Any]) -> Term:
     def evaluate(outputs: Outputs, batch: Batch) -> tuple[Any, dict[str, float]]:
         if batch.datums is None:
             raise ObjectiveError("it reads the service's datums, and the batch came without: set `datums` of the batch")
-        loss, metrics = loss_fn(list(batch.datums), unpack(outputs.logprobs_DT, batch.offsets_D))
-        return loss.reshape(()), metrics
+        try:
+            loss, metrics = loss_fn(list(batch.datums), unpack(outputs.logprobs_DT, batch.offsets_D))
+            return torch.as_tensor(loss).reshape(()), metrics
+        except Exception as error:
+            raise ObjectiveError(
+                f"called as the SDK's (data, logprobs) -> (loss, metrics), it raised {type(error).__name__}: {error}; "
+                "if it takes (outputs, batch), decorate it with `@regularizer`"
+            ) from error
 
     return Term(name, "differentiable", evaluate, None, "none", None, _NoParams, ())
 

@@ -45,7 +45,7 @@ class ObjectiveSpec(BaseModel):
 def explain(error: ValidationError) -> str:
     """The first thing a validation found wrong, as a clause: where, what was got, what was expected."""
     first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"]) or "it"
+    where = ".".join(str(part) for part in first["loc"] if part != "number") or "it"  # "number": a plain weight
     message = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] in ("extra_forbidden", "missing"):
         return f"{where!r}: {message}"

@@ -28,7 +28,7 @@ Program = tuple[Fraction | str, ...]
 
 _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _ANNOTATION = re.compile(r"<<([^<>]*)>>")
-_ANSWER = re.compile(r"####([^\n]*)")
+_ANSWER = re.compile(r"####\s*([-\u2212$0-9.,]*[0-9])")
 _PLAIN_NUMBER = re.compile(r"[-\u2212$\s]*[0-9,]*(?:\.([0-9]*))?\s*(%?)\s*")
 _ARITHMETIC = re.compile(r"[0-9a-z+\-*/(). ]+")
 _REWRITES = tuple(

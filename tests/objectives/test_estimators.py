@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ragged_batches import datums, make_batch, ragged
+
+from objectives.batch import Outputs
+from objectives.errors import ObjectiveError
+from objectives.estimators import minimum_risk, score_function, unlikelihood
+from objectives.reductions import reduce
+
+
+def random_scores(count: int) -> torch.Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+
+
+@given(ragged(), st.floats(0.1, 10))
+def test_minimum_risk_equals_a_plain_loop(case, alpha):
+    batch, outputs = case
+    scores_D = random_scores(batch.num_datums)
+    trained = [(each, score) for each, score in zip(datums(outputs.logprobs_DT, batch), scores_D, strict=True) if each]
+    likelihoods = [math.exp(alpha * sum(each) / len(each)) for each, _ in trained]
+    expected = sum(p * float(score) for p, (_, score) in zip(likelihoods, trained, strict=True)) / sum(likelihoods)
+    assert minimum_risk(outputs, batch, scores_D, alpha=alpha).item() == pytest.approx(expected)
+
+
+@given(ragged())
+def test_minimum_risk_gradient(case):
+    batch, outputs = case
+    scores_D = random_scores(batch.num_datums)
+    logprobs_DT = outputs.logprobs_DT.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: minimum_risk(Outputs(x), batch, scores_D, alpha=2.0), logprobs_DT)
+
+
+@given(ragged())
+def test_minimum_risk_stays_between_the_scores_and_falls_along_its_gradient(case):
+    batch, outputs = case
+    scores_D = random_scores(batch.num_datums)
+    logprobs_DT = outputs.logprobs_DT.requires_grad_()
+    before = minimum_risk(Outputs(logprobs_DT), batch, scores_D)
+    (gradient_DT,) = torch.autograd.grad(before, logprobs_DT)
+    after = minimum_risk(Outputs(logprobs_DT - 0.1 * gradient_DT), batch, scores_D)
+    assert scores_D.min() - 1e-12 <= after <= before + 1e-12 <= scores_D.max() + 2e-12
+
+
+@given(ragged())
+def test_score_function_gradient(case):
+    batch, outputs = case
+    scores_D = random_scores(batch.num_datums)
+    sampling_DT = outputs.logprobs_DT + 0.1 * torch.sin(torch.arange(batch.num_tokens))
+    logprobs_DT = outputs.logprobs_DT.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x: score_function(Outputs(x, sampling_logprobs_DT=sampling_DT), batch, scores_D), logprobs_DT
+    )
+
+
+def test_on_policy_score_function_is_reinforce_with_the_others_as_baseline():
+    batch, outputs = make_batch([2, 1, 3])
+    scores_D = torch.tensor([1.0, 0.0, 4.0], dtype=torch.float64)
+    logprobs_DT = outputs.logprobs_DT.requires_grad_()
+    estimate = score_function(Outputs(logprobs_DT, sampling_logprobs_DT=logprobs_DT.detach()), batch, scores_D)
+    (gradient_DT,) = torch.autograd.grad(estimate, logprobs_DT)
+    advantages = [1 - (0 + 4) / 2, 0 - (1 + 4) / 2, 4 - (1 + 0) / 2]
+    assert estimate.item() == pytest.approx(scores_D.mean().item())
+    assert gradient_DT.tolist() == pytest.approx([advantages[d] / 3 for d in (0, 0, 1, 2, 2, 2)])
+
+
+def test_score_function_is_unbiased_over_every_pair_of_samples():
+    """One token of three; scores per token; the gradient by logits, averaged over all pairs the sampler may draw."""
+    batch, _ = make_batch([1, 1])
+    token_scores = torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64)
+    sampler = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    logits = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad((logits.softmax(0) * token_scores).sum(), logits)
+    mean_value, mean_gradient = 0.0, torch.zeros(3, dtype=torch.float64)
+    for pair in itertools.product(range(3), repeat=2):
+        drawn = torch.tensor(pair)
+        outputs = Outputs(logits.log_softmax(0)[drawn], sampling_logprobs_DT=sampler.log()[drawn])
+        estimate = score_function(outputs, batch, token_scores[drawn])
+        chance = sampler[drawn].prod()
+        mean_value += float(chance * estimate.detach())
+        mean_gradient += chance * torch.autograd.grad(estimate, logits)[0]
+    assert mean_value == pytest.approx((logits.softmax(0) * token_scores).sum().item())
+    assert mean_gradient.tolist() == pytest.approx(expected.tolist())
+
+
+def test_score_function_on_fixed_data_names_the_other_two():
+    batch, outputs = make_batch([2])
+    with pytest.raises(ObjectiveError, match="declare 'minimum_risk' or 'unlikelihood'"):
+        score_function(outputs, batch, torch.zeros(1))
+
+
+@given(ragged())
+def test_unlikelihood_equals_its_formula_and_its_gradient_is_checked(case):
+    batch, outputs = case
+    scores_DT = random_scores(batch.num_tokens)
+    expected = [
+        score * -math.log(1 - math.exp(lp))
+        for lp, score in zip(outputs.logprobs_DT.tolist(), scores_DT.tolist(), strict=True)
+    ]
+    assert unlikelihood(outputs, batch, scores_DT).tolist() == pytest.approx(expected)
+    logprobs_DT = outputs.logprobs_DT.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x: reduce(unlikelihood(Outputs(x), batch, scores_DT), batch, "token_mean"), logprobs_DT
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_unlikelihood_of_a_certain_token_pushes_hard_and_finitely(dtype):
+    batch, outputs = make_batch([4])
+    logprobs_DT = torch.tensor([-1e-3, -1e-4, -1e-9, 0.0], dtype=dtype, requires_grad=True)
+    value_DT = unlikelihood(replace(outputs, logprobs_DT=logprobs_DT), batch, torch.ones(4, dtype=dtype))
+    (gradient_DT,) = torch.autograd.grad(value_DT.sum(), logprobs_DT)
+    assert value_DT.isfinite().all()
+    assert value_DT.diff().min() > 0
+    assert gradient_DT.tolist() == pytest.approx([999.5, 9999.0, 9999.0, 9999.0], rel=1e-2)
+
+
+def test_the_tangent_joins_smoothly():
+    batch, outputs = make_batch([1])
+    ones = torch.ones(1, dtype=torch.float64)
+    bend = torch.tensor([math.log1p(-1e-4)], dtype=torch.float64)
+    below, above = (unlikelihood(replace(outputs, logprobs_DT=bend + d), batch, ones).item() for d in (-1e-9, 1e-9))
+    assert above - below == pytest.approx(2e-9 * 9999, rel=1e-3)

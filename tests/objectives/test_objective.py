@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from objectives import Objective, ObjectiveError, ObjectiveSpec, RegularizerSpec, regularizer
+from objectives.terms.sparsity import sparsity
+
+
+def test_plain_data_and_python_make_the_same_objective():
+    text = """{"base_loss": "cross_entropy", "regularizers": [
+        {"name": "topology", "weight": 0.1, "params": {"alpha": 2}},
+        {"name": "l2", "fn": "sparsity", "weight": {"schedule": "linear", "start": 0, "end": 1}, "every": 2}]}"""
+    spec = ObjectiveSpec.model_validate_json(text)
+    assert ObjectiveSpec.model_validate_json(spec.model_dump_json()) == spec
+    from_data = Objective.from_spec(spec)
+    from_dicts = Objective(regularizers=json.loads(text)["regularizers"])
+    assert from_data.regularizers == from_dicts.regularizers
+    topology, l2 = from_data.regularizers
+    assert topology.params == {"alpha": 2.0}
+    assert l2.term is sparsity
+    assert [l2.weight_at(step, num_steps=3) for step in range(3)] == [0, 0.5, 1]
+    assert [l2.due_at(step) for step in range(4)] == [True, False, True, False]
+
+
+def test_a_term_gives_its_name_and_disabled_ones_are_left_out():
+    objective = Objective(
+        regularizers=[{"fn": sparsity, "weight": 0.1}, RegularizerSpec(name="logic", weight=1, enabled=False)]
+    )
+    assert [each.name for each in objective.regularizers] == ["sparsity"]
+
+
+def test_a_monitor_has_no_weight():
+    @regularizer("test_unweighted", "monitor")
+    def unweighted(outputs, batch):
+        return {}
+
+    (bound,) = Objective(regularizers=[{"fn": unweighted, "weight": 3}]).regularizers
+    assert bound.weight_at(0, num_steps=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"name": "topology", "weight": -0.1}, "'weight' is -0.1, but input should be greater than or equal to 0"),
+        ({"name": "topology", "weight": float("nan")}, "'weight' is nan, but input should be a finite number"),
+        ({"name": "topology", "weight": {"schedule": "linear", "start": -1, "end": 0}}, "'weight.linear.start' is -1"),
+        ({"name": "topology", "weight": {"schedule": "steps"}}, "'constant', 'linear', 'cosine', 'warmup'"),
+        ({"name": "topology", "wieght": 1}, "'wieght': extra inputs are not permitted"),
+        ({"name": "a/b", "fn": "topology"}, "'name' is 'a/b', but string should match pattern"),
+        ({"name": "topology", "every": 0}, "'every' is 0"),
+        ({"name": "topology", "on_error": "last"}, "'on_error' is 'last', but input should be 'raise' or 'skip'"),
+        ({"weight": 1}, "'name': field required"),
+        ({"name": "topolgy"}, "No term is registered as 'topolgy', only "),
+        ({"name": "mine", "fn": "topolgy"}, "No term is registered as 'topolgy', only "),
+        ({"name": "topology", "enabled": False, "params": {"beta": 1}}, "'beta': extra inputs are not permitted"),
+        ({"name": "base", "fn": "topology"}, "The name 'base' of a regularizer is kept for the base loss"),
+        (sparsity, "a RegularizerSpec or a dict of its fields is expected"),
+    ],
+)
+def test_a_wrong_regularizer_is_one_sentence(entry, says):
+    with pytest.raises(ObjectiveError) as refused:
+        Objective(regularizers=[entry])
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).endswith(".")
+
+
+def test_duplicate_names_are_refused():
+    with pytest.raises(ObjectiveError, match="'logic' of a regularizer is used twice: give each its own `name`"):
+        Objective(regularizers=[{"name": "logic"}, {"name": "logic", "fn": "topology"}])
+
+
+@pytest.mark.parametrize(
+    ("base_loss", "says"), [("ppo", "The base loss 'ppo' is unknown"), (None, "The base loss None is unknown")]
+)
+def test_an_unknown_base_loss_is_refused(base_loss, says):
+    with pytest.raises(ObjectiveError, match=says):
+        Objective(base_loss)
+
+
+def test_a_scored_term_is_no_base_loss():
+    from objectives.terms.logic import logic
+
+    with pytest.raises(ObjectiveError, match="'logic' is a scored term: only a differentiable one can be it"):
+        Objective(logic)
+
+
+def test_needs_that_no_service_gives_are_refused():
+    @regularizer("test_hidden", needs=("hidden_states",))
+    def hidden(outputs, batch):
+        return outputs.logprobs_DT
+
+    with pytest.raises(ObjectiveError, match="'test_hidden' needs hidden_states, which no Tinker service returns"):
+        Objective(regularizers=[{"fn": hidden}])
+
+
+def test_needs_that_a_flow_does_not_give_are_refused_before_the_run():
+    @regularizer("test_reference", needs=("ref_logprobs",))
+    def reference(outputs, batch):
+        return outputs.logprobs_DT - outputs.ref_logprobs_DT
+
+    objective = Objective(regularizers=[{"fn": reference}])
+    objective.check_needs({"ref_logprobs"})
+    with pytest.raises(ObjectiveError, match="'test_reference' needs ref_logprobs, and this flow gives nothing"):
+        objective.check_needs()
+
+
+def test_the_score_function_is_refused_on_fixed_data_before_the_run():
+    @regularizer("test_reinforced", "scored", estimator="score_function")
+    def reinforced(outputs, batch):
+        return [0.0] * batch.num_datums
+
+    objective = Objective(regularizers=[{"fn": reinforced}])
+    objective.check_needs({"sampling_logprobs"})
+    with pytest.raises(ObjectiveError, match="declare 'minimum_risk' or 'unlikelihood'"):
+        objective.check_needs()
+
+
+def test_every_field_of_the_form_is_described():
+    for model in (ObjectiveSpec, RegularizerSpec):
+        assert all(field.description for field in model.model_fields.values())
+    with pytest.raises(ValidationError):
+        ObjectiveSpec.model_validate({"regularisers": []})

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import math
+from statistics import fmean
+
+import pytest
+import torch
+from hypothesis import given
+from ragged_batches import datums, make_batch, ragged
+
+from objectives.errors import ObjectiveError
+from objectives.reductions import mean_by_datum, reduce, sum_by_datum, trained_datums
+
+
+@given(ragged())
+def test_sums_and_means_equal_plain_loops(case):
+    batch, outputs = case
+    values = datums(outputs.logprobs_DT, batch)
+    assert sum_by_datum(outputs.logprobs_DT, batch).tolist() == pytest.approx([sum(each) for each in values])
+    means = [fmean(each) if each else 0.0 for each in values]
+    assert mean_by_datum(outputs.logprobs_DT, batch).tolist() == pytest.approx(means)
+    assert trained_datums(batch).tolist() == [bool(each) for each in values]
+
+
+@given(ragged())
+def test_reductions_of_tokens_equal_plain_loops(case):
+    batch, outputs = case
+    values = datums(outputs.logprobs_DT, batch)
+    flat = [value for each in values for value in each]
+    expected = {
+        "token_mean": fmean(flat),
+        "sequence_mean": fmean(fmean(each) for each in values if each),
+        "sum": sum(flat),
+    }
+    for reduction, value in expected.items():
+        assert reduce(outputs.logprobs_DT, batch, reduction).item() == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("reduction", "expected"), [("token_mean", 2.0), ("sequence_mean", 2.0), ("sum", 4.0)])
+def test_a_value_per_datum_counts_the_datums_that_train(reduction, expected):
+    batch, _ = make_batch([2, 1, 3], masks=[True, True, False, True, False, False])
+    assert reduce(torch.tensor([1.0, 100.0, 3.0]), batch, reduction).item() == expected
+
+
+def test_what_is_not_trained_may_be_anything():
+    batch, _ = make_batch([2], masks=[False, True])
+    value = torch.tensor([math.nan, 3.0], requires_grad=True)
+    total = reduce(value, batch, "token_mean")
+    assert total.item() == 3.0
+    assert torch.autograd.grad(total, value)[0].tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "reduction"), [((), "token_mean"), ((3,), "none"), ((4,), "sum"), ((3, 1), "token_mean")]
+)
+def test_other_shapes_are_refused(shape, reduction):
+    batch, _ = make_batch([1, 2])
+    with pytest.raises(ObjectiveError, match=r"shape \(.*\) under the reduction"):
+        reduce(torch.zeros(shape), batch, reduction)

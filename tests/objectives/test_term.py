@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import pytest
+from pydantic import Field
+
+from objectives.errors import ObjectiveError
+from objectives.term import Term, check_params, own_params, registered, regularizer
+
+if TYPE_CHECKING:
+    from objectives.batch import Batch
+
+
+def test_a_term_is_called_like_its_function_and_found_by_name():
+    @regularizer("test_called", "monitor")
+    def called(outputs, batch, *, factor: int = 3):
+        return {"product": outputs * batch * factor}
+
+    assert isinstance(called, Term)
+    assert called(2, 5) == {"product": 30}
+    assert registered("test_called") is called
+
+
+def test_the_built_in_terms_need_no_import():
+    kinds = {name: registered(name).kind for name in ("topology", "logic", "confidence", "sparsity")}
+    assert kinds == {
+        "topology": "scored",
+        "logic": "scored",
+        "confidence": "differentiable",
+        "sparsity": "differentiable",
+    }
+
+
+def test_parameters_are_those_of_all_its_functions_and_each_gets_its_own():
+    def look_up(batch: Batch, *, limit: Annotated[int, Field(ge=1)] = 5):
+        return limit
+
+    @regularizer("test_params", "scored", prepare=look_up)
+    def scores(outputs, batch: Batch, *, name: str):
+        return name
+
+    params = check_params(scores, {"name": "n", "alpha": 2})
+    assert params == {"name": "n", "limit": 5, "alpha": 2.0}
+    assert own_params(look_up, params) == {"limit": 5}
+    assert own_params(scores.evaluate, params) == {"name": "n"}
+    for wrong, says in [
+        ({}, "'name': field required"),
+        ({"name": "n", "limit": 0}, "'limit' is 0, but input should be greater than or equal to 1"),
+        (
+            {"name": "n", "limits": 1},
+            r"'limits': extra inputs are not permitted \(its parameters: name, limit, alpha\)",
+        ),
+        ({"name": "n", "alpha": "much"}, "'alpha' is 'much', but input should be a valid number"),
+    ]:
+        with pytest.raises(ObjectiveError, match=f"The parameters of term 'test_params' are wrong: {says}"):
+            check_params(scores, wrong)
+
+
+def test_two_functions_that_disagree_on_a_parameter_are_refused():
+    def look_up(batch, *, limit: int = 5):
+        return limit
+
+    with pytest.raises(ObjectiveError, match="declare the parameter 'limit' with different types or defaults"):
+
+        @regularizer("test_disagree", "scored", prepare=look_up)
+        def scores(outputs, batch, *, limit: int = 6):
+            return limit
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(ObjectiveError, match=r"'topolgy', only .*confidence.*logic.*sparsity.*topology"):
+        registered("topolgy")
+
+
+@pytest.mark.parametrize(
+    "declaration",
+    [{"kind": "magic"}, {"reduction": "mean"}, {"estimator": "reinforce"}, {"needs": ("hidden_state",)}],
+)
+def test_unknown_declarations_list_the_known_ones(declaration):
+    with pytest.raises(ObjectiveError, match=r"Term 'test_wrong' declares the .*: name one of "):
+        regularizer("test_wrong", **declaration)
+
+
+def test_a_name_belongs_to_one_definition_which_may_run_again():
+    def define():
+        @regularizer("test_again", "monitor")
+        def first(outputs, batch):
+            return {}
+
+        return first
+
+    define()
+    again = define()
+    assert registered("test_again") is again
+    with pytest.raises(ObjectiveError, match=r"'test_again' of .*other is already registered by .*first"):
+
+        @regularizer("test_again", "monitor")
+        def other(outputs, batch):
+            return {}
