@@ -21,11 +21,9 @@ class StartError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the engine until it is told to stop; returns the exit status."""
-    # OpenMP reads it when torch is imported: threads that spin while they wait take the other processes' time.
+    # OpenMP reads it when torch is imported: threads that spin while they wait steal the others' time.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    logging.basicConfig(
-        stream=sys.stderr, format="%(asctime)s engine %(levelname)s %(message)s", level=logging.INFO
-    )
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s engine %(levelname)s %(message)s", level=logging.INFO)
     options = _arguments().parse_args(argv)
     from engine.models import ModelError
     from engine.serve import PortError, serve
@@ -45,15 +43,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", action="append", required=True, help="a built-in name or a model directory; repeatable"
     )
-    parser.add_argument(
-        "--state", type=Path, required=True, help="the folder of checkpoints and training runs"
-    )
-    parser.add_argument(
-        "--port", type=int, required=True, help="0 takes a free one; the URL is printed when ready"
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help=f"other than loopback needs a key in ${KEY_VARIABLE}"
-    )
+    parser.add_argument("--state", type=Path, required=True, help="the folder of checkpoints and training runs")
+    parser.add_argument("--port", type=int, required=True, help="0 takes a free one; the URL is printed when ready")
+    parser.add_argument("--host", default="127.0.0.1", help=f"other than loopback needs a key in ${KEY_VARIABLE}")
     parser.add_argument("--device", default="cpu", help="a torch device (default: cpu)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "autocast-bf16"))
     parser.add_argument("--threads", type=int, help="of torch (default: torch's own choice)")
@@ -65,8 +57,8 @@ def _settings(options: argparse.Namespace) -> Settings:
     key = os.environ.get(KEY_VARIABLE) or None
     if key is None and not _is_loopback(options.host):
         raise StartError(
-            f"Listening on {options.host} lets others in: set {KEY_VARIABLE} to a key that starts with 'tml-', "
-            "which clients then send, or use 127.0.0.1."
+            f"Listening on {options.host} lets others in: set {KEY_VARIABLE} to a key that starts with "
+            "'tml-', which clients then send, or use 127.0.0.1."
         )
     if key is not None and not key.startswith("tml-"):
         raise StartError(

@@ -21,8 +21,8 @@ def disk_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise EngineError(
-            f"{what} could not be written: {error.strerror or error}; nothing was kept of it and nothing else changed: "
-            "free space in the engine's state folder and save again."
+            f"{what} could not be written ({error.strerror or error}); nothing of it was kept and nothing else "
+            "changed: make room in the engine's state folder and save again."
         ) from error
 
 

@@ -1,14 +1,15 @@
 """Checkpoints in the state folder: the adapter under peft's tensor names, the optimizer moments beside it.
 
-``runs/<run>/<kind>/<name>.json`` describes a checkpoint and names the folder that holds its tensors. That file
-appears last, by one atomic rename, so a checkpoint is there as a whole or not at all, also when it replaces
-another of the same name.
+``runs/<run>/<kind>/<name>.json`` describes a checkpoint and names the folder that holds its tensors. That
+file appears last, by one atomic rename, so a checkpoint is there as a whole or not at all, also when it
+replaces another of the same name.
 """
 
 from __future__ import annotations
 
 import hashlib
 import shutil
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -96,9 +97,7 @@ class CheckpointStore:
         """
         target = self._description_path(name)
         if target.exists() and not overwrite:
-            raise RequestError(
-                f"The checkpoint {name.path} exists: save under another name, or with overwrite=True."
-            )
+            raise RequestError(f"The checkpoint {name.path} exists: save under another name, or with overwrite=True.")
         before = self._read(target) if target.exists() else None
         now = datetime.now(UTC)
         folder = f"{name.name}@{uuid.uuid4().hex}"
@@ -111,9 +110,7 @@ class CheckpointStore:
                     folder=folder,
                     files=_write_files(target.parent / folder, files),
                     created_at=now,
-                    expires_at=now + timedelta(seconds=description.ttl_seconds)
-                    if description.ttl_seconds
-                    else None,
+                    expires_at=now + timedelta(seconds=description.ttl_seconds) if description.ttl_seconds else None,
                     user_metadata=description.user_metadata,
                 )
                 replace_json(target, _CHECKPOINT.dump_python(checkpoint, mode="json"))
@@ -139,9 +136,7 @@ class CheckpointStore:
         checkpoint = self._read(path)
         if checkpoint.expires_at is not None and checkpoint.expires_at < datetime.now(UTC):
             self.delete(name)
-            raise NotThereError(
-                f"The checkpoint {name.path} expired on {checkpoint.expires_at:%Y-%m-%d %H:%M} UTC."
-            )
+            raise NotThereError(f"The checkpoint {name.path} expired on {checkpoint.expires_at:%Y-%m-%d %H:%M} UTC.")
         return checkpoint
 
     def read(self, checkpoint: Checkpoint, file: str) -> dict[str, Tensor]:
@@ -161,8 +156,8 @@ class CheckpointStore:
         content = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(content).hexdigest() != stored.sha256:
             raise EngineError(
-                f"The checkpoint {checkpoint.name.path} is damaged: {file} has {len(content)} bytes and another checksum "
-                f"than the {stored.num_bytes} bytes that were saved; load the checkpoint before it."
+                f"The checkpoint {checkpoint.name.path} is damaged: the {len(content)} bytes of {file} are not "
+                f"the {stored.num_bytes} bytes that were saved; load the checkpoint before it."
             )
         return safetensors.torch.load(content)
 
@@ -171,9 +166,7 @@ class CheckpointStore:
         folder = self._runs / run_folder(run)
         found = [self._read(path) for kind in KINDS for path in (folder / kind).glob("[!.]*.json")]
         now = datetime.now(UTC)
-        living = [
-            checkpoint for checkpoint in found if checkpoint.expires_at is None or checkpoint.expires_at > now
-        ]
+        living = [checkpoint for checkpoint in found if checkpoint.expires_at is None or checkpoint.expires_at > now]
         return sorted(living, key=lambda checkpoint: checkpoint.created_at)
 
     def delete(self, name: CheckpointName) -> None:
@@ -188,6 +181,14 @@ class CheckpointStore:
         folder = path.parent / self._read(path).folder
         path.unlink()
         shutil.rmtree(folder, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Remove what saves left behind that were killed half-way, an hour ago or more."""
+        for kind_folder in (folder for kind in KINDS for folder in self._runs.glob(f"*/{kind}")):
+            described = {self._read(path).folder for path in kind_folder.glob("[!.]*.json")}
+            for folder in kind_folder.glob("*@*/"):
+                if folder.name not in described and time.time() - folder.stat().st_mtime > 3600:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def _description_path(self, name: CheckpointName) -> Path:
         return self._runs / run_folder(name.run) / name.kind / f"{name.name}.json"
@@ -205,9 +206,7 @@ def _write_files(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dic
     folder.mkdir(parents=True)
     stored = {}
     for name, tensors in files.items():
-        content = safetensors.torch.save(
-            {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        )
+        content = safetensors.torch.save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
         stored[name] = StoredFile(len(content), write_durably(folder / name, content))
     flush_folder(folder)
     return stored

@@ -25,9 +25,7 @@ class BaseModel:
         self.loaded = loaded
         head = loaded.model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise ModelError(
-                f"{loaded.name} has no linear output head, which this engine needs: use another model."
-            )
+            raise ModelError(f"{loaded.name} has no linear output head, which this engine needs: use another model.")
         _refuse_rescaled_logits(loaded)
         self._head = head
         self._slot = Slot()
@@ -41,9 +39,7 @@ class BaseModel:
 
     def new_adapter(self, spec: LoraSpec) -> Adapter:
         """A fresh adapter of this model; see `lora.new_adapter`."""
-        attn = {
-            name: linear for name, linear in self._linears.items() if "attn" in name or "attention" in name
-        }
+        attn = {name: linear for name, linear in self._linears.items() if "attn" in name or "attention" in name}
         mlp = {name: linear for name, linear in self._linears.items() if name not in attn}
         return new_adapter(spec, attn, mlp, {HEAD: self._head})
 
@@ -68,11 +64,11 @@ class BaseModel:
 
 
 def _refuse_rescaled_logits(loaded: LoadedModel) -> None:
-    """The engine computes logits as one matrix product; a model that does more to them would train wrongly."""
+    """The engine computes logits as one matrix product; one that does more to them would train wrongly."""
     config = loaded.model.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):
             raise ModelError(
-                f"{loaded.name} rescales its logits ({name} = {getattr(config, name)}), which this engine does not do: "
-                "use another model."
+                f"{loaded.name} rescales its logits ({name} = {getattr(config, name)}), which this engine does "
+                "not do: use another model."
             )

@@ -42,8 +42,8 @@ def check_datum(datum: Datum, index: int, vocab_size: int, max_context: int) -> 
         )
     if datum.weights.shape != datum.targets.shape:
         raise RequestError(
-            f"Datum {index} has weights of shape {tuple(datum.weights.shape)} for target_tokens of shape {shape}: "
-            "send one weight per target."
+            f"Datum {index} has weights of shape {tuple(datum.weights.shape)} for target_tokens of shape "
+            f"{shape}: send one weight per target."
         )
     if not bool(datum.weights.isfinite().all()):
         raise RequestError(f"Datum {index} has a weight that is not finite: check the loss that made it.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,17 @@ from engine.compute.lora import Adapter, lora_product
 CHUNK_ELEMENTS = 2**22  # logits at a time: 16 MiB in float32, so that the passes over them stay in the cache
 
 
+class _Head(NamedTuple):
+    """The frozen part of the output head, and what is asked of it."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    rows_M: Tensor
+    targets_M: Tensor
+
+
 def target_logprobs(
-    hidden_NH: Tensor,
-    head: nn.Linear,
-    head_lora: tuple[Adapter, str] | None,
-    rows_M: Tensor,
-    targets_M: Tensor,
+    hidden_NH: Tensor, head: nn.Linear, head_lora: tuple[Adapter, str] | None, rows_M: Tensor, targets_M: Tensor
 ) -> Tensor:
     """Log-probability, in nats, of target ``targets_M[m]`` at row ``rows_M[m]`` of ``hidden_NH``.
 
@@ -27,41 +32,42 @@ def target_logprobs(
     Returns:
         float32 ``(M,)``.
     """
-    if head_lora is None:
-        return _TargetLogprobs.apply(hidden_NH, None, head.weight, None, head.bias, rows_M, targets_M)  # pyright: ignore[reportReturnType]
-    adapter, name = head_lora
-    factors = adapter.factors[name]
-    down_Nr = nn.functional.linear(hidden_NH, factors.a.to(hidden_NH.dtype)) * adapter.scale
-    return _TargetLogprobs.apply(hidden_NH, down_Nr, head.weight, factors.b, head.bias, rows_M, targets_M)  # pyright: ignore[reportReturnType]
+    asked = _Head(head.weight, head.bias, rows_M, targets_M)
+    with _full_precision(hidden_NH):
+        down_Nr, b_Vr = None, None
+        if head_lora is not None:
+            adapter, name = head_lora
+            factors = adapter.factors[name]
+            down_Nr = nn.functional.linear(hidden_NH, factors.a.to(hidden_NH.dtype)) * adapter.scale
+            b_Vr = factors.b
+        logprobs_M: Any = _TargetLogprobs.apply(hidden_NH, down_Nr, b_Vr, asked)
+        return logprobs_M
 
 
 def logits(hidden_NH: Tensor, head: nn.Linear, head_lora: tuple[Adapter, str] | None) -> Tensor:
     """The logits ``(N, V)`` in float32: for sampling, where all of them are needed."""
-    logits_NV = head(hidden_NH)
-    if head_lora is not None:
-        adapter, name = head_lora
-        logits_NV = logits_NV + lora_product(hidden_NH, adapter.factors[name], adapter.scale)
-    return logits_NV.float()
+    with _full_precision(hidden_NH):
+        logits_NV = head(hidden_NH)
+        if head_lora is not None:
+            adapter, name = head_lora
+            logits_NV = logits_NV + lora_product(hidden_NH, adapter.factors[name], adapter.scale)
+        return logits_NV.float()
+
+
+def _full_precision(hidden_NH: Tensor) -> torch.autocast:
+    """The head runs in the dtype of the hidden states: autocast would round its logits to three digits."""
+    return torch.autocast(hidden_NH.device.type, enabled=False)
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """logits = hidden W' + down B' (+ bias); the softmax of the forward pass becomes the gradient in place."""
+    """logits = hidden W' + down B' (+ bias); the softmax of the forward pass becomes the gradient, in place."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_NH: Tensor,
-        down_Nr: Tensor | None,
-        weight_VH: Tensor,
-        b_Vr: Tensor | None,
-        bias_V: Tensor | None,
-        rows_M: Tensor,
-        targets_M: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden_NH: Tensor, down_Nr: Tensor | None, b_Vr: Tensor | None, asked: _Head) -> Tensor:
+        weight_VH, bias_V, rows_M, targets_M = asked
         num_rows, num_tokens = hidden_NH.shape[0], weight_VH.shape[0]
         b_Vr = b_Vr.to(hidden_NH.dtype) if b_Vr is not None else None
-        keep = any(ctx.needs_input_grad)
-        probs_NV = hidden_NH.new_empty(num_rows, num_tokens) if keep else None
+        probs_NV = hidden_NH.new_empty(num_rows, num_tokens) if any(ctx.needs_input_grad) else None
         logprobs_M = torch.empty(len(rows_M), device=hidden_NH.device)
         step = max(1, CHUNK_ELEMENTS // num_tokens)
         starts = range(0, num_rows, step)
@@ -73,13 +79,12 @@ class _TargetLogprobs(torch.autograd.Function):
                 z.addmm_(down_Nr[chunk], b_Vr.t())
             z = z.float()
             z -= z.amax(dim=1, keepdim=True)
-            rows, targets = rows_M[first:last] - start, targets_M[first:last]
-            chosen = z[rows, targets]
+            rows = rows_M[first:last] - start
+            chosen = z[rows, targets_M[first:last]]
             sums = z.exp_().sum(dim=1, keepdim=True)
             logprobs_M[first:last] = chosen - sums.log()[rows, 0]
             if probs_NV is not None:
-                torch.div(z, sums, out=z)
-                probs_NV[chunk] = z
+                probs_NV[chunk] = z.div_(sums)
         if probs_NV is not None:
             ctx.save_for_backward(probs_NV, weight_VH, down_Nr, b_Vr, rows_M, targets_M)
         return logprobs_M
@@ -89,11 +94,9 @@ class _TargetLogprobs(torch.autograd.Function):
         (grad_M,) = grad_outputs
         probs_NV, weight_VH, down_Nr, b_Vr, rows_M, targets_M = ctx.saved_tensors
         grad_N = grad_M.new_zeros(len(probs_NV)).index_add_(0, rows_M, grad_M)
-        dlogits_NV = probs_NV.mul_(-grad_N[:, None])
+        dlogits_NV = probs_NV.mul_(-grad_N[:, None].to(probs_NV.dtype))
         dlogits_NV.index_put_((rows_M, targets_M), grad_M.to(dlogits_NV.dtype), accumulate=True)
         dhidden_NH = dlogits_NV @ weight_VH
         if down_Nr is None:
-            return dhidden_NH, None, None, None, None, None, None
-        ddown_Nr = dlogits_NV @ b_Vr
-        db_Vr = (dlogits_NV.t() @ down_Nr).float()
-        return dhidden_NH, ddown_Nr, None, db_Vr, None, None, None
+            return dhidden_NH, None, None, None
+        return dhidden_NH, dlogits_NV @ b_Vr, (dlogits_NV.t() @ down_Nr).float(), None

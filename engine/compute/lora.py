@@ -110,7 +110,7 @@ def wrap_linears(root: nn.Module, prefix: str, slot: Slot) -> dict[str, nn.Linea
 def new_adapter(
     spec: LoraSpec, attn: Mapping[str, nn.Linear], mlp: Mapping[str, nn.Linear], head: Mapping[str, nn.Linear]
 ) -> Adapter:
-    """A fresh adapter that changes nothing yet: B is 0, A is uniform as in peft, drawn per module from the seed.
+    """A fresh adapter that changes nothing yet: B is 0, A is uniform as in peft, from the seed per module.
 
     Raises:
         RequestError: a rank that cannot be, or nothing to train.

@@ -26,7 +26,7 @@ class Optimizer:
         Without any gradient nothing changes, as in PyTorch.
 
         Raises:
-            RequestError: a parameter out of range, or a gradient that is not finite; the weights are untouched.
+            RequestError: a parameter out of range, or a gradient that is not finite; no weight changes.
         """
         _check(params)
         try:
@@ -65,9 +65,7 @@ class Optimizer:
         for name, parameter in self._parameters.items():
             keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in state]
             if keys:
-                self._adam.state[parameter] = {
-                    key: state[f"{name}.{key}"].clone().to(parameter.device) for key in keys
-                }
+                self._adam.state[parameter] = {key: state[f"{name}.{key}"].clone().to(parameter.device) for key in keys}
 
 
 def _check(params: AdamParams) -> None:

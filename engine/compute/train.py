@@ -39,9 +39,7 @@ def find_loss(name: str) -> Callable[[Tensor, Tensor], Tensor]:
         RequestError: this engine does not offer it.
     """
     if name not in LOSSES:
-        raise RequestError(
-            f"The loss function {name!r} is not offered by this engine; it offers {', '.join(LOSSES)}."
-        )
+        raise RequestError(f"The loss function {name!r} is not offered by this engine; it offers {', '.join(LOSSES)}.")
     return LOSSES[name]
 
 
@@ -69,9 +67,7 @@ def run_loss(
             weights_M = torch.cat([datum.weights.flatten() for datum in data_B]).to(base.device)
             value = loss(logprobs_M, weights_M)
             if not bool(value.isfinite()):
-                raise RequestError(
-                    f"The loss is {value.item()}: check the weights, or lower the learning rate."
-                )
+                raise RequestError(f"The loss is {value.item()}: check the weights, or lower the learning rate.")
             loss_sum += value.item()
             if backward:
                 value.backward()

@@ -44,9 +44,7 @@ class Trainer:
         find_loss(loss_fn)
         for index, datum in enumerate(data_D):
             check_datum(datum, index, self.base.loaded.vocab_size, self.base.loaded.max_context)
-        return run_loss(
-            self.base, self.adapter, data_D, loss_fn, self._micro_batch_tokens, backward=not forward_only
-        )
+        return run_loss(self.base, self.adapter, data_D, loss_fn, self._micro_batch_tokens, backward=not forward_only)
 
     def lose_batch(self, reason: str) -> None:
         """Note that the gradient gathered so far lacks a part."""
@@ -62,22 +60,20 @@ class Trainer:
         if reason is not None:
             self._optimizer.clear_gradient()
             raise RequestError(
-                f"A forward_backward of this batch failed ({reason}), so its gradient was dropped and no step was "
-                "taken: send the whole batch again."
+                f"A forward_backward of this batch failed ({reason}), so its gradient was dropped and no step "
+                "was taken: send the whole batch again."
             )
         self._optimizer.step(params)
 
     def weights(self) -> dict[str, Tensor]:
         """The adapter's tensors by peft's names; they are the live ones, not copies."""
-        return {
-            f"{_PEFT_PREFIX}{name}": parameter.detach() for name, parameter in self.adapter.named_parameters()
-        }
+        return {f"{_PEFT_PREFIX}{name}": parameter.detach() for name, parameter in self.adapter.named_parameters()}
 
     def optimizer_state(self) -> dict[str, Tensor]:
         return self._optimizer.state()
 
     def load(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> None:
-        """Take over a checkpoint: weights, and moments where given; without them the optimizer starts anew."""
+        """Take over a checkpoint: weights, and moments; without moments the optimizer starts anew."""
         copy_weights(weights, self.adapter)
         self._optimizer = Optimizer(self.adapter)
         if optimizer is not None:
@@ -104,7 +100,7 @@ def copy_weights(weights: Mapping[str, Tensor], adapter: Adapter) -> None:
     parameters = {f"{_PEFT_PREFIX}{name}": parameter for name, parameter in adapter.named_parameters()}
     if {k: v.shape for k, v in parameters.items()} != {k: v.shape for k, v in weights.items()}:
         raise EngineError(
-            "The checkpoint's tensors do not fit this base model: load it onto the model that it was trained on."
+            "The checkpoint's tensors do not fit this base model: load it onto the model it was trained on."
         )
     with torch.no_grad():
         for name, parameter in parameters.items():

@@ -7,9 +7,11 @@ from starlette.responses import JSONResponse
 
 from engine.errors import EngineError, NotThereError, RequestError
 from engine.routes.guard import Guard
+from engine.routes.models import models_router
 from engine.routes.runs import runs_router
 from engine.routes.sampling import sampling_router
 from engine.routes.service import service_router
+from engine.routes.sessions import sessions_router
 from engine.routes.training import training_router
 from engine.service.engine import Engine
 
@@ -26,6 +28,13 @@ def make_app(engine: Engine) -> FastAPI:
         # Never a 5xx: the SDK would ask again for minutes, or for ever.
         return JSONResponse({"detail": str(error)}, _STATUS.get(type(error), 422))
 
-    for router in (service_router, training_router, sampling_router, runs_router):
+    for router in (
+        service_router,
+        sessions_router,
+        models_router,
+        training_router,
+        sampling_router,
+        runs_router,
+    ):
         app.include_router(router(engine), prefix="/api/v1")
     return app

@@ -77,5 +77,17 @@ def digest(kind: str, content: dict[str, Any]) -> bytes:
     return blake2b(f"{kind}:{json.dumps(content, sort_keys=True)}".encode(), digest_size=16).digest()
 
 
+def number(content: dict[str, Any], name: str) -> int:
+    """A seq id of ``content``.
+
+    Raises:
+        RequestError: it is none.
+    """
+    value = content.get(name)
+    if not isinstance(value, int) or value < 0:
+        raise RequestError(f"{name} is {value!r}; send a number from 0 up.")
+    return value
+
+
 def _too_long(max_bytes: int) -> str:
     return f"The body is longer than {max_bytes} bytes: send smaller batches."

@@ -40,8 +40,6 @@ class Guard:
             return None
         sent = "is not the key of this engine" if key else "is missing"
         return JSONResponse(
-            {
-                "detail": f"The API key {sent}: set TINKER_API_KEY to the TINKER_ENGINE_API_KEY the engine was started with."
-            },
+            {"detail": f"The API key {sent}: set TINKER_API_KEY to what the engine has in TINKER_ENGINE_API_KEY."},
             401,
         )

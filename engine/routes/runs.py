@@ -20,7 +20,7 @@ def runs_router(engine: Engine) -> APIRouter:
     router = APIRouter()
 
     @router.get("/training_runs")
-    async def training_runs(limit: int = 20, offset: int = 0) -> dict[str, Any]:
+    def training_runs(limit: int = 20, offset: int = 0) -> dict[str, Any]:
         runs = engine.runs.all()
         page = runs[offset : offset + limit]
         return {
@@ -29,15 +29,15 @@ def runs_router(engine: Engine) -> APIRouter:
         }
 
     @router.get("/training_runs/{run}")
-    async def training_run(run: str) -> dict[str, Any]:
+    def training_run(run: str) -> dict[str, Any]:
         return _describe_run(engine, engine.runs.find(run))
 
     @router.get("/training_runs/{run}/checkpoints")
-    async def checkpoints_of(run: str) -> dict[str, Any]:
+    def checkpoints_of(run: str) -> dict[str, Any]:
         return {"checkpoints": [_describe(checkpoint) for checkpoint in engine.checkpoints.of_run(run)]}
 
     @router.get("/checkpoints")
-    async def checkpoints(limit: int = 20, offset: int = 0) -> dict[str, Any]:
+    def checkpoints(limit: int = 20, offset: int = 0) -> dict[str, Any]:
         found = [checkpoint for run in engine.runs.all() for checkpoint in engine.checkpoints.of_run(run.run)]
         found.sort(key=lambda checkpoint: checkpoint.created_at, reverse=True)
         return {
@@ -46,7 +46,7 @@ def runs_router(engine: Engine) -> APIRouter:
         }
 
     @router.delete("/training_runs/{run}/checkpoints/{checkpoint_id:path}")
-    async def delete(run: str, checkpoint_id: str) -> Response:
+    def delete(run: str, checkpoint_id: str) -> Response:
         engine.checkpoints.delete(parse_path(f"tinker://{run}/{checkpoint_id}"))
         return Response(status_code=204)
 

@@ -41,7 +41,7 @@ def sampling_router(engine: Engine) -> APIRouter:
         sampler = engine.sampler(sampler_id)
         return {
             "sampler_id": sampler_id,
-            # The SDK loads a sampling client's tokenizer by this name, and a directory is one it finds offline.
+            # The SDK loads a sampling client's tokenizer by this name; a directory is one it finds offline.
             "base_model": str(engine.base(sampler.base_name).loaded.path),
             "model_path": sampler.checkpoint.name.path if sampler.checkpoint else None,
         }

@@ -1,4 +1,4 @@
-"""Health, configuration, sessions and results."""
+"""Health, configuration and results."""
 
 from __future__ import annotations
 
@@ -52,28 +52,6 @@ def service_router(engine: Engine) -> APIRouter:
             "sample_cancel_enabled": False,
             "sample_cancel_max_batch_size": 64,
         }
-
-    @router.post("/create_session")
-    async def create_session(request: Request) -> dict[str, str]:
-        content = await read_json(request, limit)
-        session = engine.open_session(content.get("user_metadata") or {}, content.get("display_name"))
-        return {"session_id": session.session_id, "type": "create_session"}
-
-    @router.post("/session_heartbeat")
-    async def heartbeat(request: Request) -> Response:
-        content = await read_json(request, limit)
-        if content.get("session_id") not in engine.sessions:
-            return JSONResponse({"detail": "The session is over."}, 410)
-        return JSONResponse({"type": "session_heartbeat"})
-
-    @router.post("/sessions/{session_id}/finish")
-    async def finish(session_id: str) -> dict[str, str]:
-        engine.close_session(session_id)
-        return {"status": "finished"}
-
-    @router.post("/telemetry")
-    async def telemetry() -> dict[str, str]:
-        return {"status": "accepted"}
 
     @router.post("/retrieve_future")
     async def retrieve_future(request: Request) -> Response:

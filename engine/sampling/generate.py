@@ -65,9 +65,7 @@ class Generation:
     def results(self) -> list[SampleResult]:
         """One result per job, in their order."""
         return [
-            SampleResult(
-                [Continuation(row.tokens, row.logprobs, row.stopped) for row in rows], prompt_logprobs
-            )
+            SampleResult([Continuation(row.tokens, row.logprobs, row.stopped) for row in rows], prompt_logprobs)
             for rows, prompt_logprobs in zip(self._rows, self._prompt_logprobs, strict=True)
         ]
 
@@ -86,9 +84,7 @@ class Generation:
         job_of_R = torch.repeat_interleave(torch.tensor([job.num_samples for job in self._jobs]))
         self._choice = Choice(
             *(
-                torch.tensor([getattr(row.job, name) for row in self._live], device=self._base.device)[
-                    :, None
-                ][:, 0]
+                torch.tensor([getattr(row.job, name) for row in self._live], device=self._base.device)[:, None][:, 0]
                 for name in ("temperature", "top_k", "top_p")
             )
         )
@@ -161,12 +157,8 @@ class Generation:
             spans[index] = (max(1, length - self._jobs[index].prompt_logprobs), length)
         if not asked:
             return
-        hidden_NH = torch.cat(
-            [hidden_BTH[index, first - 1 : last - 1] for index, (first, last) in spans.items()]
-        )
-        targets_N = torch.cat(
-            [self._jobs[index].prompt_T[first:last] for index, (first, last) in spans.items()]
-        )
+        hidden_NH = torch.cat([hidden_BTH[index, first - 1 : last - 1] for index, (first, last) in spans.items()])
+        targets_N = torch.cat([self._jobs[index].prompt_T[first:last] for index, (first, last) in spans.items()])
         rows_N = torch.arange(len(targets_N), device=self._base.device)
         logprobs_N = target_logprobs(
             hidden_NH, self._base.head, self._base.head_lora(), rows_N, targets_N.to(self._base.device)

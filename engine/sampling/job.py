@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ class SampleJob:
         prompt_T: int64 ``(T,)``.
         max_tokens: of each continuation.
         temperature: 0 takes the likeliest token.
-        top_k: how many of the likeliest tokens to choose from; 0 is all.
+        top_k: how many of the likeliest tokens to choose from.
         top_p: the probability mass, after temperature, of the likeliest tokens to choose from.
         stop_tokens: a continuation ends behind one of these,
         stop_strings: or as soon as its text holds one of these.
@@ -47,7 +48,7 @@ class SampleJob:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """One continuation: its tokens, their logprobs under the model itself (before temperature), why it ended."""
+    """One continuation: its tokens, their logprobs under the model (before temperature), why it ended."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -64,21 +65,23 @@ class SampleResult:
 
 def check_job(job: SampleJob, max_context: int) -> None:
     """Raise a RequestError unless the sampler can do the job."""
-    good = {
-        f"num_samples is {job.num_samples}; give 1 to {MAX_SAMPLES}.": 1 <= job.num_samples <= MAX_SAMPLES,
-        "The prompt is empty: send at least one token.": len(job.prompt_T) > 0,
-        f"The prompt has {len(job.prompt_T)} tokens, but the model's context is {max_context}: shorten it.": len(
-            job.prompt_T
-        )
-        <= max_context,
-        f"max_tokens is {job.max_tokens}; give 1 or more.": job.max_tokens >= 1,
-        f"temperature is {job.temperature}; give 0 or more.": 0 <= job.temperature < float("inf"),
-        f"top_p is {job.top_p}; give a number above 0, up to 1.": 0 < job.top_p <= 1,
-        f"top_k is {job.top_k}; give 1 or more, or -1 for no limit.": job.top_k >= 0,
-        "prompt_logprobs_last_n is out of range: give 1 to the prompt's length less 1.": 0
-        <= job.prompt_logprobs
-        <= len(job.prompt_T),
-    }
-    for sentence, holds in good.items():
-        if not holds:
+    length = len(job.prompt_T)
+    refusals = [
+        (not 1 <= job.num_samples <= MAX_SAMPLES, f"num_samples is {job.num_samples}; give 1 to {MAX_SAMPLES}."),
+        (length == 0, "The prompt is empty: send at least one token."),
+        (
+            length > max_context,
+            f"The prompt has {length} tokens, but the model's context is {max_context}: shorten it.",
+        ),
+        (job.max_tokens < 1, f"max_tokens is {job.max_tokens}; give 1 or more."),
+        (not 0 <= job.temperature < math.inf, f"temperature is {job.temperature}; give 0 or more."),
+        (not 0 < job.top_p <= 1, f"top_p is {job.top_p}; give a number above 0, up to 1."),
+        (job.top_k < 1, f"top_k is {job.top_k}; give 1 or more, or -1 for no limit."),
+        (
+            not 0 <= job.prompt_logprobs <= length,
+            f"prompt_logprobs_last_n is {job.prompt_logprobs}; give 1 to {length - 1}, the prompt's length less 1.",
+        ),
+    ]
+    for holds, sentence in refusals:
+        if holds:
             raise RequestError(sentence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,15 +18,21 @@ from engine.service.settings import Settings
 from engine.service.training import TrainingModel, Workshop
 from engine.service.worker import Worker
 
+SILENCE_S = 600.0  # a client that was not heard of for so long is gone
+
 
 @dataclass(slots=True)
 class Session:
-    """One client: the models and samplers it made live and end with it."""
+    """One client: the models and samplers it made live and end with it.
+
+    Attributes:
+        last_heard: monotonic seconds; its client sends a heartbeat every 10 s.
+    """
 
     session_id: str
     user_metadata: dict[str, str]
     display_name: str | None
-    created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    last_heard: float = field(default_factory=time.monotonic)
     models: dict[str, TrainingModel] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
 
@@ -43,6 +50,7 @@ class Engine:
         self.worker = Worker()
         self.checkpoints = CheckpointStore(settings.state)
         self.runs = RunStore(settings.state)
+        self.checkpoints.sweep()
         self.sessions: dict[str, Session] = {}
         self._by_path = {str(base.loaded.path): base for base in bases.values()}
         self._sampling = {id(base): SamplingQueue(base, self.worker, self.futures) for base in bases.values()}
@@ -70,18 +78,26 @@ class Engine:
         return base
 
     def open_session(self, user_metadata: dict[str, str], display_name: str | None) -> Session:
+        self._close_silent_sessions()
         # Unique across engines and restarts: model ids and folders on disk derive from it.
         session = Session(str(uuid.uuid4()), user_metadata, display_name)
         self.sessions[session.session_id] = session
         return session
 
+    def _close_silent_sessions(self) -> None:
+        """Clients that were killed finish no session; whoever comes next frees what they held."""
+        now = time.monotonic()
+        for session in [s for s in self.sessions.values() if now - s.last_heard > SILENCE_S]:
+            self.close_session(session.session_id)
+
     def session(self, session_id: str) -> Session:
         """Raises a NotThereError for a session that ended, or that another run of the engine opened."""
         if (session := self.sessions.get(session_id)) is None:
             raise NotThereError(
-                f"The engine has no session {session_id}: it was finished, or the engine was restarted since; "
-                "create a new service client."
+                f"The engine has no session {session_id}: it was finished, or the engine was restarted "
+                "since; create a new service client."
             )
+        session.last_heard = time.monotonic()
         return session
 
     def close_session(self, session_id: str) -> None:
@@ -113,9 +129,7 @@ class Engine:
         model.last_request = datetime.now(UTC)
         return model
 
-    def new_sampler(
-        self, session_id: str, seq_id: int, base_model: str | None, model_path: str | None
-    ) -> Sampler:
+    def new_sampler(self, session_id: str, seq_id: int, base_model: str | None, model_path: str | None) -> Sampler:
         """A sampler of a checkpoint, or of a base model."""
         session = self.session(session_id)
         checkpoint = self.checkpoints.find(parse_path(model_path)) if model_path else None
@@ -132,9 +146,7 @@ class Engine:
         session = self.session(model.model_id.partition(":")[0])
         base_name, adapter = await model.snapshot()
         sampler_id = f"{session.session_id}:sample:{seq_id}"
-        sampler = Sampler(
-            sampler_id, base_name, self._sampling[id(self.base(base_name))], self.checkpoints, None
-        )
+        sampler = Sampler(sampler_id, base_name, self._sampling[id(self.base(base_name))], self.checkpoints, None)
         sampler.adapter = adapter
         return session.samplers.setdefault(sampler_id, sampler)
 
@@ -144,7 +156,7 @@ class Engine:
         sampler = session.samplers.get(sampler_id) if session else None
         if sampler is None:
             raise NotThereError(
-                f"The engine has no sampler {sampler_id}: its session ended or the engine was restarted since; "
-                "create a new sampling client."
+                f"The engine has no sampler {sampler_id}: its session ended or the engine was restarted "
+                "since; create a new sampling client."
             )
         return sampler

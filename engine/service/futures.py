@@ -63,9 +63,7 @@ class Futures:
             answer = Answer.failure(str(error), error.category)
         except Exception as error:
             log.exception("Request %s failed", request_id)
-            answer = Answer.failure(
-                f"The engine failed on this request: {type(error).__name__}: {error}", "server"
-            )
+            answer = Answer.failure(f"The engine failed on this request: {type(error).__name__}: {error}", "server")
         self.finish(request_id, answer)
 
     async def fetch(self, request_id: str, timeout_s: float) -> Answer | None:
@@ -77,15 +75,13 @@ class Futures:
         future = self._answers.get(request_id)
         if future is None:
             raise NotThereError(
-                f"The engine has no request {request_id}: its session ended or the engine was restarted since; "
-                "create a new client from the last checkpoint."
+                f"The engine has no request {request_id}: its session ended or the engine was restarted "
+                "since; create a new client from the last checkpoint."
             )
         if not future.done():
             if self._closing is None:
                 self._closing = asyncio.get_running_loop().create_future()
-            await asyncio.wait(
-                {future, self._closing}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({future, self._closing}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
                 return None
         answer = future.result()

@@ -69,26 +69,29 @@ class TrainingModel:
         return self._base_name
 
     async def create(self, base_model: str, spec: LoraSpec, user_metadata: dict[str, str]) -> Answer:
-        await self._make_trainer(base_model, spec, user_metadata)
+        base = self._shop.find_base(base_model)
+        await self._start(base_model, lambda: self._new_trainer(base, spec), user_metadata)
         return Answer.json({"model_id": self.model_id, "type": "create_model"})
 
     async def create_from(
         self, path: str, with_optimizer: bool, base_model: str | None, user_metadata: dict[str, str]
     ) -> Answer:
         checkpoint = self._shop.checkpoints.find(parse_path(path))
-        trainer = await self._make_trainer(
-            base_model or checkpoint.base_model, checkpoint.lora, user_metadata
-        )
-        try:
-            await self._read_into(trainer, checkpoint, with_optimizer)
-        except BaseException:
-            self._trainer = None
-            raise
+        base_name = base_model or checkpoint.base_model
+        base = self._shop.find_base(base_name)
+
+        def make() -> Trainer:
+            trainer = self._new_trainer(base, checkpoint.lora)
+            self._read_into(trainer, checkpoint, with_optimizer)
+            return trainer
+
+        await self._start(base_name, make, user_metadata)
         return self._loaded(path)
 
     async def load(self, path: str, with_optimizer: bool) -> Answer:
         checkpoint = self._shop.checkpoints.find(parse_path(path))
-        await self._read_into(self.trainer, checkpoint, with_optimizer)
+        trainer = self.trainer
+        await self._shop.worker.run(lambda: self._read_into(trainer, checkpoint, with_optimizer))
         return self._loaded(path)
 
     async def forward_backward(self, request: ForwardBackward) -> Answer:
@@ -114,9 +117,7 @@ class TrainingModel:
     async def save(self, request: SaveRequest) -> Answer:
         trainer = self.trainer
         name = CheckpointName(self.model_id, request.kind, check_name(request.name))
-        description = Description(
-            self._base_name, trainer.adapter.spec, request.ttl_seconds, request.user_metadata
-        )
+        description = Description(self._base_name, trainer.adapter.spec, request.ttl_seconds, request.user_metadata)
 
         def write() -> Checkpoint:
             files = {ADAPTER: trainer.weights()}
@@ -132,21 +133,23 @@ class TrainingModel:
         trainer = self.trainer
         return self._base_name, await self._shop.worker.run(trainer.snapshot)
 
-    async def _make_trainer(self, base_model: str, spec: LoraSpec, user_metadata: dict[str, str]) -> Trainer:
-        base = self._shop.find_base(base_model)
-        trainer = await self._shop.worker.run(lambda: Trainer(base, spec, self._shop.micro_batch_tokens))
-        self._shop.runs.save(TrainingRun(self.model_id, base_model, spec, datetime.now(UTC), user_metadata))
-        self._base_name, self._trainer = base_model, trainer
-        return trainer
+    async def _start(self, base_name: str, make: Callable[[], Trainer], user_metadata: dict[str, str]) -> None:
+        def make_and_note() -> Trainer:
+            trainer = make()
+            run = TrainingRun(self.model_id, base_name, trainer.adapter.spec, datetime.now(UTC), user_metadata)
+            self._shop.runs.save(run)
+            return trainer
 
-    async def _read_into(self, trainer: Trainer, checkpoint: Checkpoint, with_optimizer: bool) -> None:
+        self._trainer = await self._shop.worker.run(make_and_note)
+        self._base_name = base_name
+
+    def _new_trainer(self, base: BaseModel, spec: LoraSpec) -> Trainer:
+        return Trainer(base, spec, self._shop.micro_batch_tokens)
+
+    def _read_into(self, trainer: Trainer, checkpoint: Checkpoint, with_optimizer: bool) -> None:
         store = self._shop.checkpoints
-
-        def read() -> None:
-            weights = store.read(checkpoint, ADAPTER)
-            trainer.load(weights, store.read(checkpoint, OPTIMIZER) if with_optimizer else None)
-
-        await self._shop.worker.run(read)
+        weights = store.read(checkpoint, ADAPTER)
+        trainer.load(weights, store.read(checkpoint, OPTIMIZER) if with_optimizer else None)
 
     def _loaded(self, path: str) -> Answer:
         return Answer.json({"path": path, "model_id": self.model_id, "type": "load_weights"})

@@ -46,7 +46,7 @@ def decode_request(body: bytes) -> ForwardBackward:
         message.ParseFromString(body)
     except DecodeError as error:
         raise RequestError(
-            f"The body of forward_backward ({len(body)} bytes) is not the protobuf message of tinker 0.38: {error}."
+            f"The body of forward_backward ({len(body)} bytes) is not the message of tinker 0.38: {error}."
         ) from error
     return ForwardBackward(
         model_id=message.model_id,

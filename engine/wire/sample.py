@@ -34,9 +34,7 @@ def decode_job(request: SampleRequest, loaded: LoadedModel) -> SampleJob:
     tokens = []
     for chunk in request.prompt.chunks:
         if not isinstance(chunk, EncodedTextChunk):
-            raise RequestError(
-                f"The prompt has a chunk of kind {chunk.type}; this engine takes encoded text only."
-            )
+            raise RequestError(f"The prompt has a chunk of kind {chunk.type}; this engine takes encoded text only.")
         tokens.extend(chunk.tokens)
     params = request.sampling_params
     room = loaded.max_context - len(tokens) + 1  # the last token is never fed back

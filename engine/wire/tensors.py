@@ -39,9 +39,7 @@ def decode_tensor(message: pb.Tensor, name: str) -> NDArray[np.generic]:
     if not shape:
         return values
     if values.size != math.prod(shape):
-        raise RequestError(
-            f"{name} has {values.size} values, but its shape {shape} asks for {math.prod(shape)}."
-        )
+        raise RequestError(f"{name} has {values.size} values, but its shape {shape} asks for {math.prod(shape)}.")
     return values.reshape(shape)
 
 
@@ -49,8 +47,8 @@ def _decode_csr(
     csr: pb.SparseCsr, dtype: np.dtype[np.generic], shape: tuple[int, ...], name: str
 ) -> NDArray[np.generic]:
     values = _read(csr.values, dtype, name)
-    rows = _read(csr.crow_indices, np.dtype(np.int64), name)
-    columns = _read(csr.col_indices, np.dtype(np.int64), name)
+    rows = _read(csr.crow_indices, np.dtype(np.int64), name).astype(np.int64)
+    columns = _read(csr.col_indices, np.dtype(np.int64), name).astype(np.int64)
     counts = np.diff(rows)
     consistent = (
         len(shape) == 2
@@ -61,9 +59,7 @@ def _decode_csr(
         and bool(((columns >= 0) & (columns < shape[1])).all())
     )
     if not consistent:
-        raise RequestError(
-            f"{name} is not a valid sparse CSR tensor of shape {shape}: check its index arrays."
-        )
+        raise RequestError(f"{name} is not a valid sparse CSR tensor of shape {shape}: check its index arrays.")
     dense = np.zeros(shape, dtype)
     dense[np.repeat(np.arange(shape[0]), counts), columns] = values
     return dense
