@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 from engine_process import EngineProcess, running_engine
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from blocks.processes import local_prefect_server
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +22,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
 def engine_url(engine: EngineProcess) -> str:
     """The `base_url` of that engine; any API key that starts with tml- is good."""
     return engine.url
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The API URL of one real Prefect server for the whole test run, in force in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_FLOWS_HOME", str(tmp_path_factory.mktemp("prefect-home")))
+        with local_prefect_server() as server, temporary_settings({PREFECT_API_URL: server.url}):
+            yield server.url
