@@ -10,6 +10,7 @@ import threading
 
 import torch
 import uvicorn
+from transformers.utils.logging import disable_progress_bar
 
 from engine.compute.base import BaseModel
 from engine.models import load_model, resolve_model
@@ -79,6 +80,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _load_models(settings: Settings) -> dict[str, BaseModel]:
+    disable_progress_bar()  # its line belongs on a terminal, not in a log
     bases = {}
     for name in settings.models:
         path = resolve_model(name, settings.cache)

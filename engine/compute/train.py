@@ -60,16 +60,18 @@ def run_loss(
     loss = find_loss(loss_fn)
     logprobs_D: list[Tensor] = [torch.empty(0)] * len(data_D)
     loss_sum = 0.0
-    with base.using(adapter), torch.set_grad_enabled(backward):
+    with base.using(adapter):
         for group in micro_batches([len(datum.tokens_T) for datum in data_D], max_tokens):
             data_B = [data_D[index] for index in group]
-            logprobs_M = _logprobs(base, data_B)
-            weights_M = torch.cat([datum.weights.flatten() for datum in data_B]).to(base.device)
-            value = loss(logprobs_M, weights_M)
+            weights_M = torch.cat([datum.weights.flatten() for datum in data_B])
+            trains = backward and bool(weights_M.any())
+            with torch.set_grad_enabled(trains):
+                logprobs_M = _logprobs(base, data_B)
+                value = loss(logprobs_M, weights_M.to(base.device))
             if not bool(value.isfinite()):
                 raise RequestError(f"The loss is {value.item()}: check the weights, or lower the learning rate.")
             loss_sum += value.item()
-            if backward:
+            if trains:
                 value.backward()
             flat_B = logprobs_M.detach().cpu().split([datum.targets.numel() for datum in data_B])
             for index, datum, flat in zip(group, data_B, flat_B, strict=True):

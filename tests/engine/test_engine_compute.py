@@ -1,0 +1,125 @@
+"""The gradient and the logprobs of a batch, against a slow and obvious twin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.compute.base import BaseModel
+from engine.compute.datum import Datum
+from engine.compute.lora import Adapter, Factors, LoraSpec
+from engine.compute.train import run_loss
+from engine.models import load_model
+
+WIDE = 10**6
+
+
+def random_datum(length: int, width: int | None, generator: torch.Generator) -> Datum:
+    shape = (length,) if width is None else (length, width)
+    weights = torch.randn(shape, generator=generator)
+    return Datum(
+        tokens_T=torch.randint(0, 256, (length,), generator=generator),
+        targets=torch.randint(0, 256, shape, generator=generator),
+        weights=weights.where(torch.rand(shape, generator=generator) < 0.6, 0.0),
+    )
+
+
+def stirred(base: BaseModel, spec: LoraSpec) -> Adapter:
+    """An adapter whose B is not 0, so that all gradients are alive."""
+    generator = torch.Generator().manual_seed(3)
+    adapter = base.new_adapter(spec)
+    return Adapter(
+        spec,
+        {
+            name: Factors(a, (torch.randn(b.shape, generator=generator) * 0.02).requires_grad_())
+            for name, (a, b) in adapter.factors.items()
+        },
+    )
+
+
+def plain_pass(base: BaseModel, adapter: Adapter, data: list[Datum]) -> tuple[list[torch.Tensor], float]:
+    """One datum at a time, log-softmax over everything, autograd through all of it."""
+    logprobs_D, total = [], 0.0
+    for datum in data:
+        with base.using(adapter):
+            hidden_TH = base.hidden(datum.tokens_T[None])[0]
+        logits_TV = hidden_TH @ base.head.weight.t()
+        if "lm_head" in adapter.factors:
+            a, b = adapter.factors["lm_head"]
+            logits_TV = logits_TV + adapter.scale * hidden_TH @ a.t() @ b.t()
+        targets_TK = datum.targets.reshape(len(datum.targets), -1)
+        logprobs = logits_TV.log_softmax(-1).gather(1, targets_TK).reshape(datum.targets.shape)
+        loss = -(logprobs * datum.weights).sum()
+        loss.backward()
+        total += loss.item()
+        logprobs_D.append(logprobs.detach())
+    return logprobs_D, total
+
+
+def gradients(adapter: Adapter) -> dict[str, torch.Tensor]:
+    taken = {name: p.grad for name, p in adapter.named_parameters() if p.grad is not None}
+    for _, parameter in adapter.named_parameters():
+        parameter.grad = None
+    return taken
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 24), st.sampled_from([None, None, 1, 3])), min_size=1, max_size=6),
+    max_tokens=st.sampled_from([1, 30, WIDE]),
+    unembed=st.booleans(),
+)
+def test_gradients_and_logprobs_are_those_of_plain_autograd(
+    base: BaseModel, shapes: list[tuple[int, int | None]], max_tokens: int, unembed: bool
+) -> None:
+    adapter = stirred(base, LoraSpec(4, 0, train_unembed=unembed))
+    generator = torch.Generator().manual_seed(len(shapes))
+    data = [random_datum(length, width, generator) for length, width in shapes]
+    expected, total = plain_pass(base, adapter, data)
+    expected_gradients = gradients(adapter)
+    output = run_loss(base, adapter, data, "cross_entropy", max_tokens, backward=True)
+    torch.testing.assert_close(output.logprobs_D, expected, atol=1e-5, rtol=1e-5)
+    assert output.loss_sum == pytest.approx(total, rel=1e-4, abs=1e-4)
+    found = gradients(adapter)
+    for name, parameter in adapter.named_parameters():
+        zero = torch.zeros_like(parameter)
+        expected_gradient = expected_gradients.get(name, zero)
+        scale = expected_gradient.abs().max().item()
+        torch.testing.assert_close(found.get(name, zero), expected_gradient, atol=1e-5 * scale + 1e-6, rtol=1e-5)
+
+
+def test_the_same_batch_gives_the_same_bits(base: BaseModel) -> None:
+    adapter = stirred(base, LoraSpec(4, 0))
+    generator = torch.Generator().manual_seed(0)
+    data = [random_datum(length, None, generator) for length in (5, 40, 17, 17, 3)]
+    first = run_loss(base, adapter, data, "cross_entropy", 64, backward=True).logprobs_D
+    first_gradients = gradients(adapter)
+    second = run_loss(base, adapter, data, "cross_entropy", 64, backward=True).logprobs_D
+    torch.testing.assert_close(second, first, atol=0, rtol=0)
+    torch.testing.assert_close(gradients(adapter), first_gradients, atol=0, rtol=0)
+
+
+def test_a_forward_leaves_no_gradient(base: BaseModel) -> None:
+    adapter = stirred(base, LoraSpec(4, 0))
+    data = [random_datum(9, None, torch.Generator().manual_seed(0))]
+    forward = run_loss(base, adapter, data, "cross_entropy", WIDE, backward=False)
+    assert not gradients(adapter)
+    backward = run_loss(base, adapter, data, "cross_entropy", WIDE, backward=True)
+    torch.testing.assert_close(forward.logprobs_D, backward.logprobs_D)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "autocast-bf16"])
+def test_half_precision_stays_close(base: BaseModel, tiny_path: Path, dtype: str) -> None:
+    half = BaseModel(load_model(tiny_path, "cpu", dtype, "tiny"))  # pyright: ignore[reportArgumentType]
+    spec = LoraSpec(4, 0)
+    generator = torch.Generator().manual_seed(0)
+    data = [random_datum(12, None, generator) for _ in range(3)]
+    exact = run_loss(base, stirred(base, spec), data, "cross_entropy", WIDE, backward=True)
+    adapter = stirred(half, spec)
+    rounded = run_loss(half, adapter, data, "cross_entropy", WIDE, backward=True)
+    assert all(gradient.dtype == torch.float32 for gradient in gradients(adapter).values())
+    torch.testing.assert_close(rounded.logprobs_D, exact.logprobs_D, atol=0.15, rtol=0.05)
