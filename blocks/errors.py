@@ -6,6 +6,8 @@ TinkerFlowsError            what a user can mend; its message is one sentence fo
 └── StorageError            (OSError)       what a run keeps could not be read or written
 """
 
+from __future__ import annotations
+
 
 class TinkerFlowsError(Exception):
     """Root of the errors a user can mend."""
@@ -21,3 +23,26 @@ class ServiceError(TinkerFlowsError, RuntimeError):
 
 class StorageError(TinkerFlowsError, OSError):
     """A run's directory that could not be read or written."""
+
+
+def reason(error: BaseException) -> str:
+    """What an exception of another library says, as a part of one sentence.
+
+    >>> reason(ValueError("It is not\\n  so."))
+    'It is not so'
+    >>> reason(PermissionError(13, "Permission denied", "/root"))
+    'Permission denied'
+    >>> reason(TimeoutError())
+    'TimeoutError'
+    """
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    text = " ".join(text.split())
+    return (text if len(text) <= 200 else f"{text[:200]}...").removesuffix(".")
+
+
+def storage_error(verb: str, path: object, error: Exception) -> StorageError:
+    """The sentence for storage that could not be used: `verb` is what was tried, as in "write"."""
+    return StorageError(
+        f"Could not {verb} {path} ({reason(error)}): mend that storage (its room, permissions or keys) and start the "
+        "same command again; what was saved before is kept."
+    )

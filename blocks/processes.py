@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import secrets
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from urllib.error import URLError
 
 from blocks.errors import ServiceError
-from blocks.home import home
+from blocks.home import home, one_at_a_time
+from blocks.service import TinkerService
 
 # Untuned, a Prefect server on a small machine falls behind at some 30 task runs a second and then loses them.
 _PREFECT_SERVER = {
@@ -27,36 +28,39 @@ _PREFECT_SERVER = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LocalService:
-    """A service that is up: where it answers and where it writes its log."""
+@contextmanager
+def local_engine(*, model: str, dtype: str, threads: int | None) -> Iterator[TinkerService]:
+    """A local Tinker service for one model, up until the block ends, under a key that nobody else has.
 
-    url: str
-    log: Path
+    Raises:
+        ServiceError: it could not start; the message holds the last line of its log.
+    """
+    key = f"tml-{secrets.token_urlsafe(24)}"
+    command = [sys.executable, "-m", "engine", "--port", "0", "--exit-with-stdin", "--model", model, "--dtype", dtype]
+    command += ["--state", str(home() / "engine")]
+    command += ["--threads", str(threads)] if threads else []
+    log = _log_file("engine")
+    with _running(command, log, {"TINKER_ENGINE_API_KEY": key}) as process:
+        yield TinkerService.model_validate({"base_url": _announced_url(process, log), "api_key": key})
 
 
 @contextmanager
-def local_engine(*, model: str, dtype: str, threads: int | None) -> Iterator[LocalService]:
-    """A local Tinker service for one model, up until the block ends.
+def local_prefect_server() -> Iterator[str]:
+    """A Prefect server on this project's own database, up until the block ends; its API's URL.
 
     Raises:
         ServiceError: it could not start; the message holds the last line of its log.
     """
     port = free_port()
-    command = [sys.executable, "-m", "engine", "--port", str(port), "--model", model, "--dtype", dtype]
-    command += ["--state", str(home() / "engine")]
-    command += ["--threads", str(threads)] if threads else []
-    with _process("engine", command, f"http://127.0.0.1:{port}", "/api/v1/healthz") as service:
-        yield service
-
-
-@contextmanager
-def local_prefect_server() -> Iterator[LocalService]:
-    """A Prefect server on this project's own database, up until the block ends."""
-    port = free_port()
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with _process("prefect", command, f"http://127.0.0.1:{port}/api", "/health", prefect_server_env()) as service:
-        yield service
+    supervise = [sys.executable, str(Path(__file__).with_name("supervise.py"))]
+    server = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    log = _log_file("prefect")
+    url = f"http://127.0.0.1:{port}/api"
+    with ExitStack() as stack:
+        with one_at_a_time(home() / ".prefect.lock"):  # the first start makes the tables
+            process = stack.enter_context(_running([*supervise, *server], log, prefect_server_env()))
+            _wait_until_healthy(process, f"{url}/health", log)
+        yield url
 
 
 def prefect_server_env() -> dict[str, str]:
@@ -72,38 +76,61 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _log_file(name: str) -> Path:
+    folder = home() / "logs"
+    folder.mkdir(exist_ok=True)
+    return folder / f"{name}-{os.getpid()}.log"
+
+
 @contextmanager
-def _process(
-    name: str, command: list[str], url: str, health: str, env: Mapping[str, str] | None = None
-) -> Iterator[LocalService]:
-    log = home() / "logs" / f"{name}-{os.getpid()}.log"
-    log.parent.mkdir(exist_ok=True)
-    supervise = [sys.executable, str(Path(__file__).with_name("supervise.py"))]
-    with log.open("wb") as output:
+def _running(command: list[str], log: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that stops when its standard input is closed: here at the end, or by the kernel when we are gone."""
+    with log.open("ab") as output:
         process = subprocess.Popen(
-            [*supervise, *command],
+            command,
             stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=output,
+            env={**os.environ, **env},
+            # A Ctrl-C in the terminal reaches the run alone, which then stops this in good order.
+            start_new_session=True,
         )
-    try:
-        _wait_until_healthy(process, name, url + health, log)
-        yield LocalService(url, log)
-    finally:
+    with process:
         assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
+        try:
+            yield process
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], name: str, url: str, log: Path) -> None:
+def _announced_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The URL that the engine prints once it serves; loading a model, or its download, may take any time."""
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.startswith(b"http://"):
+                return line.decode().strip()
+    except BaseException:
+        process.terminate()  # while it loads, it does not look at its standard input
+        raise
+    raise _start_error("engine", log)
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + 180
-    while True:
-        if process.poll() is not None or time.monotonic() > deadline:
-            last = (log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"])[-1]
-            raise ServiceError(f"The local {name} did not start: {last} (log: {log})")
+    while process.poll() is None and time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return
-        except (URLError, OSError):
+        except OSError:
             time.sleep(0.05)
+    raise _start_error("Prefect server", log)
+
+
+def _start_error(name: str, log: Path) -> ServiceError:
+    last = (log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"])[-1]
+    return ServiceError(f"The local {name} did not start: {last.strip()} (log: {log})")

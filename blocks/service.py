@@ -13,13 +13,24 @@ from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 from tinker.lib.base_url import resolve_base_url
 
-from blocks.errors import ConfigError, ServiceError
+from blocks.errors import ConfigError, ServiceError, reason
+from blocks.reach import check_answers
 
 T = TypeVar("T")
 
 
 class TinkerService(Block):
-    """A Tinker service: where it is and the key to it."""
+    """A Tinker service: where it is and the key to it.
+
+    Example:
+        ```python
+        from blocks import TinkerService
+
+        service = TinkerService.load("BLOCK_NAME")
+        with service.get_client() as session:
+            training_client = session.create_lora_training_client("Qwen/Qwen3-8B").result()
+        ```
+    """
 
     _block_type_name = "Tinker Service"
     _block_type_slug = "tinker-flows-tinker-service"
@@ -48,13 +59,12 @@ class TinkerService(Block):
         return resolve_base_url(self.base_url)
 
     def get_client(self) -> tinker.ServiceClient:
-        """Open a session on the service.
+        """Open a session on the service; closing it is up to the caller, best by `with`.
 
         Raises:
             ServiceError: no answer within `connect_timeout_s`, or the key is refused.
         """
-        key = self.api_key.get_secret_value() if self.api_key else None
-        client = tinker.ServiceClient(base_url=self.resolved_url, api_key=key)
+        client = tinker.ServiceClient(base_url=self.resolved_url, api_key=self._key)
         self._ask(lambda: client.holder)
         return client
 
@@ -63,11 +73,10 @@ class TinkerService(Block):
 
         Raises:
             ConfigError: the model is unknown to the service.
-            ServiceError: the service does not answer.
+            ServiceError: no answer within `connect_timeout_s`, or the key is refused.
         """
-        key = self.api_key.get_secret_value() if self.api_key else None
         capabilities = self._ask(
-            lambda: tinker.RestClient(base_url=self.resolved_url, api_key=key).get_server_capabilities().result()
+            lambda: tinker.RestClient(base_url=self.resolved_url, api_key=self._key).get_server_capabilities().result()
         )
         names = sorted(m.model_name for m in capabilities.supported_models if m.model_name)
         if model not in names:
@@ -76,8 +85,15 @@ class TinkerService(Block):
                 "set `model` to one of them."
             )
 
+    @property
+    def _key(self) -> str | None:
+        return self.api_key.get_secret_value() if self.api_key else None
+
     def _ask(self, request: Callable[[], T]) -> T:
-        """Run a first request with a limit: the SDK itself goes on trying an absent server for minutes."""
+        """Run a first request with a limit: the SDK itself goes on trying for minutes."""
+        name = f"The Tinker service at {self.resolved_url}"
+        absent = "check base_url and the network, or start a local one with `python -m engine`"
+        check_answers(name, f"{self.resolved_url}/api/v1/healthz", self.connect_timeout_s, absent)
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -91,24 +107,16 @@ class TinkerService(Block):
         try:
             return answer.result(timeout=self.connect_timeout_s)
         except TimeoutError as error:
+            raise ServiceError(f"{name} gave no good answer within {self.connect_timeout_s:g} s: {absent}.") from error
+        except (tinker.AuthenticationError, tinker.PermissionDeniedError) as error:
             raise ServiceError(
-                f"The Tinker service at {self.resolved_url} did not answer within {self.connect_timeout_s:g} s: "
-                "check base_url and the network, or start a local one with `python -m engine`."
+                f"{name} refused the API key ({error.status_code}): "
+                "set TINKER_API_KEY, or the key of the service block, to a valid one."
             ) from error
-        except tinker.APIStatusError as error:
-            if error.status_code in (401, 403):
-                raise ServiceError(
-                    f"The Tinker service at {self.resolved_url} refused the API key ({error.status_code}): "
-                    "set TINKER_API_KEY, or the key of the service block, to a valid one."
-                ) from error
-            raise self._failure(error) from error
         except tinker.TinkerError as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: Exception) -> ServiceError:
-        return ServiceError(
-            f"The Tinker service at {self.resolved_url} could not be used ({error}): check base_url and TINKER_API_KEY."
-        )
+            raise ServiceError(
+                f"{name} could not be used ({reason(error)}): check base_url and TINKER_API_KEY."
+            ) from error
 
 
 def from_environment() -> bool:

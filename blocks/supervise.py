@@ -14,8 +14,8 @@ import threading
 
 
 def main() -> int:
-    # Its own session: a Ctrl-C in the terminal reaches the starter alone, which then stops this in good order.
-    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+    # A group of its own, so that what it starts in turn is stopped with it.
+    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
 
     def stop(*_: object) -> None:
         if child.poll() is None:
@@ -25,12 +25,11 @@ def main() -> int:
         os.read(0, 1)
         stop()
         try:
-            child.wait(20)
+            child.wait(15)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=stop_when_starter_ends, daemon=True).start()
     return child.wait()
 

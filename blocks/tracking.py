@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-import os
-
-from prefect.blocks.core import Block
-from pydantic import Field
-
-from blocks.errors import ServiceError
-from blocks.home import home
-
-# MLflow's own patience with a server that is not there is four minutes.
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 from mlflow import MlflowClient
+from mlflow.entities import LifecycleStage
 from mlflow.exceptions import MlflowException
+from prefect.blocks.core import Block
+from pydantic import Field
+from sqlalchemy import make_url
+from sqlalchemy.exc import SQLAlchemyError
+
+from blocks.errors import ServiceError, TinkerFlowsError, reason
+from blocks.home import home, one_at_a_time
+from blocks.reach import check_answers
+
+_FIRST_ANSWER_S = 20.0
+_REMEDY = "check tracking.uri, or leave it out for a local SQLite file"
 
 
 class MLflowTracking(Block):
-    """Where metrics, parameters and reports go: an MLflow tracking server or a local SQLite file."""
+    """Where metrics, parameters and reports go: an MLflow tracking server or a local SQLite file.
+
+    Example:
+        ```python
+        from blocks import MLflowTracking
+
+        tracking = MLflowTracking.load("BLOCK_NAME")
+        client = tracking.get_client()
+        runs = client.search_runs([tracking.experiment_id(client)])
+        ```
+    """
 
     _block_type_name = "MLflow Tracking"
     _block_type_slug = "tinker-flows-mlflow-tracking"
@@ -33,6 +49,7 @@ class MLflowTracking(Block):
         default="tinker-flows",
         title="Experiment",
         description="MLflow experiment that runs are listed under.",
+        min_length=1,
     )
 
     @property
@@ -44,34 +61,67 @@ class MLflowTracking(Block):
         """A client for this server; the experiment exists when it returns.
 
         Raises:
-            ServiceError: the server does not answer or refuses the URI.
+            ServiceError: the server does not answer, refuses, or the URI is none of MLflow's.
         """
-        try:
-            client = MlflowClient(tracking_uri=self.resolved_uri)
-            self.experiment_id(client)
-        except MlflowException as error:
-            raise ServiceError(
-                f"The MLflow server at {self.resolved_uri!r} could not be used ({_first_line(error)}): "
-                "check tracking.uri, or leave it out for a local SQLite file."
-            ) from error
-        return client
+        uri = self.resolved_uri
+        if uri.startswith(("http://", "https://")):
+            check_answers(f"The MLflow server at {uri}", f"{uri.rstrip('/')}/health", _FIRST_ANSWER_S, _REMEDY)
+        with self._failures(), _opening(uri):
+            client = MlflowClient(tracking_uri=uri)
+            self._experiment_id(client)
+            return client
 
     def experiment_id(self, client: MlflowClient) -> str:
-        """The id of the experiment, made when missing."""
+        """The id of the experiment, made when missing.
+
+        Raises:
+            ServiceError: it is deleted, or the server does not answer.
+        """
+        with self._failures():
+            return self._experiment_id(client)
+
+    def _experiment_id(self, client: MlflowClient) -> str:
         found = client.get_experiment_by_name(self.experiment)
-        if found is not None:
-            return found.experiment_id
-        # A SQLite store would put artifacts below whatever directory the process happens to be in.
-        local = self.resolved_uri.startswith("sqlite:")
-        location = (home() / "mlflow-artifacts").as_uri() if local else None
+        if found is None:
+            # A SQLite store would put artifacts below whatever directory the process happens to be in.
+            local = self.resolved_uri.startswith("sqlite:")
+            location = (home() / "mlflow-artifacts").as_uri() if local else None
+            try:
+                return client.create_experiment(self.experiment, artifact_location=location)
+            except MlflowException:
+                found = client.get_experiment_by_name(self.experiment)  # another run made it meanwhile
+                if found is None:
+                    raise
+        if found.lifecycle_stage == LifecycleStage.DELETED:
+            raise ServiceError(
+                f"The MLflow experiment {self.experiment!r} at {self.resolved_uri} is deleted: "
+                f"restore it (`mlflow experiments restore -x {found.experiment_id}`) or choose another experiment."
+            )
+        return found.experiment_id
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
         try:
-            return client.create_experiment(self.experiment, artifact_location=location)
-        except MlflowException:
-            found = client.get_experiment_by_name(self.experiment)  # another run made it meanwhile
-            if found is None:
-                raise
-            return found.experiment_id
+            yield
+        except TinkerFlowsError:
+            raise
+        except (MlflowException, SQLAlchemyError, sqlite3.Error, ImportError, OSError) as error:
+            raise ServiceError(
+                f"The MLflow server at {self.resolved_uri} could not be used ({reason(error)}): {_REMEDY}."
+            ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+@contextmanager
+def _opening(uri: str) -> Iterator[None]:
+    """One process at a time opens a SQLite file: two that make its tables at once break each other."""
+    name = make_url(uri).database if uri.startswith("sqlite:") else None
+    if name is None:
+        yield
+        return
+    database = Path(name)
+    database.parent.mkdir(parents=True, exist_ok=True)
+    # MLflow itself goes on for minutes trying a file that cannot be opened.
+    with closing(sqlite3.connect(database, timeout=_FIRST_ANSWER_S)) as connection:
+        connection.execute("PRAGMA schema_version")
+    with one_at_a_time(database.with_name(f".{database.name}.lock")):
+        yield

@@ -22,8 +22,8 @@ def service_of(config: RunConfig) -> Iterator[TinkerService]:
     """The Tinker service of a run; one that it starts for itself is stopped at the end."""
     if config.base_url == "local" or (not config.base_url and not from_environment()):
         engine = config.engine
-        with local_engine(model=config.model, dtype=engine.dtype, threads=engine.threads) as local:
-            yield TinkerService.model_validate({"base_url": local.url, "api_key": "tml-local"})
+        with local_engine(model=config.model, dtype=engine.dtype, threads=engine.threads) as service:
+            yield service
     else:
         yield _block(TinkerService, config.base_url, base_url=config.base_url or None)
 

@@ -123,7 +123,7 @@ def _prefect_server() -> Iterator[None]:
     if PREFECT_API_URL.value():
         yield
         return
-    with local_prefect_server() as server, temporary_settings({PREFECT_API_URL: server.url}):
+    with local_prefect_server() as url, temporary_settings({PREFECT_API_URL: url}):
         yield
 
 

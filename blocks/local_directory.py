@@ -1,0 +1,101 @@
+"""A run's directory on local disk."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import Self
+
+from blocks.errors import StorageError, storage_error
+
+
+class LocalDirectory:
+    """A `RunDirectory` on local disk; the lock goes with the process that holds it, also after a kill -9."""
+
+    def __init__(self, path: Path) -> None:
+        self.location = str(path)
+        self._path = path
+        self._lock: int | None = None
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            _sync_entries(path.parent)
+        except OSError as error:
+            raise storage_error("make", path, error) from error
+
+    def read_bytes(self, name: str) -> bytes | None:
+        try:
+            return (self._path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise storage_error("read", self._path / name, error) from error
+
+    def write_bytes(self, name: str, content: bytes) -> None:
+        path = self._path / name
+        temporary = path.with_name(f".{name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            _sync_entries(self._path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise storage_error("write", path, error) from error
+
+    def append_line(self, name: str, line: str) -> None:
+        path = self._path / name
+        try:
+            is_new = not path.exists()
+            # No buffer: what could not be written must not be tried again when the file is closed.
+            with path.open("ab+", buffering=0) as file:
+                end = file.seek(0, os.SEEK_END)
+                is_torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
+                rest = (b"\n" if is_torn else b"") + line.encode() + b"\n"
+                try:
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(end)  # a full disk must not leave half a record
+                    raise
+            if is_new:
+                _sync_entries(self._path)
+        except OSError as error:
+            raise storage_error("append to", path, error) from error
+
+    def __enter__(self) -> Self:
+        path = self._path / ".lock"
+        try:
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._lock, 0)
+            os.write(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except BlockingIOError as error:
+            self.__exit__()
+            holder = path.read_text() or "another process"
+            raise StorageError(
+                f"The run in {self.location} is being written by {holder}: "
+                "wait for it, stop it, or choose another run_name."
+            ) from error
+        except OSError as error:
+            self.__exit__()
+            raise storage_error("lock", path, error) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _sync_entries(directory: Path) -> None:
+    """Make the names in a directory durable; a file's own fsync does not."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
