@@ -34,5 +34,5 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The API URL of one real Prefect server for the whole test run, in force in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_FLOWS_HOME", str(tmp_path_factory.mktemp("prefect-home")))
-        with local_prefect_server() as server, temporary_settings({PREFECT_API_URL: server.url}):
-            yield server.url
+        with local_prefect_server() as url, temporary_settings({PREFECT_API_URL: url}):
+            yield url
