@@ -24,7 +24,6 @@ from flows.config import RunConfig
 from flows.recorded import wait_until_recorded
 from flows.result import TrainResult
 from objectives.errors import ObjectiveError
-from objectives.spec import explain
 from tasks.term_table import COLUMNS, cells, term_rows
 
 C = TypeVar("C", bound=RunConfig)
@@ -65,8 +64,7 @@ def load_config(config_type: type[C], path: Path | None, overrides: Sequence[str
     try:
         return config_type.model_validate(fields)
     except ValidationError as error:
-        known = ", ".join(config_type.model_fields)
-        raise ConfigError(f"The config is wrong: {explain(error)} (its fields: {known}).") from error
+        raise ConfigError(f"The config is wrong: {_explain(error, fields, config_type)}.") from error
 
 
 def run(flow: Flow[..., TrainResult], config: RunConfig) -> TrainResult:
@@ -125,6 +123,23 @@ def _prefect_server() -> Iterator[None]:
         return
     with local_prefect_server() as url, temporary_settings({PREFECT_API_URL: url}):
         yield
+
+
+def _explain(error: ValidationError, fields: Any, config_type: type[RunConfig]) -> str:
+    """The first thing wrong, with list entries by their names."""
+    first = error.errors(include_url=False)[0]
+    where = []
+    for part in first["loc"]:
+        named = isinstance(fields, list) and isinstance(part, int) and part < len(fields)
+        fields = fields[part] if named else fields.get(part) if isinstance(fields, dict) else None
+        where.append(str(fields.get("name", part)) if named and isinstance(fields, dict) else str(part))
+    path = ".".join(where)
+    if first["type"] == "missing":
+        return f"{path!r} is missing"
+    if first["type"] == "extra_forbidden":
+        known = f"; the fields are {', '.join(config_type.model_fields)}" if len(where) == 1 else ""
+        return f"there is no field {path!r}{known}"
+    return f"{path!r} is {first['input']!r}, but {first['msg'][:1].lower()}{first['msg'][1:]}"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

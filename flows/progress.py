@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -13,6 +14,8 @@ class Progress:
     """A bar with the loss and the time left; it starts at the step the run starts at."""
 
     def __init__(self, run_name: str, first: int, num_steps: int) -> None:
+        if first:
+            tqdm.write(f"Resumed {run_name} at step {first} of {num_steps}.", file=sys.stderr)
         self._bar = tqdm(desc=run_name, initial=first, total=num_steps, unit="step", dynamic_ncols=True, smoothing=0.1)
 
     def advance(self, metrics: Mapping[str, float]) -> None:
