@@ -2,15 +2,15 @@
 
 The format is that of Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems"
 (arXiv:2110.14168). Texts come from models and from the net, so reading is bounded and never raises:
-whatever is longer than `MAX_CHARS`, raised to more than `MAX_POWER`, not linear in its unknowns, beyond the
+whatever is longer than `MAX_CHARS`, a power but of a number by one digit, not linear in its unknowns, beyond the
 `MAX_STEPS`-th annotation, or not arithmetic at all is counted as unparsable.
 """
 
 from __future__ import annotations
 
-import ast
 import operator
 import re
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,30 +21,34 @@ from objectives.errors import ObjectiveError
 
 MAX_CHARS = 160
 MAX_STEPS = 100
-MAX_POWER = 9
 
 # Postfix: numbers, one-letter unknowns, and the operators "+", "-", "*", "/", "neg".
 Program = tuple[Fraction | str, ...]
 
-_OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+_UNKNOWNS = frozenset(string.ascii_lowercase)
+_DIGITS = frozenset(string.digits)
+_BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}
 _ANNOTATION = re.compile(r"<<([^<>]*)>>")
 _ANSWER = re.compile(r"####\s*([-\u2212$0-9.,]*[0-9])")
 _PLAIN_NUMBER = re.compile(r"[-\u2212$\s]*[0-9,]*(?:\.([0-9]*))?\s*(%?)\s*")
-_ARITHMETIC = re.compile(r"[0-9a-z+\-*/(). ]+")
-_REWRITES = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"[$€£]", ""),
-        (r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", ""),  # 1,000
-        (r"[\u2212\u2013\u2014]", "-"),
-        (r"[\u00d7\u00b7]", "*"),
-        (r"\u00f7", "/"),
-        (r"\^", "**"),
-        (r"(?<=[0-9.)%]) *x *(?=[0-9.(])", "*"),  # 5 x 4: between two numbers, x is no unknown
-        (r"([0-9]+\.?[0-9]*|\.[0-9]+) *%", r"(\1/100)"),
-        (r"(?<=[0-9.)]) *(?=[a-z(])", "*"),  # 2x, 3(4+5)
-        (r"(?<![0-9.])0+(?=[0-9])", ""),  # 007
-    )
+_NUMBER = r"[0-9]+\.?[0-9]*|\.[0-9]+"
+_TOKEN = re.compile(rf"{_NUMBER}|\S")
+
+
+def _multiplied_out(power: re.Match[str]) -> str:
+    return f"({'*'.join([power[1]] * int(power[2]))})"
+
+
+_REWRITES = (
+    (re.compile(r"[$€£]"), ""),
+    (re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))"), ""),  # 1,000
+    (re.compile(r"[\u2212\u2013\u2014]"), "-"),
+    (re.compile(r"[\u00d7\u00b7]"), "*"),
+    (re.compile(r"\u00f7"), "/"),
+    (re.compile(r"(?<=[0-9.)%])\s*x\s*(?=[0-9.(])"), "*"),  # 5 x 4: between two numbers, x is no unknown
+    (re.compile(rf"({_NUMBER})\s*%"), r"(\1/100)"),
+    (re.compile(rf"({_NUMBER})\s*(?:\*\*|\^)\s*([1-9])(?![0-9.])"), _multiplied_out),
+    (re.compile(r"(?<=[0-9.)])\s*(?=[a-z(])"), "*"),  # 2x, 3(4+5)
 )
 
 
@@ -155,33 +159,46 @@ def _read_side(written: str) -> Program | None:
     source = written.lower()
     for pattern, replacement in _REWRITES:
         source = pattern.sub(replacement, source)
-    source = source.strip()
-    if not _ARITHMETIC.fullmatch(source):
-        return None
+    tokens = _TOKEN.findall(source)[::-1]
     try:
-        return _postfix(ast.parse(source, mode="eval").body, source)
-    except (SyntaxError, _NotArithmeticError):
+        program = _expression(tokens, binding=1)
+    except _NotArithmeticError:
         return None
+    return None if tokens else program
 
 
-def _postfix(node: ast.expr, source: str) -> Program:
-    match node:
-        case ast.Constant(value=int() | float()):
-            # The digits as written: 0.1 is a tenth, not the nearest double.
-            return (Fraction(source[node.col_offset : node.end_col_offset]),)
-        case ast.Name(id=name) if len(name) == 1:
-            return (name,)
-        case ast.UnaryOp(op=ast.UAdd() | ast.USub() as op, operand=operand):
-            inner = _postfix(operand, source)
-            return inner if isinstance(op, ast.UAdd) else _negated(inner)
-        case ast.BinOp(left=ast.Constant() as base, op=ast.Pow(), right=ast.Constant(value=int(power))):
-            if 1 <= power <= MAX_POWER:
-                factor = _postfix(base, source)
-                return factor + (power - 1) * (*factor, "*")
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            operator_, operands = _OPERATORS[type(op)], (_postfix(left, source), _postfix(right, source))
-            if _is_linear(operator_, *operands):
-                return (*operands[0], *operands[1], operator_)
+def _expression(tokens: list[str], binding: int) -> Program:
+    """The program of the next tokens whose operators bind at least so tightly.
+
+    Precedence climbing, at most two frames for each character. `ast.parse` would do the same, but CPython 3.11
+    raises a SystemError when two threads are in it, and terms are prepared in threads.
+    """
+    program = _operand(tokens)
+    while tokens and _BINDING.get(tokens[-1], 0) >= binding:
+        operator_ = tokens.pop()
+        right = _expression(tokens, _BINDING[operator_] + 1)
+        # Products of unknowns may keep a solver busy for minutes, whatever its limits.
+        if operator_ in "*/" and _has_unknown(right) and (operator_ == "/" or _has_unknown(program)):
+            raise _NotArithmeticError
+        program = (*program, *right, operator_)
+    return program
+
+
+def _operand(tokens: list[str]) -> Program:
+    token = tokens.pop() if tokens else ""
+    if token == "(":
+        program = _expression(tokens, binding=1)
+        if not tokens or tokens.pop() != ")":
+            raise _NotArithmeticError
+        return program
+    if token == "+":
+        return _operand(tokens)
+    if token == "-":
+        return _negated(_operand(tokens))
+    if token in _UNKNOWNS:
+        return (token,)
+    if len(token) > 1 or token in _DIGITS:
+        return (Fraction(token),)
     raise _NotArithmeticError
 
 
@@ -193,16 +210,9 @@ def _negated(program: Program) -> Program:
     return (*program, "neg")
 
 
-def _is_linear(operator_: str, left: Program, right: Program) -> bool:
-    """Products of unknowns may keep a solver busy for minutes, whatever its timeout."""
-    if operator_ == "*":
-        return not (_has_unknown(left) and _has_unknown(right))
-    return operator_ != "/" or not _has_unknown(right)
-
-
 def _has_unknown(program: Program) -> bool:
-    return any(isinstance(item, str) and item.isalpha() and len(item) == 1 for item in program)
+    return any(item in _UNKNOWNS for item in program)
 
 
 class _NotArithmeticError(ValueError):
-    """Python can parse it, but it is not arithmetic."""
+    """Made of the right characters, but not arithmetic."""

@@ -45,7 +45,4 @@ def datums(values_DT: Tensor, batch: Batch) -> list[list[float]]:
     """The trained tokens of each datum, as plain lists: what the slow twins loop over."""
     bounds = batch.offsets_D.tolist()
     trained = batch.mask_DT.tolist()
-    return [
-        [float(values_DT[i]) for i in range(start, end) if trained[i]]
-        for start, end in pairwise(bounds)
-    ]
+    return [[float(values_DT[i]) for i in range(start, end) if trained[i]] for start, end in pairwise(bounds)]

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ragged_batches import SOLUTIONS, make_batch
+
+from objectives import Batch
+from objectives.terms.annotations import read_solution, value_of
+from objectives.terms.logic import Verdict, check_annotations, logic
+
+
+def batch_of(texts: list[str]) -> Batch:
+    return make_batch([1] * len(texts), texts=texts)[0]
+
+
+def verdict(text: str) -> Verdict:
+    return check_annotations(batch_of([text]))[0]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "holds"),
+    [
+        ("2+2=4", True),
+        ("2+2=5", False),
+        ("18*.5=9.00", True),
+        ("18*.5=9.01", False),
+        ("10/3=3", True),
+        ("10/3=3.3", True),
+        ("10/3=3.33", True),
+        ("10/3=3.4", False),
+        ("10/3=3.34", False),
+        ("2/3=.67", True),
+        ("2/3=.66", False),
+        ("5/2=2", True),
+        ("5/2=3", True),
+        ("1/3=33%", True),
+        ("1/3=34%", False),
+        ("1/3=2/6", True),
+        ("1/3=3333/10000", False),
+        ("5/0=7", False),
+        ("0/0=0", False),
+        ("7=5/0", False),
+        ("9**9=387420489", True),
+    ],
+)
+def test_an_annotation_holds_up_to_rounding(annotation, holds):
+    assert verdict(f"<<{annotation}>>") == Verdict(violated=int(not holds), held=int(holds), undecided=0, unparsable=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "violated"),
+    [
+        ("<<2*x=10>> <<x+1=6>>", 0),
+        ("<<2*x=10>> <<x+1=7>>", 1),
+        ("<<2*x=10>> <<x+1=7>> <<x-1=4>> <<x=9>>", 2),
+        ("<<x+y=10>> <<x-y=4>> <<2*x=14>>", 0),
+        ("<<x+y=10>> <<x-y=4>> <<2*x=20>>", 1),
+    ],
+)
+def test_unknowns_are_the_same_throughout_a_text(text, violated):
+    assert verdict(text).violated == violated
+
+
+def test_unknowns_of_one_text_are_not_those_of_another():
+    assert [each.violated for each in check_annotations(batch_of(["<<x=1>>", "<<x=5>>"]))] == [0, 0]
+
+
+NUMBERS = st.integers(-99, 99) | st.decimals(0, 99, places=2)
+
+
+@given(NUMBERS, st.sampled_from("+-*/"), NUMBERS, NUMBERS)
+def test_z3_agrees_with_exact_arithmetic(a, operator_, b, result):
+    """The slow, obvious twin: fractions instead of a solver."""
+    text = f"<<({a}){operator_}({b})={result}>>"
+    (step,) = read_solution(text).steps
+    left, right = value_of(step.left), value_of(step.right)
+    assert right is not None
+    holds = left is not None and abs(left - right) <= step.tolerance
+    assert verdict(text).violated == int(not holds)
+
+
+def test_scores_and_metrics():
+    batch, outputs = make_batch([1] * 3, texts=["<<1+1=2>> <<1+1=3>> <<1+?=2>>", "no annotation", "<<1=2>>"])
+    scores_D, metrics = logic(outputs, replace(batch, features=check_annotations(batch)))
+    assert scores_D.tolist() == [0.5, 0.0, 1.0]
+    assert metrics == {"checked": 3, "violated": 2, "undecided": 0, "unparsable": 1}
+
+
+def test_real_solutions_hold_and_each_corruption_is_found():
+    texts = list(SOLUTIONS[:60])
+    assert all(each.violated == each.undecided == each.unparsable == 0 for each in check_annotations(batch_of(texts)))
+    corrupted = [text.replace("=", "=9", 1) if "<<" in text else text for text in texts]
+    found = [each.violated for each in check_annotations(batch_of([spoil(text) for text in texts]))]
+    assert found == [int("<<" in text) for text in texts]
+    assert corrupted != texts
+
+
+def spoil(text: str) -> str:
+    """The first annotation with a 9 before its result."""
+    before, mark, after = text.partition("<<")
+    return before + mark + after.replace("=", "=9", 1)
+
+
+def test_what_the_solver_leaves_open_is_undecided_and_bounded():
+    """Dense systems of 26 unknowns: minutes without limits."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    rows = [
+        "+".join(f"{(7 * i * j * j + 3 * i + j) % 89 + 1}{letter}" for j, letter in enumerate(letters))
+        for i in range(40)
+    ]
+    first, second = check_annotations(batch_of(["".join(f"<<{row}={i}>>" for i, row in enumerate(rows))] * 2))
+    assert first == second
+    assert first.checked == 40
+    assert first.undecided > 0
+
+
+def test_threads_do_not_disturb_each_other():
+    batch = batch_of(list(SOLUTIONS[:20]))
+    expected = check_annotations(batch)
+    results: list[list[Verdict]] = []
+    threads = [threading.Thread(target=lambda: results.append(check_annotations(batch))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 4
