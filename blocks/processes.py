@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from blocks.errors import ServiceError
+from blocks.errors import ServiceError, storage_error
 from blocks.home import home, one_at_a_time
 from blocks.service import TinkerService
 
@@ -78,8 +80,14 @@ def free_port() -> int:
 
 def _log_file(name: str) -> Path:
     folder = home() / "logs"
-    folder.mkdir(exist_ok=True)
-    return folder / f"{name}-{os.getpid()}.log"
+    try:
+        folder.mkdir(exist_ok=True)
+        started = time.strftime("%Y%m%d-%H%M%S")
+        descriptor, path = tempfile.mkstemp(prefix=f"{name}-{started}-", suffix=".log", dir=folder)
+    except OSError as error:
+        raise storage_error("make a log in", folder, error) from error
+    os.close(descriptor)
+    return Path(path)
 
 
 @contextmanager
@@ -132,5 +140,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
 
 
 def _start_error(name: str, log: Path) -> ServiceError:
-    last = (log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"])[-1]
-    return ServiceError(f"The local {name} did not start: {last.strip()} (log: {log})")
+    lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
+    # What ends a traceback says more than what a server says when it ends.
+    why = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
+    return ServiceError(f"The local {name} did not start: {why.strip()} (log: {log})")

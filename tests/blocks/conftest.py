@@ -1,0 +1,35 @@
+"""Fixtures of the blocks' tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from s3_server import S3Server, running_s3
+
+from blocks import TinkerService
+from blocks.processes import local_engine
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of the project for one test."""
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One S3 server for the whole test run."""
+    with running_s3(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def own_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinkerService]:
+    """An engine as a run starts it for itself; it wants its key."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_FLOWS_HOME", str(tmp_path_factory.mktemp("engine-home")))
+        with local_engine(model="tiny", dtype="float32", threads=1) as service:
+            yield service

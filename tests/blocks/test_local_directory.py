@@ -1,0 +1,167 @@
+"""A run's directory on disk: whole files, whole lines, one writer, whatever happens to the process or the disk."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from blocks.errors import StorageError
+from blocks.local_directory import LocalDirectory
+
+# Forked, because a fresh interpreter takes seconds for its imports.
+fork = multiprocessing.get_context("fork")
+
+
+def in_child(work: Callable[[Connection], None]) -> tuple[BaseProcess, Connection]:
+    ours, theirs = fork.Pipe()
+    child = fork.Process(target=work, args=(theirs,), daemon=True)
+    child.start()
+    theirs.close()
+    return child, ours
+
+
+def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    directory = LocalDirectory(tmp_path / "runs" / "a")
+    assert directory.read_bytes("config.json") is None
+    directory.write_bytes("config.json", b"one")
+    directory.write_bytes("config.json", b"two")
+    assert directory.read_bytes("config.json") == b"two"
+    assert [path.name for path in (tmp_path / "runs" / "a").iterdir()] == ["config.json"]
+
+
+def test_a_reader_sees_the_old_file_or_the_new_even_when_the_writer_is_killed(tmp_path: Path) -> None:
+    contents = {bytes([letter]) * 300_000 for letter in b"ab"}
+
+    def write_for_ever(pipe: Connection) -> None:
+        directory = LocalDirectory(tmp_path)
+        while True:
+            for content in contents:
+                directory.write_bytes("file", content)
+                pipe.send("written")
+
+    directory = LocalDirectory(tmp_path)
+    for _ in range(5):
+        child, pipe = in_child(write_for_ever)
+        pipe.recv()
+        assert {directory.read_bytes("file") for _ in range(30)} <= contents
+        child.kill()
+        child.join()
+        pipe.close()
+        assert directory.read_bytes("file") in contents
+
+
+def test_lines_are_appended_behind_what_is_there(tmp_path: Path) -> None:
+    directory = LocalDirectory(tmp_path)
+    directory.append_line("lines", "one")
+    directory.append_line("lines", "zwölf")
+    assert directory.read_bytes("lines") == "one\nzwölf\n".encode()
+
+
+@pytest.mark.parametrize("cut", range(len(b"first\nsecond\n") + 1))
+def test_a_torn_tail_costs_no_line_before_or_after_it(tmp_path: Path, cut: int) -> None:
+    (tmp_path / "lines").write_bytes(b"first\nsecond\n"[:cut])
+    LocalDirectory(tmp_path).append_line("lines", "third")
+    lines = (tmp_path / "lines").read_text().splitlines()
+    assert lines[-1] == "third"
+    assert lines[:-1] == b"first\nsecond\n"[:cut].decode().splitlines()
+
+
+def test_a_full_disk_leaves_every_line_that_was_acknowledged_and_no_part_of_another(tmp_path: Path) -> None:
+    def append_until_full(pipe: Connection) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        directory = LocalDirectory(tmp_path)
+        for number in range(100):
+            try:
+                directory.append_line("lines", f"{number} {'x' * 900}")
+            except StorageError as error:
+                pipe.send((number, str(error)))
+                return
+
+    child, pipe = in_child(append_until_full)
+    acknowledged, message = pipe.recv()
+    child.join()
+    pipe.close()
+    assert message == (
+        f"Could not append to {tmp_path / 'lines'} (File too large): mend that storage (its room, permissions or "
+        "keys) and start the same command again; what was saved before is kept."
+    )
+    directory = LocalDirectory(tmp_path)
+    directory.append_line("lines", "after")
+    numbers = [line.split()[0] for line in (directory.read_bytes("lines") or b"").decode().splitlines()]
+    assert numbers == [*map(str, range(acknowledged)), "after"]
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
+    def write_too_much(pipe: Connection) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        with pytest.raises(StorageError, match=r"Could not write .*config.json .*File too large"):
+            LocalDirectory(tmp_path).write_bytes("config.json", b"x" * 30_000)
+        pipe.send("refused")
+
+    LocalDirectory(tmp_path).write_bytes("config.json", b"old")
+    child, pipe = in_child(write_too_much)
+    assert pipe.recv() == "refused"
+    child.join()
+    pipe.close()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"config.json": b"old"}
+
+
+def test_a_second_process_is_refused_by_the_name_of_the_first_until_that_one_is_gone(tmp_path: Path) -> None:
+    def hold(pipe: Connection) -> None:
+        with LocalDirectory(tmp_path):
+            pipe.send("held")
+            signal.pause()
+
+    child, pipe = in_child(hold)
+    assert pipe.recv() == "held"
+    with (
+        pytest.raises(StorageError, match=f"is being written by process {child.pid} on .*: wait for it, stop it"),
+        LocalDirectory(tmp_path),
+    ):
+        pass
+    child.kill()
+    child.join()
+    pipe.close()
+    with LocalDirectory(tmp_path):
+        assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
+
+
+def test_a_second_run_in_one_process_is_refused_too(tmp_path: Path) -> None:
+    first, second = LocalDirectory(tmp_path), LocalDirectory(tmp_path)
+    with first:
+        with pytest.raises(StorageError, match=f"process {os.getpid()}"):
+            second.__enter__()
+        with pytest.raises(StorageError, match=f"process {os.getpid()}"):
+            second.__enter__()
+    with second:
+        pass
+
+
+def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"Could not make .*file/run \(Not a directory\)"):
+        LocalDirectory(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize(
+    ("verb", "use"),
+    [
+        ("read", lambda directory: directory.read_bytes("taken")),
+        ("write", lambda directory: directory.write_bytes("taken", b"")),
+        ("append to", lambda directory: directory.append_line("taken", "")),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(
+    tmp_path: Path, verb: str, use: Callable[[LocalDirectory], object]
+) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(StorageError, match=rf"Could not {verb} .*taken \(Is a directory\)"):
+        use(LocalDirectory(tmp_path))

@@ -1,0 +1,147 @@
+"""MLflow tracking against real SQLite files and a real MLflow server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+
+from blocks import MLflowTracking
+from blocks.errors import ServiceError
+from blocks.processes import free_port
+
+PRINT_EXPERIMENT = """
+from blocks import MLflowTracking
+tracking = MLflowTracking()
+print(tracking.experiment_id(tracking.get_client()))
+"""
+
+
+@pytest.fixture(scope="module")
+def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home whose MLflow tables two processes wanted to make at the same time."""
+    home = tmp_path_factory.mktemp("mlflow-home")
+    command = [sys.executable, "-W", "ignore", "-c", PRINT_EXPERIMENT]
+    environment = {**os.environ, "TINKER_FLOWS_HOME": str(home)}
+    both = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    answers = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0], answers[0][1] + answers[1][1]
+    assert answers[0][0] == answers[1][0]
+    return home
+
+
+@pytest.fixture
+def tracking(shared_home: Path, monkeypatch: pytest.MonkeyPatch) -> MLflowTracking:
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(shared_home))
+    return MLflowTracking()
+
+
+@pytest.fixture(scope="module")
+def server_url(shared_home: Path) -> Iterator[str]:
+    """An MLflow server on the same tables."""
+    port = free_port()
+    with (
+        (shared_home / "mlflow.log").open("wb") as log,
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)),
+                *("--workers", "1", "--backend-store-uri", f"sqlite:///{shared_home / 'mlflow.db'}"),
+                *("--artifacts-destination", str(shared_home / "served")),
+            ],
+            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            stdout=log,
+            stderr=log,
+        ) as process,
+    ):
+        url = f"http://127.0.0.1:{port}"
+        try:
+            while not is_healthy(url):
+                assert process.poll() is None, (shared_home / "mlflow.log").read_text()
+            yield url
+        finally:
+            process.terminate()
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5):
+            return True
+    except URLError:
+        return False
+
+
+def test_the_default_is_one_experiment_in_the_home(tracking: MLflowTracking, shared_home: Path) -> None:
+    client = tracking.get_client()
+    experiment = client.get_experiment(tracking.experiment_id(client))
+    assert experiment.name == "tinker-flows"
+    assert experiment.artifact_location == (shared_home / "mlflow-artifacts").as_uri()
+    run = client.create_run(experiment.experiment_id)
+    client.log_metric(run.info.run_id, "loss/total", 1.5, step=3)
+    client.log_text(run.info.run_id, "report", "report.html")
+    assert client.get_run(run.info.run_id).data.metrics == {"loss/total": 1.5}
+    assert (shared_home / "mlflow-artifacts" / run.info.run_id / "artifacts" / "report.html").read_text() == "report"
+
+
+def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(tracking: MLflowTracking) -> None:
+    tracking = MLflowTracking(experiment="deleted")
+    client = tracking.get_client()
+    experiment_id = tracking.experiment_id(client)
+    client.delete_experiment(experiment_id)
+    with pytest.raises(ServiceError, match=rf"'deleted' at sqlite.* is deleted: .*restore -x {experiment_id}"):
+        tracking.get_client()
+
+
+def test_a_server_keeps_metrics_and_reports(server_url: str, shared_home: Path) -> None:
+    tracking = MLflowTracking(tracking_uri=server_url, experiment="served")
+    client = tracking.get_client()
+    run = client.create_run(tracking.experiment_id(client))
+    client.log_metric(run.info.run_id, "loss/total", 1.5, step=3)
+    client.log_text(run.info.run_id, "report", "report.html")
+    assert client.get_run(run.info.run_id).data.metrics == {"loss/total": 1.5}
+    assert [path.read_text() for path in (shared_home / "served").rglob("report.html")] == ["report"]
+
+
+def test_runs_that_begin_at_once_share_one_experiment(server_url: str) -> None:
+    tracking = MLflowTracking(tracking_uri=server_url)
+    client = tracking.get_client()
+    for number in range(5):
+        begun = MLflowTracking(tracking_uri=server_url, experiment=f"race {number}")
+        with ThreadPoolExecutor(4) as pool:
+            assert len(set(pool.map(begun.experiment_id, [client] * 4))) == 1
+
+
+def test_an_absent_server_is_named_at_once() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ServiceError) as caught:
+        MLflowTracking(tracking_uri=url).get_client()
+    assert str(caught.value) == (
+        f"The MLflow server at {url} does not answer ([Errno 111] Connection refused): "
+        "check tracking.uri, or leave it out for a local SQLite file."
+    )
+
+
+@pytest.mark.parametrize(
+    ("uri", "why"),
+    [
+        ("foo://x", "unsupported URI 'foo://x'"),
+        ("./mlruns", "maintenance mode"),
+        ("sqlite:///{folder}", "unable to open database file"),
+        ("sqlite:///{folder}/file/mlflow.db", "File exists|Not a directory"),
+        ("sqlite:///{folder}/file", "file is not a database"),
+    ],
+)
+def test_a_place_that_cannot_be_is_named_at_once(tmp_path: Path, uri: str, why: str) -> None:
+    (tmp_path / "file").write_bytes(b"no database" * 100)
+    uri = uri.format(folder=tmp_path)
+    with pytest.raises(ServiceError, match=rf"The MLflow server at {uri} could not be used \(.*({why}).*\): check"):
+        MLflowTracking(tracking_uri=uri).get_client()
