@@ -32,10 +32,11 @@ class BuilderConfig(Config):
 class EngineConfig(Config):
     """The local engine that a run starts for itself where no service is named."""
 
-    dtype: Literal["float32", "bfloat16"] = Field(
+    dtype: Literal["float32", "bfloat16", "autocast-bf16"] = Field(
         default="float32",
         title="Data type",
-        description="Of the base model's arithmetic; adapters stay float32.",
+        description="Of the base model; adapters stay float32. The bfloat16 ones are faster only on processors with "
+        "bfloat16 instructions.",
     )
     threads: int | None = Field(
         default=None, ge=1, title="Threads", description="CPU threads; unset means one per core."

@@ -24,7 +24,7 @@ def sft_fields(folder: Path, run_name: str, tracking: str, base_url: str = "loca
             "builder": "examples.gsm8k:Gsm8kBuilder",
             "params": {
                 "corrupted_share": 0.5,
-                "common_config": {"renderer_name": "qwen3_instruct", "max_length": 256, "batch_size": 4},
+                "common_config": {"renderer_name": "qwen3_instruct", "max_length": 768, "batch_size": 4},
             },
         },
         "objective": {

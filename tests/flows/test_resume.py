@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 from safetensors.torch import load_file
 from sft_config import sft_fields
 
-NUM_STEPS = 8
+NUM_STEPS = 24
 
 
 def start(config: Path, run_name: str, home: Path, prefect_url: str) -> subprocess.Popen[bytes]:
@@ -70,7 +70,7 @@ def final_weights(directory: Path, home: Path) -> dict[str, bytes]:
 def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, prefect_server: str, mlflow_uri: str) -> None:
     home = tmp_path / "home"
     config = tmp_path / "sft.yaml"
-    config.write_text(yaml.safe_dump(sft_fields(tmp_path, "whole", mlflow_uri)))
+    config.write_text(yaml.safe_dump(sft_fields(tmp_path, "whole", mlflow_uri) | {"num_steps": NUM_STEPS}))
     finish(start(config, "whole", home, prefect_server))
     whole = final_weights(tmp_path / "runs" / "whole", home)
 
@@ -78,7 +78,7 @@ def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, prefect_server:
     print(f"moments drawn with seed {seed}")
     moments = random.Random(seed)
     directory = tmp_path / "runs" / "killed"
-    for step in sorted(moments.sample(range(NUM_STEPS - 1), 2)):
+    for step in sorted(moments.sample(range(NUM_STEPS // 2), 2)):
         process = start(config, "killed", home, prefect_server)
         wait_for_step(directory, process, mlflow_uri, step)
         time.sleep(moments.uniform(0, 0.3))  # anywhere between one step's log and a later one's
@@ -93,7 +93,7 @@ def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, prefect_server:
     for key in ("loss/total", "term/logic/value"):
         steps = sorted(point.step for point in client.get_metric_history(run_id, key))
         assert steps == list(range(NUM_STEPS)), key
-    assert sorted(point.step for point in client.get_metric_history(run_id, "test/nll")) == [0, 4, 8]
+    assert sorted(point.step for point in client.get_metric_history(run_id, "test/nll")) == list(range(0, NUM_STEPS + 1, 4))
     assert "Resumed" in output
 
 
