@@ -1,9 +1,9 @@
 """GSM8K's calculator annotations, `<<48/2=24>>`, and its last line, `#### 72`, read without `eval`.
 
-The format is that of Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems"
-(arXiv:2110.14168). Texts come from models and from the net, so reading is bounded and never raises:
-whatever is longer than `MAX_CHARS`, a power but of a number by one digit, not linear in its unknowns, beyond the
-`MAX_STEPS`-th annotation, or not arithmetic at all is counted as unparsable.
+The format is that of Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems" (arXiv:2110.14168).
+Texts come from models and from the net, so reading is bounded and never raises. Counted as unparsable is what is
+longer than `MAX_CHARS`, stands beyond the `MAX_STEPS`-th annotation, is no arithmetic, is not linear in the unknowns
+x, y and z, or has a power other than of a number by one digit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from objectives.batch import Batch
 from objectives.errors import ObjectiveError
 
 MAX_CHARS = 160
-MAX_STEPS = 100
+MAX_STEPS = 50
 
-# Postfix: numbers, one-letter unknowns, and the operators "+", "-", "*", "/", "neg".
+# Postfix: numbers, the unknowns x, y and z, and the operators "+", "-", "*", "/", "neg".
 Program = tuple[Fraction | str, ...]
 
-_UNKNOWNS = frozenset(string.ascii_lowercase)
+_UNKNOWNS = frozenset("xyz")
 _DIGITS = frozenset(string.digits)
 _BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}
 _ANNOTATION = re.compile(r"<<([^<>]*)>>")
@@ -177,7 +177,7 @@ def _expression(tokens: list[str], binding: int) -> Program:
     while tokens and _BINDING.get(tokens[-1], 0) >= binding:
         operator_ = tokens.pop()
         right = _expression(tokens, _BINDING[operator_] + 1)
-        # Products of unknowns may keep a solver busy for minutes, whatever its limits.
+        # Products of unknowns can keep a solver busy for minutes, and it looks at no limit while it multiplies out.
         if operator_ in "*/" and _has_unknown(right) and (operator_ == "/" or _has_unknown(program)):
             raise _NotArithmeticError
         program = (*program, *right, operator_)

@@ -78,6 +78,7 @@ def test_readable_annotations(annotation, left, right):
         "=5",
         "1=1=1",
         "5 apples=5",
+        "5a=5",
         "10/3=3 1/3",
         "5.(3=1",
         "5+.=1",

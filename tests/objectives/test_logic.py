@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ragged_batches import SOLUTIONS, make_batch
 
 from objectives import Batch
-from objectives.terms.annotations import read_solution, value_of
+from objectives.terms.annotations import MAX_STEPS, read_solution, value_of
 from objectives.terms.logic import Verdict, check_annotations, logic
 
 
@@ -93,10 +93,8 @@ def test_scores_and_metrics():
 def test_real_solutions_hold_and_each_corruption_is_found():
     texts = list(SOLUTIONS[:60])
     assert all(each.violated == each.undecided == each.unparsable == 0 for each in check_annotations(batch_of(texts)))
-    corrupted = [text.replace("=", "=9", 1) if "<<" in text else text for text in texts]
     found = [each.violated for each in check_annotations(batch_of([spoil(text) for text in texts]))]
     assert found == [int("<<" in text) for text in texts]
-    assert corrupted != texts
 
 
 def spoil(text: str) -> str:
@@ -105,26 +103,21 @@ def spoil(text: str) -> str:
     return before + mark + after.replace("=", "=9", 1)
 
 
-def test_what_the_solver_leaves_open_is_undecided_and_bounded():
-    """Dense systems of 26 unknowns: minutes without limits."""
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    rows = [
-        "+".join(f"{(7 * i * j * j + 3 * i + j) % 89 + 1}{letter}" for j, letter in enumerate(letters))
-        for i in range(40)
-    ]
-    first, second = check_annotations(batch_of(["".join(f"<<{row}={i}>>" for i, row in enumerate(rows))] * 2))
-    assert first == second
-    assert first.checked == 40
-    assert first.undecided > 0
+def test_the_widest_systems_are_decided_whatever_was_checked_before():
+    rows = [f"{(7 * i**9) % 89**9}x+{(i**11) % 97**9}y-{i}/{i + 1}z={i**7}" for i in range(1, MAX_STEPS + 1)]
+    system = "".join(f"<<{row}>>" for row in rows)
+    first, _, again = check_annotations(batch_of([system, "<<x=1>>", system]))
+    assert first == again == Verdict(violated=MAX_STEPS - 3, held=3, undecided=0, unparsable=0)
+
+
+def test_what_the_solver_leaves_open_is_undecided(monkeypatch):
+    monkeypatch.setattr("objectives.terms.logic.MAX_SOLVER_STEPS", 60)
+    text = "<<1+1=2>> <<3x+7y-z=4>> <<x+y-5z=1>> <<1+1=3>>"
+    assert verdict(text) == Verdict(violated=0, held=1, undecided=3, unparsable=0)
 
 
 def test_threads_do_not_disturb_each_other():
     batch = batch_of(list(SOLUTIONS[:20]))
     expected = check_annotations(batch)
-    results: list[list[Verdict]] = []
-    threads = [threading.Thread(target=lambda: results.append(check_annotations(batch))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [expected] * 4
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(check_annotations, [batch] * 8)) == [expected] * 8
