@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -54,6 +55,9 @@ def serve(settings: Settings, stop_with_stdin: bool) -> None:
     server = _Server(config, engine)
     if stop_with_stdin:
         threading.Thread(target=_stop_with_stdin, args=(server,), daemon=True).start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn raises the signal that stopped it once more, under the handler it found: not to die of it.
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     listener.listen(128)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     print(f"http://{host}:{listener.getsockname()[1]}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,7 +60,7 @@ def running_engine(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[EngineProcess]:
-    """An engine that answers; it is stopped, and its end checked, when the block is left.
+    """An engine that answers; when the block is left it is stopped and must end well, or have been killed with -9.
 
     Args:
         folder: for its state and log; give the same one again for a restart on the same state.
@@ -77,6 +78,5 @@ def running_engine(
             yield EngineProcess(url, folder / "state", process, log)
         finally:
             process.stdin.close()
-            killed_by_test = process.poll() is not None
             status = process.wait(timeout=30)
-    assert killed_by_test or status == 0, log.read_text()
+    assert status in (0, -signal.SIGKILL), log.read_text()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from engine.checkpoints.files import disk_errors, replace_json
 from engine.checkpoints.names import run_folder
 from engine.compute.lora import LoraSpec
-from engine.errors import NotThereError
+from engine.errors import EngineError, NotThereError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,23 @@ class RunStore:
         path = self._runs / run_folder(run) / "run.json"
         if not path.is_file():
             raise NotThereError(f"There is no training run {run!r} in this engine's state folder.")
-        return _RUN.validate_json(path.read_bytes())
+        return _read(path)
 
     def all(self) -> list[TrainingRun]:
         """Every run, newest first."""
-        runs = [_RUN.validate_json(path.read_bytes()) for path in self._runs.glob("*/run.json")]
+        runs = []
+        for path in self._runs.glob("*/run.json"):
+            try:
+                runs.append(_read(path))
+            except EngineError as error:
+                log.warning("%s", error)
         return sorted(runs, key=lambda run: run.created_at, reverse=True)
+
+
+def _read(path: Path) -> TrainingRun:
+    try:
+        return _RUN.validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise EngineError(
+            f"The description {path} of a training run is damaged: its checkpoints still load."
+        ) from error

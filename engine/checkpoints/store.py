@@ -8,10 +8,11 @@ replaces another of the same name.
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -24,6 +25,8 @@ from engine.checkpoints.files import disk_errors, flush_folder, replace_json, wr
 from engine.checkpoints.names import KINDS, CheckpointName, run_folder
 from engine.compute.lora import LoraSpec
 from engine.errors import EngineError, NotThereError, RequestError
+
+log = logging.getLogger(__name__)
 
 ADAPTER = "adapter_model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -164,7 +167,7 @@ class CheckpointStore:
     def of_run(self, run: str) -> list[Checkpoint]:
         """The checkpoints of a training run, oldest first."""
         folder = self._runs / run_folder(run)
-        found = [self._read(path) for kind in KINDS for path in (folder / kind).glob("[!.]*.json")]
+        found = [checkpoint for kind in KINDS for checkpoint in self._readable(folder / kind)]
         now = datetime.now(UTC)
         living = [checkpoint for checkpoint in found if checkpoint.expires_at is None or checkpoint.expires_at > now]
         return sorted(living, key=lambda checkpoint: checkpoint.created_at)
@@ -184,21 +187,31 @@ class CheckpointStore:
 
     def sweep(self) -> None:
         """Remove what saves left behind that were killed half-way, an hour ago or more."""
-        for kind_folder in (folder for kind in KINDS for folder in self._runs.glob(f"*/{kind}")):
-            described = {self._read(path).folder for path in kind_folder.glob("[!.]*.json")}
-            for folder in kind_folder.glob("*@*/"):
-                if folder.name not in described and time.time() - folder.stat().st_mtime > 3600:
-                    shutil.rmtree(folder, ignore_errors=True)
+        for kind in KINDS:
+            for kind_folder in self._runs.glob(f"*/{kind}"):
+                in_use = {checkpoint.folder for checkpoint in self._readable(kind_folder)}
+                damaged = len(in_use) < len(list(kind_folder.glob("[!.]*.json")))
+                for folder in kind_folder.glob("*@*/"):
+                    stale = folder.name not in in_use and time.time() - folder.stat().st_mtime > 3600
+                    if stale and not damaged:
+                        shutil.rmtree(folder, ignore_errors=True)
 
     def _description_path(self, name: CheckpointName) -> Path:
         return self._runs / run_folder(name.run) / name.kind / f"{name.name}.json"
+
+    def _readable(self, kind_folder: Path) -> Iterator[Checkpoint]:
+        for path in kind_folder.glob("[!.]*.json"):
+            try:
+                yield self._read(path)
+            except EngineError as error:
+                log.warning("%s", error)
 
     def _read(self, path: Path) -> Checkpoint:
         try:
             return _CHECKPOINT.validate_json(path.read_bytes())
         except ValidationError as error:
             raise EngineError(
-                f"The checkpoint description {path.name} is damaged: load the checkpoint before it."
+                f"The checkpoint description {path} is damaged: load the checkpoint before it."
             ) from error
 
 

@@ -21,7 +21,7 @@ MAX_CACHED_TOKENS = 32_768  # of one batch: bounds its key-value cache
 STEPS_PER_TURN = 8  # tokens between two looks at what else waits for the compute thread
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
     sampler: Sampler
     job: SampleJob

@@ -1,0 +1,161 @@
+"""Checkpoints: whole, exact, and there after a restart."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import tinker
+from engine_process import API_KEY, EngineProcess, running_engine
+from tinker import types
+
+ADAM = types.AdamParams(learning_rate=1e-2)
+
+
+def train(trainer: tinker.TrainingClient, batch: list[types.Datum], num_steps: int) -> list[float]:
+    losses = []
+    for _ in range(num_steps):
+        output = trainer.forward_backward(batch, "cross_entropy")
+        updated = trainer.optim_step(ADAM)
+        losses.append(output.result().metrics["loss:sum"])
+        updated.result()
+    return losses
+
+
+def files_of(engine: EngineProcess, path: str) -> dict[str, bytes]:
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    (folder,) = (engine.state / "runs" / run.replace(":", "_") / kind).glob(f"{name}@*")
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_restart_in_the_middle_changes_no_bit(tmp_path: Path, batch: list[types.Datum]) -> None:
+    """Three steps, save, kill -9, restart, load, three more: the weights and moments of six steps."""
+    with running_engine(tmp_path / "engine") as engine:
+        service = tinker.ServiceClient(base_url=engine.url, api_key=API_KEY)
+        metadata = {"renderer_name": "role_colon"}
+        trainer = service.create_lora_training_client(
+            base_model="tiny", rank=4, seed=3, user_metadata=metadata
+        ).result()
+        train(trainer, batch, 3)
+        saved = trainer.save_state("half").result().path
+        losses = train(trainer, batch, 3)
+        uninterrupted = files_of(engine, trainer.save_state("end").result().path)
+        first_run = trainer.model_id
+        engine.process.kill()
+    with (
+        running_engine(tmp_path / "engine") as engine,
+        tinker.ServiceClient(base_url=engine.url, api_key=API_KEY) as service,
+    ):
+        rest = tinker.RestClient(base_url=engine.url, api_key=API_KEY)
+        assert rest.get_training_run_by_tinker_path(saved).result().user_metadata == metadata
+        assert rest.get_weights_info_by_tinker_path(saved).result().lora_rank == 4
+        resumed = service.create_training_client_from_state_with_optimizer(saved).result()
+        assert resumed.model_id != first_run
+        assert train(resumed, batch, 3) == losses
+        assert files_of(engine, resumed.save_state("end").result().path) == uninterrupted
+
+
+def test_without_the_optimizer_only_the_weights_come_back(
+    service: tinker.ServiceClient, trainer: tinker.TrainingClient, batch: list[types.Datum]
+) -> None:
+    train(trainer, batch, 2)
+    path = trainer.save_state("a").result().path
+    fresh = service.create_training_client_from_state(path).result()
+    (next_loss,) = train(trainer, batch, 1)
+    assert train(fresh, batch, 1) == [next_loss]
+    assert train(fresh, batch, 1) != train(trainer, batch, 1)
+
+
+def test_sampler_weights_have_no_optimizer(service: tinker.ServiceClient, trainer: tinker.TrainingClient) -> None:
+    path = trainer.save_weights_for_sampler("a").result().path
+    assert path == f"tinker://{trainer.model_id}/sampler_weights/a"
+    service.create_training_client_from_state(path).result()
+    with pytest.raises(tinker.RequestFailedError, match="has no optimizer state"):
+        service.create_training_client_from_state_with_optimizer(path).result()
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "-x", "a" * 200, "a\x00b"])
+def test_a_name_cannot_leave_its_folder(trainer: tinker.TrainingClient, name: str) -> None:
+    with pytest.raises(tinker.RequestFailedError, match="is no name for a checkpoint"):
+        trainer.save_state(name).result()
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("tinker://x:train:0/weights/none", "There is no checkpoint tinker://x:train:0/weights/none"),
+        ("tinker://../../weights/a", "is no checkpoint path"),
+        ("tinker://x:train:0/weights/../a", "is no checkpoint path"),
+        ("/etc/passwd", "is no checkpoint path"),
+    ],
+)
+def test_a_missing_checkpoint_is_named(service: tinker.ServiceClient, path: str, sentence: str) -> None:
+    with pytest.raises(tinker.RequestFailedError) as error:
+        service.create_training_client_from_state(path).result()
+    assert sentence in str(error.value)
+
+
+def test_a_name_is_written_twice_only_when_asked(trainer: tinker.TrainingClient, batch: list[types.Datum]) -> None:
+    trainer.save_state("a").result()
+    with pytest.raises(tinker.RequestFailedError, match=r"exists: save under another name, or with overwrite=True"):
+        trainer.save_state("a").result()
+    train(trainer, batch, 1)
+    trainer.save_state("a", overwrite=True, user_metadata={"step": "1"}).result()
+
+
+def test_a_damaged_checkpoint_is_not_loaded(
+    engine: EngineProcess, service: tinker.ServiceClient, trainer: tinker.TrainingClient
+) -> None:
+    path = trainer.save_state("a").result().path
+    run = engine.state / "runs" / trainer.model_id.replace(":", "_")
+    (file,) = run.glob("weights/a@*/adapter_model.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(tinker.RequestFailedError, match=r"is damaged.*load the checkpoint before it"):
+        service.create_training_client_from_state_with_optimizer(path).result()
+    (run / "weights" / "a.json").write_text("{")
+    with pytest.raises(tinker.RequestFailedError, match=r"description .*a\.json is damaged"):
+        service.create_training_client_from_state(path).result()
+
+
+def test_a_full_disk_fails_one_save_and_nothing_else(tmp_path: Path, batch: list[types.Datum]) -> None:
+    """The limit on file sizes makes every write fail as a full disk does."""
+    with (
+        running_engine(tmp_path / "engine") as engine,
+        tinker.ServiceClient(base_url=engine.url, api_key=API_KEY) as service,
+    ):
+        trainer = service.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
+        path = trainer.save_state("a").result().path
+        before = files_of(engine, path)
+        train(trainer, batch, 1)
+        limits = resource.prlimit(engine.process.pid, resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+        for name in ("a", "b"):
+            with pytest.raises(tinker.RequestFailedError, match=r"could not be written \(File too large\)"):
+                trainer.save_state(name, overwrite=True).result()
+        assert files_of(engine, path) == before
+        assert len(list(engine.state.glob("runs/*/weights/*"))) == 2
+        resource.prlimit(engine.process.pid, resource.RLIMIT_FSIZE, limits)
+        train(trainer, batch, 1)
+        service.create_training_client_from_state_with_optimizer(trainer.save_state("b").result().path).result()
+
+
+def test_checkpoints_are_listed_and_deleted(engine: EngineProcess, trainer: tinker.TrainingClient) -> None:
+    rest = tinker.RestClient(base_url=engine.url, api_key=API_KEY)
+    training = trainer.save_state("a", user_metadata={"step": "4"}).result().path
+    sampler = trainer.save_weights_for_sampler("a").result().path
+    listed = rest.list_checkpoints(trainer.model_id).result().checkpoints
+    assert [(c.checkpoint_id, c.checkpoint_type, c.tinker_path) for c in listed] == [
+        ("weights/a", "training", training),
+        ("sampler_weights/a", "sampler", sampler),
+    ]
+    assert listed[0].user_metadata == {"step": "4"}
+    run = rest.get_training_run(trainer.model_id).result()
+    assert (run.base_model, run.lora_rank) == ("tiny", 4)
+    assert run.last_checkpoint == listed[0]
+    assert trainer.model_id in [r.training_run_id for r in rest.list_training_runs().result().training_runs]
+    rest.delete_checkpoint_from_tinker_path(training).result()
+    assert [c.tinker_path for c in rest.list_checkpoints(trainer.model_id).result().checkpoints] == [sampler]
+    with pytest.raises(tinker.NotFoundError, match="There is no checkpoint"):
+        rest.delete_checkpoint_from_tinker_path(training).result()
