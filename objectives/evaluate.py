@@ -104,11 +104,9 @@ def _differentiate(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> 
             (gradient_DT,) = torch.autograd.grad(total, logprobs_DT, allow_unused=True)
     except Exception as error:
         raise _failed(regularizer, "evaluating", error) from error
-    return (
-        total.item(),
-        torch.zeros_like(logprobs_DT).detach() if gradient_DT is None else gradient_DT,
-        metrics,
-    )
+    if gradient_DT is None:
+        gradient_DT = torch.zeros_like(logprobs_DT, requires_grad=False)
+    return total.item(), gradient_DT, metrics
 
 
 def _split(returned: Any, is_monitor: bool) -> tuple[Any, dict[str, float]]:

@@ -15,31 +15,33 @@ class _Schedule(BaseModel):
 
 
 class Constant(_Schedule):
-    """The same weight at every step.
-
-    >>> Constant(value=0.1).weight_at(step=7, num_steps=10)
-    0.1
-    """
+    """The same weight at every step."""
 
     schedule: Literal["constant"] = "constant"
     value: NonNegative = Field(description="The weight of every step.")
 
     def weight_at(self, step: int, num_steps: int) -> float:
+        """The weight of a step.
+
+        >>> Constant(value=0.1).weight_at(step=7, num_steps=10)
+        0.1
+        """
         return self.value
 
 
 class Linear(_Schedule):
-    """From ``start`` at the first step to ``end`` at the last, in equal steps.
-
-    >>> [Linear(start=0, end=1).weight_at(step, num_steps=5) for step in range(5)]
-    [0.0, 0.25, 0.5, 0.75, 1.0]
-    """
+    """From ``start`` at the first step to ``end`` at the last, in equal steps."""
 
     schedule: Literal["linear"] = "linear"
     start: NonNegative = Field(description="The weight of the first step.")
     end: NonNegative = Field(description="The weight of the last step.")
 
     def weight_at(self, step: int, num_steps: int) -> float:
+        """The weight of a step.
+
+        >>> [Linear(start=0, end=1).weight_at(step, num_steps=5) for step in range(5)]
+        [0.0, 0.25, 0.5, 0.75, 1.0]
+        """
         return self.start + (self.end - self.start) * _progress(step, num_steps)
 
 
@@ -47,9 +49,6 @@ class Cosine(_Schedule):
     """From ``start`` to ``end`` along half a cosine: ``end + (start - end) (1 + cos(pi progress)) / 2``.
 
     The shape is that of Loshchilov & Hutter 2017, "SGDR" (arXiv:1608.03983), without restarts.
-
-    >>> [round(Cosine(start=1, end=0).weight_at(step, num_steps=5), 3) for step in range(5)]
-    [1.0, 0.854, 0.5, 0.146, 0.0]
     """
 
     schedule: Literal["cosine"] = "cosine"
@@ -57,22 +56,28 @@ class Cosine(_Schedule):
     end: NonNegative = Field(description="The weight of the last step.")
 
     def weight_at(self, step: int, num_steps: int) -> float:
+        """The weight of a step.
+
+        >>> [round(Cosine(start=1, end=0).weight_at(step, num_steps=5), 3) for step in range(5)]
+        [1.0, 0.854, 0.5, 0.146, 0.0]
+        """
         share_of_start = (1 + math.cos(math.pi * _progress(step, num_steps))) / 2
         return self.end + (self.start - self.end) * share_of_start
 
 
 class Warmup(_Schedule):
-    """Up to ``value`` in ``steps`` equal steps, the first one already above zero; then constant.
-
-    >>> [Warmup(value=1, steps=4).weight_at(step, num_steps=10) for step in range(6)]
-    [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    """
+    """Up to ``value`` in ``steps`` equal steps, the first one already above zero; then constant."""
 
     schedule: Literal["warmup"] = "warmup"
     value: NonNegative = Field(description="The weight after the warmup.")
     steps: int = Field(ge=1, description="How many steps the warmup takes.")
 
     def weight_at(self, step: int, num_steps: int) -> float:
+        """The weight of a step.
+
+        >>> [Warmup(value=1, steps=4).weight_at(step, num_steps=10) for step in range(6)]
+        [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+        """
         return self.value * min(1.0, (step + 1) / self.steps)
 
 

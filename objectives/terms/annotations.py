@@ -106,7 +106,7 @@ def read_solution(text: str) -> Solution:
 def value_of(program: Program) -> Fraction | None:
     """The exact value of a program; ``None`` where it has an unknown or divides by zero."""
     try:
-        return fold(program, number=Fraction, unknown=Fraction)
+        return fold(program, number=Fraction, unknown=Fraction)  # Fraction("x") is a ValueError
     except (ValueError, ZeroDivisionError):
         return None
 
@@ -215,4 +215,4 @@ def _has_unknown(program: Program) -> bool:
 
 
 class _NotArithmeticError(ValueError):
-    """Made of the right characters, but not arithmetic."""
+    """A text that is no arithmetic."""
