@@ -1,14 +1,20 @@
 """GSM8K as a tinker-cookbook dataset, with a known share of its solutions made wrong.
 
-The corruption gives the regularizers something to find. For each chosen training solution, one calculator annotation
-`<<expression=result>>` gets another whole number near its result, in the annotation and where the text repeats it right
-after; nothing else changes, so the annotation no longer holds and the steps that use the true result no longer follow
-from it. Which solutions, which annotation and which number are drawn from `random.Random(f"{seed}:{row}")`.
+The corruption gives the regularizers something to find. In each chosen training solution one calculator annotation
+`<<a*b=c>>` of two whole numbers is changed, in one of two ways:
+
+- operator: another operator, the same result, so the annotation does not hold: `<<48/2=24>>` -> `<<48-2=24>>`;
+- operand: one number is another and the result follows from it, so the annotation holds, but no longer from the
+  steps before it, and the steps after it no longer follow from its result: `<<48+24=72>>72` -> `<<48+27=75>>75`.
+
+The first is for a solver to find, the second for the shape of the reasoning. Which solutions, which annotation and which
+change are drawn from `random.Random(f"{seed}:{row}")`.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import random
 import re
 from pathlib import Path
@@ -21,7 +27,8 @@ from tinker_cookbook.supervised.data import SupervisedDatasetFromHFDataset, conv
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
 
 _DATA = Path(__file__).parent / "data"
-_ANNOTATION = re.compile(r"<<(?P<expression>[^<>=]+)=(?P<result>-?\d+)(?P<decimals>\.\d+)?>>(?P=result)(?P=decimals)?")
+_ANNOTATION = re.compile(r"<<(?P<a>\d+)(?P<op>[-+*/])(?P<b>\d+)=(?P<c>\d+)>>(?P=c)(?![\d.])")
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 @chz.chz
@@ -29,7 +36,7 @@ class Gsm8kBuilder(ChatDatasetBuilder):
     """Grade-school math problems with worked solutions; only the solution is trained on.
 
     Attributes:
-        corrupted_share: the share of training solutions with one wrong annotation, 0 to 1; test data is never changed.
+        corrupted_share: the share of training solutions with one changed annotation, 0 to 1; test data is never changed.
         seed: of the corruption.
         train_path: JSONL with `question` and `answer`; the rows that ship with the project by default.
         test_path: the same, held out.
@@ -82,14 +89,30 @@ def read_problems(path: Path) -> list[dict[str, str]]:
 
 
 def corrupt(answer: str, generator: random.Random) -> str:
-    """One annotation of a solution made wrong; a solution without one that can be is returned as it is.
+    """One annotation of a solution made wrong; a solution without one of two whole numbers is returned as it is.
 
+    >>> corrupt("He has 2+3 = <<2+3=5>>5 apples.", random.Random(1))
+    'He has 2+3 = <<2*3=5>>5 apples.'
     >>> corrupt("He has 2+3 = <<2+3=5>>5 apples.", random.Random(0))
-    'He has 2+3 = <<2+3=10>>10 apples.'
+    'He has 2+3 = <<2+8=10>>10 apples.'
     """
     annotations = list(_ANNOTATION.finditer(answer))
     if not annotations:
         return answer
     chosen = generator.choice(annotations)
-    wrong = str(int(chosen["result"]) + generator.choice([-3, -2, -1, 1, 2, 3, 5, 6, 9, 10]))
-    return f"{answer[: chosen.start()]}<<{chosen['expression']}={wrong}>>{wrong}{answer[chosen.end() :]}"
+    change = generator.choice([_wrong_operator, _wrong_operand])
+    return answer[: chosen.start()] + change(chosen, generator) + answer[chosen.end() :]
+
+
+def _wrong_operator(annotation: re.Match[str], generator: random.Random) -> str:
+    a, b, c = (int(annotation[name]) for name in "abc")
+    others = [op for op, apply in _OPERATIONS.items() if apply(a, b) != c]
+    return f"<<{a}{generator.choice(others)}{b}={c}>>{c}"
+
+
+def _wrong_operand(annotation: re.Match[str], generator: random.Random) -> str:
+    a, b = int(annotation["a"]), int(annotation["b"])
+    op = annotation["op"] if annotation["op"] in _OPERATIONS else "*"
+    a, b = generator.choice([(a + generator.randint(1, 9), b), (a, b + generator.randint(1, 9))])
+    result = _OPERATIONS[op](a, b)
+    return f"<<{a}{op}{b}={result}>>{result}"
