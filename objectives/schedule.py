@@ -42,7 +42,8 @@ class Linear(_Schedule):
         >>> [Linear(start=0, end=1).weight_at(step, num_steps=5) for step in range(5)]
         [0.0, 0.25, 0.5, 0.75, 1.0]
         """
-        return self.start + (self.end - self.start) * _progress(step, num_steps)
+        progress = _progress(step, num_steps)
+        return self.start * (1 - progress) + self.end * progress
 
 
 class Cosine(_Schedule):
@@ -61,8 +62,8 @@ class Cosine(_Schedule):
         >>> [round(Cosine(start=1, end=0).weight_at(step, num_steps=5), 3) for step in range(5)]
         [1.0, 0.854, 0.5, 0.146, 0.0]
         """
-        share_of_start = (1 + math.cos(math.pi * _progress(step, num_steps))) / 2
-        return self.end + (self.start - self.end) * share_of_start
+        progress = (1 - math.cos(math.pi * _progress(step, num_steps))) / 2
+        return self.start * (1 - progress) + self.end * progress
 
 
 class Warmup(_Schedule):
