@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.listen import PortError, bind
 from engine.service.settings import Settings
 
 KEY_VARIABLE = "TINKER_ENGINE_API_KEY"
@@ -25,12 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s engine %(levelname)s %(message)s", level=logging.INFO)
     options = _arguments().parse_args(argv)
-    from engine.models import ModelError
-    from engine.serve import PortError, serve
-
     try:
-        serve(_settings(options), stop_with_stdin=options.exit_with_stdin)
-    except (StartError, ModelError, PortError) as error:
+        settings = _settings(options)
+        listener = bind(settings.host, settings.port)
+        # These take seconds: what can be wrong before them is said before them.
+        from engine.model_cache import ModelError
+        from engine.serve import serve
+
+        try:
+            serve(settings, listener, stop_with_stdin=options.exit_with_stdin)
+        except ModelError as error:
+            raise StartError(str(error)) from error
+    except (StartError, PortError) as error:
         print(f"engine: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

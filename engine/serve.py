@@ -1,4 +1,4 @@
-"""The process: a port, the models, the server, and a clean end."""
+"""The process: the models, the server, and a clean end."""
 
 from __future__ import annotations
 
@@ -22,10 +22,6 @@ from engine.service.settings import Settings
 log = logging.getLogger(__name__)
 
 
-class PortError(Exception):
-    """The address cannot be listened on; the message is one sentence for the user."""
-
-
 class _Server(uvicorn.Server):
     """Sends waiting clients away before it waits for their connections to close."""
 
@@ -38,14 +34,12 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(settings: Settings, stop_with_stdin: bool) -> None:
+def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) -> None:
     """Load the models, print the URL once requests are answered, serve until SIGTERM or SIGINT.
 
     Raises:
-        PortError: the address is taken or not ours.
         ModelError: a model that cannot be found or loaded.
     """
-    listener = _bind(settings.host, settings.port)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     engine = Engine(settings, _load_models(settings))
@@ -65,22 +59,6 @@ def serve(settings: Settings, stop_with_stdin: bool) -> None:
     server.run(sockets=[listener])
     engine.worker.stop()
     log.info("Stopped")
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Take the port before the models are loaded, so that a taken one is known at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's delay off only where the protocol is named: it costs 40 ms per response.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        raise PortError(
-            f"{host}:{port} cannot be listened on ({getattr(error, 'strerror', None) or error}): "
-            "choose another port, or 0 for a free one."
-        ) from error
-    return listener
 
 
 def _load_models(settings: Settings) -> dict[str, BaseModel]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from engine.models import DtypeName
+if TYPE_CHECKING:
+    from engine.models import DtypeName
 
 
 @dataclass(frozen=True, slots=True)

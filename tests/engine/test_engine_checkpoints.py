@@ -43,6 +43,7 @@ def test_a_restart_in_the_middle_changes_no_bit(tmp_path: Path, batch: list[type
         uninterrupted = files_of(engine, trainer.save_state("end").result().path)
         first_run = trainer.model_id
         engine.process.kill()
+        service.holder.close()
     with (
         running_engine(tmp_path / "engine") as engine,
         tinker.ServiceClient(base_url=engine.url, api_key=API_KEY) as service,
