@@ -10,7 +10,7 @@ from s3fs import S3FileSystem
 from blocks.errors import StorageError, storage_error
 
 # Rides out a server's restart (some 8 s of retries), and gives up on one that is silent in a minute and a half.
-_PATIENCE = {"connect_timeout": 10, "read_timeout": 20, "retries": {"mode": "standard", "max_attempts": 5}}
+PATIENCE = {"connect_timeout": 10, "read_timeout": 20, "retries": {"mode": "standard", "max_attempts": 5}}
 
 _FAILURES = (OSError, BotoCoreError, ValueError)
 
@@ -26,7 +26,7 @@ class ObjectDirectory:
         self.location = f"s3://{prefix}"
         self._prefix = prefix
         self._s3 = S3FileSystem(
-            key=key, secret=secret, endpoint_url=endpoint_url, use_listings_cache=False, config_kwargs=_PATIENCE
+            key=key, secret=secret, endpoint_url=endpoint_url, use_listings_cache=False, config_kwargs=PATIENCE
         )
         self._s3.retries = 1  # botocore's retries are enough; s3fs would multiply them by five
 
@@ -63,8 +63,10 @@ class ObjectDirectory:
 
     def _condition(self, name: str) -> dict[str, Any]:
         """That the object stays as it is now. Asked for before its content is read, so that no change is missed."""
+        bucket, key, _ = self._s3.split_path(f"{self._prefix}/{name}")
         try:
-            return {"IfMatch": self._s3.info(f"{self._prefix}/{name}")["ETag"]}
+            head = cast(dict[str, Any], self._s3.call_s3("head_object", Bucket=bucket, Key=key))
+            return {"IfMatch": head["ETag"]}
         except FileNotFoundError:
             return {"IfNoneMatch": "*"}
         except _FAILURES as error:

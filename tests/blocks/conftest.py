@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from s3_server import S3Server, running_s3
 
@@ -28,8 +29,12 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def own_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinkerService]:
-    """An engine as a run starts it for itself; it wants its key."""
+    """An engine as a run starts it for itself; it wants its key, and its good end is checked."""
+    home = tmp_path_factory.mktemp("engine-home")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINKER_FLOWS_HOME", str(tmp_path_factory.mktemp("engine-home")))
+        patch.setenv("TINKER_FLOWS_HOME", str(home))
         with local_engine(model="tiny", dtype="float32", threads=1) as service:
             yield service
+    assert not [child for child in psutil.Process().children() if f"{home}/engine" in child.cmdline()]
+    (log,) = (home / "logs").iterdir()
+    assert log.read_text().endswith("Stopped\n")

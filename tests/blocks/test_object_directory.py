@@ -10,7 +10,7 @@ import pytest
 from pydantic import SecretStr
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
 
-from blocks import RunStorage
+from blocks import RunStorage, object_directory
 from blocks.errors import StorageError
 from blocks.storage import RunDirectory
 
@@ -142,15 +142,14 @@ def test_an_endpoint_or_bucket_that_cannot_be_is_named(s3: S3Server) -> None:
         RunStorage(url="s3://no bucket/a", endpoint_url=s3.endpoint_url, **keys).run_directory("run").read_bytes("f")
 
 
-def test_a_server_that_is_gone_is_given_up(tmp_path: Path) -> None:
+def test_a_server_that_is_gone_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(object_directory.PATIENCE, "retries", {"mode": "standard", "max_attempts": 2})
     with running_s3(tmp_path) as server:
         directory = storage_on(server).run_directory("run")
         directory.write_bytes("file", b"kept")
         server.process.kill()
         server.process.wait()
-        with pytest.raises(
-            StorageError, match=r"Could not append to|Could not read .*Could not connect to the endpoint"
-        ):
+        with pytest.raises(StorageError, match=r"Could not read .*Could not connect to the endpoint"):
             directory.append_line("file", "")
 
 

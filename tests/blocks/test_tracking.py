@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from blocks.processes import free_port
 
 PRINT_EXPERIMENT = """
 from blocks import MLflowTracking
+input("ready\\n")
 tracking = MLflowTracking()
 print(tracking.experiment_id(tracking.get_client()))
 """
@@ -28,15 +30,25 @@ print(tracking.experiment_id(tracking.get_client()))
 def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home whose MLflow tables two processes wanted to make at the same time."""
     home = tmp_path_factory.mktemp("mlflow-home")
-    command = [sys.executable, "-W", "ignore", "-c", PRINT_EXPERIMENT]
-    environment = {**os.environ, "TINKER_FLOWS_HOME": str(home)}
-    both = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    answers = [process.communicate() for process in both]
-    assert [process.returncode for process in both] == [0, 0], answers[0][1] + answers[1][1]
-    assert answers[0][0] == answers[1][0]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        subprocess.Popen(
+            [sys.executable, "-c", PRINT_EXPERIMENT],
+            env={**os.environ, "TINKER_FLOWS_HOME": str(home)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as other,
+    ):
+        patch.setenv("TINKER_FLOWS_HOME", str(home))
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        print(file=other.stdin, flush=True)
+        tracking = MLflowTracking()
+        experiment_id = tracking.experiment_id(tracking.get_client())
+        assert other.communicate() == (f"{experiment_id}\n", None)
+        assert other.returncode == 0
     return home
 
 
@@ -67,6 +79,7 @@ def server_url(shared_home: Path) -> Iterator[str]:
         try:
             while not is_healthy(url):
                 assert process.poll() is None, (shared_home / "mlflow.log").read_text()
+                time.sleep(0.1)
             yield url
         finally:
             process.terminate()
