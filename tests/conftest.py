@@ -11,11 +11,6 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from blocks.processes import local_prefect_server
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    # The SDK never closes the connection it fetches its configuration through.
-    config.addinivalue_line("filterwarnings", "ignore:unclosed (transport|<socket):ResourceWarning")
-
-
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """One engine on the tiny model for the whole test run; each test opens its own session on it."""

@@ -8,7 +8,6 @@ import tinker
 import torch
 from tinker import types
 
-from engine.compute.base import BaseModel
 from engine.sampling.choose import Choice, choose_tokens
 
 PROMPT = types.ModelInput.from_ints(list(b"to be or"))
@@ -124,9 +123,8 @@ def test_a_samplers_tokenizer_is_found(service: tinker.ServiceClient, trainer: t
     assert tokenizer.encode("ab") == [97, 98]
 
 
-def test_draws_follow_the_distribution(base: BaseModel) -> None:
+def test_draws_follow_the_distribution() -> None:
     """20,000 draws of one row: frequencies are the probabilities, and limits cut what they should."""
-    del base
     logits_V = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
     num = 20_000
     uniform_R = torch.rand(num, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
