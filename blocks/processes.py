@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -42,8 +43,11 @@ def local_engine(*, model: str, dtype: str, threads: int | None) -> Iterator[Tin
     command += ["--state", str(home() / "engine")]
     command += ["--threads", str(threads)] if threads else []
     log = _log_file("engine")
+    print(f"Starting the local engine with {model} (log: {log})", file=sys.stderr)
     with _running(command, log, {"TINKER_ENGINE_API_KEY": key}) as process:
-        yield TinkerService.model_validate({"base_url": _announced_url(process, log), "api_key": key})
+        url = _announced_url(process, log)
+        with _interrupted_when_it_ends(process, log):
+            yield TinkerService.model_validate({"base_url": url, "api_key": key})
 
 
 @contextmanager
@@ -57,6 +61,7 @@ def local_prefect_server() -> Iterator[str]:
     supervise = [sys.executable, str(Path(__file__).with_name("supervise.py"))]
     server = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     log = _log_file("prefect")
+    print(f"Starting a Prefect server for this run (log: {log})", file=sys.stderr)
     url = f"http://127.0.0.1:{port}/api"
     with ExitStack() as stack:
         with one_at_a_time(home() / ".prefect.lock"):  # the first start makes the tables
@@ -113,6 +118,32 @@ def _running(command: list[str], log: Path, env: Mapping[str, str]) -> Iterator[
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def _interrupted_when_it_ends(process: subprocess.Popen[bytes], log: Path) -> Iterator[None]:
+    """Interrupt the main thread when the engine ends under it: the SDK would wait for its answers for ever."""
+    in_use = threading.Event()
+    in_use.set()
+
+    def watch() -> None:
+        process.wait()
+        if in_use.is_set():
+            # A real signal: nothing else wakes a thread that waits for a lock.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=watch, name="engine-watch", daemon=True).start()
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if process.poll() is None:
+            raise
+        raise ServiceError(
+            f"The local engine ended while it was in use (status {process.returncode}, log: {log}): "
+            "start the same command again; it resumes from the last checkpoint."
+        ) from interrupt
+    finally:
+        in_use.clear()
 
 
 def _announced_url(process: subprocess.Popen[bytes], log: Path) -> str:

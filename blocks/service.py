@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import tinker
@@ -67,6 +68,22 @@ class TinkerService(Block):
         client = tinker.ServiceClient(base_url=self.resolved_url, api_key=self._key)
         self._ask(lambda: client.holder)
         return client
+
+    @contextmanager
+    def session(self) -> Iterator[tinker.ServiceClient]:
+        """`get_client`, whose session is finished at the end with how it went."""
+        client = self.get_client()
+        status = "errored"
+        try:
+            yield client
+            status = "success"
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
+        finally:
+            # A service that is gone ends the session itself; the SDK's own close would wait for it for ever.
+            with suppress(TimeoutError, tinker.TinkerError):
+                client.close(status).result(timeout=10)
 
     def check_model(self, model: str) -> None:
         """Refuse a base model that the service does not train.

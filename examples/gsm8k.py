@@ -7,8 +7,8 @@ The corruption gives the regularizers something to find. In each chosen training
 - operand: one number is another and the result follows from it, so the annotation holds, but no longer from the
   steps before it, and the steps after it no longer follow from its result: `<<48+24=72>>72` -> `<<48+27=75>>75`.
 
-The first is for a solver to find, the second for the shape of the reasoning. Which solutions, which annotation and which
-change are drawn from `random.Random(f"{seed}:{row}")`.
+The first is for a solver to find, the second for the shape of the reasoning. Which solutions, which annotation and
+which change are drawn from `random.Random(f"{seed}:{row}")`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gsm8kBuilder(ChatDatasetBuilder):
     """Grade-school math problems with worked solutions; only the solution is trained on.
 
     Attributes:
-        corrupted_share: the share of training solutions with one changed annotation, 0 to 1; test data is never changed.
+        corrupted_share: the share of training solutions that are made wrong, 0 to 1; test data is never changed.
         seed: of the corruption.
         train_path: JSONL with `question` and `answer`; the rows that ship with the project by default.
         test_path: the same, held out.
@@ -94,7 +94,7 @@ def corrupt(answer: str, generator: random.Random) -> str:
     >>> corrupt("He has 2+3 = <<2+3=5>>5 apples.", random.Random(1))
     'He has 2+3 = <<2*3=5>>5 apples.'
     >>> corrupt("He has 2+3 = <<2+3=5>>5 apples.", random.Random(0))
-    'He has 2+3 = <<2+8=10>>10 apples.'
+    'He has 2+3 = <<2+4=6>>6 apples.'
     """
     annotations = list(_ANNOTATION.finditer(answer))
     if not annotations:
@@ -111,8 +111,10 @@ def _wrong_operator(annotation: re.Match[str], generator: random.Random) -> str:
 
 
 def _wrong_operand(annotation: re.Match[str], generator: random.Random) -> str:
-    a, b = int(annotation["a"]), int(annotation["b"])
-    op = annotation["op"] if annotation["op"] in _OPERATIONS else "*"
-    a, b = generator.choice([(a + generator.randint(1, 9), b), (a, b + generator.randint(1, 9))])
+    a, b, c = (int(annotation[name]) for name in "abc")
+    op, more = annotation["op"], generator.randint(1, 9)
+    if op == "/":  # the result is drawn, so that it stays whole
+        return f"<<{b * (c + more)}/{b}={c + more}>>{c + more}"
+    a, b = generator.choice([(a + more, b), (a, b + more)])
     result = _OPERATIONS[op](a, b)
     return f"<<{a}{op}{b}={result}>>{result}"

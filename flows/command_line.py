@@ -51,15 +51,19 @@ def main(flow: Flow[..., TrainResult], config_type: type[RunConfig], argv: Seque
 
 def run(flow: Flow[..., TrainResult], config: RunConfig) -> TrainResult:
     """Run a flow against the Prefect server in force, or one of its own for as long as it takes."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, PrefectConsoleHandler):
-            # A bar and one sentence are what a terminal is for; the Prefect UI has every line and traceback.
-            handler.setLevel(logging.CRITICAL)
+    keep_prefect_off_the_terminal()
     with _prefect_server():
         state = cast("State[TrainResult]", flow(config, return_state=True))
         assert state.state_details.flow_run_id is not None
         wait_until_recorded(state.state_details.flow_run_id)
         return state.result()
+
+
+def keep_prefect_off_the_terminal() -> None:
+    """A bar and one sentence are what a terminal is for; the Prefect UI has every line and traceback."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, PrefectConsoleHandler):
+            handler.setLevel(logging.CRITICAL)
 
 
 def show_result(result: TrainResult) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import tinker
+import torch
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.storage import RunDirectory
@@ -44,13 +45,24 @@ def open_run(config: RunConfig, *, lora_rank: int, seed: int) -> Iterator[Run]:
         ServiceError: the service or MLflow does not answer or refuses.
         StorageError: the run's directory cannot be used.
     """
-    with storage_of(config).run_directory(config.run_name) as directory:
+    with _one_torch_thread(), storage_of(config).run_directory(config.run_name) as directory:
         start = last_resumable(directory)
         check_config(directory, config, start)
         with service_of(config) as service:
             service.check_model(config.model)
-            with open_log(tracking_of(config), config, directory) as log, service.get_client() as session:
+            with open_log(tracking_of(config), config, directory) as log, service.session() as session:
                 yield Run(directory, _training_client(session, config, start, lora_rank, seed), log, start)
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """The terms' sums are small: beside a busy engine, handing them to other threads costs far more than the sums."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _training_client(

@@ -3,8 +3,7 @@
 python -m flows.sft --config examples/sft.yaml learning_rate=1e-4
 """
 
-from __future__ import annotations
-
+# No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 import sys
 from collections.abc import Sequence
 from time import perf_counter

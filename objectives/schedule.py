@@ -17,7 +17,7 @@ class _Schedule(BaseModel):
 class Constant(_Schedule):
     """The same weight at every step."""
 
-    schedule: Literal["constant"] = "constant"
+    schedule: Literal["constant"] = Field(default="constant", description="The shape of the schedule.")
     value: NonNegative = Field(description="The weight of every step.")
 
     def weight_at(self, step: int, num_steps: int) -> float:
@@ -32,7 +32,7 @@ class Constant(_Schedule):
 class Linear(_Schedule):
     """From ``start`` at the first step to ``end`` at the last, in equal steps."""
 
-    schedule: Literal["linear"] = "linear"
+    schedule: Literal["linear"] = Field(default="linear", description="The shape of the schedule.")
     start: NonNegative = Field(description="The weight of the first step.")
     end: NonNegative = Field(description="The weight of the last step.")
 
@@ -52,7 +52,7 @@ class Cosine(_Schedule):
     The shape is that of Loshchilov & Hutter 2017, "SGDR" (arXiv:1608.03983), without restarts.
     """
 
-    schedule: Literal["cosine"] = "cosine"
+    schedule: Literal["cosine"] = Field(default="cosine", description="The shape of the schedule.")
     start: NonNegative = Field(description="The weight of the first step.")
     end: NonNegative = Field(description="The weight of the last step.")
 
@@ -69,7 +69,7 @@ class Cosine(_Schedule):
 class Warmup(_Schedule):
     """Up to ``value`` in ``steps`` equal steps, the first one already above zero; then constant."""
 
-    schedule: Literal["warmup"] = "warmup"
+    schedule: Literal["warmup"] = Field(default="warmup", description="The shape of the schedule.")
     value: NonNegative = Field(description="The weight after the warmup.")
     steps: int = Field(ge=1, description="How many steps the warmup takes.")
 

@@ -59,6 +59,6 @@ async def evaluate(client: tinker.TrainingClient, evaluators: Sequence[Evaluator
             if isinstance(evaluator, TrainingClientEvaluator):
                 metrics |= await evaluator(client)
             else:
-                sampler = sampler or await client.save_weights_and_get_sampling_client_async()
+                sampler = sampler or await client.save_weights_and_get_sampling_client()
                 metrics |= await evaluator(sampler)
     return metrics

@@ -93,7 +93,9 @@ def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, prefect_server:
     for key in ("loss/total", "term/logic/value"):
         steps = sorted(point.step for point in client.get_metric_history(run_id, key))
         assert steps == list(range(NUM_STEPS)), key
-    assert sorted(point.step for point in client.get_metric_history(run_id, "test/nll")) == list(range(0, NUM_STEPS + 1, 4))
+    assert sorted(point.step for point in client.get_metric_history(run_id, "test/nll")) == list(
+        range(0, NUM_STEPS + 1, 4)
+    )
     assert "Resumed" in output
 
 

@@ -1,0 +1,124 @@
+"""Services that refuse, are not there, or cannot save: one sentence, and the run goes on from what was saved."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from engine_process import EngineProcess, running_engine
+from s3_server import ACCESS_KEY, SECRET_KEY, running_s3
+from sft_config import sft_fields
+
+from blocks import RunStorage
+from blocks.errors import ServiceError, StorageError
+from flows.command_line import main
+from flows.sft import SftConfig, sft
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@pytest.fixture(autouse=True)
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+
+
+def refusal(tmp_path: Path, fields: dict[str, object]) -> str:
+    """The one sentence that the command line ends with."""
+    config = tmp_path / "sft.yaml"
+    config.write_text(yaml.safe_dump(fields))
+    with pytest.raises(SystemExit) as exit_info:
+        main(sft, SftConfig, ["--config", str(config)])
+    message = str(exit_info.value)
+    assert message.startswith("error: ")
+    assert "\n" not in message
+    return message
+
+
+def test_wrong_key(tmp_path: Path, mlflow_uri: str) -> None:
+    with running_engine(tmp_path / "engine", environment={"TINKER_ENGINE_API_KEY": "tml-right"}) as engine:
+        message = refusal(tmp_path, sft_fields(tmp_path, "key", mlflow_uri, engine.url))
+    assert "refused the API key" in message
+    assert "TINKER_API_KEY" in message
+
+
+def test_unreachable_service(tmp_path: Path, mlflow_uri: str) -> None:
+    message = refusal(tmp_path, sft_fields(tmp_path, "absent", mlflow_uri, "http://127.0.0.1:9"))
+    assert "http://127.0.0.1:9" in message
+    assert "base_url" in message
+
+
+def test_full_disk_while_checkpointing(tmp_path: Path, mlflow_uri: str, engine: EngineProcess) -> None:
+    """A limit on the size of the engine's files makes its save fail as a full disk does."""
+    fields = sft_fields(tmp_path, "full", mlflow_uri, engine.url) | {"num_steps": 4}
+    pid = engine.process.pid
+    saved = tmp_path / "runs" / "full" / "checkpoints.jsonl"
+
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (2_000, resource.RLIM_INFINITY))
+    try:
+        message = refusal(tmp_path, fields)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+    assert "could not save the checkpoint before step 2" in message
+    assert "File too large" in message
+    assert not saved.exists()
+
+    assert sft(SftConfig.model_validate(fields)).num_steps == 4
+    assert [json.loads(line)["batch"] for line in saved.read_text().splitlines()] == [2, 4]
+
+
+def test_two_runs_at_once(tmp_path: Path, mlflow_uri: str, engine_url: str) -> None:
+    """The second is refused with the name of the first, which is not disturbed."""
+    config = SftConfig.model_validate(sft_fields(tmp_path, "twice", mlflow_uri, engine_url))
+    storage = RunStorage.model_validate({"url": config.storage})
+    with storage.run_directory("twice"), pytest.raises(StorageError, match=r"being written by .*another run_name"):
+        sft(config)
+    results = []
+    others = [config.model_copy(update={"run_name": f"side-{number}", "num_steps": 2}) for number in (1, 2)]
+    threads = [threading.Thread(target=lambda each=each: results.append(sft(each))) for each in others]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    one, two = (result.metrics["loss/total"] for result in results)
+    assert one == two
+
+
+def test_record_in_s3(tmp_path: Path, mlflow_uri: str, engine_url: str, prefect_server: str) -> None:
+    """The same flow with its record in a bucket: stopped by a failing save, it goes on from what the bucket holds."""
+    with running_s3(tmp_path / "s3") as s3:
+        secrets = {"access_key": ACCESS_KEY, "secret_key": SECRET_KEY, "endpoint_url": s3.endpoint_url}
+        storage = RunStorage.model_validate({"url": f"s3://{s3.bucket}/runs", **secrets})
+        storage.save("flow-test", overwrite=True)
+        fields = sft_fields(tmp_path, "bucket", mlflow_uri, engine_url) | {"storage": "block:flow-test", "num_steps": 4}
+        result = sft(SftConfig.model_validate(fields))
+        assert result.directory == f"s3://{s3.bucket}/runs/bucket"
+        with storage.run_directory("bucket") as directory:
+            lines = (directory.read_bytes("checkpoints.jsonl") or b"").splitlines()
+            assert [json.loads(line)["batch"] for line in lines] == [2, 4]
+            assert b"<svg" in (directory.read_bytes("report.html") or b"")
+        assert sft(SftConfig.model_validate(fields)).resumed_from == 4
+
+
+def test_local_engine_that_dies_under_a_run(tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends with a sentence instead of waiting for ever, and goes on when it is started again."""
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
+    fields = sft_fields(tmp_path, "dies", mlflow_uri) | {"num_steps": 30, "checkpoint_every": 1}
+    saved = tmp_path / "runs" / "dies" / "checkpoints.jsonl"
+
+    def kill_engine() -> None:
+        while not saved.exists():
+            time.sleep(0.05)
+        subprocess.run(["pkill", "-9", "-f", f"engine.*--state {tmp_path / 'home'}"], check=True)
+
+    killer = threading.Thread(target=kill_engine)
+    killer.start()
+    with pytest.raises(ServiceError, match=r"local engine ended while it was in use.*log:"):
+        sft(SftConfig.model_validate(fields))
+    killer.join()
+    assert sft(SftConfig.model_validate(fields)).resumed_from > 0
