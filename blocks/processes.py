@@ -46,7 +46,7 @@ def local_engine(*, model: str, dtype: str, threads: int | None) -> Iterator[Tin
     print(f"Starting the local engine with {model} (log: {log})", file=sys.stderr)
     with _running(command, log, {"TINKER_ENGINE_API_KEY": key}) as process:
         url = _announced_url(process, log)
-        with _interrupted_when_it_ends(process, log):
+        with _raising_when_it_ends(process, log):
             yield TinkerService.model_validate({"base_url": url, "api_key": key})
 
 
@@ -121,29 +121,24 @@ def _running(command: list[str], log: Path, env: Mapping[str, str]) -> Iterator[
 
 
 @contextmanager
-def _interrupted_when_it_ends(process: subprocess.Popen[bytes], log: Path) -> Iterator[None]:
-    """Interrupt the main thread when the engine ends under it: the SDK would wait for its answers for ever."""
-    in_use = threading.Event()
-    in_use.set()
+def _raising_when_it_ends(process: subprocess.Popen[bytes], log: Path) -> Iterator[None]:
+    """Raise in the main thread when the engine ends under it: the SDK would wait for its answers for ever."""
 
-    def watch() -> None:
-        process.wait()
-        if in_use.is_set():
-            # A real signal: nothing else wakes a thread that waits for a lock.
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    def check(*_: object) -> None:
+        if process.poll() is not None:
+            raise ServiceError(
+                f"The local engine ended while it was in use (status {process.returncode}, log: {log}): "
+                "start the same command again; it resumes from the last checkpoint."
+            )
 
-    threading.Thread(target=watch, name="engine-watch", daemon=True).start()
+    if threading.current_thread() is not threading.main_thread():  # only that one can have signal handlers
+        yield
+        return
+    before = signal.signal(signal.SIGCHLD, check)
     try:
         yield
-    except KeyboardInterrupt as interrupt:
-        if process.poll() is None:
-            raise
-        raise ServiceError(
-            f"The local engine ended while it was in use (status {process.returncode}, log: {log}): "
-            "start the same command again; it resumes from the last checkpoint."
-        ) from interrupt
     finally:
-        in_use.clear()
+        signal.signal(signal.SIGCHLD, before)
 
 
 def _announced_url(process: subprocess.Popen[bytes], log: Path) -> str:

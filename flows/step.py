@@ -7,6 +7,8 @@ forward (enqueued behind the last update) ──┴─> term (each) ──> line
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +25,9 @@ from objectives.objective import Objective, Regularizer
 from tasks.data import DataSource, load_batch
 from tasks.forward import PendingOutput, enqueue_forward, forward_logprobs
 from tasks.terms import compute_term, linearize_terms, prepare_term
+
+# Terms stand between two requests, and a Prefect future costs as much again as the task run that it waits for.
+_TERMS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="term")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,10 @@ def compute_linearized(
     """Evaluate every due term, concurrently, on the forward pass, and linearize the objective."""
     batch = ahead.batch.result()
     outputs = forward_logprobs(pending, batch)
-    submitted = [(each, _task_of(each).submit(each, outputs, batch, features, first)) for each, features in ahead.terms]
+    submitted = [
+        (each, _TERMS.submit(copy_context().run, _task_of(each), each, outputs, batch, features, first))
+        for each, features in ahead.terms
+    ]
     evaluated: list[tuple[Evaluation, float]] = []
     skipped: dict[str, float] = {}
     for regularizer, future in submitted:

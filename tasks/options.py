@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+
+# One line per task run in the server's database and over the wire, to say what its state says; a failure still speaks.
+logging.getLogger("prefect.task_runs").addFilter(lambda record: record.getMessage() != "Finished in state Completed()")
 
 # Prefect's default cache key knows a function's source and inputs but not its closure, so terms made by one factory
 # would share results; and a persisted tensor would be written to disk on every step.

@@ -23,7 +23,7 @@ def service_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except (tinker.TinkerError, ValueError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
+        reason = " ".join(str(error).split()).partition(" for self.request_id")[0].rstrip(".")
         raise ServiceError(
             f"The Tinker service could not {doing}: {reason}. "
             "Mend that and start the same command again; it resumes from the last checkpoint."
