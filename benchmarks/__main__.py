@@ -1,0 +1,46 @@
+"""``python -m benchmarks``: what tinker-flows costs, each figure beside a peer's in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+BENCHMARKS = {
+    "step_overhead": "Prefect on the critical path of a training step, against the same functions without it",
+    "engine_vs_torch": "a training step on the local engine, against a plain loop of torch and peft",
+    "flow_vs_cookbook": "the sft flow, against tinker-cookbook's supervised loop on the same engine",
+    "objective_cost": "three regularizers and their linearization, against the forward_backward they go with",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmarks named, or all, and print one table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        epilog="\n".join(f"  {name:18}{what}" for name, what in BENCHMARKS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which ones; all of them unless given")
+    names = parser.parse_args(argv).names or list(BENCHMARKS)
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
+    # OpenMP reads it when torch is imported. The engine sets it for itself; its peers get the same.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    from rich.console import Console
+
+    from benchmarks.machine import describe
+    from benchmarks.rows import table
+
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console.print(describe())
+    rows = [row for name in names for row in importlib.import_module(f"benchmarks.{name}").measure()]
+    console.print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

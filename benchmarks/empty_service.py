@@ -1,0 +1,43 @@
+"""A training client that answers at once, so that what is left of a step is everything but the service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TypeVar, cast
+
+import tinker
+import torch
+from tinker import types
+from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
+
+T = TypeVar("T")
+
+
+class EmptyService:
+    """Answers for batches of one shape: logprobs between -5 and -0.1 nats, the same every time."""
+
+    def __init__(self, num_datums: int, num_tokens: int) -> None:
+        logprobs_T = types.TensorData.from_torch(-torch.linspace(0.1, 5.0, num_tokens))
+        self._output = types.ForwardBackwardOutput("TorchLossReturn", [{"logprobs": logprobs_T}] * num_datums)
+
+    def forward(self, data: Sequence[tinker.Datum], loss_fn: str) -> tinker.APIFuture[types.ForwardBackwardOutput]:
+        return _answered(self._output)
+
+    def forward_backward(
+        self, data: Sequence[tinker.Datum], loss_fn: str
+    ) -> tinker.APIFuture[types.ForwardBackwardOutput]:
+        return _answered(self._output)
+
+    def optim_step(self, adam_params: types.AdamParams) -> tinker.APIFuture[types.OptimStepResponse]:
+        return _answered(types.OptimStepResponse(metrics={}))
+
+    def as_client(self) -> tinker.TrainingClient:
+        """Itself, as what the tasks take."""
+        return cast(tinker.TrainingClient, self)
+
+
+def _answered(value: T) -> tinker.APIFuture[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return AwaitableConcurrentFuture(future)

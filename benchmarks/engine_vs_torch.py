@@ -1,0 +1,124 @@
+"""A training step on the local engine, against a plain loop of torch and peft.
+
+Both train a LoRA adapter of rank 8 on the same padded batch of the same model, in float32, on as many threads. Ours
+goes through the SDK, HTTP and the engine's process; the peer is what one would write in a notebook.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import chz
+import tinker
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.rows import Row
+from benchmarks.scratch import scratch_home, solutions
+from blocks.home import home
+from blocks.processes import local_engine
+from engine.models import resolve_model
+from examples.gsm8k import Gsm8kBuilder
+
+RANK, ALPHA = 8, 32
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+ADAM = tinker.AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
+
+Step = Callable[[], float]
+
+
+def measure(*, repetitions: int = 7, steps: int = 10, with_smollm: bool = True) -> list[Row]:
+    """A row for the tiny model and one for SmolLM2, whose repetitions are single steps."""
+    with scratch_home():
+        rows = [_measure("tiny", 1, repetitions, steps)]
+        if with_smollm:
+            rows.append(_measure("smollm2-135m", torch.get_num_threads(), min(repetitions, 3), 1))
+    return rows
+
+
+def _measure(model: str, threads: int, repetitions: int, steps: int) -> Row:
+    path = resolve_model(model, home() / "cache")
+    batch = _batch(model, str(path))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with local_engine(model=model, dtype="float32", threads=threads) as service, service.get_client() as session:
+            client = session.create_lora_training_client(model, rank=RANK, seed=0).result()
+            sides = (_sdk_step(client, batch), _torch_step(str(path), batch))
+            first, expected = (step() for step in sides)  # also warms both up
+            if not math.isclose(first, expected, rel_tol=1e-4):
+                raise RuntimeError(f"The first loss of {model} is {first} here and {expected} in plain torch.")
+            ours, peer = [], []
+            for _ in tqdm(range(repetitions), desc=f"engine_vs_torch: {model}"):
+                ours.append(_time(sides[0], steps))
+                peer.append(_time(sides[1], steps))
+    finally:
+        torch.set_num_threads(before)
+    mean_length = statistics.mean(datum.model_input.length for datum in batch)
+    return Row(
+        f"engine_vs_torch: forward_backward + optim_step, {model}, {len(batch)} x {mean_length:.0f} tokens",
+        "ms",
+        ours,
+        peer,
+        peer_name="torch + peft + AdamW, float32",
+        note=f"{threads} thread{'s' if threads > 1 else ''}; both start from the loss {first:.4f}",
+    )
+
+
+def _batch(model: str, path: str) -> list[tinker.Datum]:
+    if model == "tiny":
+        return solutions(AutoTokenizer.from_pretrained(path), num_datums=16, num_tokens=128)
+    common = {"model_name_for_tokenizer": path, "renderer_name": "qwen3_instruct", "batch_size": 4, "max_length": 512}
+    options = {f"common_config.{name}": value for name, value in common.items()}
+    train, _ = chz.Blueprint(Gsm8kBuilder).apply(options).make()()
+    return train.get_batch(0)
+
+
+def _time(step: Step, steps: int) -> float:
+    """Milliseconds per step."""
+    started = perf_counter()
+    for _ in range(steps):
+        step()
+    return 1000 * (perf_counter() - started) / steps
+
+
+def _sdk_step(client: tinker.TrainingClient, batch: list[tinker.Datum]) -> Step:
+    def step() -> float:
+        output = client.forward_backward(batch, "cross_entropy")
+        updated = client.optim_step(ADAM)
+        loss = output.result().metrics["loss:sum"]
+        updated.result()
+        return loss
+
+    return step
+
+
+def _torch_step(path: str, batch: Sequence[tinker.Datum]) -> Step:
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LAYERS),
+    )
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adam = torch.optim.AdamW(weights, lr=ADAM.learning_rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True)
+    tokens_BT = pad_sequence([torch.tensor(datum.model_input.to_ints()) for datum in batch], batch_first=True)
+    targets_BT, weights_BT = (
+        pad_sequence([datum.loss_fn_inputs[key].to_torch() for datum in batch], batch_first=True)
+        for key in ("target_tokens", "weights")
+    )
+
+    def step() -> float:
+        logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
+        losses = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
+        loss = (losses * weights_BT.flatten()).sum()
+        loss.backward()
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step

@@ -1,0 +1,151 @@
+"""The sft flow with cross-entropy alone, against tinker-cookbook's own supervised loop.
+
+Both run by their own command line, on the same engine, the same dataset builder, the same number of steps. The dataset
+notes when a batch is asked for, once per step in both loops; their first and last steps are left out of the time per
+step, and start-up, final save and report with them. A second row has whole processes, from start to end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+from mlflow import MlflowClient
+from tqdm import tqdm
+
+from benchmarks.rows import Row
+from benchmarks.scratch import environment, scratch_home
+from blocks.home import home
+from blocks.processes import local_engine
+from engine.models import resolve_model
+
+WARM_UP = 4
+BATCH_SIZE = 16
+RANK = 8
+LEARNING_RATE = 1e-3
+
+
+class Trained(NamedTuple):
+    """One process: milliseconds per step, seconds in all, loss of the last step in nats per token."""
+
+    step_ms: float
+    whole_s: float
+    nll: float
+
+
+def measure(*, repetitions: int = 3, steps: int = 40) -> list[Row]:
+    """A row for the time per step and one for the whole process."""
+    ours, peer = [], []
+    with scratch_home() as folder:
+        model = str(resolve_model("tiny", home() / "cache"))
+        with local_engine(model=model, dtype="float32", threads=1) as service:
+            assert service.base_url is not None
+            assert service.api_key is not None
+            with environment(TINKER_BASE_URL=service.base_url, TINKER_API_KEY=service.api_key.get_secret_value()):
+                for number in tqdm(range(repetitions), desc="flow_vs_cookbook"):
+                    ours.append(_run_flow(folder / f"flow-{number}", model, steps))
+                    peer.append(_run_cookbook(folder / f"cookbook-{number}", model, steps))
+    difference = max(abs(a.nll - b.nll) / b.nll for a, b in zip(ours, peer, strict=True))
+    size = f"tiny, batches of {BATCH_SIZE} GSM8K solutions"
+    return [
+        Row(
+            f"flow_vs_cookbook: time per step, {size}",
+            "ms",
+            [run.step_ms for run in ours],
+            [run.step_ms for run in peer],
+            peer_name="tinker_cookbook.supervised.train",
+            note=f"last train_mean_nll {ours[-1].nll:.4f} and {peer[-1].nll:.4f}, at most {difference:.2%} apart",
+        ),
+        Row(
+            f"flow_vs_cookbook: whole process, {steps} steps, {size}",
+            "s",
+            [run.whole_s for run in ours],
+            [run.whole_s for run in peer],
+            peer_name="tinker_cookbook.supervised.train",
+            note="ours with a Prefect server of its own, an MLflow store and a report",
+        ),
+    ]
+
+
+def _run_flow(folder: Path, model: str, steps: int) -> Trained:
+    folder.mkdir()
+    times = folder / "times"
+    tracking = f"sqlite:///{folder / 'mlflow.db'}"
+    config = {
+        "run_name": "bench",
+        "model": model,
+        "lora_rank": RANK,
+        "learning_rate": LEARNING_RATE,
+        "num_steps": steps,
+        "eval_every": 0,
+        "checkpoint_every": steps,
+        "storage": str(folder),
+        "tracking": tracking,
+        "data": {"builder": "benchmarks.timed_gsm8k:TimedGsm8kBuilder", "params": _data(model, times)},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    whole_s = _run(["flows.sft", "--config", str(folder / "config.yaml")], folder / "log")
+    client = MlflowClient(tracking)
+    history = client.get_metric_history((folder / "bench" / "mlflow_run_id").read_text(), "train_mean_nll")
+    return Trained(_step_ms(times), whole_s, max(history, key=lambda point: point.step).value)
+
+
+def _run_cookbook(folder: Path, model: str, steps: int) -> Trained:
+    folder.mkdir()
+    times = folder / "times"
+    options = {
+        "log_path": folder,
+        "model_name": model,
+        "recipe_name": "bench",
+        "renderer_name": "qwen3_instruct",
+        "lora_rank": RANK,
+        "learning_rate": LEARNING_RATE,
+        "max_steps": steps,
+        "eval_every": 0,
+        "save_every": 0,
+        "dataset_builder": "benchmarks.timed_gsm8k:TimedGsm8kBuilder",
+        **{f"dataset_builder.{key}": value for key, value in _data(model, times).items()},
+    }
+    arguments = [f"{key}={value}" for key, value in options.items()]
+    whole_s = _run(["tinker_cookbook.supervised.train", *arguments], folder / "log")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return Trained(_step_ms(times), whole_s, json.loads(lines[-1])["train_mean_nll"])
+
+
+def _data(model: str, times: Path) -> Mapping[str, str | int]:
+    return {
+        "times": str(times),
+        "common_config.model_name_for_tokenizer": model,
+        "common_config.renderer_name": "qwen3_instruct",
+        "common_config.max_length": 256,
+        "common_config.batch_size": BATCH_SIZE,
+    }
+
+
+def _run(arguments: list[str], log: Path) -> float:
+    """Run a module to its end; seconds."""
+    started = time.monotonic()
+    with log.open("w") as output:
+        finished = subprocess.run(
+            [sys.executable, "-m", *arguments],
+            stdout=output,
+            stderr=output,
+            cwd=Path(__file__).parent.parent,
+            check=False,
+        )
+    if finished.returncode:
+        raise RuntimeError(f"{arguments[0]} ended with {finished.returncode}: {log.read_text()[-2000:]}")
+    return time.monotonic() - started
+
+
+def _step_ms(times: Path) -> float:
+    """Mean time between batches, without the first and the last steps."""
+    asked = [float(line) for line in times.read_text().splitlines()]
+    steady = asked[min(WARM_UP, len(asked) // 2 - 1) : -1]
+    return 1000 * (steady[-1] - steady[0]) / (len(steady) - 1)
