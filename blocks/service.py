@@ -73,6 +73,7 @@ class TinkerService(Block):
     def session(self) -> Iterator[tinker.ServiceClient]:
         """`get_client`, whose session is finished at the end with how it went."""
         client = self.get_client()
+        holder = client.holder
         status = "errored"
         try:
             yield client
@@ -84,6 +85,7 @@ class TinkerService(Block):
             # A service that is gone ends the session itself; the SDK's own close would wait for it for ever.
             with suppress(TimeoutError, tinker.TinkerError):
                 client.close(status).result(timeout=10)
+            holder.close()  # ends what still waits for an answer in other threads
 
     def check_model(self, model: str) -> None:
         """Refuse a base model that the service does not train.

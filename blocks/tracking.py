@@ -66,7 +66,7 @@ class MLflowTracking(Block):
         uri = self.resolved_uri
         if uri.startswith(("http://", "https://")):
             check_answers(f"The MLflow server at {uri}", f"{uri.rstrip('/')}/health", _FIRST_ANSWER_S, _REMEDY)
-        with self._failures(), _opening(uri):
+        with self.failures(), _opening(uri):
             client = MlflowClient(tracking_uri=uri)
             self._experiment_id(client)
             return client
@@ -77,7 +77,7 @@ class MLflowTracking(Block):
         Raises:
             ServiceError: it is deleted, or the server does not answer.
         """
-        with self._failures():
+        with self.failures():
             return self._experiment_id(client)
 
     def _experiment_id(self, client: MlflowClient) -> str:
@@ -100,7 +100,8 @@ class MLflowTracking(Block):
         return found.experiment_id
 
     @contextmanager
-    def _failures(self) -> Iterator[None]:
+    def failures(self) -> Iterator[None]:
+        """Turn what MLflow raises into a `ServiceError` that says which server could not be used."""
         try:
             yield
         except TinkerFlowsError:

@@ -10,26 +10,27 @@ import sys
 from pathlib import Path
 
 from blocks import RunStorage
-from flows.command_line import main
+from flows.command_line import exit_with_a_sentence, run, show_result
+from flows.config_file import load_config
+from flows.record import changed_fields
 from flows.sft import SftConfig, sft
-from tasks.checkpoint import last_resumable
+from tasks.checkpoint import resumable
+
+CONFIG = Path(__file__).with_name("sft.yaml")
 
 
-def next_run_name(base: str) -> str:
-    """The first of `base`, `base-2`, `base-3` ... that is not finished: a stopped demo is gone on with."""
-    storage = RunStorage()
+def next_run(overrides: list[str]) -> SftConfig:
+    """The demo's config under the first of its names that is new or was stopped on the way with this same config."""
+    steps = next((each.partition("=")[2] for each in overrides if each.startswith("num_steps=")), "all")
     for number in itertools.count(1):
-        name = base if number == 1 else f"{base}-{number}"
-        with storage.run_directory(name) as directory:
-            last = last_resumable(directory)
-        if last is None or not last.final:
-            return name
+        name = f"demo-{steps}-steps" + (f"-{number}" if number > 1 else "")
+        config = load_config(SftConfig, CONFIG, [f"run_name={name}", "base_url=local", *overrides])
+        directory = RunStorage.model_validate({"url": config.storage}).run_directory(name)
+        records = resumable(directory)
+        if not records or not (records[0].final or changed_fields(directory, config)):
+            return config
     raise AssertionError("unreachable: there are endless numbers")
 
 
 if __name__ == "__main__":
-    overrides = sys.argv[1:]
-    steps = next((each.partition("=")[2] for each in overrides if each.startswith("num_steps=")), "all")
-    config = str(Path(__file__).with_name("sft.yaml"))
-    name = next_run_name(f"demo-{steps}-steps")
-    main(sft, SftConfig, ["--config", config, f"run_name={name}", "base_url=local", *overrides])
+    exit_with_a_sentence(lambda: show_result(run(sft, next_run(sys.argv[1:]))))

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -39,9 +39,15 @@ def main(flow: Flow[..., TrainResult], config_type: type[RunConfig], argv: Seque
     parser.add_argument("--config", type=Path, help="YAML file with the fields of the config")
     parser.add_argument("overrides", nargs="*", metavar="field=value", help="dotted fields that override the file's")
     arguments = parser.parse_args(argv)
+    exit_with_a_sentence(
+        lambda: show_result(run(flow, load_config(config_type, arguments.config, arguments.overrides)))
+    )
+
+
+def exit_with_a_sentence(action: Callable[[], None]) -> None:
+    """Run what a terminal asked for; what the user can mend ends it with one sentence and status 1, Ctrl-C with 130."""
     try:
-        config = load_config(config_type, arguments.config, arguments.overrides)
-        show_result(run(flow, config))
+        action()
     except (TinkerFlowsError, ObjectiveError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
@@ -64,6 +70,7 @@ def keep_prefect_off_the_terminal() -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, PrefectConsoleHandler):
             handler.setLevel(logging.CRITICAL)
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
 
 
 def show_result(result: TrainResult) -> None:
@@ -75,6 +82,8 @@ def show_result(result: TrainResult) -> None:
         table.add_row(*cells(row))
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
+    if result.resumed_from == result.num_steps:
+        console.print("This run was finished before; choose another run_name to train again.")
     for key in sorted(result.metrics):
         if key.startswith("test/") or key.endswith("/skipped"):
             console.print(f"{key:12} {result.metrics[key]:.4f}")

@@ -2,76 +2,84 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+from mlflow import MlflowClient
 from mlflow.entities import Param
+from mlflow.exceptions import MlflowException
 from prefect.runtime import flow_run
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
-from blocks import MLflowTracking
-from blocks.errors import ConfigError
+from blocks import MLflowTracking, TinkerService
+from blocks.errors import ConfigError, ServiceError
 from blocks.storage import RunDirectory
+from flows.blocks_of import tracking_of
 from flows.config import RunConfig
 from tasks.metrics import MetricsLog
 
 # What may differ between the parts of one run: where it computes and how often it looks, never what it trains.
 _MAY_CHANGE = {
     "base_url",
-    "engine",
     "tracking",
     "experiment",
     "storage",
     "resume",
     "checkpoint_every",
     "eval_every",
+    "evaluators",
 }
 
 
 def check_config(directory: RunDirectory, config: RunConfig, start: CheckpointRecord | None) -> None:
-    """Keep the first config of a run as its record, and hold every later one to it.
+    """Keep the config of a run as its record, and hold every later start to it once there is a checkpoint.
 
     Raises:
         ConfigError: the name is in use by a run with another config, or `resume` is `never`.
     """
-    fields = config.model_dump(mode="json")
-    recorded = directory.read_bytes("config.json")
-    if recorded is None:
-        directory.write_bytes("config.json", json.dumps(fields, indent=2).encode())
+    if start is None:
+        directory.write_bytes("config.json", config.model_dump_json(indent=2).encode())
         return
     if config.resume == "never":
         raise ConfigError(
             f"The run name {config.run_name!r} is in use in {directory.location} and resume is `never`: "
             "choose another run_name, or resume: auto to go on with that run."
         )
-    before = json.loads(recorded)
-    changed = sorted(key for key in fields.keys() - _MAY_CHANGE if fields[key] != before.get(key))
+    changed = changed_fields(directory, config)
     if changed:
-        at = f"at step {start.batch}" if start else "before its first checkpoint"
         raise ConfigError(
-            f"The run {config.run_name!r} (now {at}) was started with another {', '.join(changed)}: "
+            f"The run {config.run_name!r} (now at step {start.batch}) was started with another {', '.join(changed)}: "
             f"restore it or choose another run_name; the first config is {directory.location}/config.json."
         )
 
 
-@contextmanager
-def open_log(tracking: MLflowTracking, config: RunConfig, directory: RunDirectory) -> Iterator[MetricsLog]:
-    """The run's one MLflow run, marked finished, failed or killed at the end; after a kill -9 it stays RUNNING."""
-    client = tracking.get_client()
-    recorded = directory.read_bytes("mlflow_run_id")
+def changed_fields(directory: RunDirectory, config: RunConfig) -> list[str]:
+    """The fields in which a config differs from the recorded one and may not; none where nothing is recorded."""
+    recorded = directory.read_bytes("config.json")
     if recorded is None:
-        experiment = tracking.experiment_id(client)
-        run_id = client.create_run(experiment, run_name=config.run_name, tags=_tags(config)).info.run_id
-        directory.write_bytes("mlflow_run_id", run_id.encode())
-        params = [Param(key, str(value)[:6000]) for key, value in _flatten(config.model_dump(mode="json")).items()]
-        client.log_batch(run_id, params=params)
-    else:
-        run_id = recorded.decode()
+        return []
+    # Read as a config, so that a field that a later release adds has its default.
+    before, now = type(config).model_validate_json(recorded).model_dump(), config.model_dump()
+    return sorted(key for key in now.keys() - _MAY_CHANGE if now[key] != before[key])
+
+
+@contextmanager
+def open_log(
+    service: TinkerService, config: RunConfig, directory: RunDirectory, start: CheckpointRecord | None
+) -> Iterator[MetricsLog]:
+    """The run's one MLflow run, marked finished, failed or killed at the end; after a kill -9 it stays RUNNING."""
+    tracking = tracking_of(config)
+    client = tracking.get_client()
+    with tracking.failures():
+        run_id = _mlflow_run(tracking, client, config, directory, start)
+        for key, value in _tags(service.resolved_url).items():
+            client.set_tag(run_id, key, value)
         client.update_run(run_id, status="RUNNING")
-    log = MetricsLog(client, run_id)
+        log = MetricsLog(client, run_id)
     status = "FAILED"
     try:
         yield log
@@ -81,23 +89,50 @@ def open_log(tracking: MLflowTracking, config: RunConfig, directory: RunDirector
         status = "KILLED"
         raise
     finally:
-        client.set_terminated(run_id, status=status)
+        # Where the store itself is what failed, its first error is the one to tell.
+        with suppress(ServiceError), tracking.failures():
+            client.set_terminated(run_id, status=status)
 
 
-def _tags(config: RunConfig) -> dict[str, str]:
+def _mlflow_run(
+    tracking: MLflowTracking,
+    client: MlflowClient,
+    config: RunConfig,
+    directory: RunDirectory,
+    start: CheckpointRecord | None,
+) -> str:
+    """The MLflow run of the checkpoint, or the one that bears this record's tag: made with it, so never made twice."""
+    if start is not None:
+        with suppress(MlflowException):  # another tracking store than before does not have it
+            return client.get_run(str(start.extra.get("mlflow_run_id"))).info.run_id
+    record = directory.location.encode() + (directory.read_bytes("config.json") or b"")
+    tags = {"tinker_flows.record": hashlib.sha256(record).hexdigest()}
+    experiment = tracking.experiment_id(client)
+    found = client.search_runs([experiment], f"tags.`tinker_flows.record` = '{tags['tinker_flows.record']}'")
+    run = found[0] if found else client.create_run(experiment, run_name=config.run_name, tags=tags)
+    if not run.data.params:
+        params = [Param(key, str(value)[:6000]) for key, value in _flatten(config.model_dump(mode="json")).items()]
+        client.log_batch(run.info.run_id, params=params)
+    return run.info.run_id
+
+
+def _tags(service_url: str) -> dict[str, str]:
     tags = {
         "prefect.flow_run_id": flow_run.get_id() or "",
         "prefect.flow_name": flow_run.get_flow_name() or "",
-        "tinker.base_url": config.base_url or "from the environment",
+        "tinker.base_url": service_url,
         "mlflow.source.git.commit": _commit(),
     }
     return {key: value for key, value in tags.items() if value}
 
 
 def _commit() -> str:
-    """The commit of the working directory; empty outside a git checkout."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return git.stdout.strip()
+    """The commit that this project runs from; empty where it is no git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # no git here
+        return ""
 
 
 def _flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,11 +11,12 @@ import tinker
 import torch
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
+from blocks.errors import ServiceError
 from blocks.storage import RunDirectory
-from flows.blocks_of import service_of, storage_of, tracking_of
+from flows.blocks_of import service_of, storage_of
 from flows.config import RunConfig
 from flows.record import check_config, open_log
-from tasks.checkpoint import last_resumable
+from tasks.checkpoint import resumable
 from tasks.metrics import MetricsLog
 from tasks.service_errors import service_errors
 
@@ -46,12 +48,17 @@ def open_run(config: RunConfig, *, lora_rank: int, seed: int) -> Iterator[Run]:
         StorageError: the run's directory cannot be used.
     """
     with _one_torch_thread(), storage_of(config).run_directory(config.run_name) as directory:
-        start = last_resumable(directory)
-        check_config(directory, config, start)
+        records = resumable(directory)
+        newest = records[0] if records else None
+        check_config(directory, config, newest)
         with service_of(config) as service:
             service.check_model(config.model)
-            with open_log(tracking_of(config), config, directory) as log, service.session() as session:
-                yield Run(directory, _training_client(session, config, start, lora_rank, seed), log, start)
+            with open_log(service, config, directory, newest) as log, service.session() as session:
+                if newest is None:
+                    yield Run(directory, _new_client(session, config, lora_rank, seed), log, None)
+                else:
+                    client, start = _resumed_client(session, config, records)
+                    yield Run(directory, client, log, start)
 
 
 @contextmanager
@@ -65,21 +72,30 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _training_client(
-    session: tinker.ServiceClient,
-    config: RunConfig,
-    start: CheckpointRecord | None,
-    lora_rank: int,
-    seed: int,
-) -> tinker.TrainingClient:
-    metadata = {"tinker_flows_run": config.run_name}
-    if start is None:
-        with service_errors(f"create a training client for {config.model}"):
-            return session.create_lora_training_client(
-                config.model, rank=lora_rank, seed=seed, user_metadata=metadata
-            ).result()
-    assert start.state_path is not None
-    with service_errors(f"load the checkpoint {start.state_path}"):
-        return session.create_training_client_from_state_with_optimizer(
-            start.state_path, user_metadata=metadata
+def _new_client(session: tinker.ServiceClient, config: RunConfig, lora_rank: int, seed: int) -> tinker.TrainingClient:
+    with service_errors(f"create a training client for {config.model}"):
+        return session.create_lora_training_client(
+            config.model, rank=lora_rank, seed=seed, user_metadata=_metadata(config)
         ).result()
+
+
+def _resumed_client(
+    session: tinker.ServiceClient, config: RunConfig, records: Sequence[CheckpointRecord]
+) -> tuple[tinker.TrainingClient, CheckpointRecord]:
+    """A client at the newest checkpoint that the service still has, and that checkpoint."""
+    for record in records:
+        path = record.state_path or ""
+        try:
+            with service_errors(f"load the checkpoint {path}"):
+                client = session.create_training_client_from_state_with_optimizer(path, user_metadata=_metadata(config))
+                return client.result(), record
+        except ServiceError as error:
+            gone = isinstance(error.__cause__, tinker.RequestFailedError | tinker.NotFoundError)
+            if not gone or record is records[-1]:
+                raise
+            print(f"{error} The one before it is tried.", file=sys.stderr)
+    raise AssertionError("unreachable: there is a record")
+
+
+def _metadata(config: RunConfig) -> dict[str, str]:
+    return {"tinker_flows_run": config.run_name}

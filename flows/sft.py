@@ -27,6 +27,7 @@ from tasks.checkpoint import enqueue_checkpoint, record_checkpoint
 from tasks.data import DataSource, build_dataset
 from tasks.evaluate import HeldOutNLL, build_evaluator, evaluate
 from tasks.metrics import log_metrics
+from tasks.options import whole
 from tasks.terms import linearize_terms
 from tasks.update import enqueue_update, forward_backward, optim_step
 
@@ -95,11 +96,11 @@ def train(
             started = perf_counter()
             assert following is not None
             ahead = following
+            batch = ahead.batch.result()  # one batch is loaded at a time: a dataset has one place and one epoch
             following = load_ahead(source, objective, step + 1) if step + 1 < num_steps else None
             metrics = _evaluate(run, evaluators, step) if is_due(step, config.eval_every) else {}
 
-            batch = ahead.batch.result()
-            linearized = compute_linearized(objective, ahead, forward, num_steps, step == first) if forward else None
+            linearized = compute_linearized(objective, ahead, forward, num_steps, step == 0) if forward else None
             loss_weights_DT = linearized.loss_weights_DT if linearized else batch.weights_DT
             learning_rate = config.learning_rate * compute_schedule_lr_multiplier(config.lr_schedule, step, num_steps)
             update = enqueue_update(run.client, batch, loss_weights_DT, config.adam.at(learning_rate))
@@ -109,9 +110,9 @@ def train(
                 saving = enqueue_checkpoint(run.client, step + 1, (step + 1) // steps_per_epoch, final=is_last)
             forward = following and enqueue_forward_ahead(run.client, objective, following)
 
-            outputs = forward_backward(update.forward_backward, batch)
+            outputs = forward_backward(update.forward_backward, whole(batch))
             metrics |= optim_step(update.optim_step)
-            linearized = linearized or linearize_terms(objective, outputs, batch, [])
+            linearized = linearized or linearize_terms(objective, outputs, whole(batch), [], step == 0)
             metrics |= linearized.metrics | {
                 "train_mean_nll": compute_mean_nll(outputs.logprobs_DT, batch.weights_DT),
                 "num_tokens": batch.num_tokens,
@@ -120,7 +121,7 @@ def train(
                 "progress/done_frac": (step + 1) / num_steps,
                 "time/step": perf_counter() - started,
             }
-            log_metrics(run.log, step, metrics)
+            log_metrics(run.log, step, whole(metrics))
             if is_last and config.eval_every:
                 log_metrics(run.log, num_steps, _evaluate(run, evaluators, num_steps))
             if saving:

@@ -7,23 +7,23 @@ forward (enqueued behind the last update) ──┴─> term (each) ──> line
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, cast
 
 import tinker
-from prefect import Task
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
-from objectives.batch import Batch
+from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError
 from objectives.evaluate import Evaluation
 from objectives.linearize import Linearized
 from objectives.objective import Objective, Regularizer
 from tasks.data import DataSource, load_batch
 from tasks.forward import PendingOutput, enqueue_forward, forward_logprobs
+from tasks.options import whole
 from tasks.terms import compute_term, linearize_terms, prepare_term
 
 # Terms stand between two requests, and a Prefect future costs as much again as the task run that it waits for.
@@ -39,32 +39,36 @@ class Ahead:
     terms: tuple[tuple[Regularizer, PrefectFuture[Any] | None], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A batch whose forward pass is asked for."""
+
+    batch: Batch
+    pending: PendingOutput
+
+
 def load_ahead(source: DataSource, objective: Objective, step: int) -> Ahead:
     """Start on everything of a step that needs no weights."""
     batch = load_batch.submit(source, step)
     loaded = cast(Batch, batch)  # Prefect gives a task the result of the future it is given
     due = [each for each in objective.regularizers if each.due_at(step)]
-    terms = tuple((each, prepare_term.submit(each, loaded) if each.term.prepare else None) for each in due)
+    terms = tuple((each, prepare_term.submit(each, whole(loaded)) if each.term.prepare else None) for each in due)
     return Ahead(step, batch, terms)
 
 
-def enqueue_forward_ahead(client: tinker.TrainingClient, objective: Objective, ahead: Ahead) -> PendingOutput | None:
+def enqueue_forward_ahead(client: tinker.TrainingClient, objective: Objective, ahead: Ahead) -> Forward | None:
     """Ask for the forward pass of a step; None where cross-entropy alone needs none before its backward."""
     if objective.base is None and not ahead.terms:
         return None
-    return enqueue_forward(client, ahead.batch.result())
-
-
-def compute_linearized(
-    objective: Objective, ahead: Ahead, pending: PendingOutput, num_steps: int, first: bool
-) -> Linearized:
-    """Evaluate every due term, concurrently, on the forward pass, and linearize the objective."""
     batch = ahead.batch.result()
-    outputs = forward_logprobs(pending, batch)
-    submitted = [
-        (each, _TERMS.submit(copy_context().run, _task_of(each), each, outputs, batch, features, first))
-        for each, features in ahead.terms
-    ]
+    return Forward(batch, enqueue_forward(client, batch))
+
+
+def compute_linearized(objective: Objective, ahead: Ahead, forward: Forward, num_steps: int, first: bool) -> Linearized:
+    """Evaluate every due term, concurrently, on the forward pass, and linearize the objective."""
+    batch = forward.batch
+    outputs = forward_logprobs(forward.pending, whole(batch))
+    submitted = [(each, _submit(each, features, outputs, batch, first)) for each, features in ahead.terms]
     evaluated: list[tuple[Evaluation, float]] = []
     skipped: dict[str, float] = {}
     for regularizer, future in submitted:
@@ -75,9 +79,18 @@ def compute_linearized(
                 raise
             get_run_logger().warning("Step %d goes on without a term. %s", ahead.step, error)
             skipped[f"term/{regularizer.name}/skipped"] = 1.0
-    linearized = linearize_terms(objective, outputs, batch, evaluated)
+    linearized = linearize_terms(objective, outputs, whole(batch), evaluated, first)
     return Linearized(linearized.loss_weights_DT, {**linearized.metrics, **skipped})
 
 
-def _task_of(regularizer: Regularizer) -> Task[..., Evaluation]:
-    return compute_term.with_options(retries=regularizer.retries) if regularizer.retries else compute_term
+def _submit(
+    regularizer: Regularizer, features: PrefectFuture[Any] | None, outputs: Outputs, batch: Batch, first: bool
+) -> Future[Evaluation]:
+    task = compute_term.with_options(retries=regularizer.retries) if regularizer.retries else compute_term
+
+    def run() -> Evaluation:
+        # Waited for here: Prefect would hand a task None for the result of one that failed.
+        prepared = features.result() if features else None
+        return task(regularizer, outputs, whole(batch), whole(prepared), first)
+
+    return _TERMS.submit(copy_context().run, run)

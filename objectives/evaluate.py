@@ -52,7 +52,7 @@ def prepare_features(regularizer: Regularizer, batch: Batch) -> Any:
         raise _failed(regularizer, "preparing", error) from error
 
 
-def evaluate_base(objective: Objective, outputs: Outputs, batch: Batch) -> Evaluation:
+def evaluate_base(objective: Objective, outputs: Outputs, batch: Batch, first_step: bool = True) -> Evaluation:
     """Evaluate the base loss.
 
     The gradient of cross_entropy, ``-weights``, is written down, not derived.
@@ -61,7 +61,7 @@ def evaluate_base(objective: Objective, outputs: Outputs, batch: Batch) -> Evalu
         ObjectiveError: as `evaluate_term` does.
     """
     if objective.base is not None:
-        return evaluate_term(objective.base, outputs, batch, first_step=True)
+        return evaluate_term(objective.base, outputs, batch, first_step)
     start = time.perf_counter()
     value = float(cross_entropy(outputs.logprobs_DT, batch.weights_DT))
     gradient_DT = -batch.weights_DT.to(outputs.logprobs_DT.dtype)

@@ -1,7 +1,8 @@
 """Checkpoints: what was saved on the service, recorded in the run's checkpoints.jsonl.
 
-The file is tinker-cookbook's. `batch` is the next step to run, and the weights in `state_path` hold exactly that many
-updates, because the save is enqueued right behind the `optim_step` of step `batch - 1`.
+The file has tinker-cookbook's form. `batch` is the next step to run, counted from the first epoch on, and the weights
+in `state_path` hold exactly that many updates, because the save is enqueued right behind the `optim_step` of step
+`batch - 1`.
 """
 
 from __future__ import annotations
@@ -60,21 +61,17 @@ def record_checkpoint(pending: PendingCheckpoint, directory: RunDirectory, log: 
     return record
 
 
-def last_resumable(directory: RunDirectory) -> CheckpointRecord | None:
-    """The newest record that holds weights and optimizer, or None; a torn line is skipped with a warning."""
-    found = None
+def resumable(directory: RunDirectory) -> list[CheckpointRecord]:
+    """The records that hold weights and optimizer, newest first; a torn line is skipped with a warning."""
+    records: list[CheckpointRecord] = []
     content = directory.read_bytes(CHECKPOINTS_BASE_NAME) or b""
     for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
         try:
             record = CheckpointRecord.from_dict(json.loads(line))
         except (ValueError, KeyError, AttributeError, TypeError):
-            logger.warning(
-                "Line %d of %s in %s is not a whole record and is skipped.",
-                number,
-                CHECKPOINTS_BASE_NAME,
-                directory.location,
-            )
+            where = f"{directory.location}/{CHECKPOINTS_BASE_NAME}"
+            logger.warning("Line %d of %s is not a whole record and is skipped.", number, where)
             continue
         if record.state_path and record.batch is not None:
-            found = record
-    return found
+            records.append(record)
+    return records[::-1]

@@ -53,10 +53,17 @@ class DataSource:
         """
         if self._held is None or self._held[0] != step:
             epoch, index = divmod(step, len(self.train))
-            if epoch != self._epoch:
-                self.train.set_epoch(seed=self.seed + epoch)
-                self._epoch = epoch
-            self._held = (step, pack_datums(self.train.get_batch(index), self.tokenizer))
+            try:
+                if epoch != self._epoch:
+                    self.train.set_epoch(seed=self.seed + epoch)
+                    self._epoch = epoch
+                datums = self.train.get_batch(index)
+            except Exception as error:  # a dataset is somebody else's code: whatever it raises is about its data
+                raise ConfigError(
+                    f"Batch {index} of epoch {epoch} could not be read ({type(error).__name__}: {_one_line(error)}): "
+                    "check the rows of the data file."
+                ) from error
+            self._held = (step, pack_datums(datums, self.tokenizer))
         return self._held[1]
 
 

@@ -20,6 +20,10 @@ class HeldOutNLL(TrainingClientEvaluator):
 
     def __init__(self, dataset: SupervisedDataset) -> None:
         self._datums = [datum for index in range(len(dataset)) for datum in dataset.get_batch(index)]
+        if not self._datums:
+            raise ConfigError(
+                "The held-out data has no whole batch: give it more rows, a smaller batch_size, or set eval_every to 0."
+            )
 
     async def __call__(self, training_client: tinker.TrainingClient) -> dict[str, float]:
         output = await training_client.forward(self._datums, "cross_entropy")
@@ -54,8 +58,8 @@ async def evaluate(client: tinker.TrainingClient, evaluators: Sequence[Evaluator
     """Metrics of the weights that step `step` starts from."""
     metrics: dict[str, float] = {}
     sampler: tinker.SamplingClient | None = None
-    with service_errors("run the evaluation"):
-        for evaluator in evaluators:
+    for evaluator in evaluators:
+        with service_errors(f"run the evaluator {type(evaluator).__name__}"):
             if isinstance(evaluator, TrainingClientEvaluator):
                 metrics |= await evaluator(client)
             else:

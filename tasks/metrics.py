@@ -23,17 +23,17 @@ class MetricsLog:
     A step that is already there (logged before a crash, replayed after it) is not logged a second time.
     """
 
-    __slots__ = ("_last_step", "_pending", "client", "run_id")
+    __slots__ = ("_pending", "_steps", "client", "run_id")
 
     def __init__(self, client: MlflowClient, run_id: str) -> None:
         self.client, self.run_id = client, run_id
-        logged = client.get_metric_history(run_id, STEP_KEY)
-        self._last_step = max((metric.step for metric in logged), default=-1)
+        # A set, because MLflow's writers may store a later step before an earlier one.
+        self._steps = {metric.step for metric in client.get_metric_history(run_id, STEP_KEY)}
         self._pending: list[RunOperations] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Enqueue the metrics of a step; returns at once."""
-        if step <= self._last_step:
+        if step in self._steps:
             return
         now = int(time.time() * 1000)
         values = {STEP_KEY: step, **metrics}
@@ -41,7 +41,7 @@ class MetricsLog:
         operations = self.client.log_batch(self.run_id, metrics=entities, synchronous=False)
         if operations is not None:
             self._pending.append(operations)
-        self._last_step = step
+        self._steps.add(step)
 
     def flush(self) -> None:
         """Wait until everything logged so far is stored.

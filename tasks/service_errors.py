@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import tinker
 
-from blocks.errors import ServiceError
+from blocks.errors import ServiceError, TinkerFlowsError
 
 
 @contextmanager
@@ -22,6 +22,8 @@ def service_errors(doing: str) -> Iterator[None]:
     """
     try:
         yield
+    except TinkerFlowsError:
+        raise
     except (tinker.TinkerError, ValueError) as error:
         reason = " ".join(str(error).split()).partition(" for self.request_id")[0].rstrip(".")
         raise ServiceError(

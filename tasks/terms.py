@@ -27,7 +27,7 @@ def compute_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, featu
 
 @step_task(name="linearize")
 def linearize_terms(
-    objective: Objective, outputs: Outputs, batch: Batch, terms: Sequence[tuple[Evaluation, float]]
+    objective: Objective, outputs: Outputs, batch: Batch, terms: Sequence[tuple[Evaluation, float]], first: bool
 ) -> Linearized:
     """Evaluate the base loss and sum all weighted gradients into the loss weights that the service takes."""
-    return linearize(evaluate_base(objective, outputs, batch), terms)
+    return linearize(evaluate_base(objective, outputs, batch, first), terms)

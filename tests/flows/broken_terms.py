@@ -25,3 +25,12 @@ def shape(outputs, batch):
 @regularizer("test_no_gradient")
 def no_gradient(outputs, batch):
     return outputs.logprobs_DT.detach().exp()
+
+
+def no_features(batch):
+    raise KeyError("shape")
+
+
+@regularizer("test_prepare_raises", prepare=no_features)
+def prepare_raises(outputs, batch):
+    return outputs.logprobs_DT

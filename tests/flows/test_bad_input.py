@@ -67,6 +67,7 @@ def regularizers(*entries: Fields) -> Fields:
         ({"objective": regularizers({"name": "logic"}, {"name": "logic"})}, r"'logic'.*twice"),
         ({"objective": {"base_loss": "crossentropy"}}, r"'crossentropy' is unknown"),
         ({"objective": regularizers({"name": "test_raises"})}, r"'test_raises'.*colour"),
+        ({"objective": regularizers({"name": "test_prepare_raises"})}, r"'test_prepare_raises'.*shape"),
         ({"objective": regularizers({"name": "test_nan"})}, r"'test_nan'.*nan"),
         ({"objective": regularizers({"name": "test_shape"})}, r"'test_shape'.*shape"),
         ({"objective": regularizers({"name": "test_no_gradient"})}, r"'test_no_gradient'.*scored.*monitor"),
@@ -100,6 +101,15 @@ def test_malformed_data_file(refused: Refused, tmp_path: Path) -> None:
     assert f"line 2 of {half}" in message
 
 
+def test_row_that_cannot_be_read(refused: Refused, tmp_path: Path) -> None:
+    talks = tmp_path / "talks.jsonl"
+    talks.write_text('{"messages": [{"role": "user"}, {"role": "assistant"}]}\n' * 4)
+    builder = "tinker_cookbook.supervised.data:FromConversationFileBuilder"
+    common = {"renderer_name": "qwen3_instruct", "max_length": 256, "batch_size": 4}
+    message = refused(data={"builder": builder, "params": {"file_path": str(talks), "common_config": common}})
+    assert "Batch 0 of epoch 0 could not be read" in message
+
+
 def test_too_few_rows_for_a_batch(refused: Refused, tmp_path: Path) -> None:
     one = tmp_path / "one.jsonl"
     one.write_text('{"question": "1+1?", "answer": "2"}\n')
@@ -130,15 +140,17 @@ def test_a_term_that_may_fail_costs_only_itself(
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     fields = sft_fields(tmp_path, "skip", mlflow_uri, engine_url) | {"num_steps": 2, "eval_every": 0}
-    fields["objective"] = regularizers({"name": "test_raises", "on_error": "skip"}, {"name": "logic"})
+    skipped = ("test_raises", "test_prepare_raises")
+    fields["objective"] = regularizers(*({"name": name, "on_error": "skip"} for name in skipped), {"name": "logic"})
     result = sft(SftConfig.model_validate(fields))
     assert result.num_steps == 2
-    assert result.metrics["term/test_raises/skipped"] == 1
+    assert all(result.metrics[f"term/{name}/skipped"] == 1 for name in skipped)
     assert "term/logic/value" in result.metrics
 
 
 def test_another_config_under_the_same_name(refused: Refused, tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     fields = sft_fields(tmp_path, "bad", mlflow_uri, engine_url) | {"num_steps": 2, "eval_every": 0}
+    assert "no model" in refused(model="tyni", eval_every=0)  # mended under the same name, as nothing is trained yet
     first = sft(SftConfig.model_validate(fields))
     kept = (tmp_path / "runs" / "bad" / "checkpoints.jsonl").read_text()
     assert "was started with another learning_rate" in refused(eval_every=0, learning_rate=0.5)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from mlflow import MlflowClient
+from mlflow.entities import Run
 from safetensors.torch import load_file
 from sft_config import sft_fields
 
@@ -41,19 +42,24 @@ def finish(process: subprocess.Popen[bytes]) -> str:
     return output.decode()
 
 
-def wait_for_step(directory: Path, process: subprocess.Popen[bytes], mlflow_uri: str, step: int) -> None:
-    """Until the MLflow store has the metrics of a step, or the run has ended."""
+def wait_for_step(run_name: str, process: subprocess.Popen[bytes], mlflow_uri: str, step: int) -> None:
+    """Until the MLflow store has the metrics of a step (-1: the run), or the process has ended."""
     deadline = time.monotonic() + 240
-    while process.poll() is None and time.monotonic() < deadline and last_step(directory, mlflow_uri) < step:
+    while process.poll() is None and time.monotonic() < deadline and last_step(run_name, mlflow_uri) < step:
         time.sleep(0.02)
 
 
-def last_step(directory: Path, mlflow_uri: str) -> int:
-    run_id = directory / "mlflow_run_id"
-    if not run_id.exists():
-        return -1
-    points = MlflowClient(mlflow_uri).get_metric_history(run_id.read_text(), "loss/total")
-    return max((point.step for point in points), default=-1)
+def find_run(run_name: str, mlflow_uri: str) -> list[Run]:
+    client = MlflowClient(mlflow_uri)
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    return list(client.search_runs(experiments, f"attributes.run_name = '{run_name}'"))
+
+
+def last_step(run_name: str, mlflow_uri: str) -> int:
+    """-2 before there is a run."""
+    runs = find_run(run_name, mlflow_uri)
+    points = [p for run in runs for p in MlflowClient(mlflow_uri).get_metric_history(run.info.run_id, "loss/total")]
+    return max((point.step for point in points), default=-1 if runs else -2)
 
 
 def final_weights(directory: Path, home: Path) -> dict[str, bytes]:
@@ -78,9 +84,9 @@ def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, prefect_server:
     print(f"moments drawn with seed {seed}")
     moments = random.Random(seed)
     directory = tmp_path / "runs" / "killed"
-    for step in sorted(moments.sample(range(NUM_STEPS // 2), 2)):
+    for step in sorted(moments.sample(range(-1, NUM_STEPS - 6), 2)):
         process = start(config, "killed", home, prefect_server)
-        wait_for_step(directory, process, mlflow_uri, step)
+        wait_for_step("killed", process, mlflow_uri, step)
         time.sleep(moments.uniform(0, 0.3))  # anywhere between one step's log and a later one's
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
@@ -89,7 +95,9 @@ def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, prefect_server:
     assert final_weights(directory, home) == whole
     assert len(whole) > 0
     client = MlflowClient(mlflow_uri)
-    run_id = (directory / "mlflow_run_id").read_text()
+    (run,) = find_run("killed", mlflow_uri)  # one, whenever it was killed
+    run_id = run.info.run_id
+    assert run.data.params["learning_rate"] == "0.01"
     for key in ("loss/total", "term/logic/value"):
         steps = sorted(point.step for point in client.get_metric_history(run_id, key))
         assert steps == list(range(NUM_STEPS)), key
@@ -104,14 +112,13 @@ def test_ctrl_c_stops_everything_and_says_how_to_go_on(tmp_path: Path, prefect_s
     config = tmp_path / "sft.yaml"
     config.write_text(yaml.safe_dump(sft_fields(tmp_path, "stopped", mlflow_uri) | {"num_steps": 64, "num_epochs": 9}))
     process = start(config, "stopped", home, prefect_server)
-    directory = tmp_path / "runs" / "stopped"
-    wait_for_step(directory, process, mlflow_uri, 2)
+    wait_for_step("stopped", process, mlflow_uri, 2)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output.decode()
     assert "resumes from the last checkpoint" in output.decode()
     assert "Traceback" not in output.decode()
-    run_id = (directory / "mlflow_run_id").read_text()
-    assert MlflowClient(mlflow_uri).get_run(run_id).info.status == "KILLED"
+    (run,) = find_run("stopped", mlflow_uri)
+    assert run.info.status == "KILLED"
     engines = subprocess.run(["pgrep", "-f", f"engine.*--state {home}"], capture_output=True, text=True, check=False)
     assert engines.stdout == ""

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tinker
 import yaml
 from engine_process import EngineProcess, running_engine
 from s3_server import ACCESS_KEY, SECRET_KEY, running_s3
@@ -122,3 +123,21 @@ def test_local_engine_that_dies_under_a_run(tmp_path: Path, mlflow_uri: str, mon
         sft(SftConfig.model_validate(fields))
     killer.join()
     assert sft(SftConfig.model_validate(fields)).resumed_from > 0
+
+
+def test_checkpoint_that_the_service_no_longer_has(
+    tmp_path: Path, mlflow_uri: str, engine_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one before it is taken, and the steps since then are trained again but not logged again."""
+    fields = sft_fields(tmp_path, "gone", mlflow_uri, engine_url) | {"num_steps": 6, "eval_every": 0}
+    whole = sft(SftConfig.model_validate(fields))
+    saved = tmp_path / "runs" / "gone" / "checkpoints.jsonl"
+    second, fourth, _ = saved.read_text().splitlines()
+    saved.write_text(f"{second}\n{fourth}\n")
+    rest = tinker.RestClient(base_url=engine_url, api_key="tml-test")
+    rest.delete_checkpoint_from_tinker_path(json.loads(fourth)["state_path"]).result()
+    again = sft(SftConfig.model_validate(fields))
+    assert again.resumed_from == 2
+    assert "The one before it is tried" in capsys.readouterr().err
+    assert again.mlflow_run_id == whole.mlflow_run_id
+    assert again.metrics["loss/total"] == whole.metrics["loss/total"]
