@@ -97,8 +97,9 @@ def train(
             assert following is not None
             ahead = following
             batch = ahead.batch.result()  # one batch is loaded at a time: a dataset has one place and one epoch
-            following = load_ahead(source, objective, step + 1) if step + 1 < num_steps else None
+            # Before the next batch is loaded: evaluators share its tokenizer, which is not to be used by two threads.
             metrics = _evaluate(run, evaluators, step) if is_due(step, config.eval_every) else {}
+            following = load_ahead(source, objective, step + 1) if step + 1 < num_steps else None
 
             linearized = compute_linearized(objective, ahead, forward, num_steps, step == 0) if forward else None
             loss_weights_DT = linearized.loss_weights_DT if linearized else batch.weights_DT

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import tinker
 import yaml
 from engine_process import EngineProcess, running_engine
+from mlflow import MlflowClient
 from s3_server import ACCESS_KEY, SECRET_KEY, running_s3
 from sft_config import sft_fields
 
@@ -73,21 +76,23 @@ def test_full_disk_while_checkpointing(tmp_path: Path, mlflow_uri: str, engine: 
     assert [json.loads(line)["batch"] for line in saved.read_text().splitlines()] == [2, 4]
 
 
-def test_two_runs_at_once(tmp_path: Path, mlflow_uri: str, engine_url: str) -> None:
+def test_two_runs_at_once(tmp_path: Path, mlflow_uri: str, engine_url: str, prefect_server: str) -> None:
     """The second is refused with the name of the first, which is not disturbed."""
     config = SftConfig.model_validate(sft_fields(tmp_path, "twice", mlflow_uri, engine_url))
     storage = RunStorage.model_validate({"url": config.storage})
     with storage.run_directory("twice"), pytest.raises(StorageError, match=r"being written by .*another run_name"):
         sft(config)
-    results = []
-    others = [config.model_copy(update={"run_name": f"side-{number}", "num_steps": 2}) for number in (1, 2)]
-    threads = [threading.Thread(target=lambda each=each: results.append(sft(each))) for each in others]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    one, two = (result.metrics["loss/total"] for result in results)
-    assert one == two
+    fields = sft_fields(tmp_path, "beside", mlflow_uri, engine_url)
+    path = tmp_path / "beside.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    command = [sys.executable, "-m", "flows.sft", "--config", str(path)]
+    environment = {**os.environ, "PREFECT_API_URL": prefect_server}
+    with subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2]) as beside:
+        result = sft(config)
+    assert beside.returncode == 0
+    client = MlflowClient(mlflow_uri)
+    (other,) = client.search_runs([result.experiment_id], "attributes.run_name = 'beside'")
+    assert other.data.metrics["loss/total"] == result.metrics["loss/total"]
 
 
 def test_record_in_s3(tmp_path: Path, mlflow_uri: str, engine_url: str, prefect_server: str) -> None:
