@@ -37,14 +37,15 @@ a cosine below zero means that the term pulls against the base loss.</p>
 def write_report(directory: RunDirectory, log: MetricsLog, run_name: str, history: History) -> str:
     """Draw the run's history and keep it; returns where."""
     rows = term_rows({key: points[-1][1] for key, points in history.items()})
-    svg = _draw(history, [row.name for row in rows])
+    svg = _svg(draw_terms(history, [row.name for row in rows]))
     page = _PAGE.format(name=html.escape(run_name), run_id=log.run_id, table=_table(rows), figure=svg)
     directory.write_bytes("report.html", page.encode())
     log.client.log_text(log.run_id, page, "report.html")
     return f"{directory.location}/report.html"
 
 
-def _draw(history: History, terms: Sequence[str]) -> str:
+def draw_terms(history: History, terms: Sequence[str]) -> Figure:
+    """The loss, and each term's value, share of the gradient and cosine to the base, over the steps."""
     figure = Figure(figsize=(12, 8), layout="constrained")
     axes = figure.subplots(2, 2)
     losses = {"train": "train_mean_nll", "test": "test/nll"}
@@ -65,6 +66,10 @@ def _draw(history: History, terms: Sequence[str]) -> str:
     )
     axes[1, 0].set_ylim(0, 1)
     axes[1, 1].axhline(0, color="0.6", linewidth=0.8)
+    return figure
+
+
+def _svg(figure: Figure) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
     text = buffer.getvalue()
