@@ -48,8 +48,9 @@ def draw_terms(history: History, terms: Sequence[str]) -> Figure:
     """The loss, and each term's value, share of the gradient and cosine to the base, over the steps."""
     figure = Figure(figsize=(12, 8), layout="constrained")
     axes = figure.subplots(2, 2)
+    colors = {name: f"C{index}" for index, name in enumerate(terms)}  # a term looks the same in every drawing
     losses = {"train": "train_mean_nll", "test": "test/nll"}
-    _lines(axes[0, 0], history, losses, "Mean NLL (nats per token)")
+    _lines(axes[0, 0], history, losses, "Mean NLL (nats per token)", {})
     regularizers = [name for name in terms if name != "base"]
     _lines(
         axes[0, 1],
@@ -57,7 +58,7 @@ def draw_terms(history: History, terms: Sequence[str]) -> Figure:
         {name: f"term/{name}/value" for name in regularizers},
         "Value of each regularizer",
     )
-    _lines(axes[1, 0], history, {name: f"term/{name}/grad_share" for name in terms}, "Share of the gradient")
+    _lines(axes[1, 0], history, {name: f"term/{name}/grad_share" for name in terms}, "Share of the gradient", colors)
     _lines(
         axes[1, 1],
         history,
@@ -76,11 +77,12 @@ def _svg(figure: Figure) -> str:
     return text[text.index("<svg") :]
 
 
-def _lines(axes: Axes, history: History, keys: Mapping[str, str], title: str) -> None:
+def _lines(axes: Axes, history: History, keys: Mapping[str, str], title: str, colors: Mapping[str, str]) -> None:
     for label, key in keys.items():
         points = history.get(key, ())
         if points:
-            axes.plot(*zip(*points, strict=True), label=label, marker="." if len(points) < 40 else None)
+            marker = "." if len(points) < 40 else None
+            axes.plot(*zip(*points, strict=True), label=label, marker=marker, color=colors.get(label))
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
