@@ -21,7 +21,8 @@ demo: install
 	$(BIN)/python -m examples.demo $(if $(STEPS),num_steps=$(STEPS))
 
 test: install
-	$(BIN)/python -m pytest objectives engine blocks tasks flows examples tests
+	$(BIN)/python -m pytest --doctest-modules objectives engine blocks tasks flows examples
+	$(BIN)/python -m pytest --durations=10
 
 check: install
 	$(BIN)/ruff format --check .

@@ -57,6 +57,7 @@ def draw_terms(history: History, terms: Sequence[str]) -> Figure:
         history,
         {name: f"term/{name}/value" for name in regularizers},
         "Value of each regularizer",
+        colors,
     )
     _lines(axes[1, 0], history, {name: f"term/{name}/grad_share" for name in terms}, "Share of the gradient", colors)
     _lines(
@@ -64,6 +65,7 @@ def draw_terms(history: History, terms: Sequence[str]) -> Figure:
         history,
         {name: f"term/{name}/cosine_to_base" for name in regularizers},
         "Cosine to the base",
+        colors,
     )
     axes[1, 0].set_ylim(0, 1)
     axes[1, 1].axhline(0, color="0.6", linewidth=0.8)
