@@ -1,6 +1,6 @@
 """The sft flow with cross-entropy alone, against tinker-cookbook's own supervised loop.
 
-Both run by their own command line, on the same engine, the same dataset builder, the same number of steps. The dataset
+Both run as processes of their own, on the same engine, the same dataset builder, the same number of steps. The dataset
 notes when a batch is asked for, once per step in both loops; their first and last steps are left out of the time per
 step, and start-up, final save and report with them. A second row has whole processes, from start to end.
 """
@@ -91,8 +91,8 @@ def _run_flow(folder: Path, model: str, steps: int) -> Trained:
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     whole_s = _run(["flows.sft", "--config", str(folder / "config.yaml")], folder / "log")
-    client = MlflowClient(tracking)
-    history = client.get_metric_history((folder / "bench" / "mlflow_run_id").read_text(), "train_mean_nll")
+    checkpoint = json.loads((folder / "bench" / "checkpoints.jsonl").read_text().splitlines()[-1])
+    history = MlflowClient(tracking).get_metric_history(checkpoint["mlflow_run_id"], "train_mean_nll")
     return Trained(_step_ms(times), whole_s, max(history, key=lambda point: point.step).value)
 
 
@@ -113,7 +113,7 @@ def _run_cookbook(folder: Path, model: str, steps: int) -> Trained:
         **{f"dataset_builder.{key}": value for key, value in _data(model, times).items()},
     }
     arguments = [f"{key}={value}" for key, value in options.items()]
-    whole_s = _run(["tinker_cookbook.supervised.train", *arguments], folder / "log")
+    whole_s = _run(["benchmarks.cookbook_sft", *arguments], folder / "log")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return Trained(_step_ms(times), whole_s, json.loads(lines[-1])["train_mean_nll"])
 

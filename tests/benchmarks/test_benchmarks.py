@@ -1,0 +1,73 @@
+"""Each benchmark runs to its end at its smallest size and prints its rows. How fast is no test's business."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks import engine_vs_torch, flow_vs_cookbook, objective_cost, step_overhead
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.machine import describe
+from benchmarks.rows import Row, table
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def printed(rows: list[Row]) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(table(rows))
+    return capture.get()
+
+
+def check(rows: list[Row], name: str, num_rows: int) -> None:
+    assert len(rows) == num_rows
+    assert printed(rows).count(f"{name}: ") == num_rows
+    for row in rows:
+        assert all(figure > 0 for figure in (*row.ours, *row.peer, *row.ratios))
+
+
+def test_step_overhead() -> None:
+    rows = step_overhead.measure(repetitions=1, steps=1, large_steps=1)
+    check(rows, "step_overhead", 3)
+    assert "budget 30 ms" in rows[0].note
+
+
+def test_engine_vs_torch() -> None:
+    check(engine_vs_torch.measure(repetitions=1, steps=1, with_smollm=False), "engine_vs_torch", 1)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_flow_vs_cookbook() -> None:
+    rows = flow_vs_cookbook.measure(repetitions=1, steps=4)
+    check(rows, "flow_vs_cookbook", 2)
+
+
+def test_objective_cost() -> None:
+    check(objective_cost.measure(repetitions=1, num_datums=4, num_tokens=32), "objective_cost", 2)
+
+
+def test_ratios_are_of_figures_measured_next_to_each_other() -> None:
+    row = Row("a", "ms", ours=[2.0, 6.0, 30.0], peer=[1.0, 2.0, 5.0], peer_name="b")
+    assert row.ratios == [2.0, 3.0, 6.0]
+    assert "3.00 (2.00-6.00)" in printed([row])
+
+
+def test_the_machine_is_named() -> None:
+    text = describe()
+    assert "cores" in text
+    for package in ("python", "torch", "prefect", "tinker", "tinker-cookbook"):
+        assert f"{package} " in text
+
+
+def test_help_names_every_benchmark_and_an_unknown_one_is_refused() -> None:
+    command = [sys.executable, "-m", "benchmarks"]
+    shown = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert all(name in shown for name in BENCHMARKS)
+    refused = subprocess.run([*command, "nothing"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "there is no benchmark 'nothing'" in refused.stderr
