@@ -12,6 +12,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from blocks.processes import local_prefect_server
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Ignored where the tests run in the background, and so in what they start, which is to be stopped by it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """One engine on the tiny model for the whole test run; each test opens its own session on it."""

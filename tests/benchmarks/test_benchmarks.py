@@ -41,10 +41,9 @@ def test_engine_vs_torch() -> None:
     check(engine_vs_torch.measure(repetitions=1, steps=1, with_smollm=False), "engine_vs_torch", 1)
 
 
-@pytest.mark.usefixtures("prefect_server")
-def test_flow_vs_cookbook() -> None:
-    rows = flow_vs_cookbook.measure(repetitions=1, steps=4)
-    check(rows, "flow_vs_cookbook", 2)
+def test_flow_vs_cookbook(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", prefect_server)
+    check(flow_vs_cookbook.measure(repetitions=1, steps=4), "flow_vs_cookbook", 2)
 
 
 def test_objective_cost() -> None:
