@@ -61,7 +61,7 @@ def run(flow: Flow[..., TrainResult], config: RunConfig) -> TrainResult:
     with _prefect_server():
         state = cast("State[TrainResult]", flow(config, return_state=True))
         assert state.state_details.flow_run_id is not None
-        wait_until_recorded(state.state_details.flow_run_id)
+        wait_until_recorded(state.state_details.flow_run_id, "report" if state.is_completed() else None)
         return state.result()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 import tinker
@@ -86,7 +87,7 @@ def test_weight_schedule_is_followed(finished: TrainResult) -> None:
 
 
 def test_each_step_is_task_runs(finished: TrainResult) -> None:
-    wait_until_recorded(finished.flow_run_id)
+    wait_until_recorded(UUID(finished.flow_run_id), "report")
     flow_run = FlowRunFilter(id=FlowRunFilterId.model_validate({"any_": [finished.flow_run_id]}))
     with get_client(sync_client=True) as client:
         runs = client.read_task_runs(flow_run_filter=flow_run, limit=200)
