@@ -96,7 +96,8 @@ def train(
             started = perf_counter()
             assert following is not None
             ahead = following
-            batch = ahead.batch.result()  # one batch is loaded at a time: a dataset has one place and one epoch
+            # Waited for before the next is loaded: a dataset has one place and one epoch.
+            batch = forward.batch if forward else ahead.batch.result()
             # Before the next batch is loaded: evaluators share its tokenizer, which is not to be used by two threads.
             metrics = _evaluate(run, evaluators, step) if is_due(step, config.eval_every) else {}
             following = load_ahead(source, objective, step + 1) if step + 1 < num_steps else None
