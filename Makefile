@@ -4,7 +4,7 @@ STEPS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test check bench format
+.PHONY: install demo test slow check bench format
 
 install: $(STAMP)
 
@@ -23,6 +23,9 @@ demo: install
 test: install
 	$(BIN)/python -m pytest --doctest-modules objectives engine blocks tasks flows examples benchmarks
 	$(BIN)/python -m pytest --durations=10
+
+slow: install
+	$(BIN)/python -m pytest -m slow --durations=10
 
 check: install
 	$(BIN)/ruff format --check .
