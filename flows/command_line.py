@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -20,7 +19,7 @@ from blocks.errors import TinkerFlowsError
 from blocks.processes import local_prefect_server, prefect_server_env
 from flows.config import RunConfig
 from flows.config_file import describe_fields, load_config
-from flows.recorded import wait_until_recorded
+from flows.recorded import deliver_events, wait_until_recorded
 from flows.result import TrainResult
 from objectives.errors import ObjectiveError
 from tasks.term_table import COLUMNS, cells, term_rows
@@ -58,9 +57,18 @@ def exit_with_a_sentence(action: Callable[[], None]) -> None:
 def run(flow: Flow[..., TrainResult], config: RunConfig) -> TrainResult:
     """Run a flow against the Prefect server in force, or one of its own for as long as it takes."""
     keep_prefect_off_the_terminal()
-    with _prefect_server():
+    try:
+        return flow(config) if PREFECT_API_URL.value() else _run_on_a_server_of_its_own(flow, config)
+    finally:
+        deliver_events()
+
+
+def _run_on_a_server_of_its_own(flow: Flow[..., TrainResult], config: RunConfig) -> TrainResult:
+    # Never Prefect's ephemeral server: it loses most task runs of a real run without a word.
+    with local_prefect_server() as url, temporary_settings({PREFECT_API_URL: url}):
         state = cast("State[TrainResult]", flow(config, return_state=True))
         assert state.state_details.flow_run_id is not None
+        deliver_events()
         wait_until_recorded(state.state_details.flow_run_id, "report" if state.is_completed() else None)
         return state.result()
 
@@ -108,13 +116,3 @@ def _mlflow_ui(result: TrainResult) -> str:
         return result.tracking_uri.rstrip("/") + page
     command = f"{sys.executable} -m mlflow ui --backend-store-uri {result.tracking_uri}"
     return f"{command}\n             then http://127.0.0.1:5000{page}"
-
-
-@contextlib.contextmanager
-def _prefect_server() -> Iterator[None]:
-    """Never Prefect's ephemeral server: it loses most task runs of a real run without a word."""
-    if PREFECT_API_URL.value():
-        yield
-        return
-    with local_prefect_server() as url, temporary_settings({PREFECT_API_URL: url}):
-        yield

@@ -1,7 +1,8 @@
-"""Task runs reach the Prefect server behind the run: wait for them before a temporary server is stopped."""
+"""Task runs reach the Prefect server behind the run: let them arrive before the run's process or its server goes."""
 
 from __future__ import annotations
 
+import queue
 import sys
 import time
 from uuid import UUID
@@ -16,6 +17,7 @@ from prefect.client.schemas.filters import (
     TaskRunFilterStateType,
 )
 from prefect.client.schemas.objects import TERMINAL_STATES, StateType
+from prefect.events.worker import EventsWorker
 
 
 def wait_until_recorded(flow_run_id: UUID, last_task: str | None, limit_s: float = 60.0) -> None:
@@ -33,9 +35,33 @@ def wait_until_recorded(flow_run_id: UUID, last_task: str | None, limit_s: float
     with get_client(sync_client=True) as client:
         while times_complete < 2:  # once may fall between the start and the end of a late batch of events
             found = client.read_task_runs(flow_run_filter=flow_run, task_run_filter=open_runs)
+            found = [run for run in found if run.state_name != "NotReady"]  # what it needed failed: it stays so
             arrived = not last_task or client.read_task_runs(flow_run_filter=flow_run, task_run_filter=last, limit=1)
             times_complete = times_complete + 1 if arrived and not found else 0
             if time.monotonic() > deadline:
-                print(f"The Prefect server has no end for {len(found)} or more task runs.", file=sys.stderr)
+                names = ", ".join(run.name for run in found[:3]) or f"a task run named {last_task}"
+                print(f"The Prefect server has no end for {names}.", file=sys.stderr)
                 return
             time.sleep(1.2)  # the server writes task runs in batches, once a second
+
+
+def deliver_events(limit_s: float = 20.0) -> None:
+    """Send what Prefect has not sent yet, for so long; then drop it and say so.
+
+    At exit Prefect itself waits without an end: for a server that is gone, eight seconds per event.
+    """
+    workers = [each for each in tuple(EventsWorker._instances.values()) if isinstance(each, EventsWorker)]
+    EventsWorker.drain_all(timeout=limit_s)
+    num_dropped = sum(_drop_waiting(each) for each in workers if each._done_event and not each._done_event.is_set())
+    if num_dropped:
+        print(f"The Prefect server did not take {num_dropped} events of this run: its UI lacks them.", file=sys.stderr)
+
+
+def _drop_waiting(worker: EventsWorker) -> int:
+    num_dropped = 0
+    while True:
+        try:
+            num_dropped += worker._queue.get_nowait() is not None
+        except queue.Empty:
+            worker._queue.put_nowait(None)  # what tells it to end
+            return num_dropped

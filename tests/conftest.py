@@ -10,6 +10,7 @@ from engine_process import EngineProcess, running_engine
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from blocks.processes import local_prefect_server
+from flows.recorded import deliver_events
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,3 +38,4 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.setenv("TINKER_FLOWS_HOME", str(tmp_path_factory.mktemp("prefect-home")))
         with local_prefect_server() as url, temporary_settings({PREFECT_API_URL: url}):
             yield url
+            deliver_events()
