@@ -17,7 +17,7 @@ from engine.compute.trainer import Trainer
 from engine.errors import RequestError
 from engine.service.futures import Answer, Futures
 from engine.service.ordered import OrderedQueue
-from engine.service.worker import Worker
+from engine.service.worker import Result, Worker
 from engine.wire.forward_backward import ForwardBackward, decode_datum, encode_output
 
 
@@ -91,7 +91,7 @@ class TrainingModel:
     async def load(self, path: str, with_optimizer: bool) -> Answer:
         checkpoint = self._shop.checkpoints.find(parse_path(path))
         trainer = self.trainer
-        await self._shop.worker.run(lambda: self._read_into(trainer, checkpoint, with_optimizer))
+        await self._run(lambda: self._read_into(trainer, checkpoint, with_optimizer))
         return self._loaded(path)
 
     async def forward_backward(self, request: ForwardBackward) -> Answer:
@@ -103,7 +103,7 @@ class TrainingModel:
             return encode_output(output.logprobs_D, {"loss:sum": output.loss_sum})
 
         try:
-            return Answer(await self._shop.worker.run(compute))
+            return Answer(await self._run(compute))
         except Exception as error:
             if not request.forward_only:
                 trainer.lose_batch(f"request {request.seq_id}: {error}")
@@ -111,7 +111,7 @@ class TrainingModel:
 
     async def optim_step(self, params: AdamParams) -> Answer:
         trainer = self.trainer
-        await self._shop.worker.run(lambda: trainer.optim_step(params))
+        await self._run(lambda: trainer.optim_step(params))
         return Answer.json({"metrics": {}})
 
     async def save(self, request: SaveRequest) -> Answer:
@@ -125,13 +125,13 @@ class TrainingModel:
                 files[OPTIMIZER] = trainer.optimizer_state()
             return self._shop.checkpoints.save(name, description, files, request.overwrite)
 
-        checkpoint = await self._shop.worker.run(write)
+        checkpoint = await self._run(write)
         return Answer.json({"path": checkpoint.name.path})
 
     async def snapshot(self) -> tuple[str, Adapter]:
         """The base model's name and a copy of the adapter as it is now."""
         trainer = self.trainer
-        return self._base_name, await self._shop.worker.run(trainer.snapshot)
+        return self._base_name, await self._run(trainer.snapshot)
 
     async def _start(self, base_name: str, make: Callable[[], Trainer], user_metadata: dict[str, str]) -> None:
         def make_and_note() -> Trainer:
@@ -140,8 +140,11 @@ class TrainingModel:
             self._shop.runs.save(run)
             return trainer
 
-        self._trainer = await self._shop.worker.run(make_and_note)
+        self._trainer = await self._run(make_and_note)
         self._base_name = base_name
+
+    async def _run(self, function: Callable[[], Result]) -> Result:
+        return await self._shop.worker.run(function, self.model_id)
 
     def _new_trainer(self, base: BaseModel, spec: LoraSpec) -> Trainer:
         return Trainer(base, spec, self._shop.micro_batch_tokens)
