@@ -1,4 +1,4 @@
-"""Losses of the service, as functions of target logprobs: the engine and the client run these same lines."""
+"""Weighted negative log-likelihood: the loss of supervised training, and the carrier of every linearized one."""
 
 from __future__ import annotations
 
