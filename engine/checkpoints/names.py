@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from engine.errors import NotThereError, RequestError
 
-Kind = Literal["weights", "sampler_weights"]
+Kind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -59,8 +59,8 @@ def parse_path(path: str) -> CheckpointName:
             if kind == known and _RUN.fullmatch(run) and _NAME.fullmatch(name):
                 return CheckpointName(run, known, name)
     raise RequestError(
-        f"{path!r} is no checkpoint path: use the one a save returned, tinker://<run>/weights/<name> "
-        "or tinker://<run>/sampler_weights/<name>."
+        f"{path!r} is no checkpoint path: use the one a save returned, tinker://<run>/<kind>/<name> "
+        f"with a kind of {', '.join(KINDS)}."
     )
 
 

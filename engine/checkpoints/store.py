@@ -10,73 +10,28 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from engine.checkpoints.checkpoint import ADAPTER, OPTIMIZER, Checkpoint, Description, StoredFile, expiry
 from engine.checkpoints.files import disk_errors, flush_folder, replace_json, write_durably
 from engine.checkpoints.names import KINDS, CheckpointName, run_folder
-from engine.compute.lora import LoraSpec
 from engine.errors import EngineError, NotThereError, RequestError
 
 log = logging.getLogger(__name__)
 
-ADAPTER = "adapter_model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """Size in bytes and SHA-256 of one file of a checkpoint."""
-
-    num_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """What is known of a checkpoint without reading its tensors.
-
-    Attributes:
-        name: its three-part name.
-        base_model: the model it adapts, by the name clients use.
-        lora: the adapter's shape.
-        folder: the folder beside its description that holds `files`.
-        files: `ADAPTER`, and `OPTIMIZER` unless it is for sampling only.
-    """
-
-    name: CheckpointName
-    base_model: str
-    lora: LoraSpec
-    folder: str
-    files: Mapping[str, StoredFile]
-    created_at: datetime
-    expires_at: datetime | None = None
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in self.files.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What a save is told about a checkpoint, besides its tensors."""
-
-    base_model: str
-    lora: LoraSpec
-    ttl_seconds: int | None = None
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
-
-
 _CHECKPOINT = TypeAdapter(Checkpoint)
+_CALLED = {OPTIMIZER: "optimizer state", ADAPTER: "readable weights"}
 
 
 class CheckpointStore:
@@ -84,25 +39,26 @@ class CheckpointStore:
 
     def __init__(self, state: Path) -> None:
         self._runs = state / "runs"
+        self._lock = threading.RLock()  # descriptions change on the compute thread and on those of REST requests
 
     def save(
         self,
         name: CheckpointName,
         description: Description,
-        files: Mapping[str, Mapping[str, Tensor]],
+        files: Mapping[str, bytes],
         overwrite: bool,
     ) -> Checkpoint:
-        """Write ``files`` (tensors by name, per file name) as the checkpoint ``name``.
+        """Write ``files`` as the checkpoint ``name``; the tensors among them as `pack` packs them.
 
         Raises:
-            RequestError: it exists and ``overwrite`` is off.
+            RequestError: it exists and ``overwrite`` is off, or its time to live is out of range.
             EngineError: the disk refused; the checkpoint that was there before still is.
         """
         target = self._description_path(name)
-        if target.exists() and not overwrite:
+        if not overwrite and target.exists() and not self._read(target).expired:
             raise RequestError(f"The checkpoint {name.path} exists: save under another name, or with overwrite=True.")
-        before = self._read(target) if target.exists() else None
         now = datetime.now(UTC)
+        expires_at = expiry(now, description.ttl_seconds)
         folder = f"{name.name}@{uuid.uuid4().hex}"
         with disk_errors(f"The checkpoint {name.path}"):
             try:
@@ -113,10 +69,12 @@ class CheckpointStore:
                     folder=folder,
                     files=_write_files(target.parent / folder, files),
                     created_at=now,
-                    expires_at=now + timedelta(seconds=description.ttl_seconds) if description.ttl_seconds else None,
+                    expires_at=expires_at,
                     user_metadata=description.user_metadata,
                 )
-                replace_json(target, _CHECKPOINT.dump_python(checkpoint, mode="json"))
+                with self._lock:
+                    before = self._read(target) if target.exists() else None
+                    replace_json(target, _CHECKPOINT.dump_python(checkpoint, mode="json"))
             except BaseException:
                 shutil.rmtree(target.parent / folder, ignore_errors=True)
                 raise
@@ -130,15 +88,15 @@ class CheckpointStore:
         Raises:
             NotThereError: there is no such checkpoint, or it has expired.
         """
-        path = self._description_path(name)
-        if not path.is_file():
+        try:
+            checkpoint = self._read(self._description_path(name))
+        except FileNotFoundError as error:
             raise NotThereError(
                 f"There is no checkpoint {name.path} in this engine's state folder: "
                 "check the path, and that the engine was started on the folder it was saved in."
-            )
-        checkpoint = self._read(path)
-        if checkpoint.expires_at is not None and checkpoint.expires_at < datetime.now(UTC):
-            self.delete(name)
+            ) from error
+        if checkpoint.expires_at is not None and checkpoint.expired:
+            self._remove(checkpoint)
             raise NotThereError(f"The checkpoint {name.path} expired on {checkpoint.expires_at:%Y-%m-%d %H:%M} UTC.")
         return checkpoint
 
@@ -152,10 +110,10 @@ class CheckpointStore:
         stored = checkpoint.files.get(file)
         if stored is None:
             raise RequestError(
-                f"The checkpoint {checkpoint.name.path} has no optimizer state: load it without, "
+                f"The checkpoint {checkpoint.name.path} has no {_CALLED.get(file, file)}: load it without, "
                 "or load one that save_state wrote."
             )
-        path = self._description_path(checkpoint.name).parent / checkpoint.folder / file
+        path = self.file_path(checkpoint, file)
         content = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(content).hexdigest() != stored.sha256:
             raise EngineError(
@@ -167,10 +125,30 @@ class CheckpointStore:
     def of_run(self, run: str) -> list[Checkpoint]:
         """The checkpoints of a training run, oldest first."""
         folder = self._runs / run_folder(run)
-        found = [checkpoint for kind in KINDS for checkpoint in self._readable(folder / kind)]
-        now = datetime.now(UTC)
-        living = [checkpoint for checkpoint in found if checkpoint.expires_at is None or checkpoint.expires_at > now]
+        living = []
+        for checkpoint in [checkpoint for kind in KINDS for checkpoint in self._readable(folder / kind)]:
+            if checkpoint.expired:
+                self._remove(checkpoint)
+            else:
+                living.append(checkpoint)
         return sorted(living, key=lambda checkpoint: checkpoint.created_at)
+
+    def set_ttl(self, name: CheckpointName, ttl_seconds: int | None) -> None:
+        """Let a checkpoint expire ``ttl_seconds`` from now, or never.
+
+        Raises:
+            NotThereError: there is none.
+            RequestError: less than a second, or more than ten years.
+        """
+        self._change(name, expires_at=expiry(datetime.now(UTC), ttl_seconds))
+
+    def set_public(self, name: CheckpointName, public: bool) -> None:
+        """Note whether a checkpoint is published.
+
+        Raises:
+            NotThereError: there is none.
+        """
+        self._change(name, public=public)
 
     def delete(self, name: CheckpointName) -> None:
         """Remove a checkpoint: first its description, so that it is never half there.
@@ -178,23 +156,37 @@ class CheckpointStore:
         Raises:
             NotThereError: there is none.
         """
-        path = self._description_path(name)
-        if not path.is_file():
-            raise NotThereError(f"There is no checkpoint {name.path} in this engine's state folder.")
-        folder = path.parent / self._read(path).folder
-        path.unlink()
-        shutil.rmtree(folder, ignore_errors=True)
+        self._remove(self.find(name))
+
+    def file_path(self, checkpoint: Checkpoint, file: str) -> Path:
+        """Where ``file``, one of ``checkpoint.files``, lies."""
+        return self._description_path(checkpoint.name).parent / checkpoint.folder / file
 
     def sweep(self) -> None:
-        """Remove what saves left behind that were killed half-way, an hour ago or more."""
+        """Remove what has expired, and what saves left behind that were killed half-way an hour ago or more."""
         for kind in KINDS:
             for kind_folder in self._runs.glob(f"*/{kind}"):
+                for checkpoint in self._readable(kind_folder):
+                    if checkpoint.expired:
+                        self._remove(checkpoint)
                 in_use = {checkpoint.folder for checkpoint in self._readable(kind_folder)}
                 damaged = len(in_use) < len(list(kind_folder.glob("[!.]*.json")))
                 for folder in kind_folder.glob("*@*/"):
                     stale = folder.name not in in_use and time.time() - folder.stat().st_mtime > 3600
                     if stale and not damaged:
                         shutil.rmtree(folder, ignore_errors=True)
+
+    def _change(self, name: CheckpointName, **changes: Any) -> None:
+        with self._lock, disk_errors(f"The description of {name.path}"):
+            changed = replace(self.find(name), **changes)
+            replace_json(self._description_path(name), _CHECKPOINT.dump_python(changed, mode="json"))
+
+    def _remove(self, checkpoint: Checkpoint) -> None:
+        path = self._description_path(checkpoint.name)
+        with self._lock:
+            if path.is_file() and self._read(path).folder == checkpoint.folder:
+                path.unlink()
+        shutil.rmtree(path.parent / checkpoint.folder, ignore_errors=True)
 
     def _description_path(self, name: CheckpointName) -> Path:
         return self._runs / run_folder(name.run) / name.kind / f"{name.name}.json"
@@ -203,6 +195,8 @@ class CheckpointStore:
         for path in kind_folder.glob("[!.]*.json"):
             try:
                 yield self._read(path)
+            except FileNotFoundError:
+                continue  # deleted meanwhile
             except EngineError as error:
                 log.warning("%s", error)
 
@@ -215,11 +209,13 @@ class CheckpointStore:
             ) from error
 
 
-def _write_files(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, StoredFile]:
+def pack(tensors: Mapping[str, Tensor]) -> bytes:
+    """Tensors as a safetensors file, which can hold nothing that runs."""
+    return safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, StoredFile]:
     folder.mkdir(parents=True)
-    stored = {}
-    for name, tensors in files.items():
-        content = safetensors.torch.save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
-        stored[name] = StoredFile(len(content), write_durably(folder / name, content))
+    stored = {name: StoredFile(len(content), write_durably(folder / name, content)) for name, content in files.items()}
     flush_folder(folder)
     return stored

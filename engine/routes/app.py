@@ -6,8 +6,11 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse
 
 from engine.errors import EngineError, NotThereError, RequestError
+from engine.routes.checkpoints import checkpoints_router
+from engine.routes.external import external_router
 from engine.routes.guard import Guard
 from engine.routes.models import models_router
+from engine.routes.not_offered import not_offered_router
 from engine.routes.runs import runs_router
 from engine.routes.sampling import sampling_router
 from engine.routes.service import service_router
@@ -35,6 +38,9 @@ def make_app(engine: Engine) -> FastAPI:
         training_router,
         sampling_router,
         runs_router,
+        checkpoints_router,
+        external_router,
     ):
         app.include_router(router(engine), prefix="/api/v1")
+    app.include_router(not_offered_router(), prefix="/api/v1")
     return app

@@ -50,6 +50,10 @@ def training_router(engine: Engine) -> APIRouter:
     async def save_weights(request: Request) -> dict[str, str]:
         return await queue(request, _save)
 
+    @router.post("/save_weights_external")
+    async def save_weights_external(request: Request) -> dict[str, str]:
+        return await queue(request, _save_external)
+
     @router.post("/save_weights_for_sampler")
     async def save_weights_for_sampler(request: Request) -> dict[str, str]:
         async def save(model: TrainingModel, content: dict[str, Any]) -> Answer:
@@ -81,3 +85,9 @@ async def _save(model: TrainingModel, content: dict[str, Any]) -> Answer:
     return await model.save(
         SaveRequest("weights", asked.path, asked.overwrite, asked.ttl_seconds, asked.user_metadata or {})
     )
+
+
+async def _save_external(model: TrainingModel, content: dict[str, Any]) -> Answer:
+    asked = parse(types.SaveWeightsExternalRequest, content)
+    recipients = asked.age_encryption_recipients or ()
+    return await model.save(SaveRequest("external_weights", asked.path, True, asked.ttl_seconds, {}, recipients))

@@ -13,6 +13,7 @@ from engine.checkpoints.store import CheckpointStore
 from engine.compute.base import BaseModel
 from engine.errors import NotThereError, RequestError
 from engine.service.futures import Futures
+from engine.service.links import Links
 from engine.service.samplers import Sampler, SamplingQueue
 from engine.service.settings import Settings
 from engine.service.training import TrainingModel, Workshop
@@ -48,6 +49,7 @@ class Engine:
         self.bases = bases
         self.futures = Futures()
         self.worker = Worker()
+        self.links = Links()
         self.checkpoints = CheckpointStore(settings.state)
         self.runs = RunStore(settings.state)
         self.checkpoints.sweep()

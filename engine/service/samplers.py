@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from engine.checkpoints.store import ADAPTER, Checkpoint, CheckpointStore
+from engine.checkpoints.checkpoint import ADAPTER, Checkpoint
+from engine.checkpoints.store import CheckpointStore
 from engine.compute.base import BaseModel
 from engine.compute.batches import micro_batches
 from engine.compute.lora import Adapter

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from tinker.types import AdamParams
 
+from engine.checkpoints.checkpoint import ADAPTER, OPTIMIZER, Checkpoint, Description
+from engine.checkpoints.external import external_files
 from engine.checkpoints.names import CheckpointName, Kind, check_name, parse_path
 from engine.checkpoints.runs import RunStore, TrainingRun
-from engine.checkpoints.store import ADAPTER, OPTIMIZER, Checkpoint, CheckpointStore, Description
+from engine.checkpoints.store import CheckpointStore, pack
 from engine.compute.base import BaseModel
 from engine.compute.lora import Adapter, LoraSpec
 from engine.compute.trainer import Trainer
@@ -35,13 +37,18 @@ class Workshop:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """A checkpoint to be written: which kind, under what name, and what to note in it."""
+    """A checkpoint to be written: which kind, under what name, and what to note in it.
+
+    Attributes:
+        recipients: whom external weights are encrypted to.
+    """
 
     kind: Kind
     name: str | None
     overwrite: bool
     ttl_seconds: int | None
     user_metadata: dict[str, str]
+    recipients: Sequence[str] = ()
 
 
 class TrainingModel:
@@ -120,13 +127,10 @@ class TrainingModel:
         description = Description(self._base_name, trainer.adapter.spec, request.ttl_seconds, request.user_metadata)
 
         def write() -> Checkpoint:
-            files = {ADAPTER: trainer.weights()}
-            if request.kind == "weights":
-                files[OPTIMIZER] = trainer.optimizer_state()
-            return self._shop.checkpoints.save(name, description, files, request.overwrite)
+            return self._shop.checkpoints.save(name, description, self._files(trainer, request), request.overwrite)
 
         checkpoint = await self._run(write)
-        return Answer.json({"path": checkpoint.name.path})
+        return Answer.json({"path": checkpoint.name.path, "size_bytes": checkpoint.num_bytes})
 
     async def snapshot(self) -> tuple[str, Adapter]:
         """The base model's name and a copy of the adapter as it is now."""
@@ -148,6 +152,14 @@ class TrainingModel:
 
     def _new_trainer(self, base: BaseModel, spec: LoraSpec) -> Trainer:
         return Trainer(base, spec, self._shop.micro_batch_tokens)
+
+    def _files(self, trainer: Trainer, request: SaveRequest) -> dict[str, bytes]:
+        if request.kind == "external_weights":
+            return external_files(trainer.weights(), trainer.adapter.spec, self._base_name, request.recipients)
+        files = {ADAPTER: pack(trainer.weights())}
+        if request.kind == "weights":
+            files[OPTIMIZER] = pack(trainer.optimizer_state())
+        return files
 
     def _read_into(self, trainer: Trainer, checkpoint: Checkpoint, with_optimizer: bool) -> None:
         store = self._shop.checkpoints
