@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,12 +17,12 @@ class Datum:
     Attributes:
         tokens_T: int64 ``(T,)``: the model's input.
         targets: int64 ``(T,)`` or ``(T, K)``: the token, or the K tokens, scored at each position.
-        weights: float32, shaped as `targets`: each target's weight in the loss.
+        inputs: what the loss reads beside, by the names of ``loss_fn_inputs``.
     """
 
     tokens_T: Tensor
     targets: Tensor
-    weights: Tensor
+    inputs: Mapping[str, Tensor]
 
 
 def check_datum(datum: Datum, index: int, vocab_size: int, max_context: int) -> None:
@@ -40,13 +41,6 @@ def check_datum(datum: Datum, index: int, vocab_size: int, max_context: int) -> 
             f"Datum {index} has {num_tokens} input tokens and target_tokens of shape {shape}: "
             f"send one target per input token, shape ({num_tokens},) or ({num_tokens}, K)."
         )
-    if datum.weights.shape != datum.targets.shape:
-        raise RequestError(
-            f"Datum {index} has weights of shape {tuple(datum.weights.shape)} for target_tokens of shape "
-            f"{shape}: send one weight per target."
-        )
-    if not bool(datum.weights.isfinite().all()):
-        raise RequestError(f"Datum {index} has a weight that is not finite: check the loss that made it.")
     for name, tokens in (("model_input", datum.tokens_T), ("target_tokens", datum.targets)):
         check_tokens(tokens, f"{name} of datum {index}", vocab_size)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ from engine.compute.batches import micro_batches, pad_right
 from engine.compute.datum import Datum
 from engine.compute.logprobs import target_logprobs
 from engine.compute.lora import Adapter
+from engine.compute.loss import Loss, LossValue
 from engine.errors import RequestError
-from objectives.losses import cross_entropy
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross_entropy": cross_entropy}
+_REDUCTIONS = {"sum": sum, "max": max, "mean": fmean}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,71 +26,79 @@ class LossOutput:
 
     Attributes:
         logprobs_D: per datum, shaped as its targets, float32 on the CPU, nats.
-        loss_sum: the loss summed over all targets, nats.
+        metrics: by ``name:reduction``; ``loss:sum``, the loss of the whole batch, is always there.
     """
 
     logprobs_D: list[Tensor]
-    loss_sum: float
-
-
-def find_loss(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss function called ``name``.
-
-    Raises:
-        RequestError: this engine does not offer it.
-    """
-    if name not in LOSSES:
-        raise RequestError(f"The loss function {name!r} is not offered by this engine; it offers {', '.join(LOSSES)}.")
-    return LOSSES[name]
+    metrics: Mapping[str, float]
 
 
 def run_loss(
-    base: BaseModel, adapter: Adapter, data_D: Sequence[Datum], loss_fn: str, max_tokens: int, backward: bool
+    base: BaseModel, adapter: Adapter, data_D: Sequence[Datum], loss: Loss, max_tokens: int, backward: bool
 ) -> LossOutput:
     """Compute the loss of ``data_D``; with ``backward``, add its gradient to the adapter's.
 
-    The sequences are computed in micro-batches of like length. Each is a sum, so the result does not depend
-    on how they were cut, beyond rounding; the same call gives the same bits.
+    The sequences are computed in micro-batches of like length, none of them cut. A loss is a sum over sequences,
+    so the result does not depend on how they were grouped, beyond rounding; the same call gives the same bits.
 
     Args:
+        data_D: as `Loss.prepare` returned them.
         max_tokens: of one micro-batch, padding included.
 
     Raises:
-        RequestError: an unknown loss, or a loss or gradient that is not finite.
+        RequestError: a loss or a gradient that is not finite.
     """
-    loss = find_loss(loss_fn)
     logprobs_D: list[Tensor] = [torch.empty(0)] * len(data_D)
+    metrics_D: list[Mapping[str, float]] = [{}] * len(data_D)
     loss_sum = 0.0
     with base.using(adapter):
         for group in micro_batches([len(datum.tokens_T) for datum in data_D], max_tokens):
             data_B = [data_D[index] for index in group]
-            weights_M = torch.cat([datum.weights.flatten() for datum in data_B])
-            trains = backward and bool(weights_M.any())
+            trained_M = torch.cat([loss.trained(datum).flatten() for datum in data_B])
+            trains = backward and bool(trained_M.any())
             with torch.set_grad_enabled(trains):
-                logprobs_M = _logprobs(base, data_B)
-                value = loss(logprobs_M, weights_M.to(base.device))
-            if not bool(value.isfinite()):
-                raise RequestError(f"The loss is {value.item()}: check the weights, or lower the learning rate.")
-            loss_sum += value.item()
-            if trains:
-                value.backward()
+                logprobs_M = _logprobs(base, data_B, trained_M)
+            value = _apply(loss, logprobs_M, data_B, trains)
+            loss_sum += value.total.item()
             flat_B = logprobs_M.detach().cpu().split([datum.targets.numel() for datum in data_B])
-            for index, datum, flat in zip(group, data_B, flat_B, strict=True):
+            for index, datum, flat, metrics in zip(group, data_B, flat_B, value.metrics_B, strict=True):
                 logprobs_D[index] = flat.reshape(datum.targets.shape)
-    return LossOutput(logprobs_D, loss_sum)
+                metrics_D[index] = metrics
+    return LossOutput(logprobs_D, {**_reduce(metrics_D), "loss:sum": loss_sum})
 
 
-def _logprobs(base: BaseModel, data_B: Sequence[Datum]) -> Tensor:
+def _apply(loss: Loss, logprobs_M: Tensor, data_B: Sequence[Datum], trains: bool) -> LossValue:
+    """The loss of a micro-batch; its gradient by the logprobs is looked at before it goes on into the adapter."""
+    leaf_M = logprobs_M.detach().requires_grad_(trains)
+    with torch.set_grad_enabled(trains):
+        value = loss.compute(leaf_M, data_B)
+    if not bool(value.total.isfinite()):
+        raise RequestError(f"The loss is {value.total.item()}: check its inputs, or lower the learning rate.")
+    if trains:
+        (gradient_M,) = torch.autograd.grad(value.total, leaf_M)
+        if not bool(gradient_M.isfinite().all()):
+            raise RequestError(
+                "The gradient of the loss by the logprobs is not finite, though the loss is: clamp what it divides by "
+                "or takes the root or logarithm of."
+            )
+        logprobs_M.backward(gradient_M)
+    return value
+
+
+def _reduce(metrics_D: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: _REDUCTIONS[key.partition(":")[2]]([each[key] for each in metrics_D]) for key in metrics_D[0]}
+
+
+def _logprobs(base: BaseModel, data_B: Sequence[Datum], trained_M: Tensor) -> Tensor:
     """Logprobs ``(M,)`` of all targets of a micro-batch, datum by datum.
 
-    Targets of weight 0 take no part in the gradient: their rows' logits are dropped at once.
+    Targets that are not trained take no part in the gradient: their rows' logits are dropped at once.
     """
     tokens_BT, real_N = pad_right([datum.tokens_T for datum in data_B])
     hidden_NH = base.hidden(tokens_BT.to(base.device)).flatten(0, 1)[real_N.to(base.device)]
     targets_M = torch.cat([datum.targets.flatten() for datum in data_B])
     width_N = torch.cat([torch.full((len(d.targets),), d.targets[0].numel()) for d in data_B])
     rows_M = torch.repeat_interleave(torch.arange(len(width_N)), width_N)
-    trained_M = torch.cat([datum.weights.flatten() for datum in data_B]) != 0
     trained_N = torch.zeros(len(width_N), dtype=torch.bool)
     trained_N[rows_M[trained_M]] = True
     logprobs_M = torch.empty(len(targets_M), device=base.device)

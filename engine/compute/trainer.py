@@ -11,8 +11,9 @@ from torch import Tensor
 from engine.compute.base import BaseModel
 from engine.compute.datum import Datum, check_datum
 from engine.compute.lora import Adapter, Factors, LoraSpec
+from engine.compute.loss import Loss
 from engine.compute.optimizer import Optimizer
-from engine.compute.train import LossOutput, find_loss, run_loss
+from engine.compute.train import LossOutput, run_loss
 from engine.errors import EngineError, RequestError
 
 _PEFT_PREFIX = "base_model.model."
@@ -33,18 +34,18 @@ class Trainer:
         self._micro_batch_tokens = micro_batch_tokens
         self._lost_batch: str | None = None
 
-    def forward_backward(self, data_D: Sequence[Datum], loss_fn: str, forward_only: bool) -> LossOutput:
+    def forward_backward(self, data_D: Sequence[Datum], loss: Loss, forward_only: bool) -> LossOutput:
         """Logprobs and loss of a batch; adds its gradient unless ``forward_only``.
 
         Raises:
-            RequestError: a datum the model cannot take, or a loss that is not offered.
+            RequestError: a datum that the model or the loss cannot take.
         """
         if not data_D:
             raise RequestError("The batch is empty: send at least one datum.")
-        find_loss(loss_fn)
         for index, datum in enumerate(data_D):
             check_datum(datum, index, self.base.loaded.vocab_size, self.base.loaded.max_context)
-        return run_loss(self.base, self.adapter, data_D, loss_fn, self._micro_batch_tokens, backward=not forward_only)
+        data_D = [loss.prepare(datum, index) for index, datum in enumerate(data_D)]
+        return run_loss(self.base, self.adapter, data_D, loss, self._micro_batch_tokens, backward=not forward_only)
 
     def lose_batch(self, reason: str) -> None:
         """Note that the gradient gathered so far lacks a part."""

@@ -11,6 +11,7 @@ from engine.checkpoints.names import parse_path
 from engine.checkpoints.runs import RunStore
 from engine.checkpoints.store import CheckpointStore
 from engine.compute.base import BaseModel
+from engine.compute.loss import Loss, bind_loss
 from engine.errors import NotThereError, RequestError
 from engine.service.futures import Futures
 from engine.service.links import Links
@@ -18,6 +19,7 @@ from engine.service.samplers import Sampler, SamplingQueue
 from engine.service.settings import Settings
 from engine.service.training import TrainingModel, Workshop
 from engine.service.worker import Worker
+from engine.wire.forward_backward import ForwardBackward
 
 SILENCE_S = 600.0  # a client that was not heard of for so long is gone
 
@@ -58,6 +60,7 @@ class Engine:
         self._sampling = {id(base): SamplingQueue(base, self.worker, self.futures) for base in bases.values()}
         self._shop = Workshop(
             find_base=self.base,
+            find_loss=self._find_loss,
             worker=self.worker,
             futures=self.futures,
             checkpoints=self.checkpoints,
@@ -78,6 +81,10 @@ class Engine:
                 "ask for one of these, or start the engine with --model."
             )
         return base
+
+    def _find_loss(self, model_id: str, request: ForwardBackward) -> Loss:
+        """The loss that a request names."""
+        return bind_loss(request.loss_fn, request.config)
 
     def open_session(self, user_metadata: dict[str, str], display_name: str | None) -> Session:
         self._close_silent_sessions()

@@ -15,6 +15,7 @@ from engine.checkpoints.runs import RunStore, TrainingRun
 from engine.checkpoints.store import CheckpointStore, pack
 from engine.compute.base import BaseModel
 from engine.compute.lora import Adapter, LoraSpec
+from engine.compute.loss import Loss
 from engine.compute.trainer import Trainer
 from engine.errors import RequestError
 from engine.service.futures import Answer, Futures
@@ -28,6 +29,7 @@ class Workshop:
     """What all models share."""
 
     find_base: Callable[[str], BaseModel]
+    find_loss: Callable[[str, ForwardBackward], Loss]
     worker: Worker
     futures: Futures
     checkpoints: CheckpointStore
@@ -105,9 +107,10 @@ class TrainingModel:
         trainer = self.trainer
 
         def compute() -> bytes:
-            data_D = [decode_datum(message, index) for index, message in enumerate(request.data)]
-            output = trainer.forward_backward(data_D, request.loss_fn, request.forward_only)
-            return encode_output(output.logprobs_D, {"loss:sum": output.loss_sum})
+            loss = self._shop.find_loss(self.model_id, request)
+            data_D = [decode_datum(message, index, loss.inputs) for index, message in enumerate(request.data)]
+            output = trainer.forward_backward(data_D, loss, request.forward_only)
+            return encode_output(output.logprobs_D, output.metrics)
 
         try:
             return Answer(await self._run(compute))

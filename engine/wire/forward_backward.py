@@ -24,12 +24,14 @@ class ForwardBackward:
     """A decoded request whose datums are not looked at yet, so that a bad one fails its own future only.
 
     Attributes:
+        config: the loss's parameters.
         digest: 16 bytes that equal requests share, however they were encoded.
     """
 
     model_id: str
     seq_id: int
     loss_fn: str
+    config: Mapping[str, float | str]
     forward_only: bool
     data: Sequence[pb.Datum]
     digest: bytes
@@ -52,32 +54,32 @@ def decode_request(body: bytes) -> ForwardBackward:
         model_id=message.model_id,
         seq_id=message.seq_id,
         loss_fn=message.loss_fn,
+        config=_config(message),
         forward_only=message.forward_only,
         data=message.data,
         digest=blake2b(message.SerializeToString(deterministic=True), digest_size=16).digest(),
     )
 
 
-def decode_datum(message: pb.Datum, index: int) -> Datum:
-    """One datum of a cross_entropy request; weights that are not given are 1.
+def decode_datum(message: pb.Datum, index: int, inputs: Sequence[str]) -> Datum:
+    """One datum, with those of its ``loss_fn_inputs`` that the loss reads.
 
     Raises:
         RequestError: an image or audio chunk, or a tensor that cannot be read.
     """
     where = f"Datum {index}"
-    inputs = message.loss_fn_inputs
-    if "target_tokens" not in inputs:
-        raise RequestError(f"{where} has no target_tokens in loss_fn_inputs, it has {sorted(inputs)}.")
-    targets = decode_tensor(inputs["target_tokens"], f"target_tokens of datum {index}")
+    sent = message.loss_fn_inputs
+    if "target_tokens" not in sent:
+        raise RequestError(f"{where} has no target_tokens in loss_fn_inputs, it has {sorted(sent)}.")
+    targets = decode_tensor(sent["target_tokens"], f"target_tokens of datum {index}")
     if not np.issubdtype(targets.dtype, np.integer):
         raise RequestError(f"target_tokens of datum {index} are {targets.dtype}; send int64.")
-    weights: NDArray[np.generic] = np.ones(targets.shape, np.float32)
-    if "weights" in inputs:
-        weights = decode_tensor(inputs["weights"], f"weights of datum {index}")
     return Datum(
         tokens_T=_int64(decode_tokens(message.model_input, where)),
         targets=_int64(targets),
-        weights=torch.from_numpy(weights.astype(np.float32)),
+        inputs={
+            name: _tensor(decode_tensor(sent[name], f"{name} of datum {index}")) for name in inputs if name in sent
+        },
     )
 
 
@@ -115,6 +117,20 @@ def encode_output(logprobs_D: Sequence[Tensor], metrics: Mapping[str, float]) ->
         field.data = b"".join(array.tobytes() for array in arrays)
         field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64).tobytes()
     return output.SerializeToString()
+
+
+def _config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+    """The parameters: the legacy map holds numbers only, and of a client that knows no other."""
+    if message.loss_fn_config_v2:
+        return {
+            name: value.text if value.WhichOneof("value") == "text" else value.number
+            for name, value in message.loss_fn_config_v2.items()
+        }
+    return dict(message.loss_fn_config)
+
+
+def _tensor(array: NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(array.copy())
 
 
 def _int64(array: NDArray[np.generic]) -> Tensor:

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from engine.compute.base import BaseModel
 from engine.compute.datum import Datum
 from engine.compute.lora import Adapter, Factors, LoraSpec
+from engine.compute.loss import bind_loss
 from engine.compute.train import run_loss
 from engine.models import load_model
 
 WIDE = 10**6
+CROSS_ENTROPY = bind_loss("cross_entropy", {})
 
 
 def random_datum(length: int, width: int | None, generator: torch.Generator) -> Datum:
@@ -24,7 +26,7 @@ def random_datum(length: int, width: int | None, generator: torch.Generator) -> 
     return Datum(
         tokens_T=torch.randint(0, 256, (length,), generator=generator),
         targets=torch.randint(0, 256, shape, generator=generator),
-        weights=weights.where(torch.rand(shape, generator=generator) < 0.6, 0.0),
+        inputs={"weights": weights.where(torch.rand(shape, generator=generator) < 0.6, 0.0)},
     )
 
 
@@ -53,7 +55,7 @@ def plain_pass(base: BaseModel, adapter: Adapter, data: list[Datum]) -> tuple[li
             logits_TV = logits_TV + adapter.scale * hidden_TH @ a.t() @ b.t()
         targets_TK = datum.targets.reshape(len(datum.targets), -1)
         logprobs = logits_TV.log_softmax(-1).gather(1, targets_TK).reshape(datum.targets.shape)
-        loss = -(logprobs * datum.weights).sum()
+        loss = -(logprobs * datum.inputs["weights"]).sum()
         loss.backward()
         total += loss.item()
         logprobs_D.append(logprobs.detach())
@@ -81,9 +83,9 @@ def test_gradients_and_logprobs_are_those_of_plain_autograd(
     data = [random_datum(length, width, generator) for length, width in shapes]
     expected, total = plain_pass(base, adapter, data)
     expected_gradients = gradients(adapter)
-    output = run_loss(base, adapter, data, "cross_entropy", max_tokens, backward=True)
+    output = run_loss(base, adapter, data, CROSS_ENTROPY, max_tokens, backward=True)
     torch.testing.assert_close(output.logprobs_D, expected, atol=1e-5, rtol=1e-5)
-    assert output.loss_sum == pytest.approx(total, rel=1e-4, abs=1e-4)
+    assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-4, abs=1e-4)
     found = gradients(adapter)
     for name, parameter in adapter.named_parameters():
         zero = torch.zeros_like(parameter)
@@ -96,9 +98,9 @@ def test_the_same_batch_gives_the_same_bits(base: BaseModel) -> None:
     adapter = stirred(base, LoraSpec(4, 0))
     generator = torch.Generator().manual_seed(0)
     data = [random_datum(length, None, generator) for length in (5, 40, 17, 17, 3)]
-    first = run_loss(base, adapter, data, "cross_entropy", 64, backward=True).logprobs_D
+    first = run_loss(base, adapter, data, CROSS_ENTROPY, 64, backward=True).logprobs_D
     first_gradients = gradients(adapter)
-    second = run_loss(base, adapter, data, "cross_entropy", 64, backward=True).logprobs_D
+    second = run_loss(base, adapter, data, CROSS_ENTROPY, 64, backward=True).logprobs_D
     torch.testing.assert_close(second, first, atol=0, rtol=0)
     torch.testing.assert_close(gradients(adapter), first_gradients, atol=0, rtol=0)
 
@@ -106,9 +108,9 @@ def test_the_same_batch_gives_the_same_bits(base: BaseModel) -> None:
 def test_a_forward_leaves_no_gradient(base: BaseModel) -> None:
     adapter = stirred(base, LoraSpec(4, 0))
     data = [random_datum(9, None, torch.Generator().manual_seed(0))]
-    forward = run_loss(base, adapter, data, "cross_entropy", WIDE, backward=False)
+    forward = run_loss(base, adapter, data, CROSS_ENTROPY, WIDE, backward=False)
     assert not gradients(adapter)
-    backward = run_loss(base, adapter, data, "cross_entropy", WIDE, backward=True)
+    backward = run_loss(base, adapter, data, CROSS_ENTROPY, WIDE, backward=True)
     torch.testing.assert_close(forward.logprobs_D, backward.logprobs_D)
 
 
@@ -118,8 +120,8 @@ def test_half_precision_stays_close(base: BaseModel, tiny_path: Path, dtype: str
     spec = LoraSpec(4, 0)
     generator = torch.Generator().manual_seed(0)
     data = [random_datum(12, None, generator) for _ in range(3)]
-    exact = run_loss(base, stirred(base, spec), data, "cross_entropy", WIDE, backward=True)
+    exact = run_loss(base, stirred(base, spec), data, CROSS_ENTROPY, WIDE, backward=True)
     adapter = stirred(half, spec)
-    rounded = run_loss(half, adapter, data, "cross_entropy", WIDE, backward=True)
+    rounded = run_loss(half, adapter, data, CROSS_ENTROPY, WIDE, backward=True)
     assert all(gradient.dtype == torch.float32 for gradient in gradients(adapter).values())
     torch.testing.assert_close(rounded.logprobs_D, exact.logprobs_D, atol=0.15, rtol=0.05)

@@ -114,8 +114,8 @@ IDS = np.array([1, 2, 3])
         (broken([1, 2, 999], IDS, ONES), "model_input of datum 1 holds the token id 999"),
         (broken([1, 2, 3], np.array([1, -2, 3]), ONES), "target_tokens of datum 1 holds the token id -2"),
         (broken([1, 2, 3, 4], IDS, ONES), "Datum 1 has 4 input tokens and target_tokens of shape (3,)"),
-        (broken([1, 2, 3], IDS, ONES[:2]), "Datum 1 has weights of shape (2,)"),
-        (broken([1, 2, 3], IDS, ONES * np.nan), "Datum 1 has a weight that is not finite"),
+        (broken([1, 2, 3], IDS, ONES[:2]), "weights of datum 1 has the shape (2,), but target_tokens have (3,)"),
+        (broken([1, 2, 3], IDS, ONES * np.nan), "weights of datum 1 has a number that is not finite"),
         (broken([], IDS[:0], ONES[:0]), "Datum 1 has no tokens"),
         (broken([7] * 4097, np.full(4097, 7), np.ones(4097, np.float32)), "the model's context is 4096"),
         (types.Datum(types.ModelInput.from_ints([1])), "Datum 1 has no target_tokens"),
@@ -139,8 +139,10 @@ def test_a_bad_datum_is_named_and_the_client_goes_on(
 
 def test_what_is_not_offered_is_named(service: tinker.ServiceClient, trainer: tinker.TrainingClient) -> None:
     datum = broken([1, 2, 3], IDS, ONES)
-    with pytest.raises(tinker.RequestFailedError, match=r"'importance_sampling' is not offered .* cross_entropy"):
-        trainer.forward_backward([datum], "importance_sampling").result()
+    with pytest.raises(
+        tinker.RequestFailedError, match=r"The loss 'grpo' is unknown: it is one of cross_entropy, .*ppo"
+    ):
+        trainer.forward_backward([datum], "grpo").result()  # pyright: ignore[reportArgumentType]
     with pytest.raises(tinker.RequestFailedError, match=r"does not serve the model .gpt-7.; it serves tiny"):
         service.create_lora_training_client(base_model="gpt-7").result()
     with pytest.raises(tinker.RequestFailedError, match="The LoRA rank is 0"):

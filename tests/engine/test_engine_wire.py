@@ -50,10 +50,11 @@ def test_requests_arrive_as_they_were_sent(shapes: list[tuple[int, int | None]],
     assert first.digest == second.digest
     assert (first.model_id, first.seq_id, first.loss_fn) == ("model", 3, "cross_entropy")
     for index, ((tokens, targets, weights), message) in enumerate(zip(sent, first.data, strict=True)):
-        datum = decode_datum(message, index)
+        datum = decode_datum(message, index, ("weights", "advantages"))
         assert torch.equal(datum.tokens_T, tokens)
         assert torch.equal(datum.targets, targets)
-        assert torch.equal(datum.weights, weights)
+        assert datum.inputs.keys() == {"weights"}
+        assert torch.equal(datum.inputs["weights"], weights)
 
 
 @settings(deadline=None)
