@@ -56,6 +56,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", help="a torch device (default: cpu)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "autocast-bf16"))
     parser.add_argument("--threads", type=int, help="of torch (default: torch's own choice)")
+    parser.add_argument(
+        "--retrieve-futures", action="store_true", help="one waiting request per sampling client, not per sample"
+    )
     parser.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input is closed")
     return parser
 
@@ -82,6 +85,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         dtype=options.dtype,
         threads=options.threads,
         api_key=key,
+        retrieve_futures=options.retrieve_futures,
     )
 
 

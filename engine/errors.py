@@ -19,5 +19,9 @@ class RequestError(EngineError):
     category: Category = "user"
 
 
+class BusyError(EngineError):
+    """More requests wait than the engine keeps: the same request is welcome a little later."""
+
+
 class NotThereError(RequestError):
     """The request names a model, session, sampler or checkpoint that this engine does not have."""

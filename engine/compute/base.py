@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from engine.compute.lora import Adapter, LoraSpec, Slot, new_adapter, wrap_linears
+from engine.compute.lora import Adapter, LoraSpec, Share, Slot, new_adapter, wrap_linears
+from engine.compute.slots import attend_slots
 from engine.models import LoadedModel, ModelError
 
 HEAD = "lm_head"
@@ -27,6 +28,7 @@ class BaseModel:
         if not isinstance(head, nn.Linear):
             raise ModelError(f"{loaded.name} has no linear output head, which this engine needs: use another model.")
         _refuse_rescaled_logits(loaded)
+        attend_slots(loaded.model)
         self._head = head
         self._slot = Slot()
         self.decoder = loaded.model.get_decoder()
@@ -46,7 +48,13 @@ class BaseModel:
     @contextmanager
     def using(self, adapter: Adapter | None) -> Iterator[None]:
         """Run what is inside under ``adapter``; None is the base model itself."""
-        with self._slot.holding(adapter), self.loaded.autocast():
+        with self.sharing([] if adapter is None else [Share(adapter, None)]):
+            yield
+
+    @contextmanager
+    def sharing(self, shares: Sequence[Share]) -> Iterator[None]:
+        """Run what is inside with each share's rows, by the first dimension, under its adapter; no gradients."""
+        with self._slot.holding(shares), self.loaded.autocast():
             yield
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
@@ -59,8 +67,16 @@ class BaseModel:
 
     def head_lora(self) -> tuple[Adapter, str] | None:
         """The adapter in use and the head's name in it, where it adapts the head."""
-        adapter = self._slot.adapter
-        return (adapter, HEAD) if adapter is not None and HEAD in adapter.factors else None
+        for adapter, _ in self._slot.shares:
+            if HEAD in adapter.factors:
+                return (adapter, HEAD)
+        return None
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """The logits ``(R, V)`` in float32: for sampling, where all of them are needed."""
+        # In the dtype of the hidden states: autocast would round them to three digits.
+        with torch.autocast(self.device.type, enabled=False):
+            return self._slot.add_to(self._head(hidden_RH), hidden_RH, HEAD).float()
 
 
 def _refuse_rescaled_logits(loaded: LoadedModel) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.compute.lora import Adapter, lora_product
+from engine.compute.lora import Adapter
 
 CHUNK_ELEMENTS = 2**24  # logits at a time, 64 MiB in float32: smaller chunks read the head from memory too often
 
@@ -42,16 +42,6 @@ def target_logprobs(
             b_Vr = factors.b
         logprobs_M: Any = _TargetLogprobs.apply(hidden_NH, down_Nr, b_Vr, asked)
         return logprobs_M
-
-
-def logits(hidden_NH: Tensor, head: nn.Linear, head_lora: tuple[Adapter, str] | None) -> Tensor:
-    """The logits ``(N, V)`` in float32: for sampling, where all of them are needed."""
-    with _full_precision(hidden_NH):
-        logits_NV = head(hidden_NH)
-        if head_lora is not None:
-            adapter, name = head_lora
-            logits_NV = logits_NV + lora_product(hidden_NH, adapter.factors[name], adapter.scale)
-        return logits_NV.float()
 
 
 def _full_precision(hidden_NH: Tensor) -> torch.autocast:

@@ -8,7 +8,7 @@ reach another's, and an adapter is gone when its mapping is. On disk the factors
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -41,7 +41,7 @@ class LoraSpec:
     train_unembed: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
     """One LoRA adapter: its shape and its factors per module name."""
 
@@ -59,23 +59,41 @@ class Adapter:
             yield f"{module}.lora_B.weight", self.factors[module].b
 
 
+class Share(NamedTuple):
+    """Rows of a batch that are computed under one adapter; `rows_S` are their int64 indices, None for all of them."""
+
+    adapter: Adapter
+    rows_S: Tensor | None
+
+
 class Slot:
-    """The adapter in use on one base model; None is the base model itself."""
+    """The adapters in use on one base model, each with its rows; rows of none are the base model itself."""
 
     def __init__(self) -> None:
-        self.adapter: Adapter | None = None
+        self.shares: Sequence[Share] = ()
 
     @contextmanager
-    def holding(self, adapter: Adapter | None) -> Iterator[None]:
-        before, self.adapter = self.adapter, adapter
+    def holding(self, shares: Sequence[Share]) -> Iterator[None]:
+        before, self.shares = self.shares, shares
         try:
             yield
         finally:
-            self.adapter = before
+            self.shares = before
+
+    def add_to(self, y: Tensor, x: Tensor, name: str) -> Tensor:
+        """``y`` and what the adapters make of ``x`` in the module ``name``; some rows only are added in place."""
+        for adapter, rows_S in self.shares:
+            if (factors := adapter.factors.get(name)) is None:
+                continue
+            if rows_S is None:
+                y = y + lora_product(x, factors, adapter.scale)
+            else:
+                y.index_add_(0, rows_S, lora_product(x[rows_S], factors, adapter.scale).to(y.dtype))
+        return y
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer plus whatever the slot's adapter has for it."""
+    """A frozen linear layer plus whatever the slot's adapters have for it."""
 
     def __init__(self, base: nn.Linear, name: str, slot: Slot) -> None:
         super().__init__()
@@ -84,12 +102,7 @@ class LoraLinear(nn.Module):
         self._slot = slot
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.base(x)
-        adapter = self._slot.adapter
-        factors = adapter.factors.get(self._name) if adapter is not None else None
-        if adapter is None or factors is None:
-            return y
-        return y + lora_product(x, factors, adapter.scale)
+        return self._slot.add_to(self.base(x), x, self._name)
 
 
 def lora_product(x: Tensor, factors: Factors, scale: float) -> Tensor:

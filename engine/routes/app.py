@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse
 
-from engine.errors import EngineError, NotThereError, RequestError
+from engine.errors import BusyError, EngineError, NotThereError, RequestError
 from engine.routes.checkpoints import checkpoints_router
 from engine.routes.external import external_router
 from engine.routes.guard import Guard
@@ -18,7 +18,7 @@ from engine.routes.sessions import sessions_router
 from engine.routes.training import training_router
 from engine.service.engine import Engine
 
-_STATUS = {NotThereError: 404, RequestError: 422}
+_STATUS = {BusyError: 429, NotThereError: 404, RequestError: 422}
 
 
 def make_app(engine: Engine) -> FastAPI:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,16 +9,17 @@ from tinker import types
 
 from engine.errors import RequestError
 from engine.routes.body import digest, parse, read_json
+from engine.routes.service import LONG_POLL_S
+from engine.service.completions import Completion
 from engine.service.engine import Engine
 from engine.service.futures import Answer
 from engine.service.samplers import Sampler
-from engine.wire.sample import decode_job
+from engine.wire.sample import decode_job, encode_result
 
 
 def sampling_router(engine: Engine) -> APIRouter:
     router = APIRouter()
     limit = engine.settings.max_body_bytes
-    running: set[asyncio.Task[None]] = set()
 
     @router.post("/create_sampling_session")
     async def create_sampling_session(request: Request) -> dict[str, str]:
@@ -53,19 +53,43 @@ def sampling_router(engine: Engine) -> APIRouter:
         asked = parse(types.SampleRequest, content)
         if asked.seq_id is None:
             raise RequestError("asample needs a seq_id beside its sampling_session_id.")
-        request_id = f"{sampler.sampler_id}:{asked.seq_id}"
-        if not sampler.is_repeat(asked.seq_id, digest("asample", content)):
-            engine.futures.open(request_id)
-            task = asyncio.create_task(engine.futures.settle(request_id, _sample(sampler, asked)))
-            running.add(task)
-            task.add_done_callback(running.discard)
+        request_id = sampler.start(
+            asked.seq_id, digest("asample", content), engine.futures, lambda: _sample(sampler, asked)
+        )
         return {
             "request_id": request_id,
             "sample_sequence_ids": [f"{request_id}:{sample}" for sample in range(asked.num_samples)],
         }
 
+    @router.post("/cancel_future")
+    async def cancel_future(request: Request) -> dict[str, str]:
+        request_id = str((await read_json(request, limit)).get("request_id"))
+        engine.sampler(request_id.rpartition(":")[0]).cancel(request_id)
+        return {"type": "cancel_future"}
+
+    @router.post("/retrieve_futures")
+    async def retrieve_futures(request: Request) -> dict[str, Any]:
+        asked = parse(types.FuturesRetrieveRequest, await read_json(request, limit))
+        completions = engine.sampler(asked.target.sampling_session_id).completions(asked.target.cloned_sampler_id)
+        timeout_s = LONG_POLL_S if asked.timeout is None else min(asked.timeout, LONG_POLL_S)
+        finished, cursor = await completions.after(asked.prev_cursor, timeout_s)
+        return {"completions": [_describe(done) for done in finished], "cursor": cursor}
+
     return router
 
 
 async def _sample(sampler: Sampler, asked: types.SampleRequest) -> Answer:
-    return await sampler.queue.ask(sampler, decode_job(asked, sampler.queue.base.loaded))
+    queue = sampler.queue
+    job = decode_job(asked, queue.base.loaded)
+    result = await queue.ask(sampler.sampler_id.partition(":")[0], job, sampler.load)
+    return Answer(encode_result(result, asked.target_prompt_logprobs))
+
+
+def _describe(done: Completion) -> dict[str, Any]:
+    if done.num_bytes is None:
+        return {"state": "failed", "request_id": done.request_id}
+    return {
+        "state": "finished",
+        "request_id": done.request_id,
+        "response_payload_uncompressed_size": done.num_bytes,
+    }

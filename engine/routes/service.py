@@ -42,6 +42,7 @@ def service_router(engine: Engine) -> APIRouter:
             "parallel_fwdbwd_chunks": True,
             "proto_compress_fwdbwd": False,
             "sample_join_sampling_session": True,
+            "sample_use_retrieve_futures": engine.settings.retrieve_futures,
             "custom_loss_server_side": False,
         }
 
@@ -49,7 +50,7 @@ def service_router(engine: Engine) -> APIRouter:
     async def dynamic_config() -> dict[str, Any]:
         return {
             "refresh_interval_sec": 300,
-            "sample_cancel_enabled": False,
+            "sample_cancel_enabled": True,
             "sample_cancel_max_batch_size": 64,
         }
 

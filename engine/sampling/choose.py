@@ -1,4 +1,8 @@
-"""Choosing the next token of many rows at once."""
+"""Choosing the next token of many rows at once.
+
+What a row draws depends on its own logits, limits and random number only: a row that shares its batch with others goes
+the same way, to the bit, as alone.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+NUM_CANDIDATES = 1024  # sorted first: only a row whose limits let more in sorts its whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,33 +26,50 @@ class Choice:
         return Choice(self.temperature_R[rows], self.top_k_R[rows], self.top_p_R[rows])
 
 
-def choose_tokens(logits_RV: Tensor, choice: Choice, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+def choose_tokens(logits_RV: Tensor, choice: Choice, uniform_R: Tensor) -> Tensor:
     """Draw one token per row by inverting its cumulative distribution at ``uniform_R``.
 
     Args:
         logits_RV: float32.
-        uniform_R: float64 in [0, 1): the only randomness, so a row's draw does not depend on the others.
+        uniform_R: float64 in [0, 1): the only randomness.
 
     Returns:
-        The tokens, int64 ``(R,)``, and their logprobs under the model itself: before temperature and limits.
+        int64 ``(R,)``.
     """
     vocab_size = logits_RV.shape[1]
     greedy_R = choice.temperature_R == 0
-    scaled_RV = logits_RV / torch.where(greedy_R, 1.0, choice.temperature_R)[:, None]
-    probs_RV = scaled_RV.softmax(dim=1)
-    order_RV = None
-    if bool(((choice.top_k_R < vocab_size) | (choice.top_p_R < 1)).any()):
-        probs_RV, order_RV = probs_RV.sort(dim=1, descending=True, stable=True)
-        mass_before_RV = probs_RV.cumsum(dim=1) - probs_RV
-        rank_V = torch.arange(vocab_size, device=logits_RV.device)
-        outside_RV = (mass_before_RV >= choice.top_p_R[:, None]) | (rank_V >= choice.top_k_R[:, None])
-        outside_RV[:, 0] = False
-        probs_RV = probs_RV.masked_fill(outside_RV, 0.0)
-    cumulative_RV = probs_RV.double().cumsum(dim=1)
+    limited_R = ((choice.top_k_R < vocab_size) | (choice.top_p_R < 1)) & ~greedy_R
+    tokens_R = logits_RV.argmax(dim=1)
+    for draw, chosen_R in ((_draw, ~limited_R & ~greedy_R), (_draw_limited, limited_R)):
+        if bool(chosen_R.any()):
+            scaled = logits_RV[chosen_R] / choice.temperature_R[chosen_R, None]
+            tokens_R[chosen_R] = draw(scaled.softmax(dim=1), choice.select(chosen_R), uniform_R[chosen_R])
+    return tokens_R
+
+
+def _draw(probs_RV: Tensor, _choice: Choice, uniform_R: Tensor) -> Tensor:
+    cumulative_RV = probs_RV.cumsum(dim=1, dtype=torch.float64)
     point_R1 = uniform_R[:, None] * cumulative_RV[:, -1:]
-    index_R = torch.searchsorted(cumulative_RV, point_R1, right=True)[:, 0].clamp(max=vocab_size - 1)
-    if order_RV is not None:
-        index_R = order_RV.gather(1, index_R[:, None])[:, 0]
-    tokens_R = torch.where(greedy_R, logits_RV.argmax(dim=1), index_R)
-    logprobs_R = logits_RV.gather(1, tokens_R[:, None])[:, 0] - logits_RV.logsumexp(dim=1)
-    return tokens_R, logprobs_R
+    index_R = torch.searchsorted(cumulative_RV, point_R1, right=True)[:, 0]
+    return index_R.clamp(max=probs_RV.shape[1] - 1)
+
+
+def _draw_limited(probs_RV: Tensor, choice: Choice, uniform_R: Tensor) -> Tensor:
+    """From the likeliest tokens only, up to `top_k` of them and as far as `top_p` of the mass; at least one."""
+    num_candidates = min(NUM_CANDIDATES, probs_RV.shape[1])
+    top_RC, order_RC = probs_RV.topk(num_candidates, dim=1)
+    tokens_R = _draw_sorted(top_RC, order_RC, choice, uniform_R)
+    more_R = (choice.top_k_R > num_candidates) & (top_RC.sum(dim=1, dtype=torch.float64) < choice.top_p_R)
+    if num_candidates < probs_RV.shape[1] and bool(more_R.any()):
+        sorted_RV, order_RV = probs_RV[more_R].sort(dim=1, descending=True, stable=True)
+        tokens_R[more_R] = _draw_sorted(sorted_RV, order_RV, choice.select(more_R), uniform_R[more_R])
+    return tokens_R
+
+
+def _draw_sorted(sorted_RC: Tensor, order_RC: Tensor, choice: Choice, uniform_R: Tensor) -> Tensor:
+    mass_before_RC = sorted_RC.cumsum(dim=1, dtype=torch.float64) - sorted_RC
+    rank_C = torch.arange(sorted_RC.shape[1], device=sorted_RC.device)
+    outside_RC = (mass_before_RC >= choice.top_p_R[:, None]) | (rank_C >= choice.top_k_R[:, None])
+    outside_RC[:, 0] = False
+    index_R = _draw(sorted_RC.masked_fill(outside_RC, 0.0), choice, uniform_R)
+    return order_RC.gather(1, index_R[:, None])[:, 0]

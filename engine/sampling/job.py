@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from engine.errors import RequestError
 
 MAX_SAMPLES = 1024
+MAX_TOP = 1024
+NO_LOGPROB = -99999.0  # the SDK's mark of an empty cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,10 @@ class SampleJob:
         stop_strings: or as soon as its text holds one of these.
         seed: of the first continuation; the others derive from it.
         prompt_logprobs: how many of the last prompt tokens to score.
+        topk_prompt: how many of the likeliest tokens to give at each of these, or at each where none is scored.
+        topk_sample: how many of the likeliest tokens to give at each sampled one.
+        prompt_targets: int64 ``(T - 1, K)``: tokens to score in place of each prompt token after the first; -1 is none.
+        prompt_draws: how many tokens to draw in place of each prompt token after the first.
     """
 
     prompt_T: Tensor
@@ -38,12 +45,21 @@ class SampleJob:
     stop_tokens: frozenset[int]
     stop_strings: tuple[str, ...]
     seed: int
-    prompt_logprobs: int
+    prompt_logprobs: int = 0
+    topk_prompt: int = 0
+    topk_sample: int = 0
+    prompt_targets: Tensor | None = None
+    prompt_draws: int = 0
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """What the job takes of the key-value cache at most."""
-        return (len(self.prompt_T) + self.max_tokens) * self.num_samples
+
+class TopTokens(NamedTuple):
+    """The ``k`` likeliest tokens at each of ``L`` positions, likeliest first.
+
+    `tokens` is int32 ``(L, k)``, `logprobs` float32; a position that was not asked for holds 0 and `NO_LOGPROB`.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +69,32 @@ class Continuation:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     stopped: bool
+    top: TopTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What was asked about the prompt, all under the model itself, before temperature.
+
+    Attributes:
+        logprobs_T: float32, NaN where nothing was scored.
+        top: of every prompt position.
+        targets: float32, shaped as the job's `prompt_targets`, 0 where that has -1.
+        draws: int64 ``(T - 1, k)`` and their logprobs.
+    """
+
+    logprobs_T: Tensor | None = None
+    top: TopTokens | None = None
+    targets: Tensor | None = None
+    draws: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """All continuations of a job; `prompt_logprobs_T` is float32 with NaN where nothing was scored."""
+    """All continuations of a job, and the scores of its prompt."""
 
     sequences: Sequence[Continuation]
-    prompt_logprobs_T: Tensor | None
+    prompt: PromptScores
 
 
 def check_job(job: SampleJob, max_context: int) -> None:
@@ -81,7 +115,24 @@ def check_job(job: SampleJob, max_context: int) -> None:
             not 0 <= job.prompt_logprobs <= length,
             f"prompt_logprobs_last_n is {job.prompt_logprobs}; give 1 to {length - 1}, the prompt's length less 1.",
         ),
+        *(
+            (not 0 <= k <= MAX_TOP, f"{name} is {k}; give 0 to {MAX_TOP}.")
+            for name, k in (
+                ("topk_prompt_logprobs", job.topk_prompt),
+                ("topk_sample_logprobs", job.topk_sample),
+                ("prompt_alt_tokens_k", job.prompt_draws),
+            )
+        ),
+        (
+            job.prompt_targets is not None and (job.prompt_targets.dim() != 2 or len(job.prompt_targets) != length - 1),
+            f"target_prompt_logprobs asks for {_shape(job.prompt_targets)} tokens of a prompt of {length}; give a "
+            f"tensor of shape ({length - 1}, K), a row for each token after the first.",
+        ),
     ]
     for holds, sentence in refusals:
         if holds:
             raise RequestError(sentence)
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...]:
+    return () if tensor is None else tuple(tensor.shape)

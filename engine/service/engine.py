@@ -15,7 +15,8 @@ from engine.compute.loss import Loss, bind_loss
 from engine.errors import NotThereError, RequestError
 from engine.service.futures import Futures
 from engine.service.links import Links
-from engine.service.samplers import Sampler, SamplingQueue
+from engine.service.samplers import Sampler
+from engine.service.sampling_queue import SamplingQueue
 from engine.service.settings import Settings
 from engine.service.training import TrainingModel, Workshop
 from engine.service.worker import Worker
@@ -57,7 +58,7 @@ class Engine:
         self.checkpoints.sweep()
         self.sessions: dict[str, Session] = {}
         self._by_path = {str(base.loaded.path): base for base in bases.values()}
-        self._sampling = {id(base): SamplingQueue(base, self.worker, self.futures) for base in bases.values()}
+        self._sampling = {id(base): SamplingQueue(base, self.worker, settings) for base in bases.values()}
         self._shop = Workshop(
             find_base=self.base,
             find_loss=self._find_loss,
@@ -116,6 +117,8 @@ class Engine:
             return
         for model in session.models.values():
             model.queue.close()
+        for sampler in session.samplers.values():
+            sampler.close()
         self.futures.forget(f"{session_id}:")
 
     def new_model(self, session_id: str, model_seq_id: int) -> TrainingModel:

@@ -55,8 +55,8 @@ class Futures:
         if (future := self._answers.get(request_id)) is not None:
             future.set_result(answer)
 
-    async def settle(self, request_id: str, work: Awaitable[Answer]) -> None:
-        """Finish ``request_id`` with what ``work`` gives, or with its error: it never raises."""
+    async def settle(self, request_id: str, work: Awaitable[Answer]) -> Answer:
+        """Finish ``request_id`` with what ``work`` gives, or with its error, and give it back; it never raises."""
         try:
             answer = await work
         except EngineError as error:
@@ -65,6 +65,7 @@ class Futures:
             log.exception("Request %s failed", request_id)
             answer = Answer.failure(f"The engine failed on this request: {type(error).__name__}: {error}", "server")
         self.finish(request_id, answer)
+        return answer
 
     async def fetch(self, request_id: str, timeout_s: float) -> Answer | None:
         """The result of ``request_id``; None where it is not there in time.

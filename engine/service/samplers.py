@@ -1,86 +1,24 @@
-"""Samplers, and the queue that batches what they are asked."""
+"""Samplers: fixed weights to sample from, and the requests to them."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 
 from engine.checkpoints.checkpoint import ADAPTER, Checkpoint
 from engine.checkpoints.store import CheckpointStore
-from engine.compute.base import BaseModel
-from engine.compute.batches import micro_batches
 from engine.compute.lora import Adapter
 from engine.compute.trainer import copy_weights
 from engine.errors import RequestError
-from engine.sampling.generate import Generation
-from engine.sampling.job import SampleJob, SampleResult
+from engine.service.completions import Completions
 from engine.service.futures import Answer, Futures
-from engine.service.worker import Worker
-from engine.wire.sample import encode_result
+from engine.service.sampling_queue import SamplingQueue
 
-MAX_CACHED_TOKENS = 32_768  # of one batch: bounds its key-value cache
-STEPS_PER_TURN = 8  # tokens between two looks at what else waits for the compute thread
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    sampler: Sampler
-    job: SampleJob
-    result: asyncio.Future[SampleResult]
-
-
-class SamplingQueue:
-    """All sampling on one base model: whatever waits for the same weights is computed as one batch."""
-
-    def __init__(self, base: BaseModel, worker: Worker, futures: Futures) -> None:
-        self.base = base
-        self.futures = futures
-        self._worker = worker
-        self._waiting: list[_Asked] = []
-        self._runner: asyncio.Task[None] | None = None
-
-    async def ask(self, sampler: Sampler, job: SampleJob) -> Answer:
-        """Compute ``job``, together with what else is waiting."""
-        result: asyncio.Future[SampleResult] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Asked(sampler, job, result))
-        if self._runner is None:
-            self._runner = asyncio.create_task(self._run())
-        return Answer(encode_result(await result))
-
-    async def _run(self) -> None:
-        while self._waiting:
-            batch = self._next_batch()
-            try:
-                results = await self._generate(batch)
-            except Exception as error:  # noqa: BLE001 - each request of the batch raises it again
-                for asked in batch:
-                    asked.result.set_exception(error)
-                continue
-            for asked, result in zip(batch, results, strict=True):
-                asked.result.set_result(result)
-        self._runner = None
-
-    def _next_batch(self) -> list[_Asked]:
-        """The oldest request's companions on the same weights, as many as fit beside it."""
-        first = self._waiting[0]
-        same = [asked for asked in self._waiting if asked.sampler is first.sampler]
-        groups = micro_batches([asked.job.num_cached_tokens for asked in same], MAX_CACHED_TOKENS)
-        (indices,) = (group for group in groups if 0 in group)
-        batch = [same[index] for index in indices]
-        self._waiting = [asked for asked in self._waiting if asked not in batch]
-        return batch
-
-    async def _generate(self, batch: list[_Asked]) -> list[SampleResult]:
-        sampler = batch[0].sampler
-        adapter = await self._worker.run(sampler.load)
-        generation = Generation(self.base, adapter, [asked.job for asked in batch])
-        while not generation.done:
-            await self._worker.run(lambda: generation.advance(STEPS_PER_TURN))
-        return generation.results()
+CLONE_IDS = 1_000_000_000  # each client of a sampler numbers its requests within a block of so many
 
 
 class Sampler:
-    """A sampling session of the protocol: fixed weights to sample from."""
+    """A sampling session of the protocol."""
 
     def __init__(
         self,
@@ -98,6 +36,8 @@ class Sampler:
         self.num_clients = 0
         self._checkpoints = checkpoints
         self._digests: dict[int, bytes] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._completions: dict[int, Completions] = {}
 
     def load(self) -> Adapter | None:
         """The adapter to sample with, read from its checkpoint on the first call; None is the base model."""
@@ -108,16 +48,46 @@ class Sampler:
             self.adapter = adapter
         return self.adapter
 
-    def is_repeat(self, seq_id: int, digest: bytes) -> bool:
-        """Note request ``seq_id``; whether it came before.
+    def start(self, seq_id: int, digest: bytes, futures: Futures, work: Callable[[], Awaitable[Answer]]) -> str:
+        """Begin request ``seq_id`` unless it came before; returns the request id to come back with.
 
         Raises:
             RequestError: another one came under the same number.
+            BusyError: too many wait; this one is as if it had never come.
         """
-        known = self._digests.setdefault(seq_id, digest)
-        if known != digest:
+        request_id = f"{self.sampler_id}:{seq_id}"
+        known = self._digests.get(seq_id)
+        if known is not None and known != digest:
             raise RequestError(
                 f"Request {seq_id} of {self.sampler_id} was already sent with other content: "
                 "two clients share one sampler; give each its own."
             )
-        return known is not digest
+        if known is None:
+            self.queue.check_room()
+            self._digests[seq_id] = digest
+            futures.open(request_id)
+            self._running[request_id] = asyncio.create_task(self._settle(request_id, futures, work()))
+        return request_id
+
+    def completions(self, clone: int) -> Completions:
+        """The finished requests of one client of this sampler; 0 is the one that opened it."""
+        return self._completions.setdefault(clone, Completions())
+
+    def cancel(self, request_id: str) -> None:
+        """Stop the work on a request, if there still is any."""
+        if (task := self._running.get(request_id)) is not None:
+            task.cancel()
+
+    def close(self) -> None:
+        """Stop all work."""
+        for request_id in list(self._running):
+            self.cancel(request_id)
+
+    async def _settle(self, request_id: str, futures: Futures, work: Awaitable[Answer]) -> None:
+        try:
+            answer = await futures.settle(request_id, work)
+        except asyncio.CancelledError:
+            answer = Answer.failure("The request was cancelled.", "user")
+            futures.finish(request_id, answer)
+        del self._running[request_id]
+        self.completions(int(request_id.rpartition(":")[2]) // CLONE_IDS).add(request_id, answer)

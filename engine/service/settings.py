@@ -22,6 +22,9 @@ class Settings:
         api_key: what clients must send; None asks for none, which is for loopback only.
         micro_batch_tokens: of one forward pass, padding included: it bounds memory.
         max_body_bytes: of one request, decompressed.
+        max_waiting_samples: beyond these, sampling requests are asked to come again.
+        sampling_cache_bytes: of the keys and values of all samples in generation on one model.
+        retrieve_futures: clients learn of their finished samples by one request for all of them.
     """
 
     models: tuple[str, ...]
@@ -35,3 +38,6 @@ class Settings:
     api_key: str | None = None
     micro_batch_tokens: int = 1024
     max_body_bytes: int = 256 * 2**20
+    max_waiting_samples: int = 4096
+    sampling_cache_bytes: int = 2 * 2**30
+    retrieve_futures: bool = False

@@ -131,7 +131,7 @@ def test_draws_follow_the_distribution() -> None:
 
     def frequencies(temperature: float, top_k: int, top_p: float) -> torch.Tensor:
         choice = Choice(torch.full((num,), temperature), torch.full((num,), top_k), torch.full((num,), top_p))
-        tokens_R, _ = choose_tokens(logits_V.expand(num, -1), choice, uniform_R)
+        tokens_R = choose_tokens(logits_V.expand(num, -1), choice, uniform_R)
         return torch.bincount(tokens_R, minlength=5) / num
 
     torch.testing.assert_close(frequencies(1.0, 5, 1.0), logits_V.softmax(0), atol=0.01, rtol=0)
