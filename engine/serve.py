@@ -57,7 +57,7 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
     print(f"http://{host}:{listener.getsockname()[1]}", flush=True)
     log.info("Serving %s on http://%s:%d", ", ".join(engine.bases), host, listener.getsockname()[1])
     server.run(sockets=[listener])
-    engine.worker.stop()
+    engine.stop()
     log.info("Stopped")
 
 

@@ -25,14 +25,18 @@ class Trainer:
     A forward_backward that fails leaves no part of its gradient behind: the optimizer step that follows fails
     as well, and the next batch starts clean. Otherwise a client that had sent both at once would step on half
     a batch without knowing.
+
+    Attributes:
+        micro_batch_tokens: of one forward pass, padding included.
+        lost: why the gradient gathered so far lacks a part, if it does.
     """
 
     def __init__(self, base: BaseModel, spec: LoraSpec, micro_batch_tokens: int) -> None:
         self.base = base
         self.adapter = base.new_adapter(spec)
         self._optimizer = Optimizer(self.adapter)
-        self._micro_batch_tokens = micro_batch_tokens
-        self._lost_batch: str | None = None
+        self.micro_batch_tokens = micro_batch_tokens
+        self.lost: str | None = None
 
     def forward_backward(self, data_D: Sequence[Datum], loss: Loss, forward_only: bool) -> LossOutput:
         """Logprobs and loss of a batch; adds its gradient unless ``forward_only``.
@@ -45,11 +49,11 @@ class Trainer:
         for index, datum in enumerate(data_D):
             check_datum(datum, index, self.base.loaded.vocab_size, self.base.loaded.max_context)
         data_D = [loss.prepare(datum, index) for index, datum in enumerate(data_D)]
-        return run_loss(self.base, self.adapter, data_D, loss, self._micro_batch_tokens, backward=not forward_only)
+        return run_loss(self.base, self.adapter, data_D, loss, self.micro_batch_tokens, backward=not forward_only)
 
     def lose_batch(self, reason: str) -> None:
         """Note that the gradient gathered so far lacks a part."""
-        self._lost_batch = reason
+        self.lost = reason
 
     def optim_step(self, params: AdamParams) -> None:
         """Update the weights from the gathered gradient.
@@ -57,7 +61,7 @@ class Trainer:
         Raises:
             RequestError: a forward_backward since the last step failed, or a bad parameter.
         """
-        reason, self._lost_batch = self._lost_batch, None
+        reason, self.lost = self.lost, None
         if reason is not None:
             self._optimizer.clear_gradient()
             raise RequestError(
@@ -79,7 +83,38 @@ class Trainer:
         self._optimizer = Optimizer(self.adapter)
         if optimizer is not None:
             self._optimizer.load(optimizer)
-        self._lost_batch = None
+        self.lost = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether weights and moments are all there is: no gradient is gathered, none was lost."""
+        return self.lost is None and all(p.grad is None for _, p in self.adapter.named_parameters())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights, the moments and the gradient."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that `restore` needs: ``weights/``, ``optimizer/`` and ``gradient/`` by name."""
+        parameters = dict(self.adapter.named_parameters())
+        return {
+            **{f"weights/{name}": tensor for name, tensor in self.weights().items()},
+            **{f"optimizer/{name}": tensor for name, tensor in self.optimizer_state().items()},
+            **{f"gradient/{name}": p.grad for name, p in parameters.items() if p.grad is not None},
+        }
+
+    def restore(self, tensors: Mapping[str, Tensor], lost: str | None) -> None:
+        """Be what the trainer was whose `tensors` and `lost` these are, bit for bit."""
+        groups: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}, "gradient": {}}
+        for key, tensor in tensors.items():
+            group, _, name = key.partition("/")
+            groups[group][name] = tensor
+        self.load(groups["weights"], groups["optimizer"])
+        for name, parameter in self.adapter.named_parameters():
+            if name in groups["gradient"]:
+                parameter.grad = groups["gradient"][name].to(parameter.device)
+        self.lost = lost
 
     def snapshot(self) -> Adapter:
         """The adapter as it is now, for sampling: later steps do not change it."""

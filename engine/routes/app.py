@@ -13,6 +13,7 @@ from engine.routes.models import models_router
 from engine.routes.not_offered import not_offered_router
 from engine.routes.runs import runs_router
 from engine.routes.sampling import sampling_router
+from engine.routes.search import search_router
 from engine.routes.service import service_router
 from engine.routes.sessions import sessions_router
 from engine.routes.training import training_router
@@ -40,6 +41,7 @@ def make_app(engine: Engine) -> FastAPI:
         runs_router,
         checkpoints_router,
         external_router,
+        search_router,
     ):
         app.include_router(router(engine), prefix="/api/v1")
     app.include_router(not_offered_router(), prefix="/api/v1")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from tinker import types
 
 from engine.compute.lora import LoraSpec
@@ -12,6 +13,7 @@ from engine.errors import RequestError
 from engine.routes.body import digest, number, parse, read_json
 from engine.service.engine import Engine
 from engine.service.futures import Answer
+from engine.service.ordered import Request
 from engine.service.training import TrainingModel
 
 
@@ -20,14 +22,15 @@ def models_router(engine: Engine) -> APIRouter:
     limit = engine.settings.max_body_bytes
 
     @router.post("/create_model")
-    async def create_model(request: Request) -> dict[str, str]:
+    async def create_model(request: HttpRequest) -> dict[str, str]:
         content = await read_json(request, limit)
         model = engine.new_model(str(content.get("session_id")), number(content, "model_seq_id"))
-        request_id = model.queue.submit(0, digest(request.url.path, content), lambda: _create(model, content))
+        submitted = Request(0, "create_model", digest(request.url.path, content), True, lambda: _create(model, content))
+        request_id = model.queue.submit(submitted)
         return {"request_id": request_id, "model_id": model.model_id}
 
     @router.post("/load_weights")
-    async def load_weights(request: Request) -> dict[str, str]:
+    async def load_weights(request: HttpRequest) -> dict[str, str]:
         content = await read_json(request, limit)
         if content.get("session_id") is None:
             model = engine.model(str(content.get("model_id")))
@@ -35,24 +38,25 @@ def models_router(engine: Engine) -> APIRouter:
         else:
             model = engine.new_model(str(content["session_id"]), number(content, "model_seq_id"))
             seq_id, work = 0, _create_from
-        request_id = model.queue.submit(seq_id, digest(request.url.path, content), lambda: work(model, content))
+        noted = digest(request.url.path, content)
+        request_id = model.queue.submit(Request(seq_id, "load_weights", noted, True, lambda: work(model, content)))
         return {"request_id": request_id, "model_id": model.model_id}
 
     @router.post("/get_info")
-    async def get_info(request: Request) -> dict[str, Any]:
+    async def get_info(request: HttpRequest) -> dict[str, Any]:
         model = engine.model(str((await read_json(request, limit)).get("model_id")))
-        loaded = model.trainer.base.loaded
+        loaded = engine.base(model.origin.base_model).loaded
         return {
             "type": "get_info",
             "model_id": model.model_id,
             "model_data": {
                 "arch": loaded.model.config.model_type,
-                "model_name": model.base_name,
+                "model_name": model.origin.base_model,
                 "tokenizer_id": str(loaded.path),
             },
             "optimizer_config": {"type": "adamw"},
             "is_lora": True,
-            "lora_rank": model.trainer.adapter.spec.rank,
+            "lora_rank": model.origin.lora.rank,
         }
 
     return router

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from tinker import types
 from tinker.types import AdamParams
 
@@ -17,6 +18,7 @@ from engine.errors import RequestError
 from engine.routes.body import digest, number, parse, read_body, read_json
 from engine.service.engine import Engine
 from engine.service.futures import Answer
+from engine.service.ordered import Request
 from engine.service.training import SaveRequest, TrainingModel
 from engine.wire.forward_backward import decode_request
 
@@ -28,34 +30,50 @@ def training_router(engine: Engine) -> APIRouter:
     limit = engine.settings.max_body_bytes
 
     @router.post("/forward_backward")
-    async def forward_backward(request: Request) -> dict[str, str]:
+    async def forward_backward(request: HttpRequest) -> dict[str, str]:
         decoded = decode_request(await read_body(request, limit))
         model = engine.model(decoded.model_id)
-        request_id = model.queue.submit(decoded.seq_id, decoded.digest, lambda: model.forward_backward(decoded))
+        kind = "forward" if decoded.forward_only else "forward_backward"
+        request_id = model.queue.submit(
+            Request(
+                decoded.seq_id,
+                kind,
+                decoded.digest,
+                not decoded.forward_only,
+                lambda: model.forward_backward(decoded),
+            )
+        )
         return {"request_id": request_id, "model_id": model.model_id}
 
-    async def queue(request: Request, work: Work) -> dict[str, str]:
+    async def queue(request: HttpRequest, work: Work) -> dict[str, str]:
         content = await read_json(request, limit)
         model = engine.model(str(content.get("model_id")))
+        kind = request.url.path.rpartition("/")[2]
         request_id = model.queue.submit(
-            number(content, "seq_id"), digest(request.url.path, content), lambda: work(model, content)
+            Request(
+                number(content, "seq_id"),
+                kind,
+                digest(request.url.path, content),
+                kind == "optim_step",
+                lambda: work(model, content),
+            )
         )
         return {"request_id": request_id, "model_id": model.model_id}
 
     @router.post("/optim_step")
-    async def optim_step(request: Request) -> dict[str, str]:
+    async def optim_step(request: HttpRequest) -> dict[str, str]:
         return await queue(request, _optim_step)
 
     @router.post("/save_weights")
-    async def save_weights(request: Request) -> dict[str, str]:
+    async def save_weights(request: HttpRequest) -> dict[str, str]:
         return await queue(request, _save)
 
     @router.post("/save_weights_external")
-    async def save_weights_external(request: Request) -> dict[str, str]:
+    async def save_weights_external(request: HttpRequest) -> dict[str, str]:
         return await queue(request, _save_external)
 
     @router.post("/save_weights_for_sampler")
-    async def save_weights_for_sampler(request: Request) -> dict[str, str]:
+    async def save_weights_for_sampler(request: HttpRequest) -> dict[str, str]:
         async def save(model: TrainingModel, content: dict[str, Any]) -> Answer:
             asked = parse(types.SaveWeightsForSamplerRequest, content)
             if asked.path is not None:

@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 import time
-import uuid
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 
 from engine.checkpoints.names import parse_path
 from engine.checkpoints.runs import RunStore
 from engine.checkpoints.store import CheckpointStore
 from engine.compute.base import BaseModel
 from engine.compute.loss import Loss, bind_loss
-from engine.errors import NotThereError, RequestError
+from engine.errors import EngineError, NotThereError, RequestError
+from engine.service.clock import Clock
 from engine.service.futures import Futures
+from engine.service.history import Notes, SessionHistory
+from engine.service.journal import Journal
 from engine.service.links import Links
-from engine.service.samplers import Sampler
-from engine.service.sampling_queue import SamplingQueue
+from engine.service.memory import Memory
+from engine.service.metrics import Metrics
+from engine.service.ordered import QueueServices
+from engine.service.samplers import Sampler, SamplingQueue
+from engine.service.sessions import FinishReason, Session, SessionStore, SessionSummary
 from engine.service.settings import Settings
 from engine.service.training import TrainingModel, Workshop
 from engine.service.worker import Worker
 from engine.wire.forward_backward import ForwardBackward
 
+log = logging.getLogger(__name__)
+
 SILENCE_S = 600.0  # a client that was not heard of for so long is gone
-
-
-@dataclass(slots=True)
-class Session:
-    """One client: the models and samplers it made live and end with it.
-
-    Attributes:
-        last_heard: monotonic seconds; its client sends a heartbeat every 10 s.
-    """
-
-    session_id: str
-    user_metadata: dict[str, str]
-    display_name: str | None
-    last_heard: float = field(default_factory=time.monotonic)
-    models: dict[str, TrainingModel] = field(default_factory=dict)
-    samplers: dict[str, Sampler] = field(default_factory=dict)
 
 
 class Engine:
@@ -56,18 +50,25 @@ class Engine:
         self.checkpoints = CheckpointStore(settings.state)
         self.runs = RunStore(settings.state)
         self.checkpoints.sweep()
+        self.memory = Memory(settings.memory_limit_bytes, settings.state / "evicted")
+        self.metrics = Metrics(self._gauges)
+        self.clock = Clock(settings.clock_cycle_s)
         self.sessions: dict[str, Session] = {}
+        self.session_store = SessionStore(settings.state)
         self._by_path = {str(base.loaded.path): base for base in bases.values()}
-        self._sampling = {id(base): SamplingQueue(base, self.worker, settings) for base in bases.values()}
+        self._sampling = {id(base): SamplingQueue(base, self.worker, self.futures) for base in bases.values()}
         self._shop = Workshop(
             find_base=self.base,
             find_loss=self._find_loss,
             worker=self.worker,
-            futures=self.futures,
+            queues=QueueServices(self.futures, self.clock, self.metrics, settings.max_waiting_requests),
             checkpoints=self.checkpoints,
             runs=self.runs,
+            memory=self.memory,
             micro_batch_tokens=settings.micro_batch_tokens,
         )
+        for history, journal in self.session_store.unfinished():
+            self._restore(history, journal)
 
     def base(self, name: str) -> BaseModel:
         """The base model called ``name``, or in the directory ``name``.
@@ -88,17 +89,35 @@ class Engine:
         return bind_loss(request.loss_fn, request.config)
 
     def open_session(self, user_metadata: dict[str, str], display_name: str | None) -> Session:
+        """Raises a RequestError where there are as many as there may be."""
         self._close_silent_sessions()
-        # Unique across engines and restarts: model ids and folders on disk derive from it.
-        session = Session(str(uuid.uuid4()), user_metadata, display_name)
+        if len(self.sessions) >= self.settings.max_sessions:
+            raise RequestError(
+                f"The engine has {len(self.sessions)} sessions, and no more than {self.settings.max_sessions} may be: "
+                "close a service client that is no longer needed."
+            )
+        session = self.session_store.open(user_metadata, display_name)
         self.sessions[session.session_id] = session
         return session
+
+    def summary(self, session_id: str) -> SessionSummary:
+        """What is known of a session, living or finished; raises a NotThereError for one that never was."""
+        if (session := self.sessions.get(session_id)) is not None:
+            return session.summary()
+        if (finished := self.session_store.finished.get(session_id)) is not None:
+            return finished
+        raise NotThereError(f"There is no session {session_id} in this engine's state folder.")
+
+    def summaries(self) -> list[SessionSummary]:
+        """All sessions, newest first."""
+        found = [*self.session_store.finished.values(), *(session.summary() for session in self.sessions.values())]
+        return sorted(found, key=lambda summary: (summary.created_at, summary.session_id), reverse=True)
 
     def _close_silent_sessions(self) -> None:
         """Clients that were killed finish no session; whoever comes next frees what they held."""
         now = time.monotonic()
         for session in [s for s in self.sessions.values() if now - s.last_heard > SILENCE_S]:
-            self.close_session(session.session_id)
+            self.close_session(session.session_id, "interrupted", "its client was not heard of any more")
 
     def session(self, session_id: str) -> Session:
         """Raises a NotThereError for a session that ended, or that another run of the engine opened."""
@@ -110,23 +129,31 @@ class Engine:
         session.last_heard = time.monotonic()
         return session
 
-    def close_session(self, session_id: str) -> None:
+    def close_session(self, session_id: str, reason: FinishReason, detail: str | None) -> None:
         """Free what a session holds; its checkpoints stay."""
         session = self.sessions.pop(session_id, None)
         if session is None:
             return
         for model in session.models.values():
-            model.queue.close()
-        for sampler in session.samplers.values():
-            sampler.close()
+            model.close()
         self.futures.forget(f"{session_id}:")
+        self.session_store.finish(session, reason, detail)
 
     def new_model(self, session_id: str, model_seq_id: int) -> TrainingModel:
-        """The model number ``model_seq_id`` of a session; a repeat gets the same one."""
+        """The model number ``model_seq_id`` of a session; a repeat gets the same one.
+
+        Raises:
+            RequestError: there are as many as there may be.
+        """
         session = self.session(session_id)
         model_id = f"{session_id}:train:{model_seq_id}"
         if model_id not in session.models:
-            session.models[model_id] = TrainingModel(model_id, self._shop)
+            if sum(len(s.models) for s in self.sessions.values()) >= self.settings.max_models:
+                raise RequestError(
+                    f"The engine has {self.settings.max_models} models in training, as many as there may be: "
+                    "close a service client that is no longer needed."
+                )
+            session.models[model_id] = TrainingModel(model_id, self._shop, Notes(session.journal, model_id))
         return session.models[model_id]
 
     def model(self, model_id: str) -> TrainingModel:
@@ -150,8 +177,10 @@ class Engine:
             raise RequestError("A sampling session needs a base_model or a model_path.")
         sampler_id = f"{session_id}:sample:{seq_id}"
         queue = self._sampling[id(self.base(name))]
-        sampler = Sampler(sampler_id, name, queue, self.checkpoints, checkpoint)
-        return session.samplers.setdefault(sampler_id, sampler)
+        if sampler_id not in session.samplers:
+            session.samplers[sampler_id] = Sampler(sampler_id, name, queue, self.checkpoints, checkpoint)
+            session.journal.append({"type": "sampler", "sampler": sampler_id, "base": name, "path": model_path})
+        return session.samplers[sampler_id]
 
     async def new_snapshot_sampler(self, model: TrainingModel, seq_id: int) -> Sampler:
         """A sampler of a model as it is now."""
@@ -172,3 +201,43 @@ class Engine:
                 "since; create a new sampling client."
             )
         return sampler
+
+    def stop(self) -> None:
+        """Finish what runs; the sessions go on when an engine is started on the same state."""
+        self.worker.stop()
+        self.memory.close()
+
+    def _restore(self, history: SessionHistory, journal: Journal) -> None:
+        """Go on with a session that an earlier run of the engine had."""
+        session = Session(history.session_id, history.created_at, history.user_metadata, history.display_name, journal)
+        self.sessions[session.session_id] = session
+        for model_id, known in history.models.items():
+            model = TrainingModel(model_id, self._shop, Notes(journal, model_id))
+            model.restore(known)
+            session.models[model_id] = model
+        for sampler_id, (base_name, path) in history.samplers.items():
+            try:
+                checkpoint = self.checkpoints.find(parse_path(path)) if path else None
+                queue = self._sampling[id(self.base(base_name))]
+            except EngineError as error:
+                log.warning("The sampler %s is gone: %s", sampler_id, error)
+                continue
+            session.samplers[sampler_id] = Sampler(sampler_id, base_name, queue, self.checkpoints, checkpoint)
+
+    def _gauges(self) -> Mapping[str, float]:
+        models = [model for session in self.sessions.values() for model in session.models.values()]
+        return {
+            "sessions": len(self.sessions),
+            "models": len(models),
+            "samplers": sum(len(session.samplers) for session in self.sessions.values()),
+            "waiting_requests": sum(model.queue.num_waiting for model in models),
+            "running_requests": sum(model.queue.running is not None for model in models),
+            "adapter_bytes": self.memory.num_bytes,
+            "evictions": self.memory.num_evictions,
+            "resident_bytes": _resident_bytes(),
+        }
+
+
+def _resident_bytes() -> int:
+    """Memory of this process, as Linux tells it."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

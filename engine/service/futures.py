@@ -7,7 +7,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import EngineError, NotThereError
@@ -23,6 +23,7 @@ class Answer:
 
     body: bytes
     media_type: str = PROTOBUF
+    failed: bool = False
 
     @staticmethod
     def json(content: dict[str, Any]) -> Answer:
@@ -30,7 +31,7 @@ class Answer:
 
     @staticmethod
     def failure(message: str, category: str) -> Answer:
-        return Answer.json({"error": message, "category": category})
+        return replace(Answer.json({"error": message, "category": category}), failed=True)
 
 
 class Futures:
@@ -42,6 +43,7 @@ class Futures:
 
     def __init__(self, keep_bytes: int = 256 * 2**20) -> None:
         self._answers: dict[str, asyncio.Future[Answer]] = {}
+        self._remembered: dict[str, Answer] = {}
         self._fetched: OrderedDict[str, int] = OrderedDict()
         self._fetched_bytes = 0
         self._keep_bytes = keep_bytes
@@ -50,20 +52,18 @@ class Futures:
     def open(self, request_id: str) -> None:
         self._answers[request_id] = asyncio.get_running_loop().create_future()
 
+    def remember(self, request_id: str, answer: Answer) -> None:
+        """An answer that an earlier run of the engine gave."""
+        self._remembered[request_id] = answer
+
     def finish(self, request_id: str, answer: Answer) -> None:
         """Wake whoever waits; a request whose session ended meanwhile is no longer here."""
         if (future := self._answers.get(request_id)) is not None:
             future.set_result(answer)
 
     async def settle(self, request_id: str, work: Awaitable[Answer]) -> Answer:
-        """Finish ``request_id`` with what ``work`` gives, or with its error, and give it back; it never raises."""
-        try:
-            answer = await work
-        except EngineError as error:
-            answer = Answer.failure(str(error), error.category)
-        except Exception as error:
-            log.exception("Request %s failed", request_id)
-            answer = Answer.failure(f"The engine failed on this request: {type(error).__name__}: {error}", "server")
+        """Finish ``request_id`` with what ``work`` gives, or with its error; it raises neither."""
+        answer = await outcome(request_id, work)
         self.finish(request_id, answer)
         return answer
 
@@ -73,6 +73,8 @@ class Futures:
         Raises:
             NotThereError: the request is unknown, or its result was fetched long ago.
         """
+        if (remembered := self._remembered.get(request_id)) is not None:
+            return remembered
         future = self._answers.get(request_id)
         if future is None:
             raise NotThereError(
@@ -99,6 +101,8 @@ class Futures:
         for request_id in [key for key in self._answers if key.startswith(prefix)]:
             del self._answers[request_id]
             self._fetched_bytes -= self._fetched.pop(request_id, 0)
+        for request_id in [key for key in self._remembered if key.startswith(prefix)]:
+            del self._remembered[request_id]
 
     def _note_fetched(self, request_id: str, num_bytes: int) -> None:
         self._fetched_bytes += num_bytes - self._fetched.pop(request_id, 0)
@@ -107,3 +111,14 @@ class Futures:
             oldest, size = self._fetched.popitem(last=False)
             self._fetched_bytes -= size
             self._answers.pop(oldest, None)
+
+
+async def outcome(request_id: str, work: Awaitable[Answer]) -> Answer:
+    """What ``work`` gives, or its error as an answer."""
+    try:
+        return await work
+    except EngineError as error:
+        return Answer.failure(str(error), error.category)
+    except Exception as error:
+        log.exception("Request %s failed", request_id)
+        return Answer.failure(f"The engine failed on this request: {type(error).__name__}: {error}", "server")

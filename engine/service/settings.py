@@ -22,9 +22,12 @@ class Settings:
         api_key: what clients must send; None asks for none, which is for loopback only.
         micro_batch_tokens: of one forward pass, padding included: it bounds memory.
         max_body_bytes: of one request, decompressed.
-        max_waiting_samples: beyond these, sampling requests are asked to come again.
-        sampling_cache_bytes: of the keys and values of all samples in generation on one model.
-        retrieve_futures: clients learn of their finished samples by one request for all of them.
+        max_sessions: clients that are there at one time.
+        max_models: in training at one time.
+        max_waiting_requests: of one model; beyond these, clients are asked to come again.
+        memory_limit_bytes: of adapters, moments, gradients and snapshots; the least recently used go to disk.
+        clock_cycle_s: seconds between two ticks on which work may start; 0 lets it start at once.
+        log_requests: whether to log one line of JSON for each request.
     """
 
     models: tuple[str, ...]
@@ -38,6 +41,9 @@ class Settings:
     api_key: str | None = None
     micro_batch_tokens: int = 1024
     max_body_bytes: int = 256 * 2**20
-    max_waiting_samples: int = 4096
-    sampling_cache_bytes: int = 2 * 2**30
-    retrieve_futures: bool = False
+    max_sessions: int = 256
+    max_models: int = 256
+    max_waiting_requests: int = 1024
+    memory_limit_bytes: int = 2 * 2**30
+    clock_cycle_s: float = 0.0
+    log_requests: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from tinker.types import AdamParams
@@ -18,8 +18,12 @@ from engine.compute.lora import Adapter, LoraSpec
 from engine.compute.loss import Loss
 from engine.compute.trainer import Trainer
 from engine.errors import RequestError
-from engine.service.futures import Answer, Futures
-from engine.service.ordered import OrderedQueue
+from engine.service.futures import Answer
+from engine.service.history import ModelHistory, Notes
+from engine.service.home import Home
+from engine.service.memory import Memory
+from engine.service.ordered import OrderedQueue, QueueServices
+from engine.service.origin import Origin
 from engine.service.worker import Result, Worker
 from engine.wire.forward_backward import ForwardBackward, decode_datum, encode_output
 
@@ -31,9 +35,10 @@ class Workshop:
     find_base: Callable[[str], BaseModel]
     find_loss: Callable[[str, ForwardBackward], Loss]
     worker: Worker
-    futures: Futures
+    queues: QueueServices
     checkpoints: CheckpointStore
     runs: RunStore
+    memory: Memory
     micro_batch_tokens: int
 
 
@@ -56,57 +61,74 @@ class SaveRequest:
 class TrainingModel:
     """A model id of the protocol. Its methods are the work of its queue: one at a time, in seq order."""
 
-    def __init__(self, model_id: str, shop: Workshop) -> None:
+    def __init__(self, model_id: str, shop: Workshop, notes: Notes) -> None:
         self.model_id = model_id
-        self.queue = OrderedQueue(model_id, shop.futures)
+        self.queue = OrderedQueue(model_id, shop.queues, notes)
         self.last_request = datetime.now(UTC)
         self._shop = shop
-        self._trainer: Trainer | None = None
-        self._base_name = ""
+        self._notes = notes
+        self._origin: Origin | None = None
+        self._home: Home | None = None
+        self._lost: str | None = None
 
     @property
-    def trainer(self) -> Trainer:
-        """Raises a RequestError until the model is created."""
-        if self._trainer is None:
-            raise RequestError(
-                f"The model {self.model_id} was never created: its first request failed; create a new one."
+    def origin(self) -> Origin:
+        """What the model was made from, or last saved to; raises a RequestError until it is created."""
+        if self._origin is None:
+            raise self._never_created()
+        return self._origin
+
+    def restore(self, history: ModelHistory) -> None:
+        """Be what the model was before the engine was killed; what no checkpoint holds is lost, and said to be."""
+        self._origin = history.origin
+        if history.origin is None or history.is_whole:
+            self._home = self._new_home(history.origin) if history.origin else None
+            sentence = f"The engine was restarted before this request of {self.model_id} was done: send it again."
+        else:
+            saved = [c for c in self._shop.checkpoints.of_run(self.model_id) if c.name.kind == "weights"]
+            advice = (
+                f"its last checkpoint is {saved[-1].name.path}: load it with its optimizer, "
+                "or create a training client from it."
+                if saved
+                else "it has no checkpoint: create a new training client."
             )
-        return self._trainer
+            self._lost = sentence = (
+                f"The engine was restarted, and what was asked of {self.model_id} since is lost; {advice}"
+            )
+            self._home = self._new_home(replace(history.origin, path=None))
+        self.queue.restore(history, Answer.failure(sentence, "user"))
 
-    @property
-    def base_name(self) -> str:
-        return self._base_name
+    def close(self) -> None:
+        """The session is over: drop what has not started, and the weights."""
+        self.queue.close()
+        if self._home is not None:
+            self._home.close()
 
     async def create(self, base_model: str, spec: LoraSpec, user_metadata: dict[str, str]) -> Answer:
-        base = self._shop.find_base(base_model)
-        await self._start(base_model, lambda: self._new_trainer(base, spec), user_metadata)
+        await self._start(Origin(base_model, spec), user_metadata)
         return Answer.json({"model_id": self.model_id, "type": "create_model"})
 
     async def create_from(
         self, path: str, with_optimizer: bool, base_model: str | None, user_metadata: dict[str, str]
     ) -> Answer:
         checkpoint = self._shop.checkpoints.find(parse_path(path))
-        base_name = base_model or checkpoint.base_model
-        base = self._shop.find_base(base_name)
-
-        def make() -> Trainer:
-            trainer = self._new_trainer(base, checkpoint.lora)
-            self._read_into(trainer, checkpoint, with_optimizer)
-            return trainer
-
-        await self._start(base_name, make, user_metadata)
+        await self._start(Origin.of(checkpoint, base_model or checkpoint.base_model, with_optimizer), user_metadata)
         return self._loaded(path)
 
     async def load(self, path: str, with_optimizer: bool) -> Answer:
         checkpoint = self._shop.checkpoints.find(parse_path(path))
-        trainer = self.trainer
-        await self._run(lambda: self._read_into(trainer, checkpoint, with_optimizer))
+        origin = Origin.of(checkpoint, self.origin.base_model, with_optimizer)
+        lost, self._lost = self._lost, None
+        try:
+            await self._run(lambda trainer: origin.read_into(trainer, self._shop.checkpoints))
+        except BaseException:
+            self._lost = lost
+            raise
+        self._note(origin)
         return self._loaded(path)
 
     async def forward_backward(self, request: ForwardBackward) -> Answer:
-        trainer = self.trainer
-
-        def compute() -> bytes:
+        def compute(trainer: Trainer) -> bytes:
             loss = self._shop.find_loss(self.model_id, request)
             data_D = [decode_datum(message, index, loss.inputs) for index, message in enumerate(request.data)]
             output = trainer.forward_backward(data_D, loss, request.forward_only)
@@ -116,58 +138,76 @@ class TrainingModel:
             return Answer(await self._run(compute))
         except Exception as error:
             if not request.forward_only:
-                trainer.lose_batch(f"request {request.seq_id}: {error}")
+                reason = f"request {request.seq_id}: {error}"
+                await self._run(lambda trainer: trainer.lose_batch(reason))
             raise
 
     async def optim_step(self, params: AdamParams) -> Answer:
-        trainer = self.trainer
-        await self._run(lambda: trainer.optim_step(params))
+        await self._run(lambda trainer: trainer.optim_step(params))
         return Answer.json({"metrics": {}})
 
     async def save(self, request: SaveRequest) -> Answer:
-        trainer = self.trainer
         name = CheckpointName(self.model_id, request.kind, check_name(request.name))
-        description = Description(self._base_name, trainer.adapter.spec, request.ttl_seconds, request.user_metadata)
+        base_model = self.origin.base_model
 
-        def write() -> Checkpoint:
-            return self._shop.checkpoints.save(name, description, self._files(trainer, request), request.overwrite)
+        def write(trainer: Trainer) -> tuple[Checkpoint, bool]:
+            description = Description(base_model, trainer.adapter.spec, request.ttl_seconds, request.user_metadata)
+            files = self._files(trainer, request)
+            return self._shop.checkpoints.save(name, description, files, request.overwrite), trainer.is_settled
 
-        checkpoint = await self._run(write)
+        checkpoint, holds_all = await self._run(write)
+        if request.kind == "weights" and holds_all:
+            self._note(Origin.of(checkpoint, base_model, with_optimizer=True))
         return Answer.json({"path": checkpoint.name.path, "size_bytes": checkpoint.num_bytes})
 
     async def snapshot(self) -> tuple[str, Adapter]:
         """The base model's name and a copy of the adapter as it is now."""
-        trainer = self.trainer
-        return self._base_name, await self._run(trainer.snapshot)
+        return self.origin.base_model, await self._run(lambda trainer: trainer.snapshot())
 
-    async def _start(self, base_name: str, make: Callable[[], Trainer], user_metadata: dict[str, str]) -> None:
-        def make_and_note() -> Trainer:
-            trainer = make()
-            run = TrainingRun(self.model_id, base_name, trainer.adapter.spec, datetime.now(UTC), user_metadata)
-            self._shop.runs.save(run)
-            return trainer
+    async def _start(self, origin: Origin, user_metadata: dict[str, str]) -> None:
+        home = self._new_home(origin)
 
-        self._trainer = await self._run(make_and_note)
-        self._base_name = base_name
+        def make_and_note() -> None:
+            home.trainer()
+            self._shop.runs.save(
+                TrainingRun(self.model_id, origin.base_model, origin.lora, datetime.now(UTC), user_metadata)
+            )
 
-    async def _run(self, function: Callable[[], Result]) -> Result:
-        return await self._shop.worker.run(function, self.model_id)
+        self._shop.find_base(origin.base_model)
+        await self._shop.worker.run(make_and_note, self.model_id)
+        self._home = home
+        self._note(origin)
 
-    def _new_trainer(self, base: BaseModel, spec: LoraSpec) -> Trainer:
-        return Trainer(base, spec, self._shop.micro_batch_tokens)
+    async def _run(self, function: Callable[[Trainer], Result]) -> Result:
+        if self._lost is not None:
+            raise RequestError(self._lost)
+        if (home := self._home) is None:
+            raise self._never_created()
+        return await self._shop.worker.run(lambda: function(home.trainer()), self.model_id)
+
+    def _never_created(self) -> RequestError:
+        return RequestError(f"The model {self.model_id} was never created: its first request failed; create a new one.")
+
+    def _note(self, origin: Origin) -> None:
+        """After a restart the model can be this again, if nothing else is asked of it until then."""
+        self._origin = origin
+        assert self.queue.running is not None
+        self._notes.origin(self.queue.running, origin)
+
+    def _new_home(self, origin: Origin) -> Home:
+        def make() -> Trainer:
+            base = self._shop.find_base(origin.base_model)
+            return origin.make(base, self._shop.checkpoints, self._shop.micro_batch_tokens)
+
+        return Home(make, self._shop.memory, lambda: self.queue.running is not None)
 
     def _files(self, trainer: Trainer, request: SaveRequest) -> dict[str, bytes]:
         if request.kind == "external_weights":
-            return external_files(trainer.weights(), trainer.adapter.spec, self._base_name, request.recipients)
+            return external_files(trainer.weights(), trainer.adapter.spec, self.origin.base_model, request.recipients)
         files = {ADAPTER: pack(trainer.weights())}
         if request.kind == "weights":
             files[OPTIMIZER] = pack(trainer.optimizer_state())
         return files
-
-    def _read_into(self, trainer: Trainer, checkpoint: Checkpoint, with_optimizer: bool) -> None:
-        store = self._shop.checkpoints
-        weights = store.read(checkpoint, ADAPTER)
-        trainer.load(weights, store.read(checkpoint, OPTIMIZER) if with_optimizer else None)
 
     def _loaded(self, path: str) -> Answer:
         return Answer.json({"path": path, "model_id": self.model_id, "type": "load_weights"})

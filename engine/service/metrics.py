@@ -1,0 +1,94 @@
+"""Figures of the running engine, in the form that Prometheus reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+@dataclass(slots=True)
+class Timing:
+    """One operation at work; `failed` is set when it is known."""
+
+    failed: bool = False
+
+
+class Metrics:
+    """Counts and times; what can be read off the engine is read when it is asked for."""
+
+    def __init__(self, gauges: Callable[[], Mapping[str, float]]) -> None:
+        """Args:
+        gauges: the present values, by the names of `GAUGES`.
+        """
+        self._registry = CollectorRegistry()
+        self._registry.register(_Gauges(gauges))
+        self._operations = Histogram(
+            "tinker_engine_operation_seconds",
+            "Time of a training operation, from its start to its answer.",
+            ("kind", "outcome"),
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._tokens = Counter(
+            "tinker_engine_tokens", "Tokens that were trained on or sampled.", ("use",), registry=self._registry
+        )
+        self._http = Counter(
+            "tinker_engine_http_responses",
+            "Responses by route and status.",
+            ("route", "status"),
+            registry=self._registry,
+        )
+
+    @contextmanager
+    def timing(self, kind: str) -> Iterator[Timing]:
+        """Time what is inside as an operation of ``kind``."""
+        timing = Timing()
+        started = time.perf_counter()
+        yield timing
+        outcome = "failed" if timing.failed else "done"
+        self._operations.labels(kind, outcome).observe(time.perf_counter() - started)
+
+    def tokens(self, use: Literal["trained", "forwarded", "prompt", "sampled"], count: int) -> None:
+        self._tokens.labels(use).inc(count)
+
+    def response(self, route: str, status: int) -> None:
+        self._http.labels(route, str(status)).inc()
+
+    def text(self) -> bytes:
+        """All figures in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+
+GAUGES = {
+    "sessions": "Sessions whose clients are there.",
+    "models": "Models in training.",
+    "samplers": "Samplers.",
+    "waiting_requests": "Training requests that wait for their turn.",
+    "running_requests": "Training requests at work.",
+    "adapter_bytes": "Memory of adapters, moments, gradients and snapshots.",
+    "evictions": "How often one of them had to leave memory.",
+    "resident_bytes": "Memory of the process.",
+}
+
+
+class _Gauges(Collector):
+    def __init__(self, gauges: Callable[[], Mapping[str, float]]) -> None:
+        self._gauges = gauges
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        return []
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        values = self._gauges()
+        for name, help_text in GAUGES.items():
+            yield GaugeMetricFamily(f"tinker_engine_{name}", help_text, value=values[name])

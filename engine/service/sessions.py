@@ -1,0 +1,142 @@
+"""Sessions: a client's models and samplers live as long as one; what it was stays known."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, get_args
+
+from pydantic import TypeAdapter, ValidationError
+
+from engine.checkpoints.files import disk_errors
+from engine.service.history import SessionHistory
+from engine.service.journal import Journal
+from engine.service.samplers import Sampler
+from engine.service.training import TrainingModel
+
+log = logging.getLogger(__name__)
+
+FinishReason = Literal["success", "errored", "interrupted"]
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+
+
+@dataclass(slots=True)
+class Session:
+    """One client that is there.
+
+    Attributes:
+        last_heard: monotonic seconds; its client sends a heartbeat every 10 s.
+    """
+
+    session_id: str
+    created_at: datetime
+    user_metadata: dict[str, str]
+    display_name: str | None
+    journal: Journal
+    last_heard: float = field(default_factory=time.monotonic)
+    models: dict[str, TrainingModel] = field(default_factory=dict)
+    samplers: dict[str, Sampler] = field(default_factory=dict)
+
+    def summary(self, reason: FinishReason | None = None, detail: str | None = None) -> SessionSummary:
+        return SessionSummary(
+            self.session_id,
+            self.created_at,
+            self.user_metadata,
+            self.display_name,
+            tuple(self.models),
+            tuple(self.samplers),
+            reason,
+            detail,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSummary:
+    """What the REST client may ask about a session, also when it is over.
+
+    Attributes:
+        reason: why it ended; None while its client is there.
+    """
+
+    session_id: str
+    created_at: datetime
+    user_metadata: Mapping[str, str]
+    display_name: str | None
+    run_ids: tuple[str, ...]
+    sampler_ids: tuple[str, ...]
+    reason: FinishReason | None = None
+    detail: str | None = None
+
+
+_SUMMARY = TypeAdapter(SessionSummary)
+
+
+class SessionStore:
+    """Sessions on disk: the journals of the living, the summaries of the finished.
+
+    Attributes:
+        finished: summaries by session id.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self._folder = state / "sessions"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.finished: dict[str, SessionSummary] = {}
+        for path in self._folder.glob("*.json"):
+            try:
+                self.finished[path.stem] = _SUMMARY.validate_json(path.read_bytes())
+            except ValidationError:
+                log.warning("The summary %s of a finished session is damaged: it is not listed", path)
+
+    def open(self, user_metadata: dict[str, str], display_name: str | None) -> Session:
+        """Begin a session whose id no engine has used: model ids and folders on disk derive from it."""
+        session_id, now = str(uuid.uuid4()), datetime.now(UTC)
+        with disk_errors("The session"):
+            journal = Journal(self._journal_path(session_id))
+        journal.append(
+            {
+                "type": "session",
+                "session_id": session_id,
+                "created_at": now.isoformat(),
+                "user_metadata": user_metadata,
+                "display_name": display_name,
+            }
+        )
+        return Session(session_id, now, user_metadata, display_name, journal)
+
+    def unfinished(self) -> Iterator[tuple[SessionHistory, Journal]]:
+        """The sessions that an engine had when it was killed; those of an engine that runs are left to it."""
+        for path in sorted(self._folder.glob("*.jsonl")):
+            try:
+                journal = Journal(path)
+            except BlockingIOError:
+                continue
+            try:
+                records = journal.read()
+                if records and path.stem not in self.finished:
+                    yield SessionHistory.of(records), journal
+                    continue
+            except (ValueError, LookupError, TypeError, AttributeError):
+                log.warning("The journal %s of a session is damaged: the session is over", path)
+            journal.remove()
+
+    def finish(self, session: Session, reason: FinishReason, detail: str | None) -> None:
+        """A session is over; its journal is no longer needed."""
+        summary = session.summary(reason, detail)
+        self.finished[session.session_id] = summary
+        path = self._folder / f"{session.session_id}.json"
+        aside = path.with_name(f".{path.name}")
+        try:
+            aside.write_bytes(_SUMMARY.dump_json(summary))
+            aside.replace(path)
+        except OSError as error:
+            log.warning("The summary %s of a session could not be written: %s", path, error)
+        session.journal.remove()
+
+    def _journal_path(self, session_id: str) -> Path:
+        return self._folder / f"{session_id}.jsonl"

@@ -1,0 +1,44 @@
+"""Sessions, as the REST client finds them."""
+
+from __future__ import annotations
+
+import pytest
+import tinker
+from engine_process import API_KEY
+from tinker import types
+
+
+@pytest.fixture
+def rest(engine_url: str) -> tinker.RestClient:
+    return tinker.RestClient(base_url=engine_url, api_key=API_KEY)
+
+
+def test_a_session_knows_its_runs_and_samplers(engine_url: str, rest: tinker.RestClient) -> None:
+    with tinker.ServiceClient({"a": "b"}, display_name="Ann's", base_url=engine_url, api_key=API_KEY) as service:
+        trainer = service.create_lora_training_client(base_model="tiny", rank=1).result()
+        service.create_sampling_client(base_model="tiny").result()
+        session_id = service.holder.get_session_id()
+        found = rest.get_session(session_id).result()
+        assert found.training_run_ids == [trainer.model_id]
+        (sampler_id,) = found.sampler_ids
+        assert rest.get_sampler(sampler_id).result().sampler_id == sampler_id
+        assert (found.user_metadata, found.display_name) == ({"a": "b"}, "Ann's")
+        assert session_id in rest.list_sessions(limit=1000).result().sessions
+    assert rest.get_session(session_id).result() == found
+    with pytest.raises(tinker.NotFoundError, match="no session"):
+        rest.get_session("nobody").result()
+
+
+@pytest.mark.filterwarnings("ignore::tinker.ExperimentalWarning")
+def test_sessions_are_searched(engine_url: str, rest: tinker.RestClient) -> None:
+    for name in ("red one", "red two", "blue"):
+        with tinker.ServiceClient(display_name=name, base_url=engine_url, api_key=API_KEY) as service:
+            assert service.holder.get_session_id()
+    request = types.SessionSearchRequest(display_name="RED", limit=1)
+    first = rest.search_sessions(request).result()
+    second = rest.search_sessions(request.model_copy(update={"cursor": first.next_cursor})).result()
+    assert [page.sessions[0].display_name for page in (first, second)] == ["red two", "red one"]
+    assert second.next_cursor is None
+    status = first.sessions[0].status
+    assert isinstance(status, types.ClientSessionFinished)
+    assert status.reason.type == "success"
