@@ -23,7 +23,8 @@ from engine.service.links import Links
 from engine.service.memory import Memory
 from engine.service.metrics import Metrics
 from engine.service.ordered import QueueServices
-from engine.service.samplers import Sampler, SamplingQueue
+from engine.service.samplers import Sampler
+from engine.service.sampling_queue import SamplingQueue
 from engine.service.sessions import FinishReason, Session, SessionStore, SessionSummary
 from engine.service.settings import Settings
 from engine.service.training import TrainingModel, Workshop
@@ -56,7 +57,7 @@ class Engine:
         self.sessions: dict[str, Session] = {}
         self.session_store = SessionStore(settings.state)
         self._by_path = {str(base.loaded.path): base for base in bases.values()}
-        self._sampling = {id(base): SamplingQueue(base, self.worker, self.futures) for base in bases.values()}
+        self._sampling = {id(base): SamplingQueue(base, self.worker, settings) for base in bases.values()}
         self._shop = Workshop(
             find_base=self.base,
             find_loss=self._find_loss,
@@ -85,7 +86,7 @@ class Engine:
         return base
 
     def _find_loss(self, model_id: str, request: ForwardBackward) -> Loss:
-        """The loss that a request names."""
+        """The loss that a request names; a custom one is of the model's own session."""
         return bind_loss(request.loss_fn, request.config)
 
     def open_session(self, user_metadata: dict[str, str], display_name: str | None) -> Session:
@@ -136,6 +137,8 @@ class Engine:
             return
         for model in session.models.values():
             model.close()
+        for sampler in session.samplers.values():
+            sampler.close()
         self.futures.forget(f"{session_id}:")
         self.session_store.finish(session, reason, detail)
 
