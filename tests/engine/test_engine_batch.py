@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling_jobs import make_job
 
 from engine.compute.base import BaseModel
 from engine.compute.lora import Adapter, LoraSpec
 from engine.sampling.batch import Batch, bytes_per_token
-from engine.sampling.job import Continuation, SampleJob
+from engine.sampling.job import Continuation
 from engine.sampling.request import Request, Row
 
-VOCAB = 264
 CACHE = 2**26
-
-
-def make_job(seed: int, length: int = 5, max_tokens: int = 12, **changes: Any) -> SampleJob:
-    prompt_T = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed))
-    fields: dict[str, Any] = {
-        "num_samples": 1,
-        "temperature": 1.0,
-        "top_k": VOCAB,
-        "top_p": 1.0,
-        "stop_tokens": frozenset(),
-        "stop_strings": (),
-        "seed": seed,
-    }
-    return SampleJob(prompt_T=prompt_T, max_tokens=max_tokens, **{**fields, **changes})
 
 
 @pytest.fixture(scope="module")
