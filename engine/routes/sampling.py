@@ -54,7 +54,11 @@ def sampling_router(engine: Engine) -> APIRouter:
         if asked.seq_id is None:
             raise RequestError("asample needs a seq_id beside its sampling_session_id.")
         request_id = sampler.start(
-            asked.seq_id, digest("asample", content), engine.futures, lambda: _sample(sampler, asked)
+            asked.seq_id,
+            digest("asample", content),
+            engine.futures,
+            asked.num_samples,
+            lambda: _sample(sampler, asked),
         )
         return {
             "request_id": request_id,

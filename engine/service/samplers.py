@@ -36,7 +36,7 @@ class Sampler:
         self.num_clients = 0
         self._checkpoints = checkpoints
         self._digests: dict[int, bytes] = {}
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, asyncio.Task[Answer]] = {}
         self._completions: dict[int, Completions] = {}
 
     def load(self) -> Adapter | None:
@@ -48,7 +48,9 @@ class Sampler:
             self.adapter = adapter
         return self.adapter
 
-    def start(self, seq_id: int, digest: bytes, futures: Futures, work: Callable[[], Awaitable[Answer]]) -> str:
+    def start(
+        self, seq_id: int, digest: bytes, futures: Futures, num_samples: int, work: Callable[[], Awaitable[Answer]]
+    ) -> str:
         """Begin request ``seq_id`` unless it came before; returns the request id to come back with.
 
         Raises:
@@ -63,10 +65,10 @@ class Sampler:
                 "two clients share one sampler; give each its own."
             )
         if known is None:
-            self.queue.check_room()
+            self.queue.reserve(num_samples)
             self._digests[seq_id] = digest
             futures.open(request_id)
-            self._running[request_id] = asyncio.create_task(self._settle(request_id, futures, work()))
+            self._run(request_id, futures, num_samples, work)
         return request_id
 
     def completions(self, clone: int) -> Completions:
@@ -83,11 +85,19 @@ class Sampler:
         for request_id in list(self._running):
             self.cancel(request_id)
 
-    async def _settle(self, request_id: str, futures: Futures, work: Awaitable[Answer]) -> None:
-        try:
-            answer = await futures.settle(request_id, work)
-        except asyncio.CancelledError:
-            answer = Answer.failure("The request was cancelled.", "user")
-            futures.finish(request_id, answer)
-        del self._running[request_id]
-        self.completions(int(request_id.rpartition(":")[2]) // CLONE_IDS).add(request_id, answer)
+    def _run(self, request_id: str, futures: Futures, num_samples: int, work: Callable[[], Awaitable[Answer]]) -> None:
+        async def settle() -> Answer:
+            return await futures.settle(request_id, work())
+
+        def end(task: asyncio.Task[Answer]) -> None:
+            del self._running[request_id]
+            self.queue.release(num_samples)
+            if task.cancelled():
+                answer = Answer.failure("The request was cancelled.", "user")
+                futures.finish(request_id, answer)
+            else:
+                answer = task.result()
+            self.completions(int(request_id.rpartition(":")[2]) // CLONE_IDS).add(request_id, answer)
+
+        self._running[request_id] = asyncio.create_task(settle())
+        self._running[request_id].add_done_callback(end)

@@ -31,6 +31,7 @@ class SamplingQueue:
         self._settings = settings
         self._batch = self._new_batch()
         self._waiting: dict[str, deque[Row]] = {}
+        self._num_reserved = 0
         self._open: dict[Request, tuple[str, asyncio.Future[SampleResult]]] = {}
         self._left: set[Request] = set()
         self._runner: asyncio.Task[None] | None = None
@@ -38,14 +39,25 @@ class SamplingQueue:
     def _new_batch(self) -> Batch:
         return Batch(self.base, self._settings.sampling_cache_bytes, self._settings.micro_batch_tokens)
 
-    def check_room(self) -> None:
-        """Raise a BusyError while as many samples wait as may."""
-        num_waiting = sum(len(rows) for rows in self._waiting.values())
-        if num_waiting >= (limit := self._settings.max_waiting_samples):
+    @property
+    def is_busy(self) -> bool:
+        return self._runner is not None
+
+    def reserve(self, num_samples: int) -> None:
+        """Count samples in that are to be asked for; whoever does it takes them out by `release`.
+
+        Raises:
+            BusyError: as many are waited for as may be.
+        """
+        if self._num_reserved >= (limit := self._settings.max_waiting_samples):
             raise BusyError(
-                f"{num_waiting} samples wait for {self.base.loaded.name}, and no more than {limit} may: "
-                "ask again in a second."
+                f"{self._num_reserved} samples of {self.base.loaded.name} are waited for, and no more than {limit} may "
+                "be: ask again in a second."
             )
+        self._num_reserved += num_samples
+
+    def release(self, num_samples: int) -> None:
+        self._num_reserved -= num_samples
 
     async def ask(self, client: str, job: SampleJob, load: Callable[[], Adapter | None]) -> SampleResult:
         """Compute ``job``; whoever stops waiting for it stops the work.

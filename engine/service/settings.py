@@ -28,7 +28,7 @@ class Settings:
         memory_limit_bytes: of adapters, moments, gradients and snapshots; the least recently used go to disk.
         clock_cycle_s: seconds between two ticks on which work may start; 0 lets it start at once.
         log_requests: whether to log one line of JSON for each request.
-        max_waiting_samples: beyond these, sampling requests are asked to come again.
+        max_waiting_samples: of one model, beyond which clients are asked to come again.
         sampling_cache_bytes: of the keys and values of all samples in generation on one model.
         retrieve_futures: clients learn of their finished samples by one request for all of them.
     """

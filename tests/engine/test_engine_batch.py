@@ -52,7 +52,7 @@ def assert_same(ours: list[Continuation], theirs: list[Continuation]) -> None:
 LIMITS = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.6, "top_k": 50, "top_p": 0.95}]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=st.integers(0, 2**32))
 def test_company_changes_nothing(base: BaseModel, adapters: list[Adapter | None], plan: int) -> None:
     """Rows that join and leave at random, of all lengths, limits and adapters, are those of each alone."""
