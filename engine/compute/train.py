@@ -75,7 +75,7 @@ def _apply(loss: Loss, logprobs_M: Tensor, data_B: Sequence[Datum], trains: bool
     if not bool(value.total.isfinite()):
         raise RequestError(f"The loss is {value.total.item()}: check its inputs, or lower the learning rate.")
     if trains:
-        (gradient_M,) = torch.autograd.grad(value.total, leaf_M)
+        gradient_M = _differentiate(value.total, leaf_M)
         if not bool(gradient_M.isfinite().all()):
             raise RequestError(
                 "The gradient of the loss by the logprobs is not finite, though the loss is: clamp what it divides by "
@@ -83,6 +83,15 @@ def _apply(loss: Loss, logprobs_M: Tensor, data_B: Sequence[Datum], trains: bool
             )
         logprobs_M.backward(gradient_M)
     return value
+
+
+def _differentiate(total: Tensor, leaf_M: Tensor) -> Tensor:
+    try:
+        (gradient_M,) = torch.autograd.grad(total, leaf_M)
+    except RuntimeError as error:  # a custom loss may write over what its own gradient needs
+        reason = " ".join(str(error).split())
+        raise RequestError(f"The loss has no gradient by the logprobs: {reason[:300].rstrip('.')}.") from error
+    return gradient_M
 
 
 def _reduce(metrics_D: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from starlette.responses import JSONResponse
 
 from engine.errors import BusyError, EngineError, NotThereError, RequestError
 from engine.routes.checkpoints import checkpoints_router
+from engine.routes.custom_losses import custom_losses_router
 from engine.routes.external import external_router
 from engine.routes.guard import Guard
 from engine.routes.models import models_router
@@ -37,6 +38,7 @@ def make_app(engine: Engine) -> FastAPI:
         sessions_router,
         models_router,
         training_router,
+        custom_losses_router,
         sampling_router,
         runs_router,
         checkpoints_router,

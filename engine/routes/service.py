@@ -43,7 +43,7 @@ def service_router(engine: Engine) -> APIRouter:
             "proto_compress_fwdbwd": False,
             "sample_join_sampling_session": True,
             "sample_use_retrieve_futures": engine.settings.retrieve_futures,
-            "custom_loss_server_side": False,
+            "custom_loss_server_side": True,
         }
 
     @router.post("/client/dynamic_config")

@@ -16,6 +16,7 @@ from engine.compute.base import BaseModel
 from engine.compute.loss import Loss, bind_loss
 from engine.errors import EngineError, NotThereError, RequestError
 from engine.service.clock import Clock
+from engine.service.custom_losses import CustomLosses
 from engine.service.futures import Futures
 from engine.service.history import Notes, SessionHistory
 from engine.service.journal import Journal
@@ -50,6 +51,7 @@ class Engine:
         self.links = Links()
         self.checkpoints = CheckpointStore(settings.state)
         self.runs = RunStore(settings.state)
+        self.custom_losses = CustomLosses(settings.state)
         self.checkpoints.sweep()
         self.memory = Memory(settings.memory_limit_bytes, settings.state / "evicted")
         self.metrics = Metrics(self._gauges)
@@ -87,6 +89,8 @@ class Engine:
 
     def _find_loss(self, model_id: str, request: ForwardBackward) -> Loss:
         """The loss that a request names; a custom one is of the model's own session."""
+        if request.loss_fn == "custom":
+            return self.custom_losses.find(model_id.partition(":")[0], request.config.get("loss_id"))
         return bind_loss(request.loss_fn, request.config)
 
     def open_session(self, user_metadata: dict[str, str], display_name: str | None) -> Session:
@@ -140,6 +144,7 @@ class Engine:
         for sampler in session.samplers.values():
             sampler.close()
         self.futures.forget(f"{session_id}:")
+        self.custom_losses.forget(session_id)
         self.session_store.finish(session, reason, detail)
 
     def new_model(self, session_id: str, model_seq_id: int) -> TrainingModel:

@@ -129,6 +129,37 @@ def test_value_and_gradient_are_those_of_the_formula(name, given_params, case):
     assert leaf.grad.tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", PLAIN)
+def test_gradient_through_a_model_is_that_of_finite_differences(name):
+    """A softmax over a linear layer, all in float64: each of its weights is moved by hand."""
+    generator = torch.Generator().manual_seed(3)
+    features, targets = torch.randn(9, 4, generator=generator).double(), torch.randint(0, 5, (9,), generator=generator)
+    start = torch.randn(4, 5, generator=generator).double()
+    offsets = torch.tensor([0, 2, 6, 9])
+
+    def logprobs(weight):
+        return (features @ weight).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+    inputs = {
+        "logprobs": logprobs(start) + 0.3 * torch.randn(9, generator=generator).double(),
+        "advantages": torch.randn(9, generator=generator).double(),
+        "sequence_ratio_mask": torch.tensor([0.0, 1, 1, 1, 1, 0, 1, 1, 1]).double(),
+    }
+    loss, params = find_built_in(name), OTHER_PARAMS[name]
+    weight = start.clone().requires_grad_()
+    loss.compute(logprobs(weight), inputs, offsets, loss.check_params(params)).backward()
+
+    def slow(step):
+        moved = logprobs(start + step)
+        columns = by_sequence(moved, inputs, offsets, logprobs(start))
+        return sum(PLAIN[name](*each, **params) for each in columns)
+
+    steps = 1e-6 * torch.eye(20).double().reshape(20, 4, 5)
+    slopes = [(slow(step) - slow(-step)) / 2e-6 for step in steps]
+    assert weight.grad is not None
+    assert weight.grad.flatten().tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-7)
+
+
 @given(rollouts())
 @pytest.mark.parametrize("name", PLAIN)
 def test_metrics_are_those_of_plain_loops(name, case):

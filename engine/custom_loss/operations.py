@@ -1,0 +1,145 @@
+"""The operations that a traced loss may name, and what each name stands for."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.custom_loss.arithmetic import checked_arithmetic
+
+Operation = Callable[..., Any]
+
+# Both ``torch.<name>`` and the tensor's method, where torch has them; a method may also come as ``<name>_``, in place.
+_POINTWISE = """
+abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
+ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad div divide eq erf erfc erfinv exp exp2 expm1 fix
+float_power floor floor_divide fmax fmin fmod frac ge greater greater_equal gt heaviside hypot isclose isfinite isinf
+isnan isneginf isposinf ldexp le lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and
+logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative
+nextafter not_equal pow positive rad2deg real reciprocal relu remainder round rsqrt rsub sgn sigmoid sign signbit sin
+sinc sinh softmax log_softmax sqrt square sub subtract tan tanh tril triu true_divide trunc where xlogy zeros_like
+ones_like full_like celu selu threshold
+"""
+_REDUCTIONS = """
+all allclose amax amin aminmax any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum diff dist equal
+kthvalue logcumsumexp logsumexp max mean median min mode msort nanmean nanmedian nanquantile nansum norm prod quantile
+renorm sort std std_mean sum topk trapezoid trapz trace unique unique_consecutive var var_mean cumulative_trapezoid
+searchsorted bucketize
+"""
+_SHAPES = """
+atleast_1d atleast_2d broadcast_to chunk diagonal flatten flip fliplr flipud gather movedim moveaxis narrow permute
+ravel reshape roll rot90 scatter scatter_add select squeeze split swapaxes swapdims t take take_along_dim transpose
+unbind unflatten unsqueeze masked_select nonzero index_add index_copy index_fill masked_scatter clone detach numel
+is_floating_point is_tensor broadcast_tensors split_with_sizes
+"""
+_GROWING = """
+zeros ones full arange linspace logspace eye tril_indices triu_indices cat concat concatenate stack hstack vstack
+dstack column_stack outer ger matmul mm bmm mv dot inner vdot tensordot addmm addmv addbmm baddbmm einsum kron cdist
+repeat tile repeat_interleave cartesian_prod meshgrid block_diag diag diag_embed diagflat vander cov corrcoef
+index_select new_zeros new_ones new_full
+"""
+_METHODS_ONLY = """
+bfloat16 bool contiguous dim double expand expand_as float half int long ndimension nelement size stride type_as view
+view_as reshape_as is_contiguous is_complex unfold fill_ zero_ masked_fill_ clamp_ copy_ sum_to_size
+"""
+_FUNCTIONAL = """
+relu relu6 elu selu celu leaky_relu gelu silu mish softplus softsign hardtanh hardsigmoid hardswish tanhshrink
+softshrink hardshrink logsigmoid sigmoid tanh softmax softmin log_softmax threshold normalize cosine_similarity
+pairwise_distance l1_loss mse_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy
+binary_cross_entropy_with_logits cross_entropy nll_loss poisson_nll_loss gaussian_nll_loss soft_margin_loss
+hinge_embedding_loss margin_ranking_loss cosine_embedding_loss triplet_margin_loss multi_margin_loss layer_norm
+rms_norm
+"""
+_FUNCTIONAL_GROWING = "pad one_hot linear"
+_SPECIAL = """
+digamma entr erf erfc erfcx erfinv exp2 expit expm1 gammainc gammaincc gammaln i0 i0e i1 i1e log1p log_ndtr
+log_softmax logit logsumexp ndtr ndtri polygamma psi round sinc softmax xlog1py xlogy zeta
+"""
+_LINALG = "norm vector_norm"
+_FFT = "fft ifft rfft irfft"
+_OPERATORS = """
+abs add and_ eq floordiv ge gt iadd iand ifloordiv imod imul invert ior ipow isub itruediv ixor le lt matmul mod mul
+ne neg or_ pos pow sub truediv xor
+"""
+_MATH = """
+acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh degrees erf erfc exp exp2 expm1 fabs floor fmod gamma
+hypot isclose isfinite isinf isnan lgamma log log10 log1p log2 pow radians sin sinh sqrt tan tanh trunc
+"""
+
+
+def _attribute(value: Any, name: str) -> Any:
+    if isinstance(value, Tensor) and name in _ATTRIBUTES:
+        return _ATTRIBUTES[name](value)
+    raise TypeError(f"the attribute {str(name)[:50]!r} is not offered; a tensor has {', '.join(_ATTRIBUTES)}")
+
+
+_ATTRIBUTES: dict[str, Operation] = {
+    "shape": lambda tensor: tensor.shape,
+    "dtype": lambda tensor: tensor.dtype,
+    "device": lambda tensor: tensor.device,
+    "ndim": lambda tensor: tensor.ndim,
+    "T": lambda tensor: tensor.T,
+    "mT": lambda tensor: tensor.mT,
+    "data": lambda tensor: tensor.detach(),
+}
+
+
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``Tensor.to`` without its device: the graph runs where it runs."""
+    kept = [each for each in args if not isinstance(each, str | torch.device)]
+    kwargs.pop("device", None)
+    return tensor.to(*kept, **kwargs) if kept or kwargs else tensor
+
+
+def _here(tensor: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return tensor
+
+
+def _collect(owner: Any, names: str, prefix: str) -> dict[str, Operation]:
+    return {f"{prefix}{name}": getattr(owner, name) for name in names.split() if hasattr(owner, name)}
+
+
+_SHARED = f"{_POINTWISE} {_REDUCTIONS} {_SHAPES} {_GROWING}"
+
+FUNCTIONS: dict[str, Operation] = {
+    **_collect(torch, _SHARED, "torch."),
+    **_collect(torch.functional, _SHARED, "torch.functional."),
+    **_collect(torch.nn.functional, f"{_FUNCTIONAL} {_FUNCTIONAL_GROWING}", "torch.nn.functional."),
+    # The second of two names is torch.fx's for what these modules take from the compiled part.
+    **_collect(torch.nn.functional, f"{_FUNCTIONAL} {_FUNCTIONAL_GROWING}", "torch._C._nn."),
+    "torch._C._nn.log_sigmoid": torch.nn.functional.logsigmoid,
+    **_collect(torch.special, _SPECIAL, "torch.special."),
+    **_collect(torch.special, _SPECIAL, "torch._C._special.special_"),
+    **_collect(torch.linalg, _LINALG, "torch.linalg."),
+    **_collect(torch.linalg, _LINALG, "torch._C._linalg.linalg_"),
+    **_collect(torch.fft, _FFT, "torch.fft."),
+    **_collect(torch.fft, _FFT, "torch._C._fft.fft_"),
+    **{f"operator.{name}": checked_arithmetic(getattr(operator, name)) for name in _OPERATORS.split()},
+    "operator.getitem": operator.getitem,
+    **_collect(math, _MATH, "math."),
+    "getattr": _attribute,
+}
+
+METHODS: dict[str, Operation] = {
+    **_collect(torch.Tensor, f"{_SHARED} {_METHODS_ONLY}", ""),
+    **_collect(torch.Tensor, " ".join(f"{name}_" for name in _POINTWISE.split()), ""),
+    "to": _to,
+    "cpu": _here,
+    "cuda": _here,
+}
+
+
+def _all_called(names: str) -> frozenset[Operation]:
+    known = {**FUNCTIONS, **METHODS}
+    return frozenset(operation for name, operation in known.items() if name.rpartition(".")[2] in names.split())
+
+
+# Their results may be larger than their inputs broadcast to each other: these are asked for their sizes first.
+GROWING = _all_called(f"{_GROWING} {_FUNCTIONAL_GROWING} {_FFT} getitem")
+# Their results are many.
+SPLITTING = _all_called("chunk split split_with_sizes unbind")

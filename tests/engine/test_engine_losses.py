@@ -1,0 +1,276 @@
+"""Every loss through the real SDK: built in, as the client's own callable, and as a graph that the engine runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tinker
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinker import types
+
+from engine.compute.base import BaseModel
+from engine.compute.datum import Datum
+from engine.compute.lora import Adapter, LoraSpec
+from engine.compute.loss import Loss, bind_loss
+from engine.compute.train import run_loss
+
+# With so large an eps a step of Adam is as long as the gradient, and not only in its direction.
+LINEAR = types.AdamParams(learning_rate=1.0, eps=100.0, beta1=0.0, beta2=0.0)
+WIDE = 10**6
+
+
+def cross_entropy(logprobs, weights):
+    return -(logprobs * weights).sum(), {}
+
+
+def importance_sampling(logprobs, old, advantages):
+    return -(torch.exp(logprobs - old) * advantages).sum(), {}
+
+
+def ppo(logprobs, old, advantages):
+    ratio = torch.exp(logprobs - old)
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.1) * advantages).sum(), {}
+
+
+def cispo(logprobs, old, advantages):
+    ratio = torch.exp(logprobs - old).clamp(0.0, 4.0)
+    return -(ratio.detach() * logprobs * advantages).sum(), {}
+
+
+def dro(logprobs, old, advantages):
+    return -(logprobs * advantages - 0.5 * 0.3 * (logprobs - old) ** 2).sum(), {}
+
+
+def gspo(logprobs, old, advantages, sequence_ratio_mask):
+    log_ratio = (logprobs.detach() - old)[sequence_ratio_mask != 0].mean()
+    ratio = torch.exp(log_ratio + (logprobs - logprobs.detach()))
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.1) * advantages).sum(), {}
+
+
+def stable_reinforce(logprobs, old, advantages):
+    trained = (advantages != 0).float()
+    log_ratio = logprobs - old
+    weight = torch.exp(log_ratio.detach()).clamp(max=1.0)
+    return (trained * (0.2 * (torch.exp(log_ratio) - 1 - log_ratio) - weight * advantages * logprobs)).sum(), {}
+
+
+BOUNDS = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+Case = tuple[Callable[..., Any], dict[str, float], tuple[str, ...]]
+POLICY = ("logprobs", "advantages")
+CASES: dict[str, Case] = {
+    "cross_entropy": (cross_entropy, {}, ("weights",)),
+    "importance_sampling": (importance_sampling, {}, POLICY),
+    "ppo": (ppo, BOUNDS, POLICY),
+    "cispo": (cispo, {}, POLICY),
+    "dro": (dro, {"beta": 0.3}, POLICY),
+    "gspo": (gspo, BOUNDS, (*POLICY, "sequence_ratio_mask")),
+    "stable_reinforce": (stable_reinforce, {"kl_coeff": 0.2}, POLICY),
+}
+
+
+def rollout(text: str, seed: int) -> types.Datum:
+    """A prompt of three bytes and an answer; beside what the losses read, what they are to ignore."""
+    tokens = list(text.encode())
+    generator = torch.Generator().manual_seed(seed)
+    length = len(tokens) - 1
+    answer = (torch.arange(length) >= 3).float()
+    old = (-5.5 + 0.2 * torch.randn(length, generator=generator)) * answer
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": torch.tensor(tokens[1:]),
+            "weights": torch.rand(length, generator=generator) * answer,
+            "logprobs": old,
+            "old": old,
+            "advantages": torch.randn(length, generator=generator) * answer,
+            "sequence_ratio_mask": answer,
+            "mask": answer,
+        },  # pyright: ignore[reportArgumentType]
+    )
+
+
+@pytest.fixture(scope="module")
+def rollouts() -> list[types.Datum]:
+    texts = ["to be or not to be", "a rose", "all that glitters", "is", "brevity is the soul of wit", "12345"]
+    return [rollout(f"Q: {text}", seed) for seed, text in enumerate(texts)]
+
+
+def logprobs_after_step(client: tinker.TrainingClient, rollouts: list[types.Datum]) -> torch.Tensor:
+    client.optim_step(LINEAR).result()
+    outputs = client.forward(rollouts, "cross_entropy").result().loss_fn_outputs
+    return torch.cat([output["logprobs"].to_torch() for output in outputs])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_built_in_callable_and_graph_are_the_same(
+    service: tinker.ServiceClient, rollouts: list[types.Datum], name: str
+) -> None:
+    formula, config, inputs = CASES[name]
+    # The sampling logprobs go as `old`: a graph's own logprobs have their name.
+    read = [each.replace("logprobs", "old") for each in inputs]
+    built_in, by_callable, by_graph = (
+        service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result() for _ in range(3)
+    )
+
+    def own(data: list[types.Datum], logprobs_D: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        losses = [
+            formula(logprobs, *(datum.loss_fn_inputs[key].to_torch() for key in read))[0]
+            for datum, logprobs in zip(data, logprobs_D, strict=True)
+        ]
+        return torch.stack(losses).sum(), {}
+
+    handle = service.create_custom_loss(formula, {"logprobs": 1, **dict.fromkeys(read, 1)}).result()  # pyright: ignore[reportArgumentType]
+    assert handle.loss_id is not None
+    outputs = [
+        built_in.forward_backward(rollouts, name, config).result(),  # pyright: ignore[reportArgumentType]
+        by_callable.forward_backward_custom(rollouts, own).result(),
+        by_graph.forward_backward_custom(rollouts, handle).result(),
+    ]
+    losses = [output.metrics["loss:sum"] for output in outputs]
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
+    before = [torch.cat([each["logprobs"].to_torch() for each in output.loss_fn_outputs]) for output in outputs]
+    torch.testing.assert_close(before[1], before[0], rtol=1e-6, atol=1e-6)
+    after = [logprobs_after_step(client, rollouts) for client in (built_in, by_callable, by_graph)]
+    assert (after[0] - before[0]).abs().max() > 1e-3
+    for other in after[1:]:
+        torch.testing.assert_close(other, after[0], rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_add_up_and_a_forward_changes_nothing(engine_url: str, rollouts: list[types.Datum], name: str) -> None:
+    """Three chunks in parallel, the first one last, give the loss, metrics and gradient of one request."""
+    _, config, _ = CASES[name]
+    results = []
+    for chunk_length in (1024, 2):
+        with tinker.ServiceClient(base_url=engine_url, api_key="tml-test") as service:
+            flags = service.holder._client_config
+            service.holder._client_config = flags.model_copy(update={"fwdbwd_max_chunk_len": chunk_length})
+            client = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+            forward = client.forward(rollouts, name, config).result()  # pyright: ignore[reportArgumentType]
+            backward = client.forward_backward(rollouts, name, config).result()  # pyright: ignore[reportArgumentType]
+            assert forward.metrics == pytest.approx(backward.metrics, rel=1e-5)
+            results.append((backward.metrics, logprobs_after_step(client, rollouts)))
+    (whole, expected), (parts, found) = results
+    assert all(re.fullmatch(r"[a-z0-9_]+:(sum|mean|max)", key) for key in whole)
+    assert parts == pytest.approx(whole, rel=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
+
+
+def test_metrics_of_a_policy_loss(trainer: tinker.TrainingClient, rollouts: list[types.Datum]) -> None:
+    metrics = trainer.forward(rollouts, "ppo").result().metrics
+    assert metrics.keys() == {"loss:sum", "ratio:mean", "ratio:max", "kl_k1:mean", "clip_fraction:mean"}
+    assert 0 < metrics["clip_fraction:mean"] < 1
+    assert trainer.forward(rollouts, "dro").result().metrics.keys() == {
+        "loss:sum", "ratio:mean", "ratio:max", "kl_k1:mean"
+    }  # fmt: skip
+    assert trainer.forward(rollouts, "cross_entropy").result().metrics.keys() == {"loss:sum"}
+
+
+def test_a_datum_may_bring_its_own_bounds(trainer: tinker.TrainingClient, rollouts: list[types.Datum]) -> None:
+    bounds = {"clip_low_threshold": 0.99, "clip_high_threshold": 1.01}
+    tight = [
+        types.Datum(each.model_input, {**each.loss_fn_inputs, **{key: [value] for key, value in bounds.items()}})
+        for each in rollouts[:2]
+    ]
+    mixed = trainer.forward([*tight, *rollouts[2:]], "ppo").result().metrics["loss:sum"]
+    parts = [
+        trainer.forward(rollouts[:2], "ppo", bounds).result().metrics["loss:sum"],
+        trainer.forward(rollouts[2:], "ppo").result().metrics["loss:sum"],
+    ]
+    assert mixed == pytest.approx(sum(parts), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "without", "says"),
+    [
+        ("ppo", {}, "advantages", "Datum 0 has no advantages in its loss_fn_inputs, and the loss 'ppo' reads"),
+        ("dro", {}, "logprobs", "Datum 0 has no logprobs in its loss_fn_inputs"),
+        ("gspo", {}, "sequence_ratio_mask", "Datum 0 has no sequence_ratio_mask"),
+        ("ppo", {"epsilon": 0.2}, "", "has no parameter 'epsilon'"),
+        ("stable_reinforce", {"kl_coeff": "high"}, "", "'kl_coeff' of the loss 'stable_reinforce' is 'high'"),
+        ("custom", {}, "", "has no custom loss None"),
+        ("custom", {"loss_id": "../../x:loss:0"}, "", "has no custom loss '../../x:loss:0'"),
+    ],
+)
+def test_what_is_missing_is_one_sentence_and_the_client_goes_on(
+    trainer: tinker.TrainingClient, rollouts: list[types.Datum], name: Any, config: Any, without: str, says: str
+) -> None:
+    lacking = [
+        types.Datum(each.model_input, {key: value for key, value in each.loss_fn_inputs.items() if key != without})
+        for each in rollouts
+    ]
+    with pytest.raises(tinker.RequestFailedError, match=re.escape(says)) as refused:
+        trainer.forward(lacking, name, config).result()
+    assert refused.value.category == "user"
+    assert trainer.forward_backward(rollouts, "ppo").result().metrics["loss:sum"]
+    trainer.optim_step(LINEAR).result()
+
+
+def test_policy_losses_take_one_target_per_token(trainer: tinker.TrainingClient) -> None:
+    wide = types.Datum(
+        types.ModelInput.from_ints([1, 2, 3]),
+        {"target_tokens": torch.ones(3, 2).long(), "logprobs": torch.zeros(3, 2), "advantages": torch.ones(3, 2)},  # pyright: ignore[reportArgumentType]
+    )
+    with pytest.raises(tinker.RequestFailedError, match=r"of shape \(3, 2\), but the loss 'ppo' takes one target"):
+        trainer.forward([wide], "ppo").result()
+
+
+def plain_loss(name: str, logprobs: torch.Tensor, datum: Datum) -> torch.Tensor:
+    formula, _, inputs = CASES[name]
+    return formula(logprobs, *(datum.inputs[key] for key in inputs))[0]
+
+
+def gradient(base: BaseModel, adapter: Adapter, data: list[Datum], name: str) -> dict[str, torch.Tensor]:
+    """One datum at a time, log-softmax over everything, the formula as it is written, autograd through all of it."""
+    for datum in data:
+        with base.using(adapter):
+            hidden_TH = base.hidden(datum.tokens_T[None])[0]
+        a, b = adapter.factors["lm_head"]
+        logits_TV = hidden_TH @ base.head.weight.t() + adapter.scale * hidden_TH @ a.t() @ b.t()
+        logprobs = logits_TV.log_softmax(-1).gather(1, datum.targets[:, None])[:, 0]
+        plain_loss(name, logprobs, datum).backward()
+    return taken_gradients(adapter)
+
+
+def taken_gradients(adapter: Adapter) -> dict[str, torch.Tensor]:
+    taken = {key: p.grad for key, p in adapter.named_parameters() if p.grad is not None}
+    for _, parameter in adapter.named_parameters():
+        parameter.grad = None
+    return taken
+
+
+@settings(max_examples=5, deadline=None)
+@given(lengths=st.lists(st.integers(4, 24), min_size=1, max_size=5), max_tokens=st.sampled_from([1, 40, WIDE]))
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_plain_autograd_however_the_batch_is_cut(
+    base: BaseModel, name: str, lengths: list[int], max_tokens: int
+) -> None:
+    generator = torch.Generator().manual_seed(len(lengths))
+    adapter = base.new_adapter(LoraSpec(4, 0))
+    for factors in adapter.factors.values():
+        factors.b.data.copy_(torch.randn(factors.b.shape, generator=generator) * 0.02)
+    _, config, inputs = CASES[name]
+    loss: Loss = bind_loss(name, config)
+    data = []
+    for length in lengths:
+        answer = (torch.arange(length) >= 2).float()
+        values = {
+            "weights": torch.rand(length, generator=generator) * answer,
+            "logprobs": -5.5 + 0.2 * torch.randn(length, generator=generator),
+            "advantages": torch.randn(length, generator=generator) * answer,
+            "sequence_ratio_mask": answer,
+        }
+        tokens, targets = torch.randint(0, 256, (2, length), generator=generator)
+        data.append(loss.prepare(Datum(tokens, targets, {key: values[key] for key in inputs}), 0))
+    expected = gradient(base, adapter, data, name)
+    run_loss(base, adapter, data, loss, max_tokens, backward=True)
+    found = taken_gradients(adapter)
+    assert found.keys() == expected.keys()
+    for key, each in expected.items():
+        scale = each.abs().max().item()
+        torch.testing.assert_close(found[key], each, atol=1e-5 * scale + 1e-7, rtol=1e-5)
