@@ -72,7 +72,7 @@ class Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """The adapter's tensors by peft's names; they are the live ones, not copies."""
-        return {f"{_PEFT_PREFIX}{name}": parameter.detach() for name, parameter in self.adapter.named_parameters()}
+        return adapter_tensors(self.adapter)
 
     def optimizer_state(self) -> dict[str, Tensor]:
         return self._optimizer.state()
@@ -125,6 +125,11 @@ class Trainer:
                 for name, factors in self.adapter.factors.items()
             },
         )
+
+
+def adapter_tensors(adapter: Adapter) -> dict[str, Tensor]:
+    """An adapter's tensors by peft's names; they are the live ones, not copies."""
+    return {f"{_PEFT_PREFIX}{name}": parameter.detach() for name, parameter in adapter.named_parameters()}
 
 
 def copy_weights(weights: Mapping[str, Tensor], adapter: Adapter) -> None:

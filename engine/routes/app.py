@@ -12,6 +12,7 @@ from engine.routes.external import external_router
 from engine.routes.guard import Guard
 from engine.routes.models import models_router
 from engine.routes.not_offered import not_offered_router
+from engine.routes.observe import observe_router
 from engine.routes.runs import runs_router
 from engine.routes.sampling import sampling_router
 from engine.routes.search import search_router
@@ -46,5 +47,6 @@ def make_app(engine: Engine) -> FastAPI:
         search_router,
     ):
         app.include_router(router(engine), prefix="/api/v1")
+    app.include_router(observe_router(engine))
     app.include_router(not_offered_router(), prefix="/api/v1")
     return app

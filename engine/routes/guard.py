@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-OPEN_PATHS = ("/api/v1/healthz", "/healthz")
+OPEN_PATHS = ("/api/v1/healthz", "/healthz", "/")
 SIGNED_PATHS = "/api/v1/external/"  # under it, a signature stands for the key
 
 

@@ -43,7 +43,7 @@ def sampling_router(engine: Engine) -> APIRouter:
             "sampler_id": sampler_id,
             # The SDK loads a sampling client's tokenizer by this name; a directory is one it finds offline.
             "base_model": str(engine.base(sampler.base_name).loaded.path),
-            "model_path": sampler.checkpoint.name.path if sampler.checkpoint else None,
+            "model_path": sampler.path,
         }
 
     @router.post("/asample")

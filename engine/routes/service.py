@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
+from engine.errors import NotThereError
 from engine.routes.body import read_json
 from engine.service.engine import Engine
 
@@ -56,8 +57,13 @@ def service_router(engine: Engine) -> APIRouter:
 
     @router.post("/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
-        content = await read_json(request, limit)
-        answer = await engine.futures.fetch(str(content.get("request_id")), LONG_POLL_S)
+        request_id = str((await read_json(request, limit)).get("request_id"))
+        try:
+            answer = await engine.futures.fetch(request_id, LONG_POLL_S)
+        except NotThereError as error:
+            if engine.lost_sample(request_id):
+                return JSONResponse({"detail": str(error)}, 410)  # the client samples again
+            raise
         if answer is None:
             return JSONResponse({"type": "try_again", "queue_state": "active"}, 408)
         return Response(answer.body, media_type=answer.media_type)

@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.names import parse_path
 from engine.checkpoints.runs import RunStore
 from engine.checkpoints.store import CheckpointStore
 from engine.compute.base import BaseModel
 from engine.compute.loss import Loss, bind_loss
 from engine.errors import EngineError, NotThereError, RequestError
+from engine.service.adapter_home import AdapterHome
 from engine.service.clock import Clock
 from engine.service.custom_losses import CustomLosses
 from engine.service.futures import Futures
@@ -54,7 +56,7 @@ class Engine:
         self.custom_losses = CustomLosses(settings.state)
         self.checkpoints.sweep()
         self.memory = Memory(settings.memory_limit_bytes, settings.state / "evicted")
-        self.metrics = Metrics(self._gauges)
+        self.metrics = Metrics(self.gauges)
         self.clock = Clock(settings.clock_cycle_s)
         self.sessions: dict[str, Session] = {}
         self.session_store = SessionStore(settings.state)
@@ -184,9 +186,8 @@ class Engine:
         if name is None:
             raise RequestError("A sampling session needs a base_model or a model_path.")
         sampler_id = f"{session_id}:sample:{seq_id}"
-        queue = self._sampling[id(self.base(name))]
         if sampler_id not in session.samplers:
-            session.samplers[sampler_id] = Sampler(sampler_id, name, queue, self.checkpoints, checkpoint)
+            session.samplers[sampler_id] = self._sampler(sampler_id, name, checkpoint)
             session.journal.append({"type": "sampler", "sampler": sampler_id, "base": name, "path": model_path})
         return session.samplers[sampler_id]
 
@@ -195,9 +196,9 @@ class Engine:
         session = self.session(model.model_id.partition(":")[0])
         base_name, adapter = await model.snapshot()
         sampler_id = f"{session.session_id}:sample:{seq_id}"
-        sampler = Sampler(sampler_id, base_name, self._sampling[id(self.base(base_name))], self.checkpoints, None)
-        sampler.adapter = adapter
-        return session.samplers.setdefault(sampler_id, sampler)
+        queue = self._sampling[id(self.base(base_name))]
+        home = await self.worker.run(lambda: AdapterHome.of_snapshot(self.memory, queue.base, adapter), sampler_id)
+        return session.samplers.setdefault(sampler_id, Sampler(sampler_id, base_name, queue, None, home))
 
     def sampler(self, sampler_id: str) -> Sampler:
         """Raises a NotThereError for a sampler this run of the engine does not hold."""
@@ -209,6 +210,12 @@ class Engine:
                 "since; create a new sampling client."
             )
         return sampler
+
+    def lost_sample(self, request_id: str) -> bool:
+        """Whether it is a request to a living sampler whose result is no longer here: it can be asked again."""
+        sampler_id = request_id.rpartition(":")[0]
+        session = self.sessions.get(request_id.partition(":")[0])
+        return session is not None and sampler_id in session.samplers
 
     def stop(self) -> None:
         """Finish what runs; the sessions go on when an engine is started on the same state."""
@@ -226,13 +233,19 @@ class Engine:
         for sampler_id, (base_name, path) in history.samplers.items():
             try:
                 checkpoint = self.checkpoints.find(parse_path(path)) if path else None
-                queue = self._sampling[id(self.base(base_name))]
+                session.samplers[sampler_id] = self._sampler(sampler_id, base_name, checkpoint)
             except EngineError as error:
                 log.warning("The sampler %s is gone: %s", sampler_id, error)
-                continue
-            session.samplers[sampler_id] = Sampler(sampler_id, base_name, queue, self.checkpoints, checkpoint)
 
-    def _gauges(self) -> Mapping[str, float]:
+    def _sampler(self, sampler_id: str, base_name: str, checkpoint: Checkpoint | None) -> Sampler:
+        queue = self._sampling[id(self.base(base_name))]
+        if checkpoint is None:
+            return Sampler(sampler_id, base_name, queue, None, None)
+        home = AdapterHome.of_checkpoint(self.memory, queue.base, self.checkpoints, checkpoint)
+        return Sampler(sampler_id, base_name, queue, checkpoint.name.path, home)
+
+    def gauges(self) -> Mapping[str, float]:
+        """The present values that `metrics.GAUGES` describes."""
         models = [model for session in self.sessions.values() for model in session.models.values()]
         return {
             "sessions": len(self.sessions),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from engine.compute.trainer import Trainer
 from engine.service.memory import Memory
@@ -20,11 +21,15 @@ class Home:
         self._memory = memory
         self._is_busy = is_busy
         self._trainer: Trainer | None = None
+        self._file: Path | None = None
+        self._closed = False
 
     def trainer(self) -> Trainer:
         if self._trainer is None:
             self._trainer = self._make()
-        self._memory.used(self)
+            self._discard_file()
+        if not self._closed:
+            self._memory.used(self)
         return self._trainer
 
     @property
@@ -38,13 +43,9 @@ class Home:
     def leave(self) -> None:
         trainer = self._trainer
         assert trainer is not None
-        path = self._memory.write(trainer.tensors())
-        base, spec, micro_batch_tokens, lost = (
-            trainer.base,
-            trainer.adapter.spec,
-            trainer.micro_batch_tokens,
-            trainer.lost,
-        )
+        path = self._file = self._memory.write(trainer.tensors())
+        base, spec, lost = trainer.base, trainer.adapter.spec, trainer.lost
+        micro_batch_tokens = trainer.micro_batch_tokens
 
         def make() -> Trainer:
             again = Trainer(base, spec, micro_batch_tokens)
@@ -55,4 +56,11 @@ class Home:
 
     def close(self) -> None:
         """The model is gone."""
+        self._closed = True
         self._memory.forget(self)
+        self._discard_file()
+
+    def _discard_file(self) -> None:
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            self._file = None

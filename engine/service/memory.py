@@ -81,7 +81,7 @@ class Memory:
             except EngineError as error:
                 log.warning("%s", error)  # it stays, and the bound does not hold
                 return
-            excess -= self._sizes[other]
+            excess -= self._sizes.get(other, 0)
             self.forget(other)
             self.num_evictions += 1
 
@@ -90,17 +90,15 @@ class Memory:
         self._sizes.pop(resident, None)
 
     def write(self, tensors: Mapping[str, Tensor]) -> Path:
-        """Put tensors into a file of their own, for as long as the engine runs."""
+        """Put tensors into a file of their own, which is the caller's to remove; it ends with the engine."""
         path = self._folder / f"{uuid.uuid4().hex}.safetensors"
         with disk_errors("What had to leave memory"):
             path.write_bytes(pack(tensors))
         return path
 
     def read(self, path: Path) -> dict[str, Tensor]:
-        """What `write` wrote; the file is gone then."""
-        tensors = safetensors.torch.load(path.read_bytes())
-        path.unlink()
-        return tensors
+        """What `write` wrote."""
+        return safetensors.torch.load(path.read_bytes())
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

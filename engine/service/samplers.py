@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from engine.checkpoints.checkpoint import ADAPTER, Checkpoint
-from engine.checkpoints.store import CheckpointStore
 from engine.compute.lora import Adapter
-from engine.compute.trainer import copy_weights
 from engine.errors import RequestError
+from engine.service.adapter_home import AdapterHome
 from engine.service.completions import Completions
 from engine.service.futures import Answer, Futures
 from engine.service.sampling_queue import SamplingQueue
@@ -25,28 +23,28 @@ class Sampler:
         sampler_id: str,
         base_name: str,
         queue: SamplingQueue,
-        checkpoints: CheckpointStore,
-        checkpoint: Checkpoint | None,
+        path: str | None,
+        home: AdapterHome | None,
     ) -> None:
+        """Args:
+        path: of the checkpoint it samples from, if it is one.
+        home: of its adapter; None is the base model.
+        """
         self.sampler_id = sampler_id
         self.base_name = base_name
         self.queue = queue
-        self.checkpoint = checkpoint
-        self.adapter: Adapter | None = None
+        self.path = path
         self.num_clients = 0
-        self._checkpoints = checkpoints
+        self._home = home
         self._digests: dict[int, bytes] = {}
         self._running: dict[str, asyncio.Task[Answer]] = {}
         self._completions: dict[int, Completions] = {}
+        if home is not None:
+            home.in_use = lambda: bool(self._running)
 
     def load(self) -> Adapter | None:
-        """The adapter to sample with, read from its checkpoint on the first call; None is the base model."""
-        if self.adapter is None and self.checkpoint is not None:
-            weights = self._checkpoints.read(self.checkpoint, ADAPTER)
-            adapter = self.queue.base.new_adapter(self.checkpoint.lora)
-            copy_weights(weights, adapter)
-            self.adapter = adapter
-        return self.adapter
+        """The adapter to sample with; None is the base model. For the compute thread."""
+        return self._home.adapter() if self._home is not None else None
 
     def start(
         self, seq_id: int, digest: bytes, futures: Futures, num_samples: int, work: Callable[[], Awaitable[Answer]]
@@ -81,9 +79,11 @@ class Sampler:
             task.cancel()
 
     def close(self) -> None:
-        """Stop all work."""
+        """Stop all work and free the adapter."""
         for request_id in list(self._running):
             self.cancel(request_id)
+        if self._home is not None:
+            self._home.close()
 
     def _run(self, request_id: str, futures: Futures, num_samples: int, work: Callable[[], Awaitable[Answer]]) -> None:
         async def settle() -> Answer:

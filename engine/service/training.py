@@ -87,8 +87,7 @@ class TrainingModel:
         else:
             saved = [c for c in self._shop.checkpoints.of_run(self.model_id) if c.name.kind == "weights"]
             advice = (
-                f"its last checkpoint is {saved[-1].name.path}: load it with its optimizer, "
-                "or create a training client from it."
+                f"its last checkpoint is {saved[-1].name.path}: create a training client from it, with its optimizer."
                 if saved
                 else "it has no checkpoint: create a new training client."
             )

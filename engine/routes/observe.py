@@ -1,0 +1,53 @@
+"""What an onlooker may ask: figures for Prometheus, the state of queues, and a page for a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Response
+from starlette.responses import FileResponse
+
+from engine.errors import NotThereError
+from engine.service.engine import Engine
+from engine.service.metrics import TEXT
+
+PAGE = Path(__file__).with_name("status.html")
+
+
+def observe_router(engine: Engine) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/metrics")
+    def metrics() -> Response:
+        return Response(engine.metrics.text(), media_type=TEXT)
+
+    @router.get("/runs/{model_id}/queue/stats")
+    async def queue_stats(model_id: str) -> dict[str, Any]:
+        return {"model_id": model_id, **engine.model(model_id).queue.stats()}
+
+    @router.get("/runs/{model_id}/requests/{request_id}/status")
+    async def request_status(model_id: str, request_id: str) -> dict[str, str]:
+        seq_id = request_id.removeprefix(f"{model_id}:")
+        status = engine.model(model_id).queue.status(int(seq_id)) if seq_id.isdecimal() else "unknown"
+        if status == "unknown":
+            raise NotThereError(f"{model_id} has no request {request_id}: give its request id, or its seq id.")
+        return {"request_id": f"{model_id}:{seq_id}", "status": status}
+
+    @router.get("/status")
+    async def status() -> dict[str, Any]:
+        return {
+            "bases": list(engine.bases),
+            "figures": engine.gauges(),
+            "models": [
+                {"model_id": model_id, "session": session.display_name or session.session_id, **model.queue.stats()}
+                for session in engine.sessions.values()
+                for model_id, model in session.models.items()
+            ],
+        }
+
+    @router.get("/")
+    async def page() -> Response:
+        return FileResponse(PAGE, media_type="text/html")
+
+    return router

@@ -1,0 +1,195 @@
+"""kill -9 at any moment: what was saved is there, what was lost is said, and clients go on where they can."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import tinker
+from engine_process import API_KEY, EngineProcess, running_engine
+from tinker import types
+
+ADAM = types.AdamParams(learning_rate=1e-2)
+
+
+def train(trainer: tinker.TrainingClient, batch: list[types.Datum], num_steps: int) -> list[float]:
+    losses = []
+    for _ in range(num_steps):
+        output = trainer.forward_backward(batch, "cross_entropy")
+        updated = trainer.optim_step(ADAM)
+        losses.append(output.result().metrics["loss:sum"])
+        updated.result()
+    return losses
+
+
+def service_of(engine: EngineProcess) -> tinker.ServiceClient:
+    return tinker.ServiceClient(base_url=engine.url, api_key=API_KEY)
+
+
+def what_was_saved_goes_on(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
+    """The same clients train and sample on, with the numbers of an uninterrupted run."""
+    service = service_of(engine)
+    trainer, twin, untouched = (
+        service.create_lora_training_client(base_model="tiny", rank=4, seed=3).result() for _ in range(3)
+    )
+    losses = train(twin, batch, 4)
+    assert train(trainer, batch, 2) == losses[:2]
+    sampler = service.create_sampling_client(trainer.save_weights_for_sampler("s").result().path).result()
+    trainer.save_state("half").result()
+    prompt, params = types.ModelInput.from_ints([1, 2, 3]), types.SamplingParams(max_tokens=8, seed=1)
+    tokens = sampler.sample(prompt, 1, params).result().sequences[0].tokens
+    yield
+    assert train(trainer, batch, 2) == losses[2:]
+    assert train(untouched, batch, 4) == losses
+    assert sampler.sample(prompt, 1, params).result().sequences[0].tokens == tokens
+    with pytest.raises(tinker.RequestFailedError, match="it has no checkpoint: create a new training client") as error:
+        twin.forward(batch, "cross_entropy").result()
+    assert error.value.category == types.RequestErrorCategory.User
+    service.close("success").result()
+
+
+def what_was_lost_is_said(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
+    """Each request fails with the name of the last checkpoint, which gives the numbers from there on."""
+    service = service_of(engine)
+    trainer = service.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
+    train(trainer, batch, 2)
+    saved = trainer.save_state("two").result().path
+    assert saved is not None
+    losses = train(trainer, batch, 2)
+    yield
+    step = trainer.optim_step(ADAM)
+    for future in (step, trainer.forward_backward(batch, "cross_entropy"), trainer.save_state("three")):
+        with pytest.raises(tinker.RequestFailedError, match=f"its last checkpoint is {saved}: create"):
+            future.result()
+    again = service.create_training_client_from_state_with_optimizer(saved).result()
+    assert train(again, batch, 2) == losses
+    trainer.load_state_with_optimizer(saved).result()
+    assert train(trainer, batch, 2) == losses
+    service.close("success").result()
+
+
+def a_gathered_gradient_is_in_no_checkpoint(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
+    service = service_of(engine)
+    trainer = service.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
+    trainer.forward_backward(batch, "cross_entropy").result()
+    trainer.save_state("between").result()
+    yield
+    with pytest.raises(tinker.RequestFailedError, match=r"is lost; its last checkpoint is .*/between"):
+        trainer.optim_step(ADAM).result()
+    service.close("success").result()
+
+
+def answers_and_numbers_survive(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
+    """A save that nobody fetched, a repeat, and a request that a gap held up; a torn journal changes nothing."""
+    http = httpx.Client(base_url=f"{engine.url}/api/v1", timeout=60)
+    session = http.post("create_session", json={}).json()["session_id"]
+    content = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 1}}
+    model = http.post("create_model", json=content).json()["model_id"]
+    save = {"model_id": model, "seq_id": 1, "path": "a", "overwrite": False}
+    request_id = http.post("save_weights", json=save).json()["request_id"]
+    http.post("save_weights", json={**save, "seq_id": 3, "path": "b"})
+    while http.get(f"{engine.url}/runs/{model}/requests/{request_id}/status").json()["status"] != "finished":
+        time.sleep(0.01)
+    with (engine.state / "sessions" / f"{session}.jsonl").open("ab") as file:
+        file.write(b'{"type":"requ')
+    yield
+    answer = http.post("retrieve_future", json={"request_id": request_id})
+    assert answer.json()["path"] == f"tinker://{model}/weights/a"
+    assert http.post("save_weights", json=save).json()["request_id"] == request_id
+    lost = http.post("retrieve_future", json={"request_id": f"{model}:3"})
+    assert "restarted before this request" in lost.json()["error"]
+    for seq_id, name in ((2, "c"), (4, "d")):
+        sent = http.post("save_weights", json={**save, "seq_id": seq_id, "path": name}).json()["request_id"]
+        assert http.post("retrieve_future", json={"request_id": sent}).json()["path"].endswith(name)
+    assert http.get(f"sessions/{session}").json()["training_run_ids"] == [model]
+    http.post(f"sessions/{session}/finish", json={"reason": {"type": "success"}})
+
+
+def a_sample_under_way_is_asked_again(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
+    service = service_of(engine)
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    params = types.SamplingParams(max_tokens=200, stop=[])
+    waiting = [sampler.sample(types.ModelInput.from_ints([1]), 8, params) for _ in range(3)]
+    sampler.compute_logprobs(types.ModelInput.from_ints([1, 2])).result()
+    assert not waiting[-1].future().done()
+    yield
+    assert all(len(sequence.tokens) == 200 for sample in waiting for sequence in sample.result().sequences)
+    service.close("success").result()
+
+
+SCENARIOS = (
+    what_was_saved_goes_on,
+    what_was_lost_is_said,
+    a_gathered_gradient_is_in_no_checkpoint,
+    answers_and_numbers_survive,
+    a_sample_under_way_is_asked_again,
+)
+Halves = dict[Callable[..., Iterator[None]], Iterator[None]]
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory, batch: list[types.Datum]) -> Iterator[Halves]:
+    """Every scenario up to its yield, then kill -9 and a restart on the same state and port."""
+    folder = tmp_path_factory.mktemp("killed")
+    with running_engine(folder) as engine:
+        under_way = {scenario: scenario(engine, batch) for scenario in SCENARIOS}
+        for first_half in under_way.values():
+            next(first_half)
+        engine.process.kill()
+        engine.process.wait()
+        with running_engine(folder, arguments=["--port", str(urlsplit(engine.url).port)]):
+            yield under_way
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_after_a_kill(halves: Halves, scenario: Callable[..., Iterator[None]]) -> None:
+    assert next(halves[scenario], "ended") == "ended"
+
+
+def loadable(engine: EngineProcess) -> set[str]:
+    """The checkpoints that are listed; each one loads."""
+    rest = tinker.RestClient(base_url=engine.url, api_key=API_KEY)
+    listed = {checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints().result().checkpoints}
+    with service_of(engine) as service:
+        for path in listed:
+            service.create_training_client_from_state_with_optimizer(path).result()
+    return listed
+
+
+def save_until_killed(engine: EngineProcess, http: httpx.Client, model_id: str) -> Iterator[str]:
+    """Save under five names over and over; yields what was acknowledged."""
+    for seq_id in range(3, 100_000):
+        save = {"model_id": model_id, "seq_id": seq_id, "path": f"{seq_id % 5}", "overwrite": True}
+        try:
+            sent = http.post("save_weights", json=save).json()["request_id"]
+            yield http.post("retrieve_future", json={"request_id": sent}).json()["path"]
+        except httpx.TransportError:
+            assert engine.process.wait() == -signal.SIGKILL
+            return
+
+
+@pytest.mark.parametrize("num_kills", [1, pytest.param(12, marks=pytest.mark.slow)])
+def test_no_kill_leaves_half_a_checkpoint(tmp_path: Path, batch: list[types.Datum], num_kills: int) -> None:
+    """Killed at random moments of saves that follow each other: what was acknowledged is listed and loads."""
+    chance = random.Random(num_kills)
+    saved: set[str] = set()
+    for kill in range(num_kills + 1):
+        with running_engine(tmp_path / "engine") as engine, httpx.Client(timeout=60) as http:
+            assert saved <= loadable(engine)
+            if kill < num_kills:
+                service = service_of(engine)
+                trainer = service.create_lora_training_client(base_model="tiny", rank=64, seed=kill).result()
+                train(trainer, batch, 1)
+                http.base_url = f"{engine.url}/api/v1"
+                threading.Timer(0.05 + 0.3 * chance.random(), engine.process.kill).start()
+                saved.update(save_until_killed(engine, http, trainer.model_id))
+                service.holder.close()
+    assert len(saved) >= num_kills
