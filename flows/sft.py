@@ -6,6 +6,7 @@ python -m flows.sft --config examples/sft.yaml learning_rate=1e-4
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import cast
 
@@ -20,16 +21,18 @@ from flows.progress import Progress
 from flows.result import TrainResult, finish
 from flows.run import Run, open_run
 from flows.step import compute_linearized, enqueue_forward_ahead, load_ahead
+from objectives.batch import Batch
+from objectives.linearize import Linearized
 from objectives.losses import compute_mean_nll
 from objectives.objective import Objective
 from objectives.spec import ObjectiveSpec
-from tasks.checkpoint import enqueue_checkpoint, record_checkpoint
+from tasks.checkpoint import PendingCheckpoint, enqueue_checkpoint, record_checkpoint
 from tasks.data import DataSource, build_dataset
 from tasks.evaluate import HeldOutNLL, build_evaluator, evaluate
 from tasks.metrics import log_metrics
 from tasks.options import whole
 from tasks.terms import linearize_terms
-from tasks.update import enqueue_update, forward_backward, optim_step
+from tasks.update import PendingUpdate, enqueue_update, forward_backward, optim_step
 
 
 class SftConfig(RunConfig):
@@ -81,6 +84,16 @@ def sft(config: SftConfig) -> TrainResult:
         return train(run, config, source, objective, evaluators)
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A step whose update is under way, and the save behind it where one is due."""
+
+    update: PendingUpdate
+    learning_rate: float
+    linearized: Linearized | None
+    saving: PendingCheckpoint | None
+
+
 def train(
     run: Run, config: SftConfig, source: DataSource, objective: Objective, evaluators: Sequence[Evaluator]
 ) -> TrainResult:
@@ -89,45 +102,56 @@ def train(
     num_steps = min(config.num_epochs * steps_per_epoch, config.num_steps or sys.maxsize)
     last = run.start
     first = int(last.batch or 0) if last else 0
+
+    def send(step: int, batch: Batch, linearized: Linearized | None) -> Sent:
+        learning_rate = config.learning_rate * compute_schedule_lr_multiplier(config.lr_schedule, step, num_steps)
+        loss_weights_DT = linearized.loss_weights_DT if linearized else batch.weights_DT
+        update = enqueue_update(run.client, batch, loss_weights_DT, config.adam.at(learning_rate))
+        saving = None
+        if step + 1 == num_steps or is_due(step + 1, config.checkpoint_every):
+            epoch = (step + 1) // steps_per_epoch
+            saving = enqueue_checkpoint(run.client, step + 1, epoch, final=step + 1 == num_steps)
+        return Sent(update, learning_rate, linearized, saving)
+
     following = load_ahead(source, objective, first) if first < num_steps else None
     forward = following and enqueue_forward_ahead(run.client, objective, following)
+    next_sent: Sent | None = None
     with Progress(config.run_name, first, num_steps) as progress:
         for step in range(first, num_steps):
             started = perf_counter()
             assert following is not None
-            ahead = following
+            ahead, sent = following, next_sent
             # Waited for before the next is loaded: a dataset has one place and one epoch.
             batch = forward.batch if forward else ahead.batch.result()
             # Before the next batch is loaded: evaluators share its tokenizer, which is not to be used by two threads.
             metrics = _evaluate(run, evaluators, step) if is_due(step, config.eval_every) else {}
             following = load_ahead(source, objective, step + 1) if step + 1 < num_steps else None
 
-            linearized = compute_linearized(objective, ahead, forward, num_steps, step == 0) if forward else None
-            loss_weights_DT = linearized.loss_weights_DT if linearized else batch.weights_DT
-            learning_rate = config.learning_rate * compute_schedule_lr_multiplier(config.lr_schedule, step, num_steps)
-            update = enqueue_update(run.client, batch, loss_weights_DT, config.adam.at(learning_rate))
-            is_last = step + 1 == num_steps
-            saving = None
-            if is_last or is_due(step + 1, config.checkpoint_every):
-                saving = enqueue_checkpoint(run.client, step + 1, (step + 1) // steps_per_epoch, final=is_last)
+            if sent is None:
+                linearized = compute_linearized(objective, ahead, forward, num_steps, step == 0) if forward else None
+                sent = send(step, batch, linearized)
             forward = following and enqueue_forward_ahead(run.client, objective, following)
+            # An update that waits for no forward pass is sent while the one before it is computed, except
+            # where an evaluation has to see the weights between the two.
+            pipelined = following and not forward and not is_due(step + 1, config.eval_every)
+            next_sent = send(step + 1, following.batch.result(), None) if following and pipelined else None
 
-            outputs = forward_backward(update.forward_backward, whole(batch))
-            metrics |= optim_step(update.optim_step)
-            linearized = linearized or linearize_terms(objective, outputs, whole(batch), [], step == 0)
+            outputs = forward_backward(sent.update.forward_backward, whole(batch))
+            metrics |= optim_step(sent.update.optim_step)
+            linearized = sent.linearized or linearize_terms(objective, outputs, whole(batch), [], step == 0)
             metrics |= linearized.metrics | {
                 "train_mean_nll": compute_mean_nll(outputs.logprobs_DT, batch.weights_DT),
                 "num_tokens": batch.num_tokens,
-                "optim/lr": learning_rate,
+                "optim/lr": sent.learning_rate,
                 "progress/epoch": step // steps_per_epoch,
                 "progress/done_frac": (step + 1) / num_steps,
                 "time/step": perf_counter() - started,
             }
             log_metrics(run.log, step, whole(metrics))
-            if is_last and config.eval_every:
+            if step + 1 == num_steps and config.eval_every:
                 log_metrics(run.log, num_steps, _evaluate(run, evaluators, num_steps))
-            if saving:
-                last = record_checkpoint(saving, run.directory, run.log)
+            if sent.saving:
+                last = record_checkpoint(sent.saving, run.directory, run.log)
             progress.advance(metrics)
     assert last is not None
     return finish(run, config.run_name, last, first)

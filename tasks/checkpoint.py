@@ -16,9 +16,9 @@ from tinker import types
 from tinker_cookbook.checkpoint_utils import CHECKPOINTS_BASE_NAME, CheckpointRecord
 
 from blocks.storage import RunDirectory
+from tasks.answer import wait_for_answer
 from tasks.metrics import MetricsLog
 from tasks.options import step_task
-from tasks.service_errors import service_errors
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ def enqueue_checkpoint(client: tinker.TrainingClient, step: int, epoch: int, fin
 @step_task(name="checkpoint", task_run_name="checkpoint-{pending.name}")
 def record_checkpoint(pending: PendingCheckpoint, directory: RunDirectory, log: MetricsLog) -> CheckpointRecord:
     """Wait for a save, make the metrics up to it durable, and only then record it."""
-    with service_errors(f"save the checkpoint before step {pending.step}"):
-        state_path = pending.state.result().path
-        sampler_path = pending.sampler.result().path if pending.sampler else None
+    doing = f"save the checkpoint before step {pending.step}"
+    state_path = wait_for_answer(pending.state, doing).path
+    sampler_path = wait_for_answer(pending.sampler, doing).path if pending.sampler else None
     log.flush()
     record = CheckpointRecord(
         name=pending.name,

@@ -7,8 +7,8 @@ from tinker import types
 
 from blocks.errors import ServiceError
 from objectives.batch import Batch, Outputs, pack
+from tasks.answer import wait_for_answer
 from tasks.options import step_task
-from tasks.service_errors import service_errors
 
 PendingOutput = tinker.APIFuture[types.ForwardBackwardOutput]
 
@@ -21,8 +21,7 @@ def enqueue_forward(client: tinker.TrainingClient, batch: Batch) -> PendingOutpu
 @step_task(name="forward")
 def forward_logprobs(pending: PendingOutput, batch: Batch) -> Outputs:
     """Wait for the logprobs of a batch."""
-    with service_errors("run the forward pass"):
-        return read_outputs(pending.result(), batch)
+    return read_outputs(wait_for_answer(pending, "run the forward pass"), batch)
 
 
 def read_outputs(output: types.ForwardBackwardOutput, batch: Batch) -> Outputs:

@@ -9,9 +9,9 @@ from tinker import types
 from torch import Tensor
 
 from objectives.batch import Batch, Outputs, unpack
+from tasks.answer import wait_for_answer
 from tasks.forward import PendingOutput, read_outputs
 from tasks.options import step_task
-from tasks.service_errors import service_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,10 @@ def enqueue_update(
 @step_task(name="forward_backward")
 def forward_backward(pending: PendingOutput, batch: Batch) -> Outputs:
     """Wait until the gradient is accumulated; the logprobs are those before the update."""
-    with service_errors("run forward_backward"):
-        return read_outputs(pending.result(), batch)
+    return read_outputs(wait_for_answer(pending, "run forward_backward"), batch)
 
 
 @step_task(name="optim_step")
 def optim_step(pending: tinker.APIFuture[types.OptimStepResponse]) -> dict[str, float]:
     """Wait until the weights are updated; the service's own metrics."""
-    with service_errors("take the optimizer step"):
-        return dict(pending.result().metrics or {})
+    return dict(wait_for_answer(pending, "take the optimizer step").metrics or {})

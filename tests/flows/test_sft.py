@@ -15,7 +15,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from sft_config import sft_fields
 
-from flows.recorded import wait_until_recorded
+from flows.recorded import deliver_events, wait_until_recorded
 from flows.result import TrainResult
 from flows.sft import SftConfig, sft
 from objectives.batch import Outputs, pack
@@ -87,6 +87,7 @@ def test_weight_schedule_is_followed(finished: TrainResult) -> None:
 
 
 def test_each_step_is_task_runs(finished: TrainResult) -> None:
+    deliver_events()
     wait_until_recorded(UUID(finished.flow_run_id), "report")
     flow_run = FlowRunFilter(id=FlowRunFilterId.model_validate({"any_": [finished.flow_run_id]}))
     with get_client(sync_client=True) as client:
