@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.listen import PortError, bind
+from engine.listen import PortError, bind, is_loopback
 from engine.service.settings import Settings
 
 KEY_VARIABLE = "TINKER_ENGINE_API_KEY"
@@ -45,27 +44,82 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+EPILOG = f"""\
+environment:
+  {KEY_VARIABLE}  the key that clients must send; needed where others can reach the engine
+  TINKER_FLOWS_HOME      where built-in models are made (default: .tinker-flows)
+
+clients:
+  TINKER_BASE_URL=<the printed URL> TINKER_API_KEY=tml-<anything, or the key>
+  HF_ENDPOINT=<the printed URL> finds the served models' tokenizers by name
+
+The URL is also a page for a browser, and <URL>/metrics is for Prometheus.
+"""
+
+
 def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m engine", description=__doc__)
-    parser.add_argument(
-        "--model", action="append", required=True, help="a built-in name or a model directory; repeatable"
+    parser = argparse.ArgumentParser(
+        prog="python -m engine",
+        description="A local service that speaks the Tinker API: LoRA training and sampling for the real SDK.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--state", type=Path, required=True, help="the folder of checkpoints and training runs")
-    parser.add_argument("--port", type=int, required=True, help="0 takes a free one; the URL is printed when ready")
-    parser.add_argument("--host", default="127.0.0.1", help=f"other than loopback needs a key in ${KEY_VARIABLE}")
-    parser.add_argument("--device", default="cpu", help="a torch device (default: cpu)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "autocast-bf16"))
-    parser.add_argument("--threads", type=int, help="of torch (default: torch's own choice)")
     parser.add_argument(
+        "--model",
+        action="append",
+        required=True,
+        help="tiny, smollm2-135m, a Hugging Face directory or hub name; repeat it to serve several",
+    )
+    parser.add_argument("--state", type=Path, required=True, help="the folder of checkpoints, runs and sessions")
+    parser.add_argument("--port", type=int, required=True, help="0 takes a free one; the URL is printed when ready")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
+
+    compute = parser.add_argument_group("compute")
+    compute.add_argument("--device", default="cpu", help="a torch device (default: cpu)")
+    compute.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "autocast-bf16"))
+    compute.add_argument("--threads", type=int, help="of torch (default: torch's own choice)")
+    compute.add_argument(
+        "--memory-limit",
+        type=_megabytes,
+        metavar="MB",
+        help="of adapters, moments and snapshots; the least recently used wait on disk (default: half of the memory)",
+    )
+
+    behaviour = parser.add_argument_group("behaviour")
+    behaviour.add_argument(
+        "--clock-cycle",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="start training only on the ticks of a clock, as the hosted service does (default: at once)",
+    )
+    behaviour.add_argument(
         "--retrieve-futures", action="store_true", help="one waiting request per sampling client, not per sample"
     )
-    parser.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input is closed")
+    behaviour.add_argument("--log-requests", action="store_true", help="log a line of JSON for each request")
+    behaviour.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input is closed")
     return parser
+
+
+def _megabytes(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of megabytes from 1 up")
+    return int(text) * 2**20
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to 3600")
+    return value
 
 
 def _settings(options: argparse.Namespace) -> Settings:
     key = os.environ.get(KEY_VARIABLE) or None
-    if key is None and not _is_loopback(options.host):
+    if key is None and not is_loopback(options.host):
         raise StartError(
             f"Listening on {options.host} lets others in: set {KEY_VARIABLE} to a key that starts with "
             "'tml-', which clients then send, or use 127.0.0.1."
@@ -86,14 +140,10 @@ def _settings(options: argparse.Namespace) -> Settings:
         threads=options.threads,
         api_key=key,
         retrieve_futures=options.retrieve_futures,
+        memory_limit_bytes=options.memory_limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2,
+        clock_cycle_s=options.clock_cycle,
+        log_requests=options.log_requests,
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 if __name__ == "__main__":

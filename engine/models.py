@@ -25,6 +25,9 @@ BUILTINS: dict[str, tuple[int, Callable[[Path], None]]] = {
     "smollm2-135m": (smollm2.VERSION, smollm2.write),
 }
 
+# Names on the hub that clients may use for built-in models.
+ALIASES = {"HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m"}
+
 # No pickled weights: unpickling runs whatever the file says.
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 HUB_DOUBLES = ("*/*", "consolidated*")  # the same weights in other formats

@@ -52,7 +52,7 @@ def models_router(engine: Engine) -> APIRouter:
             "model_data": {
                 "arch": loaded.model.config.model_type,
                 "model_name": model.origin.base_model,
-                "tokenizer_id": str(loaded.path),
+                "tokenizer_id": engine.tokenizer_name(loaded),
             },
             "optimizer_config": {"type": "adamw"},
             "is_lora": True,

@@ -41,8 +41,8 @@ def sampling_router(engine: Engine) -> APIRouter:
         sampler = engine.sampler(sampler_id)
         return {
             "sampler_id": sampler_id,
-            # The SDK loads a sampling client's tokenizer by this name; a directory is one it finds offline.
-            "base_model": str(engine.base(sampler.base_name).loaded.path),
+            # The SDK loads a sampling client's tokenizer by this name.
+            "base_model": engine.tokenizer_name(engine.base(sampler.base_name).loaded),
             "model_path": sampler.path,
         }
 

@@ -16,6 +16,9 @@ from engine.checkpoints.store import CheckpointStore
 from engine.compute.base import BaseModel
 from engine.compute.loss import Loss, bind_loss
 from engine.errors import EngineError, NotThereError, RequestError
+from engine.hub_files import hub_names
+from engine.listen import is_loopback
+from engine.models import LoadedModel
 from engine.service.adapter_home import AdapterHome
 from engine.service.clock import Clock
 from engine.service.custom_losses import CustomLosses
@@ -60,7 +63,9 @@ class Engine:
         self.clock = Clock(settings.clock_cycle_s)
         self.sessions: dict[str, Session] = {}
         self.session_store = SessionStore(settings.state)
-        self._by_path = {str(base.loaded.path): base for base in bases.values()}
+        self._by_other_name = {
+            name: base for base in bases.values() for name in (str(base.loaded.path), *hub_names(base.loaded))
+        }
         self._sampling = {id(base): SamplingQueue(base, self.worker, settings) for base in bases.values()}
         self._shop = Workshop(
             find_base=self.base,
@@ -76,18 +81,23 @@ class Engine:
             self._restore(history, journal)
 
     def base(self, name: str) -> BaseModel:
-        """The base model called ``name``, or in the directory ``name``.
+        """The base model called ``name``, by its own name, an alias or its directory.
 
         Raises:
             RequestError: this engine does not serve it.
         """
-        base = self.bases.get(name) or self._by_path.get(name)
+        base = self.bases.get(name) or self._by_other_name.get(name)
         if base is None:
             raise RequestError(
                 f"This engine does not serve the model {name!r}; it serves {', '.join(self.bases)}: "
                 "ask for one of these, or start the engine with --model."
             )
         return base
+
+    def tokenizer_name(self, loaded: LoadedModel) -> str:
+        """The name to load the model's tokenizer by: its directory, which clients on this machine find offline, or
+        the model's own name, which others find here by HF_ENDPOINT."""
+        return str(loaded.path) if is_loopback(self.settings.host) else loaded.name
 
     def _find_loss(self, model_id: str, request: ForwardBackward) -> Loss:
         """The loss that a request names; a custom one is of the model's own session."""
