@@ -4,7 +4,7 @@ STEPS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test slow check bench format
+.PHONY: install demo test slow check bench bench-engine format
 
 install: $(STAMP)
 
@@ -39,3 +39,6 @@ format: install
 
 bench: install
 	$(BIN)/python -m benchmarks
+
+bench-engine: install
+	$(BIN)/python -m benchmarks engine_vs_torch engine_sampling engine_service engine_tenants

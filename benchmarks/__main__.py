@@ -11,6 +11,9 @@ from collections.abc import Sequence
 BENCHMARKS = {
     "step_overhead": "Prefect on the critical path of a training step, against the same functions without it",
     "engine_vs_torch": "a training step on the local engine, against a plain loop of torch and peft",
+    "engine_sampling": "64 concurrent samples, and one, against transformers.generate on the same prompts",
+    "engine_service": "an almost empty training step through SDK and engine, against its computation in process",
+    "engine_tenants": "eight training clients in turns, against one; and the memory of each",
     "flow_vs_cookbook": "the sft flow, against tinker-cookbook's supervised loop on the same engine",
     "objective_cost": "three regularizers and their linearization, against the forward_backward they go with",
 }

@@ -7,11 +7,9 @@ goes through the SDK, HTTP and the engine's process; the peer is what one would 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-import chz
 import tinker
 import torch
 from peft import LoraConfig, get_peft_model
@@ -24,27 +22,32 @@ from benchmarks.scratch import scratch_home, solutions
 from blocks.home import home
 from blocks.processes import local_engine
 from engine.models import resolve_model
-from examples.gsm8k import Gsm8kBuilder
 
 RANK, ALPHA = 8, 32
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+RAGGED = [16, 24, 32, 48, 64, 96, 160, 320]  # a mean of 95
 ADAM = tinker.AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
 
 Step = Callable[[], float]
 
 
 def measure(*, repetitions: int = 7, steps: int = 10, with_smollm: bool = True) -> list[Row]:
-    """A row for the tiny model and one for SmolLM2, whose repetitions are single steps."""
+    """A row for the tiny model, and two for SmolLM2, whose repetitions are single steps.
+
+    The second of these has a batch of all lengths, which the peer pads to the longest and the engine sorts by length.
+    """
     with scratch_home():
-        rows = [_measure("tiny", 1, repetitions, steps)]
+        rows = [_measure("tiny", [128] * 16, repetitions, steps)]
         if with_smollm:
-            rows.append(_measure("smollm2-135m", torch.get_num_threads(), min(repetitions, 3), 1))
+            rows += [_measure("smollm2-135m", lengths, min(repetitions, 3), 1) for lengths in ([128] * 8, RAGGED)]
     return rows
 
 
-def _measure(model: str, threads: int, repetitions: int, steps: int) -> Row:
+def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int) -> Row:
     path = resolve_model(model, home() / "cache")
-    batch = _batch(model, str(path))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    batch = [datum for length in lengths for datum in solutions(tokenizer, num_datums=1, num_tokens=length)]
+    threads = 1 if model == "tiny" else torch.get_num_threads()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -60,24 +63,20 @@ def _measure(model: str, threads: int, repetitions: int, steps: int) -> Row:
                 peer.append(_time(sides[1], steps))
     finally:
         torch.set_num_threads(before)
-    mean_length = statistics.mean(datum.model_input.length for datum in batch)
+    shape = (
+        f"{len(lengths)} x {lengths[0]}"
+        if len(set(lengths)) == 1
+        else f"{min(lengths)} to {max(lengths)}, {len(lengths)} x"
+    )
+    ours, peer = ([sum(lengths) / (ms / 1000) for ms in side] for side in (ours, peer))
     return Row(
-        f"engine_vs_torch: forward_backward + optim_step, {model}, {len(batch)} x {mean_length:.0f} tokens",
-        "ms",
+        f"engine_vs_torch: forward_backward + optim_step, {model}, {shape} tokens",
+        "tokens/s",
         ours,
         peer,
         peer_name="torch + peft + AdamW, float32",
         note=f"{threads} thread{'s' if threads > 1 else ''}; both start from the loss {first:.4f}",
     )
-
-
-def _batch(model: str, path: str) -> list[tinker.Datum]:
-    if model == "tiny":
-        return solutions(AutoTokenizer.from_pretrained(path), num_datums=16, num_tokens=128)
-    common = {"model_name_for_tokenizer": path, "renderer_name": "qwen3_instruct", "batch_size": 4, "max_length": 512}
-    options = {f"common_config.{name}": value for name, value in common.items()}
-    train, _ = chz.Blueprint(Gsm8kBuilder).apply(options).make()()
-    return train.get_batch(0)
 
 
 def _time(step: Step, steps: int) -> float:

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import engine_vs_torch, flow_vs_cookbook, objective_cost, step_overhead
+from benchmarks import (
+    engine_sampling,
+    engine_service,
+    engine_tenants,
+    engine_vs_torch,
+    flow_vs_cookbook,
+    objective_cost,
+    step_overhead,
+)
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.machine import describe
 from benchmarks.rows import Row, table
@@ -39,6 +47,25 @@ def test_step_overhead() -> None:
 
 def test_engine_vs_torch() -> None:
     check(engine_vs_torch.measure(repetitions=1, steps=1, with_smollm=False), "engine_vs_torch", 1)
+
+
+@pytest.mark.slow
+def test_engine_sampling() -> None:
+    check(engine_sampling.measure(model="tiny", repetitions=1, num_prompts=4), "engine_sampling", 2)
+
+
+@pytest.mark.slow
+def test_engine_service() -> None:
+    rows = engine_service.measure(repetitions=3)
+    check(rows, "engine_service", 1)
+    assert "budget 5 ms" in rows[0].note
+
+
+@pytest.mark.slow
+def test_engine_tenants() -> None:
+    rows = engine_tenants.measure(model="tiny", repetitions=1)
+    check(rows, "engine_tenants", 1)
+    assert "MiB of the engine's memory" in rows[0].note
 
 
 def test_flow_vs_cookbook(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:

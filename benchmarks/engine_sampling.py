@@ -1,0 +1,97 @@
+"""Samples through the SDK and the engine, against `transformers.generate` on the same prompts as one batch.
+
+Both draw 32 tokens per prompt at temperature 1 from SmolLM2 in float32, on as many threads. Ours are separate requests
+that the engine puts together; the peer is given all of them at once. A last row has a single request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import tinker
+import torch
+from tinker import types
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.rows import Row
+from benchmarks.scratch import GSM8K, scratch_home
+from blocks.home import home
+from blocks.processes import local_engine
+from engine.models import resolve_model
+from examples.gsm8k import read_problems
+
+NUM_TOKENS = 32
+Prompts = Sequence[list[int]]
+Generate = Callable[[Prompts], float]
+
+
+def measure(*, model: str = "smollm2-135m", repetitions: int = 3, num_prompts: int = 64) -> list[Row]:
+    """A row for all prompts at once and one for a single prompt."""
+    with scratch_home():
+        path = str(resolve_model(model, home() / "cache"))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        prompts = [tokenizer.encode(row["question"])[:96] for row in read_problems(GSM8K)[:num_prompts]]
+        threads = torch.get_num_threads()
+        with local_engine(model=model, dtype="float32", threads=threads) as service, service.get_client() as session:
+            sides = (_sdk(session.create_sampling_client(base_model=model).result()), _transformers(path))
+            rows = []
+            for some in (prompts, prompts[:1]):
+                for side in sides:
+                    side(some[:2])  # warms up
+                ours, peer = [], []
+                for _ in tqdm(range(repetitions), desc=f"engine_sampling: {len(some)} at once"):
+                    ours.append(sides[0](some))
+                    peer.append(sides[1](some))
+                rows.append(_row(model, some, ours, peer))
+    return rows
+
+
+def _row(model: str, prompts: Prompts, ours: Sequence[float], peer: Sequence[float]) -> Row:
+    requests = "1 request" if len(prompts) == 1 else f"{len(prompts)} concurrent requests"
+    return Row(
+        f"engine_sampling: {requests} of {NUM_TOKENS} tokens, {model}",
+        "tokens/s",
+        ours,
+        peer,
+        peer_name="transformers.generate, one batch, float32",
+    )
+
+
+def _sdk(client: tinker.SamplingClient) -> Generate:
+    params = types.SamplingParams(max_tokens=NUM_TOKENS, stop=[], temperature=1.0)
+
+    def generate(prompts: Prompts) -> float:
+        started = perf_counter()
+        futures = [client.sample(types.ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
+        num_tokens = sum(len(future.result().sequences[0].tokens) for future in futures)
+        return num_tokens / (perf_counter() - started)
+
+    return generate
+
+
+def _transformers(path: str) -> Generate:
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def generate(prompts: Prompts) -> float:
+        width = max(len(prompt) for prompt in prompts)
+        padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        started = perf_counter()
+        with torch.inference_mode():
+            output = model.generate(
+                input_ids=padded,
+                attention_mask=mask,
+                min_new_tokens=NUM_TOKENS,
+                max_new_tokens=NUM_TOKENS,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                pad_token_id=0,
+            )
+        return output[:, width:].numel() / (perf_counter() - started)
+
+    return generate
