@@ -9,10 +9,11 @@ from objectives.errors import ObjectiveError
 from objectives.evaluate import Evaluation, evaluate_base, evaluate_term, prepare_features
 from objectives.linearize import Linearized, linearize
 from objectives.objective import Objective, Regularizer
-from objectives.spec import ObjectiveSpec, RegularizerSpec
+from objectives.spec import BaseLossSpec, ObjectiveSpec, RegularizerSpec
 from objectives.term import Term, regularizer
 
 __all__ = [
+    "BaseLossSpec",
     "Batch",
     "Evaluation",
     "Linearized",

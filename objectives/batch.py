@@ -22,6 +22,8 @@ class Batch:
         texts_D: what each datum trains on (its tokens of non-zero weight), decoded; ``D`` strings.
         features: what the term's ``prepare`` made of this batch; ``None`` for a term without one.
         datums: the service's own datums, opaque here; only callables of the SDK's shape read them.
+        advantages_DT: float32 ``(N,)``: how much better than expected each sampled token did; 0 outside the
+            sampled ones. ``None`` for fixed data.
     """
 
     target_tokens_DT: Tensor
@@ -30,6 +32,7 @@ class Batch:
     texts_D: tuple[str, ...] = ()
     features: Any = None
     datums: Any = None
+    advantages_DT: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.num_datums == 0 or self.num_tokens == 0:
@@ -41,6 +44,11 @@ class Batch:
             raise ObjectiveError(
                 "No token of a batch has a non-zero weight, so nothing would be trained: "
                 "check `train_on_what` and `max_length` of the data."
+            )
+        if self.advantages_DT is not None and len(self.advantages_DT) != self.num_tokens:
+            raise ObjectiveError(
+                f"A batch of {self.num_tokens} tokens has {len(self.advantages_DT)} advantages: give one per token, 0 "
+                "outside the sampled ones."
             )
 
     @property

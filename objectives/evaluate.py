@@ -61,7 +61,9 @@ def evaluate_base(objective: Objective, outputs: Outputs, batch: Batch, first_st
         ObjectiveError: as `evaluate_term` does.
     """
     if objective.base is not None:
-        return evaluate_term(objective.base, outputs, batch, first_step)
+        # A policy loss is right to be flat: all its ratios may be clipped, all its rewards be as expected.
+        may_be_flat = "advantages" in objective.base.term.needs
+        return evaluate_term(objective.base, outputs, batch, first_step and not may_be_flat)
     start = time.perf_counter()
     value = float(cross_entropy(outputs.logprobs_DT, batch.weights_DT))
     gradient_DT = -batch.weights_DT.to(outputs.logprobs_DT.dtype)
@@ -172,10 +174,10 @@ def _check_inputs(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> N
             f"batch has {batch.num_tokens} tokens: pack the service's answer with the offsets of the same batch."
         )
     for need in regularizer.term.needs:
-        if getattr(outputs, f"{need}_DT", None) is None:
+        if getattr(outputs, f"{need}_DT", None) is None and getattr(batch, f"{need}_DT", None) is None:
             raise ObjectiveError(
-                f"Term {regularizer.name!r} needs {need}, which these outputs lack: use a flow that gives it, "
-                "or disable the term."
+                f"Term {regularizer.name!r} needs {need}, which these outputs and their batch lack: use a flow that "
+                "gives it, or disable the term."
             )
     if regularizer.term.prepare is not None and batch.features is None:
         raise ObjectiveError(

@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from objectives.batch import Outputs
+from objectives.base_loss import policy_loss_term
+from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError
 from objectives.estimators import fixed_data_refusal
+from objectives.losses import BUILT_IN, find_built_in
 from objectives.schedule import Constant, WeightSchedule
 from objectives.sdk import sdk_term
-from objectives.spec import ObjectiveSpec, RegularizerSpec, explain
+from objectives.spec import BaseLossSpec, ObjectiveSpec, RegularizerSpec, explain
 from objectives.term import Term, check_params, registered
 
 CROSS_ENTROPY = "cross_entropy"
@@ -45,8 +47,9 @@ class Objective:
     """``total = base + sum_i weight_i * term_i``.
 
     Args:
-        base_loss: ``"cross_entropy"``, a `Term`, or any callable of the SDK's ``CustomLossFnV1`` shape,
-            ``(data, logprobs) -> (loss, metrics)``.
+        base_loss: the name of a loss of the service, such as ``"cross_entropy"`` or ``"ppo"``; a
+            `BaseLossSpec` or its fields as a dict, ``{"name": "ppo", "params": {...}}``; a `Term`; or any callable
+            of the SDK's ``CustomLossFnV1`` shape, ``(data, logprobs) -> (loss, metrics)``.
         regularizers: a `RegularizerSpec` each, or its fields as a dict. In a dict ``fn`` may also be a
             `Term`, whose name is then the default, or a callable of the SDK's shape.
 
@@ -67,7 +70,7 @@ class Objective:
 
     def __init__(
         self,
-        base_loss: str | Term | Callable[..., Any] = CROSS_ENTROPY,
+        base_loss: str | BaseLossSpec | Mapping[str, Any] | Term | Callable[..., Any] = CROSS_ENTROPY,
         regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
     ) -> None:
         self.base = _bind_base(base_loss)
@@ -90,31 +93,45 @@ class Objective:
 
         Args:
             given: what the flow fills in beside the current logprobs: ``"ref_logprobs"``,
-                ``"sampling_logprobs"``.
+                ``"sampling_logprobs"``, ``"advantages"``.
         """
-        for each in self.regularizers:
+        for each in (*([self.base] if self.base else []), *self.regularizers):
             if each.term.estimator == "score_function" and "sampling_logprobs" not in given:
                 raise ObjectiveError(f"Term {each.name!r} cannot run here: {fixed_data_refusal()}.")
             for need in each.term.needs:
                 if need not in given:
+                    remedy = "take another base loss" if each.name == BASE else "disable the term"
                     raise ObjectiveError(
                         f"Term {each.name!r} needs {need}, and this flow gives {', '.join(given) or 'nothing'} "
-                        "beside the logprobs: disable the term, or use a flow that gives it."
+                        f"beside the logprobs: {remedy}, or use a flow that gives it."
                     )
 
 
-def _bind_base(base_loss: str | Term | Callable[..., Any]) -> Regularizer | None:
-    if base_loss == CROSS_ENTROPY:
-        return None
-    if not callable(base_loss):
-        raise ObjectiveError(
-            f"The base loss {base_loss!r} is unknown: it is {CROSS_ENTROPY!r}, a term, or a callable "
-            "(data, logprobs) -> (loss, metrics)."
-        )
-    term = base_loss if isinstance(base_loss, Term) else sdk_term(BASE, base_loss)
+def _bind_base(base_loss: object) -> Regularizer | None:
+    if callable(base_loss):
+        term = base_loss if isinstance(base_loss, Term) else sdk_term(BASE, base_loss)
+    else:
+        spec = _base_spec(base_loss)
+        if spec.name == CROSS_ENTROPY:
+            find_built_in(CROSS_ENTROPY).check_params(spec.params)
+            return None
+        term = policy_loss_term(spec.name, spec.params)
     if term.kind != "differentiable":
         raise ObjectiveError(f"The base loss {term.name!r} is a {term.kind} term: only a differentiable one can be it.")
     return Regularizer(BASE, term, Constant(value=1.0), check_params(term, {}))
+
+
+def _base_spec(base_loss: object) -> BaseLossSpec:
+    try:
+        spec = BaseLossSpec.model_validate({"name": base_loss} if isinstance(base_loss, str) else base_loss)
+    except ValidationError as error:
+        raise ObjectiveError(f"The base loss {base_loss!r} is unknown: {explain(error)}.") from error
+    if spec.name not in BUILT_IN:
+        raise ObjectiveError(
+            f"The base loss {spec.name!r} is unknown: it is one of {', '.join(BUILT_IN)}, a term, or a callable "
+            "(data, logprobs) -> (loss, metrics)."
+        )
+    return spec
 
 
 def _bind(entry: RegularizerSpec | Mapping[str, Any]) -> tuple[Regularizer, bool]:
@@ -147,7 +164,7 @@ def _bind(entry: RegularizerSpec | Mapping[str, Any]) -> tuple[Regularizer, bool
 
 def _check_givable(name: str, term: Term) -> None:
     for need in term.needs:
-        if f"{need}_DT" not in {field.name for field in fields(Outputs)}:
+        if f"{need}_DT" not in {field.name for field in (*fields(Outputs), *fields(Batch))}:
             raise ObjectiveError(
                 f"Term {name!r} needs {need}, which no Tinker service returns: it gives one logprob per "
                 "token; write the term on those."

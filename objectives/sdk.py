@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, create_model
 
 from objectives.batch import Batch, Outputs, unpack
 from objectives.errors import ObjectiveError
-from objectives.term import Term
+from objectives.term import NoParams, Term
 
 
 def sdk_term(name: str, loss_fn: Callable[..., Any]) -> Term:
@@ -33,7 +32,4 @@ def sdk_term(name: str, loss_fn: Callable[..., Any]) -> Term:
                 "if it takes (outputs, batch), decorate it with `@regularizer`"
             ) from error
 
-    return Term(name, "differentiable", evaluate, None, "none", None, _NoParams, ())
-
-
-_NoParams: type[BaseModel] = create_model("NoParams", __config__=ConfigDict(extra="forbid"))
+    return Term(name, "differentiable", evaluate, None, "none", None, NoParams, ())

@@ -33,12 +33,23 @@ class RegularizerSpec(BaseModel):
     )
 
 
+class BaseLossSpec(BaseModel):
+    """A base loss with parameters."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(description="Name of the loss, such as `ppo`.")
+    params: dict[str, float] = Field(default_factory=dict, description="Its parameters, as in `loss_fn_config`.")
+
+
 class ObjectiveSpec(BaseModel):
     """A base loss and the terms added to it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    base_loss: str = Field(default="cross_entropy", description="Name of the loss that the terms are added to.")
+    base_loss: str | BaseLossSpec = Field(
+        default="cross_entropy", description="The loss that the terms are added to: its name, or name and params."
+    )
     regularizers: tuple[RegularizerSpec, ...] = Field(default=(), description="The weighted terms.")
 
 

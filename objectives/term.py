@@ -17,7 +17,7 @@ from objectives.spec import explain
 
 Kind = Literal["differentiable", "scored", "monitor"]
 Estimator = Literal["minimum_risk", "score_function", "unlikelihood"]
-Need = Literal["ref_logprobs", "sampling_logprobs", "topk_logprobs", "hidden_states"]
+Need = Literal["ref_logprobs", "sampling_logprobs", "advantages", "topk_logprobs", "hidden_states"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class Term:
         estimator: how scores become a gradient, see `objectives.estimators`; ``None`` unless scored.
         params: the model that checks the parameters, read off the keyword-only arguments of ``evaluate``,
             ``prepare`` and the estimator; each of them is given those it names.
-        needs: what it reads beyond the current logprobs, such as the ``ref_logprobs_DT`` of `Outputs`.
+        needs: what it reads beyond the current logprobs, such as the ``ref_logprobs_DT`` of `Outputs` or the
+            ``advantages_DT`` of `Batch`.
     """
 
     name: str
@@ -51,6 +52,12 @@ class Term:
 
     def __call__(self, *args: Any, **params: Any) -> Any:
         return self.evaluate(*args, **params)
+
+
+class NoParams(BaseModel):
+    """The parameters of a term that takes none, or has them already."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def regularizer(

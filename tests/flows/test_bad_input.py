@@ -66,6 +66,7 @@ def regularizers(*entries: Fields) -> Fields:
         ),
         ({"objective": regularizers({"name": "logic"}, {"name": "logic"})}, r"'logic'.*twice"),
         ({"objective": {"base_loss": "crossentropy"}}, r"'crossentropy' is unknown"),
+        ({"objective": {"base_loss": {"name": "ppo"}}}, r"'base' needs sampling_logprobs.*take another base loss"),
         ({"objective": regularizers({"name": "test_raises"})}, r"'test_raises'.*colour"),
         ({"objective": regularizers({"name": "test_prepare_raises"})}, r"'test_prepare_raises'.*shape"),
         ({"objective": regularizers({"name": "test_nan"})}, r"'test_nan'.*nan"),

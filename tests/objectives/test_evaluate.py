@@ -225,7 +225,7 @@ def raising():
             {"kind": "scored", "estimator": "score_function"},
             "declare 'minimum_risk' or 'unlikelihood'",
         ),
-        (lambda o, b: o.ref_logprobs_DT, {"needs": ("ref_logprobs",)}, "needs ref_logprobs, which these outputs lack"),
+        (lambda o, b: o.ref_logprobs_DT, {"needs": ("ref_logprobs",)}, "needs ref_logprobs, which these outputs and"),
     ],
 )
 def test_a_failing_term_is_one_sentence_that_names_it(fn, declared, says):

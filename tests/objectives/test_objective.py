@@ -74,7 +74,14 @@ def test_duplicate_names_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("base_loss", "says"), [("ppo", "The base loss 'ppo' is unknown"), (None, "The base loss None is unknown")]
+    ("base_loss", "says"),
+    [
+        ("grpo", r"The base loss 'grpo' is unknown: it is one of cross_entropy, .*, gspo, stable_reinforce, a term"),
+        (None, "The base loss None is unknown"),
+        ({"name": "ppo", "parms": {}}, "'parms': extra inputs are not permitted"),
+        ({"name": "ppo", "params": {"epsilon": 0.2}}, "The loss 'ppo' has no parameter 'epsilon'"),
+        ({"name": "cross_entropy", "params": {"beta": 0.2}}, "The loss 'cross_entropy' has no parameter 'beta'"),
+    ],
 )
 def test_an_unknown_base_loss_is_refused(base_loss, says):
     with pytest.raises(ObjectiveError, match=says):

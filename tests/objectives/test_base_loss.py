@@ -1,0 +1,128 @@
+"""Policy losses as base losses: the same figures as the service's, over the trained tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from ragged_batches import make_batch, ragged
+
+from objectives import (
+    BaseLossSpec,
+    Batch,
+    Objective,
+    ObjectiveError,
+    ObjectiveSpec,
+    Outputs,
+    evaluate_base,
+    evaluate_term,
+    linearize,
+)
+from objectives.losses import BUILT_IN
+
+POLICY_LOSSES = [loss.name for loss in BUILT_IN.values() if loss.is_policy_loss]
+
+
+def sampled(batch: Batch, outputs: Outputs) -> tuple[Batch, Outputs]:
+    """The batch as samples of a policy nearby, whose prompts have a made-up sampling logprob."""
+    generator = torch.Generator().manual_seed(batch.num_tokens)
+    noise = 0.3 * torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64)
+    advantages_DT = torch.randn(batch.num_tokens, generator=generator).where(batch.mask_DT, 0.0)
+    sampling_DT = (outputs.logprobs_DT + noise).where(batch.mask_DT, 0.0)
+    return replace(batch, advantages_DT=advantages_DT), replace(outputs, sampling_logprobs_DT=sampling_DT)
+
+
+@given(ragged())
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_prompts_play_no_part(name, case):
+    """A batch with prompts has the loss and the gradient of the same batch without them."""
+    batch, outputs = sampled(*case)
+    mask = batch.mask_DT
+    lengths = torch.stack([mask[batch.datum_of_DT == d].sum() for d in range(batch.num_datums)])
+    assert batch.advantages_DT is not None
+    assert outputs.sampling_logprobs_DT is not None
+    without = Batch(
+        batch.target_tokens_DT[mask],
+        batch.weights_DT[mask],
+        torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        advantages_DT=batch.advantages_DT[mask],
+    )
+    bare = Outputs(outputs.logprobs_DT[mask], sampling_logprobs_DT=outputs.sampling_logprobs_DT[mask])
+    objective = Objective({"name": name})
+    found, expected = evaluate_base(objective, outputs, batch), evaluate_base(objective, bare, without)
+    assert found.value == pytest.approx(expected.value)
+    assert found.metrics == pytest.approx(expected.metrics)
+    torch.testing.assert_close(found.gradient_DT[mask], expected.gradient_DT)
+    assert not found.gradient_DT[~mask].any()
+
+
+def test_ppo_by_hand():
+    batch = Batch(
+        torch.tensor([1, 2, 3]),
+        torch.tensor([0.0, 1, 1]),
+        torch.tensor([0, 3]),
+        advantages_DT=torch.tensor([0.0, 2.0, -1.0]),
+    )
+    outputs = Outputs(
+        torch.tensor([-1.0, -1.0, -1.0]),
+        sampling_logprobs_DT=torch.tensor([0.0, -1.0 - math.log(1.5), -1.0 - math.log(1.1)]),
+    )
+    base = evaluate_base(Objective("ppo"), outputs, batch)
+    assert base.name == "base"
+    assert base.value == pytest.approx(-(1.2 * 2 - 1.1))
+    assert base.gradient_DT.tolist() == pytest.approx([0, 0, 1.1])
+    assert base.metrics == pytest.approx(
+        {"ratio_mean": 1.3, "ratio_max": 1.5, "kl_k1": -(math.log(1.5) + math.log(1.1)) / 2, "clip_fraction": 0.5}
+    )
+    wide = {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}
+    free = evaluate_base(Objective({"name": "ppo", "params": wide}), outputs, batch)
+    assert free.value == pytest.approx(-(1.5 * 2 - 1.1))
+    linear = linearize(free, [])
+    assert linear.loss_weights_DT.tolist() == pytest.approx([0, 3.0, -1.1])
+    assert linear.metrics["term/base/ratio_max"] == pytest.approx(1.5)
+
+
+def test_plain_data_names_the_loss_and_its_params():
+    text = '{"base_loss": {"name": "dro", "params": {"beta": 0.5}}}'
+    spec = ObjectiveSpec.model_validate_json(text)
+    assert spec.base_loss == BaseLossSpec(name="dro", params={"beta": 0.5})
+    batch, outputs = sampled(*make_batch([3, 2]))
+    by_spec = evaluate_base(Objective.from_spec(spec), outputs, batch)
+    assert by_spec.value == evaluate_base(Objective(spec.base_loss), outputs, batch).value
+    assert by_spec.value != evaluate_base(Objective("dro"), outputs, batch).value
+    assert Objective(BaseLossSpec(name="cross_entropy")).base is None
+
+
+def test_what_a_policy_loss_needs_is_said_before_the_run_and_in_it():
+    objective = Objective("ppo", [{"name": "confidence"}])
+    objective.check_needs({"sampling_logprobs", "advantages"})
+    with pytest.raises(ObjectiveError, match=r"Term 'base' needs advantages, .* take another base loss"):
+        objective.check_needs({"sampling_logprobs"})
+    batch, outputs = sampled(*make_batch([3]))
+    with pytest.raises(ObjectiveError, match="Term 'base' needs advantages, which these outputs and their batch lack"):
+        evaluate_base(objective, outputs, replace(batch, advantages_DT=None))
+    with pytest.raises(ObjectiveError, match="A batch of 3 tokens has 2 advantages"):
+        replace(batch, advantages_DT=torch.ones(2))
+
+
+def test_a_batch_without_a_surprise_has_no_gradient_and_is_no_error():
+    batch, outputs = sampled(*make_batch([3, 2]))
+    batch = replace(batch, advantages_DT=torch.zeros(5))
+    assert not evaluate_base(Objective("ppo"), outputs, batch, first_step=True).gradient_DT.any()
+
+
+def test_a_term_may_need_advantages():
+    from objectives import regularizer
+
+    @regularizer("test_advantage", needs=("advantages",), reduction="sum")
+    def advantage(outputs, batch):
+        return -outputs.logprobs_DT * batch.advantages_DT
+
+    (bound,) = Objective(regularizers=[{"fn": advantage}]).regularizers
+    batch, outputs = sampled(*make_batch([4]))
+    evaluation = evaluate_term(bound, outputs, batch, first_step=True)
+    assert batch.advantages_DT is not None
+    torch.testing.assert_close(evaluation.gradient_DT, -batch.advantages_DT.double())
