@@ -25,6 +25,7 @@ from engine.compute.base import BaseModel
 from engine.compute.datum import Datum
 from engine.compute.lora import LoraSpec
 from engine.compute.loss import bind_loss
+from engine.compute.parts import whole
 from engine.compute.trainer import Trainer
 from engine.models import load_model, resolve_model
 
@@ -103,7 +104,7 @@ def _in_process() -> Step:
     datum = Datum(torch.tensor([1]), torch.tensor([2]), {"weights": torch.ones(1)})
 
     def step() -> None:
-        trainer.forward_backward([datum], loss, forward_only=False)
+        whole(trainer.forward_backward([datum], loss, forward_only=False))
         trainer.optim_step(ADAM)
 
     return step

@@ -15,6 +15,7 @@ from engine.compute.datum import Datum
 from engine.compute.logprobs import target_logprobs
 from engine.compute.lora import Adapter
 from engine.compute.loss import Loss, LossValue
+from engine.compute.parts import Parts, whole
 from engine.errors import RequestError
 
 _REDUCTIONS = {"sum": sum, "max": max, "mean": fmean}
@@ -36,7 +37,14 @@ class LossOutput:
 def run_loss(
     base: BaseModel, adapter: Adapter, data_D: Sequence[Datum], loss: Loss, max_tokens: int, backward: bool
 ) -> LossOutput:
-    """Compute the loss of ``data_D``; with ``backward``, add its gradient to the adapter's.
+    """`loss_parts` without a break."""
+    return whole(loss_parts(base, adapter, data_D, loss, max_tokens, backward))
+
+
+def loss_parts(
+    base: BaseModel, adapter: Adapter, data_D: Sequence[Datum], loss: Loss, max_tokens: int, backward: bool
+) -> Parts[LossOutput]:
+    """Compute the loss of ``data_D``, a part per micro-batch; with ``backward``, add its gradient to the adapter's.
 
     The sequences are computed in micro-batches of like length, none of them cut. A loss is a sum over sequences,
     so the result does not depend on how they were grouped, beyond rounding; the same call gives the same bits.
@@ -51,19 +59,21 @@ def run_loss(
     logprobs_D: list[Tensor] = [torch.empty(0)] * len(data_D)
     metrics_D: list[Mapping[str, float]] = [{}] * len(data_D)
     loss_sum = 0.0
-    with base.using(adapter):
-        for group in micro_batches([len(datum.tokens_T) for datum in data_D], max_tokens):
-            data_B = [data_D[index] for index in group]
-            trained_M = torch.cat([loss.trained(datum).flatten() for datum in data_B])
-            trains = backward and bool(trained_M.any())
+    for number, group in enumerate(micro_batches([len(datum.tokens_T) for datum in data_D], max_tokens)):
+        if number:
+            yield  # outside of the adapter's block: whoever is next puts its own in place
+        data_B = [data_D[index] for index in group]
+        trained_M = torch.cat([loss.trained(datum).flatten() for datum in data_B])
+        trains = backward and bool(trained_M.any())
+        with base.using(adapter):
             with torch.set_grad_enabled(trains):
                 logprobs_M = _logprobs(base, data_B, trained_M)
             value = _apply(loss, logprobs_M, data_B, trains)
-            loss_sum += value.total.item()
-            flat_B = logprobs_M.detach().cpu().split([datum.targets.numel() for datum in data_B])
-            for index, datum, flat, metrics in zip(group, data_B, flat_B, value.metrics_B, strict=True):
-                logprobs_D[index] = flat.reshape(datum.targets.shape)
-                metrics_D[index] = metrics
+        loss_sum += value.total.item()
+        flat_B = logprobs_M.detach().cpu().split([datum.targets.numel() for datum in data_B])
+        for index, datum, flat, metrics in zip(group, data_B, flat_B, value.metrics_B, strict=True):
+            logprobs_D[index] = flat.reshape(datum.targets.shape)
+            metrics_D[index] = metrics
     return LossOutput(logprobs_D, {**_reduce(metrics_D), "loss:sum": loss_sum})
 
 

@@ -13,7 +13,8 @@ from engine.compute.datum import Datum, check_datum
 from engine.compute.lora import Adapter, Factors, LoraSpec
 from engine.compute.loss import Loss
 from engine.compute.optimizer import Optimizer
-from engine.compute.train import LossOutput, run_loss
+from engine.compute.parts import Parts
+from engine.compute.train import LossOutput, loss_parts
 from engine.errors import EngineError, RequestError
 
 _PEFT_PREFIX = "base_model.model."
@@ -38,8 +39,8 @@ class Trainer:
         self.micro_batch_tokens = micro_batch_tokens
         self.lost: str | None = None
 
-    def forward_backward(self, data_D: Sequence[Datum], loss: Loss, forward_only: bool) -> LossOutput:
-        """Logprobs and loss of a batch; adds its gradient unless ``forward_only``.
+    def forward_backward(self, data_D: Sequence[Datum], loss: Loss, forward_only: bool) -> Parts[LossOutput]:
+        """Logprobs and loss of a batch, in parts; adds its gradient unless ``forward_only``.
 
         Raises:
             RequestError: a datum that the model or the loss cannot take.
@@ -49,7 +50,8 @@ class Trainer:
         for index, datum in enumerate(data_D):
             check_datum(datum, index, self.base.loaded.vocab_size, self.base.loaded.max_context)
         data_D = [loss.prepare(datum, index) for index, datum in enumerate(data_D)]
-        return run_loss(self.base, self.adapter, data_D, loss, self.micro_batch_tokens, backward=not forward_only)
+        parts = loss_parts(self.base, self.adapter, data_D, loss, self.micro_batch_tokens, backward=not forward_only)
+        return (yield from parts)
 
     def lose_batch(self, reason: str) -> None:
         """Note that the gradient gathered so far lacks a part."""

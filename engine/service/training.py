@@ -16,6 +16,7 @@ from engine.checkpoints.store import CheckpointStore, pack
 from engine.compute.base import BaseModel
 from engine.compute.lora import Adapter, LoraSpec
 from engine.compute.loss import Loss
+from engine.compute.parts import Parts, Result
 from engine.compute.trainer import Trainer
 from engine.errors import RequestError
 from engine.service.futures import Answer
@@ -24,7 +25,7 @@ from engine.service.home import Home
 from engine.service.memory import Memory
 from engine.service.ordered import OrderedQueue, QueueServices
 from engine.service.origin import Origin
-from engine.service.worker import Result, Worker
+from engine.service.worker import Worker
 from engine.wire.forward_backward import ForwardBackward, decode_datum, encode_output
 
 
@@ -127,14 +128,14 @@ class TrainingModel:
         return self._loaded(path)
 
     async def forward_backward(self, request: ForwardBackward) -> Answer:
-        def compute(trainer: Trainer) -> bytes:
+        def compute(trainer: Trainer) -> Parts[bytes]:
             loss = self._shop.find_loss(self.model_id, request)
             data_D = [decode_datum(message, index, loss.inputs) for index, message in enumerate(request.data)]
-            output = trainer.forward_backward(data_D, loss, request.forward_only)
+            output = yield from trainer.forward_backward(data_D, loss, request.forward_only)
             return encode_output(output.logprobs_D, output.metrics)
 
         try:
-            return Answer(await self._run(compute))
+            return Answer(await self._run_parts(compute))
         except Exception as error:
             if not request.forward_only:
                 reason = f"request {request.seq_id}: {error}"
@@ -178,11 +179,23 @@ class TrainingModel:
         self._note(origin)
 
     async def _run(self, function: Callable[[Trainer], Result]) -> Result:
+        home = self._usable_home()
+        return await self._shop.worker.run(lambda: function(home.trainer()), self.model_id)
+
+    async def _run_parts(self, make: Callable[[Trainer], Parts[Result]]) -> Result:
+        home = self._usable_home()
+
+        def parts() -> Parts[Result]:
+            return (yield from make(home.trainer()))
+
+        return await self._shop.worker.run_parts(parts(), self.model_id)
+
+    def _usable_home(self) -> Home:
         if self._lost is not None:
             raise RequestError(self._lost)
-        if (home := self._home) is None:
+        if self._home is None:
             raise self._never_created()
-        return await self._shop.worker.run(lambda: function(home.trainer()), self.model_id)
+        return self._home
 
     def _never_created(self) -> RequestError:
         return RequestError(f"The model {self.model_id} was never created: its first request failed; create a new one.")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-Result = TypeVar("Result")
+from engine.compute.parts import Parts, Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Worker:
         self._start()
         return await result
 
-    async def run_parts(self, parts: Generator[None, None, Result], owner: str) -> Result:
+    async def run_parts(self, parts: Parts[Result], owner: str) -> Result:
         """Await what ``parts`` returns; at each of its yields it is for others to have their turn."""
         while not (part := await self.run(lambda: _advance(parts), owner)):
             pass
@@ -107,7 +107,7 @@ class Worker:
         self._start()
 
 
-def _advance(parts: Generator[None, None, Result]) -> tuple[Result] | None:
+def _advance(parts: Parts[Result]) -> tuple[Result] | None:
     try:
         next(parts)
     except StopIteration as stop:

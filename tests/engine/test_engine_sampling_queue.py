@@ -125,7 +125,7 @@ async def served(base: BaseModel, settings: Settings) -> AsyncIterator[tuple[Eng
     """The engine's routes without a socket."""
     engine = Engine(settings, {"tiny": base})
     transport = httpx.ASGITransport(make_app(engine))
-    async with httpx.AsyncClient(transport=transport, base_url="http://engine/api/v1", timeout=60) as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost/api/v1", timeout=60) as http:
         yield engine, http
     engine.worker.stop()
 
