@@ -44,7 +44,7 @@ class Observer:
                 # Never a 5xx: the SDK would ask again for minutes, or for ever.
                 sentence = f"The engine failed on this request: {type(error).__name__}: {error}"
                 await JSONResponse({"detail": sentence}, 422)(scope, receive, note_and_send)
-        route = getattr(scope.get("route"), "path", "none")
+        route = getattr(scope.get("route"), "path", "none").removeprefix("/api/v1")
         self._metrics.response(route, status)
         if self._log_requests:
             self._write(scope, route, status, time.perf_counter() - started)

@@ -13,6 +13,7 @@ from engine.routes.service import LONG_POLL_S
 from engine.service.completions import Completion
 from engine.service.engine import Engine
 from engine.service.futures import Answer
+from engine.service.metrics import Metrics
 from engine.service.samplers import Sampler
 from engine.wire.sample import decode_job, encode_result
 
@@ -58,7 +59,7 @@ def sampling_router(engine: Engine) -> APIRouter:
             digest("asample", content),
             engine.futures,
             asked.num_samples,
-            lambda: _sample(sampler, asked),
+            lambda: _sample(sampler, asked, engine.metrics),
         )
         return {
             "request_id": request_id,
@@ -82,10 +83,12 @@ def sampling_router(engine: Engine) -> APIRouter:
     return router
 
 
-async def _sample(sampler: Sampler, asked: types.SampleRequest) -> Answer:
+async def _sample(sampler: Sampler, asked: types.SampleRequest, metrics: Metrics) -> Answer:
     queue = sampler.queue
     job = decode_job(asked, queue.base.loaded)
     result = await queue.ask(sampler.sampler_id.partition(":")[0], job, sampler.load)
+    metrics.tokens("prompt", len(job.prompt_T))
+    metrics.tokens("sampled", sum(len(sequence.tokens) for sequence in result.sequences))
     return Answer(encode_result(result, asked.target_prompt_logprobs))
 
 

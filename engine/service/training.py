@@ -132,6 +132,8 @@ class TrainingModel:
             loss = self._shop.find_loss(self.model_id, request)
             data_D = [decode_datum(message, index, loss.inputs) for index, message in enumerate(request.data)]
             output = yield from trainer.forward_backward(data_D, loss, request.forward_only)
+            use = "forwarded" if request.forward_only else "trained"
+            self._shop.queues.metrics.tokens(use, sum(len(datum.tokens_T) for datum in data_D))
             return encode_output(output.logprobs_D, output.metrics)
 
         try:
