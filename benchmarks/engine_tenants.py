@@ -22,7 +22,7 @@ from blocks.processes import local_engine
 from engine.models import resolve_model
 
 NUM_CLIENTS, RANK = 8, 8
-NUM_DATUMS, NUM_TOKENS = 2, 64
+NUM_DATUMS, NUM_TOKENS = 1, 64
 ADAM = types.AdamParams(learning_rate=1e-4)
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import torch
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from engine.listen import bind
 from engine.wire.forward_backward import encode_output
 
 _numbers = count()
@@ -69,7 +69,8 @@ def null_server() -> Iterator[str]:
 
 
 def _main() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = bind("127.0.0.1", 0)
+    listener.listen()
     server = uvicorn.Server(uvicorn.Config(_app, log_level="warning", access_log=False, lifespan="off"))
 
     def stop_with_stdin() -> None:
