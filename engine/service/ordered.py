@@ -64,13 +64,19 @@ class OrderedQueue:
         self._running: int | None = None
         self._runner: asyncio.Task[None] | None = None
 
-    def restore(self, history: ModelHistory, lost: Answer) -> None:
-        """Go on where an earlier run of the engine was killed; what it had not finished is answered by ``lost``."""
+    def restore(self, history: ModelHistory, held: Answer, lost: Answer) -> None:
+        """Go on where an earlier run of the engine was killed.
+
+        Args:
+            held: the answer to requests whose effect the model still has, but whose result was not kept.
+            lost: the answer to those that came later.
+        """
         self._digests = dict(history.digests)
         while self._next in self._digests:
             self._next += 1
         for seq_id in self._digests:
-            self._services.futures.remember(f"{self._owner}:{seq_id}", history.answers.get(seq_id, lost))
+            otherwise = held if seq_id <= history.origin_seq_id else lost
+            self._services.futures.remember(f"{self._owner}:{seq_id}", history.answers.get(seq_id, otherwise))
 
     def submit(self, request: Request) -> str:
         """Queue a request; returns the request id to come back with.

@@ -96,7 +96,11 @@ class TrainingModel:
                 f"The engine was restarted, and what was asked of {self.model_id} since is lost; {advice}"
             )
             self._home = self._new_home(replace(history.origin, path=None))
-        self.queue.restore(history, Answer.failure(sentence, "user"))
+        held = (
+            f"The engine was restarted before the result of this request of {self.model_id} was fetched; what it did "
+            "to the model is kept: do not send it again."
+        )
+        self.queue.restore(history, Answer.failure(held, "user"), Answer.failure(sentence, "user"))
 
     def close(self) -> None:
         """The session is over: drop what has not started, and the weights."""

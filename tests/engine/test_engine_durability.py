@@ -15,6 +15,7 @@ import pytest
 import tinker
 from engine_process import API_KEY, EngineProcess, running_engine
 from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 
@@ -112,6 +113,27 @@ def answers_and_numbers_survive(engine: EngineProcess, batch: list[types.Datum])
     http.post(f"sessions/{session}/finish", json={"reason": {"type": "success"}})
 
 
+def a_pass_that_a_checkpoint_holds_is_not_to_be_sent_again(
+    engine: EngineProcess, batch: list[types.Datum]
+) -> Iterator[None]:
+    """Its result was not fetched; sent again, it would train twice."""
+    with httpx.Client(base_url=f"{engine.url}/api/v1", timeout=60) as http:
+        service = service_of(engine)
+        trainer = service.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
+        model = trainer.model_id
+        request = types.ForwardBackwardRequest(types.ForwardBackwardInput(batch, "cross_entropy"), model, 1)
+        body = forward_backward_request_to_proto(request).SerializeToString()
+        http.post("forward_backward", content=body, headers={"Content-Type": "application/x-protobuf"})
+        http.post("optim_step", json={"model_id": model, "seq_id": 2, "adam_params": {}})
+        saved = http.post("save_weights", json={"model_id": model, "seq_id": 3, "path": "a"}).json()["request_id"]
+        assert http.post("retrieve_future", json={"request_id": saved}).json()["path"].endswith("a")
+        yield
+        answer = http.post("retrieve_future", json={"request_id": f"{model}:1"}).json()
+        assert "what it did to the model is kept: do not send it again" in answer["error"]
+        assert http.post("retrieve_future", json={"request_id": f"{model}:2"}).json() == {"metrics": {}}
+        service.close("success").result()
+
+
 def a_sample_under_way_is_asked_again(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
     service = service_of(engine)
     sampler = service.create_sampling_client(base_model="tiny").result()
@@ -129,6 +151,7 @@ SCENARIOS = (
     what_was_lost_is_said,
     a_gathered_gradient_is_in_no_checkpoint,
     answers_and_numbers_survive,
+    a_pass_that_a_checkpoint_holds_is_not_to_be_sent_again,
     a_sample_under_way_is_asked_again,
 )
 Halves = dict[Callable[..., Iterator[None]], Iterator[None]]
