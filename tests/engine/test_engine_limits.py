@@ -1,0 +1,97 @@
+"""Bounds on what clients may hold: each refusal is a sentence, and nothing that was accepted is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.compute.base import BaseModel
+from engine.errors import BusyError, RequestError
+from engine.service.clock import Clock
+from engine.service.engine import Engine
+from engine.service.futures import Answer, Futures
+from engine.service.history import Notes
+from engine.service.journal import Journal
+from engine.service.metrics import Metrics
+from engine.service.ordered import OrderedQueue, QueueServices, Request
+from engine.service.sessions import SessionStore
+from engine.service.settings import Settings
+
+
+def test_sessions_and_models_are_counted(base: BaseModel, tmp_path: Path) -> None:
+    engine = Engine(Settings(("tiny",), tmp_path, tmp_path, max_sessions=2, max_models=1), {"tiny": base})
+    first, second = (engine.open_session({}, None) for _ in range(2))
+    with pytest.raises(RequestError, match="2 sessions, and no more than 2 may be"):
+        engine.open_session({}, None)
+    engine.new_model(first.session_id, 0)
+    with pytest.raises(RequestError, match="1 models in training"):
+        engine.new_model(second.session_id, 0)
+    assert engine.new_model(first.session_id, 0).model_id == f"{first.session_id}:train:0"
+    engine.close_session(first.session_id, "success", None)
+    engine.new_model(second.session_id, 0)
+    engine.open_session({}, None)
+    engine.stop()
+
+
+def test_a_full_queue_sends_away_all_but_the_next(tmp_path: Path) -> None:
+    """The request that the others wait for must come in, or they would wait for ever."""
+    done: list[int] = []
+
+    async def run() -> None:
+        services = QueueServices(Futures(), Clock(0), Metrics(dict), max_waiting=2)
+        queue = OrderedQueue("m", services, Notes(Journal(tmp_path / "journal"), "m"))
+
+        def request(seq_id: int) -> Request:
+            async def work() -> Answer:
+                done.append(seq_id)
+                return Answer(b"")
+
+            return Request(seq_id, "forward_backward", bytes([seq_id]), True, work)
+
+        queue.submit(request(1))
+        queue.submit(request(2))
+        with pytest.raises(BusyError, match="2 requests of m wait"):
+            queue.submit(request(3))
+        assert queue.submit(request(2)) == "m:2"
+        queue.submit(request(0))
+        while len(done) < 3:
+            await asyncio.sleep(0)
+        queue.submit(request(3))
+        while len(done) < 4:
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert done == [0, 1, 2, 3]
+
+
+def test_a_journal_that_cannot_be_written_leaves_no_hole(tmp_path: Path) -> None:
+    """Better no session after a restart than one that forgot a step."""
+    store = SessionStore(tmp_path)
+    session = store.open({}, None)
+    whole = session.journal._file
+    assert whole is not None
+    os.close(whole)
+    session.journal._file = os.open("/dev/full", os.O_WRONLY)
+    session.journal.append({"type": "request"})
+    assert not list(tmp_path.glob("sessions/*.jsonl"))
+    session.journal.append({"type": "request"})
+    assert not list(SessionStore(tmp_path).unfinished())
+
+
+def test_a_session_of_a_running_engine_is_left_to_it(base: BaseModel, tmp_path: Path) -> None:
+    settings = Settings(("tiny",), tmp_path, tmp_path)
+    first = Engine(settings, {"tiny": base})
+    session = first.open_session({"a": "b"}, "c")
+    second = Engine(settings, {"tiny": base})
+    assert session.session_id not in second.sessions
+    first.close_session(session.session_id, "errored", "d")
+    third = Engine(settings, {"tiny": base})
+    summary = third.summary(session.session_id)
+    assert (summary.user_metadata, summary.display_name, summary.reason, summary.detail) == (
+        {"a": "b"}, "c", "errored", "d",
+    )  # fmt: skip
+    for engine in (first, second, third):
+        engine.stop()
