@@ -21,7 +21,7 @@ demo: install
 	$(BIN)/python -m examples.demo $(if $(STEPS),num_steps=$(STEPS))
 
 test: install
-	$(BIN)/python -m pytest --doctest-modules objectives engine blocks tasks flows examples benchmarks
+	$(BIN)/python -m pytest --doctest-modules objectives engine blocks tasks flows deployments examples benchmarks
 	$(BIN)/python -m pytest --durations=10
 
 slow: install

@@ -12,11 +12,12 @@ from objectives.base_loss import policy_loss_term
 from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError
 from objectives.estimators import fixed_data_refusal
+from objectives.find_term import allowed_modules, find_term
 from objectives.losses import BUILT_IN, find_built_in
 from objectives.schedule import Constant, WeightSchedule
 from objectives.sdk import sdk_term
 from objectives.spec import BaseLossSpec, ObjectiveSpec, RegularizerSpec, explain
-from objectives.term import Term, check_params, registered
+from objectives.term import TOPK, Term, check_params
 
 CROSS_ENTROPY = "cross_entropy"
 # The base loss has this row in every table of terms.
@@ -52,6 +53,7 @@ class Objective:
             of the SDK's ``CustomLossFnV1`` shape, ``(data, logprobs) -> (loss, metrics)``.
         regularizers: a `RegularizerSpec` each, or its fields as a dict. In a dict ``fn`` may also be a
             `Term`, whose name is then the default, or a callable of the SDK's shape.
+        modules: what an ``fn`` that is an import path may lead to; everywhere, unless given.
 
     Raises:
         ObjectiveError: for whatever is wrong with any of them, before anything runs.
@@ -72,9 +74,10 @@ class Objective:
         self,
         base_loss: str | BaseLossSpec | Mapping[str, Any] | Term | Callable[..., Any] = CROSS_ENTROPY,
         regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
+        modules: Collection[str] | None = None,
     ) -> None:
         self.base = _bind_base(base_loss)
-        bound = [_bind(each) for each in regularizers]
+        bound = [_bind(each, modules) for each in regularizers]
         seen = {BASE}
         for each, _ in bound:
             if each.name in seen:
@@ -85,8 +88,8 @@ class Objective:
 
     @classmethod
     def from_spec(cls, spec: ObjectiveSpec) -> Objective:
-        """The objective that plain data describes."""
-        return cls(spec.base_loss, spec.regularizers)
+        """The objective that plain data describes; its import paths lead only where `allowed_modules` says."""
+        return cls(spec.base_loss, spec.regularizers, allowed_modules())
 
     def check_needs(self, given: Collection[str] = ()) -> None:
         """Refuse, before the run, the terms that need what a flow does not give them.
@@ -134,7 +137,7 @@ def _base_spec(base_loss: object) -> BaseLossSpec:
     return spec
 
 
-def _bind(entry: RegularizerSpec | Mapping[str, Any]) -> tuple[Regularizer, bool]:
+def _bind(entry: RegularizerSpec | Mapping[str, Any], modules: Collection[str] | None) -> tuple[Regularizer, bool]:
     """The bound term, and whether it is enabled: what is disabled is checked all the same."""
     if not isinstance(entry, RegularizerSpec | Mapping):
         raise ObjectiveError(
@@ -155,7 +158,7 @@ def _bind(entry: RegularizerSpec | Mapping[str, Any]) -> tuple[Regularizer, bool
     elif callable(fn):
         term = sdk_term(spec.name, fn)
     else:
-        term = registered(spec.fn or spec.name)
+        term = find_term(spec.fn or spec.name, modules)
     _check_givable(spec.name, term)
     schedule = spec.weight if isinstance(spec.weight, WeightSchedule) else Constant(value=spec.weight)
     params = check_params(term, spec.params)

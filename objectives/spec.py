@@ -18,7 +18,11 @@ class RegularizerSpec(BaseModel):
         pattern=r"^[A-Za-z0-9_.-]+$",
         description="Unique in its objective; names the term's metrics, `term/<name>/...`.",
     )
-    fn: str | None = Field(default=None, description="The registered term to use; by default the one of this name.")
+    fn: str | None = Field(
+        default=None,
+        description="The term to use: a registered name or an import path, `package.module:name`; by default the "
+        "registered one of this name.",
+    )
     weight: Weight = Field(
         default=1.0,
         description="Factor of the term in the total loss, at least 0: a number or a schedule; monitors have none.",

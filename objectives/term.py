@@ -18,6 +18,8 @@ from objectives.spec import explain
 Kind = Literal["differentiable", "scored", "monitor"]
 Estimator = Literal["minimum_risk", "score_function", "unlikelihood"]
 Need = Literal["ref_logprobs", "sampling_logprobs", "advantages", "topk_logprobs", "hidden_states"]
+# Not a field of its own: logprobs of shape (N, K), for a batch whose targets are so.
+TOPK = "topk_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +114,11 @@ def own_params(part: Callable[..., Any], params: Mapping[str, Any]) -> dict[str,
     return {name: params[name] for name in _keyword_only(part)}
 
 
-def registered(name: str) -> Term:
-    """The term of this name; the built-in ones are there without being imported."""
+def registered_terms() -> dict[str, Term]:
+    """Every term registered so far, by name; the built-in ones are there without being imported."""
     import objectives.terms  # noqa: F401  # it imports this module, to register what it has
 
-    if name not in _TERMS:
-        raise ObjectiveError(
-            f"No term is registered as {name!r}, only {', '.join(sorted(_TERMS))}: correct the name, or import "
-            "the module that decorates it with `@regularizer`."
-        )
-    return _TERMS[name]
+    return dict(_TERMS)
 
 
 _TERMS: dict[str, Term] = {}

@@ -6,7 +6,8 @@ import pytest
 from pydantic import Field
 
 from objectives.errors import ObjectiveError
-from objectives.term import Term, check_params, own_params, registered, regularizer
+from objectives.find_term import find_term
+from objectives.term import Term, check_params, own_params, regularizer
 
 if TYPE_CHECKING:
     from objectives.batch import Batch
@@ -19,11 +20,11 @@ def test_a_term_is_called_like_its_function_and_found_by_name():
 
     assert isinstance(called, Term)
     assert called(2, 5) == {"product": 30}
-    assert registered("test_called") is called
+    assert find_term("test_called") is called
 
 
 def test_the_built_in_terms_need_no_import():
-    kinds = {name: registered(name).kind for name in ("topology", "logic", "confidence", "sparsity")}
+    kinds = {name: find_term(name).kind for name in ("topology", "logic", "confidence", "sparsity")}
     assert kinds == {
         "topology": "scored",
         "logic": "scored",
@@ -70,7 +71,7 @@ def test_two_functions_that_disagree_on_a_parameter_are_refused():
 
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(ObjectiveError, match=r"'topolgy', only .*confidence.*logic.*sparsity.*topology"):
-        registered("topolgy")
+        find_term("topolgy")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_a_name_belongs_to_one_definition_which_may_run_again():
 
     define()
     again = define()
-    assert registered("test_again") is again
+    assert find_term("test_again") is again
     with pytest.raises(ObjectiveError, match=r"'test_again' of .*other is already registered by .*first"):
 
         @regularizer("test_again", "monitor")
