@@ -3,6 +3,7 @@
 TinkerFlowsError            what a user can mend; its message is one sentence for the user
 ├── ConfigError             (ValueError)    a config, data file or name that cannot be run
 ├── ServiceError            (RuntimeError)  the Tinker service, MLflow or Prefect refused or did not answer
+│   └── ServiceLostError                    the Tinker service failed in a way that a new client can get over
 └── StorageError            (OSError)       what a run keeps could not be read or written
 """
 
@@ -19,6 +20,10 @@ class ConfigError(TinkerFlowsError, ValueError):
 
 class ServiceError(TinkerFlowsError, RuntimeError):
     """A service that refused a request or did not answer."""
+
+
+class ServiceLostError(ServiceError):
+    """A Tinker service that failed, or that lost the run's model: a new client from the last checkpoint goes on."""
 
 
 class StorageError(TinkerFlowsError, OSError):

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from blocks.errors import ServiceError, storage_error
+from blocks.errors import ServiceError, ServiceLostError, storage_error
 from blocks.home import home, one_at_a_time
 from blocks.service import TinkerService
 
@@ -126,7 +126,7 @@ def _raising_when_it_ends(process: subprocess.Popen[bytes], log: Path) -> Iterat
 
     def check(*_: object) -> None:
         if process.poll() is not None:
-            raise ServiceError(
+            raise ServiceLostError(
                 f"The local engine ended while it was in use (status {process.returncode}, log: {log}): "
                 "start the same command again; it resumes from the last checkpoint."
             )

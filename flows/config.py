@@ -100,6 +100,13 @@ class RunConfig(Config):
         title="Resume",
         description="`auto` goes on from the last checkpoint of the same run name; `never` refuses a name in use.",
     )
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        title="Restarts",
+        description="How often in a row, without a checkpoint between, the run opens its last checkpoint again "
+        "after the service was lost; 0 is never.",
+    )
     checkpoint_every: int = Field(
         default=10,
         ge=1,

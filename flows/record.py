@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ _MAY_CHANGE = {
     "experiment",
     "storage",
     "resume",
+    "max_restarts",
     "checkpoint_every",
     "eval_every",
     "evaluators",
@@ -69,14 +70,19 @@ def changed_fields(directory: RunDirectory, config: RunConfig) -> list[str]:
 
 @contextmanager
 def open_log(
-    service: TinkerService, config: RunConfig, directory: RunDirectory, start: CheckpointRecord | None
+    service: TinkerService,
+    config: RunConfig,
+    directory: RunDirectory,
+    start: CheckpointRecord | None,
+    restarts: Sequence[str],
 ) -> Iterator[MetricsLog]:
     """The run's one MLflow run, marked finished, failed or killed at the end; after a kill -9 it stays RUNNING."""
     tracking = tracking_of(config)
     client = tracking.get_client()
     with tracking.failures():
         run_id = _mlflow_run(tracking, client, config, directory, start)
-        for key, value in _tags(service.resolved_url).items():
+        why = {f"tinker_flows.restart.{number}": reason for number, reason in enumerate(restarts, start=1)}
+        for key, value in {**_tags(service.resolved_url), **why}.items():
             client.set_tag(run_id, key, value)
         client.update_run(run_id, status="RUNNING")
         log = MetricsLog(client, run_id)
@@ -91,6 +97,7 @@ def open_log(
     finally:
         # Where the store itself is what failed, its first error is the one to tell.
         with suppress(ServiceError), tracking.failures():
+            log.flush()
             client.set_terminated(run_id, status=status)
 
 

@@ -39,8 +39,11 @@ class Run:
 
 
 @contextmanager
-def open_run(config: RunConfig, *, lora_rank: int, seed: int) -> Iterator[Run]:
+def open_run(config: RunConfig, restarts: Sequence[str], *, lora_rank: int, seed: int) -> Iterator[Run]:
     """Open a run at its beginning or its last checkpoint; whatever was started for it is stopped at the end.
+
+    Args:
+        restarts: why it was opened again in this part of the run, noted in MLflow.
 
     Raises:
         ConfigError: the run name is in use by another config, or the service has no such model.
@@ -53,7 +56,7 @@ def open_run(config: RunConfig, *, lora_rank: int, seed: int) -> Iterator[Run]:
         check_config(directory, config, newest)
         with service_of(config) as service:
             service.check_model(config.model)
-            with open_log(service, config, directory, newest) as log, service.session() as session:
+            with open_log(service, config, directory, newest, restarts) as log, service.session() as session:
                 if newest is None:
                     yield Run(directory, _new_client(session, config, lora_rank, seed), log, None)
                 else:

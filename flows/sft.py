@@ -20,6 +20,7 @@ from flows.config import AdamConfig, BuilderConfig, RunConfig
 from flows.progress import Progress
 from flows.result import TrainResult, finish
 from flows.run import Run, open_run
+from flows.segments import in_segments
 from flows.step import compute_linearized, enqueue_forward_ahead, load_ahead
 from objectives.batch import Batch
 from objectives.linearize import Linearized
@@ -77,11 +78,14 @@ def sft(config: SftConfig) -> TrainResult:
     objective = Objective.from_spec(config.objective)
     objective.check_needs()
     evaluators = [build_evaluator(each.builder, each.params) for each in config.evaluators]
-    with open_run(config, lora_rank=config.lora_rank, seed=config.seed) as run:
-        source = build_dataset(config.data.builder, config.data.params, run.client.get_tokenizer(), config.seed)
-        if source.test is not None:
-            evaluators = [HeldOutNLL(source.test), *evaluators]
-        return train(run, config, source, objective, evaluators)
+
+    def attempt(restarts: Sequence[str]) -> TrainResult:
+        with open_run(config, restarts, lora_rank=config.lora_rank, seed=config.seed) as run:
+            source = build_dataset(config.data.builder, config.data.params, run.client.get_tokenizer(), config.seed)
+            held_out = [HeldOutNLL(source.test)] if source.test is not None else []
+            return train(run, config, source, objective, [*held_out, *evaluators])
+
+    return in_segments(config, attempt)
 
 
 @dataclass(frozen=True, slots=True)

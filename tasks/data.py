@@ -15,6 +15,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from objectives.batch import Batch, pack
+from objectives.labels import read_labels, without_labels
 from tasks.options import retried_task
 
 
@@ -108,7 +109,7 @@ def import_object(path: str, field: str) -> Any:
 
 
 def pack_datums(datums: list[tinker.Datum], tokenizer: Tokenizer) -> Batch:
-    """Pack the service's datums along their tokens; the datums themselves ride along unchanged.
+    """Pack the service's datums along their tokens; the datums themselves ride along, without their labels.
 
     Raises:
         ConfigError: a datum lacks `target_tokens` or `weights`, or has several targets per position.
@@ -134,7 +135,14 @@ def pack_datums(datums: list[tinker.Datum], tokenizer: Tokenizer) -> Batch:
         str(tokenizer.decode(targets[weights != 0].tolist()))
         for targets, weights in zip(targets_D, weights_D, strict=True)
     )
-    return Batch(target_tokens_DT, pack(weights_D)[0], offsets_D, texts_D, datums=Datums(datums))
+    return Batch(
+        target_tokens_DT,
+        pack(weights_D)[0],
+        offsets_D,
+        texts_D,
+        datums=Datums([without_labels(datum) for datum in datums]),
+        labels_D=read_labels(datums),
+    )
 
 
 @retried_task(name="batch", task_run_name="batch-{step}")

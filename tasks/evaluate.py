@@ -10,6 +10,7 @@ from tinker_cookbook.supervised.common import compute_mean_nll
 from tinker_cookbook.supervised.types import SupervisedDataset
 
 from blocks.errors import ConfigError
+from objectives.labels import without_labels
 from tasks.data import import_object
 from tasks.options import retried_task
 from tasks.service_errors import service_errors
@@ -19,7 +20,7 @@ class HeldOutNLL(TrainingClientEvaluator):
     """`test/nll`: weighted mean negative log-likelihood of a dataset's trained tokens, in nats per token."""
 
     def __init__(self, dataset: SupervisedDataset) -> None:
-        self._datums = [datum for index in range(len(dataset)) for datum in dataset.get_batch(index)]
+        self._datums = [without_labels(each) for index in range(len(dataset)) for each in dataset.get_batch(index)]
         if not self._datums:
             raise ConfigError(
                 "The held-out data has no whole batch: give it more rows, a smaller batch_size, or set eval_every to 0."

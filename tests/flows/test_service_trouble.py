@@ -59,7 +59,7 @@ def test_unreachable_service(tmp_path: Path, mlflow_uri: str) -> None:
 
 def test_full_disk_while_checkpointing(tmp_path: Path, mlflow_uri: str, engine: EngineProcess) -> None:
     """A limit on the size of the engine's files makes its save fail as a full disk does."""
-    fields = sft_fields(tmp_path, "full", mlflow_uri, engine.url) | {"num_steps": 4}
+    fields = sft_fields(tmp_path, "full", mlflow_uri, engine.url) | {"num_steps": 4, "max_restarts": 0}
     pid = engine.process.pid
     saved = tmp_path / "runs" / "full" / "checkpoints.jsonl"
 
@@ -111,19 +111,43 @@ def test_record_in_s3(tmp_path: Path, mlflow_uri: str, engine_url: str, prefect_
         assert sft(SftConfig.model_validate(fields)).resumed_from == 4
 
 
-def test_local_engine_that_dies_under_a_run(tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run ends with a sentence instead of waiting for ever, and goes on when it is started again."""
-    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
-    fields = sft_fields(tmp_path, "dies", mlflow_uri) | {"num_steps": 30, "checkpoint_every": 1}
-    saved = tmp_path / "runs" / "dies" / "checkpoints.jsonl"
+def kill_engine_after(saved: Path, home: Path) -> threading.Thread:
+    """Kill the engine of a run once its first checkpoint is recorded."""
 
-    def kill_engine() -> None:
+    def kill() -> None:
         while not saved.exists():
             time.sleep(0.05)
-        subprocess.run(["pkill", "-9", "-f", f"engine.*--state {tmp_path / 'home'}"], check=True)
+        subprocess.run(["pkill", "-9", "-f", f"engine.*--state {home}"], check=True)
 
-    killer = threading.Thread(target=kill_engine)
+    killer = threading.Thread(target=kill)
     killer.start()
+    return killer
+
+
+def test_local_engine_that_dies_under_a_run(tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on from its last checkpoint by itself, logs each step once and ends with the same weights."""
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
+    fields = sft_fields(tmp_path, "dies", mlflow_uri) | {"num_steps": 20, "checkpoint_every": 3, "eval_every": 0}
+    whole = sft(SftConfig.model_validate(fields | {"run_name": "whole", "max_restarts": 0}))
+    killer = kill_engine_after(tmp_path / "runs" / "dies" / "checkpoints.jsonl", tmp_path / "home")
+    result = sft(SftConfig.model_validate(fields))
+    killer.join()
+    assert result.resumed_from > 0
+    client = MlflowClient(mlflow_uri)
+    assert "The local engine ended" in client.get_run(result.mlflow_run_id).data.tags["tinker_flows.restart.1"]
+    losses, undisturbed = (
+        [(point.step, point.value) for point in client.get_metric_history(run, "loss/total")]
+        for run in (result.mlflow_run_id, whole.mlflow_run_id)
+    )
+    assert sorted(losses) == sorted(undisturbed)
+
+
+@pytest.mark.slow
+def test_local_engine_that_may_not_be_lost(tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends with a sentence instead of waiting for ever, and goes on when it is started again."""
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
+    fields = sft_fields(tmp_path, "ends", mlflow_uri) | {"num_steps": 30, "checkpoint_every": 1, "max_restarts": 0}
+    killer = kill_engine_after(tmp_path / "runs" / "ends" / "checkpoints.jsonl", tmp_path / "home")
     with pytest.raises(ServiceError, match=r"local engine ended while it was in use.*log:"):
         sft(SftConfig.model_validate(fields))
     killer.join()
