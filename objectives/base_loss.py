@@ -34,6 +34,8 @@ def policy_loss_term(name: str, params: Mapping[str, object]) -> Term:
         sampling_DT, advantages_DT = outputs.sampling_logprobs_DT, batch.advantages_DT
         if sampling_DT is None or advantages_DT is None:
             raise ObjectiveError("it needs sampling_logprobs_DT of the outputs and advantages_DT of the batch")
+        if outputs.logprobs_DT.ndim != 1:
+            raise ObjectiveError("it takes one target at each position: only cross_entropy and callables take several")
         trained_DT = batch.mask_DT
         inputs = {
             "logprobs": sampling_DT[trained_DT],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,20 +11,26 @@ from torch import Tensor
 
 from objectives.errors import ObjectiveError
 
+# What a term needs that reads K targets at each position. Not a field: the logprobs are (N, K) where the targets are.
+TOPK = "topk_logprobs"
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One batch of datums, packed along the joined datum and token axis ``_DT``.
 
     Attributes:
-        target_tokens_DT: int64 ``(N,)``: the token each position predicts, all datums end to end.
-        weights_DT: float32 ``(N,)``: the base loss's weight of each target token; 0 is prompt or padding.
+        target_tokens_DT: int64 ``(N,)``: the token each position predicts, all datums end to end; ``(N, K)`` where
+            each position has K targets, as in distillation from a teacher's likeliest tokens.
+        weights_DT: float32, of the same shape: the base loss's weight of each target token; 0 is prompt or padding.
         offsets_D: int64 ``(D + 1,)``: datum ``d`` is ``[offsets_D[d], offsets_D[d + 1])``.
         texts_D: what each datum trains on (its tokens of non-zero weight), decoded; ``D`` strings.
         features: what the term's ``prepare`` made of this batch; ``None`` for a term without one.
         datums: the service's own datums, opaque here; only callables of the SDK's shape read them.
         advantages_DT: float32 ``(N,)``: how much better than expected each sampled token did; 0 outside the
             sampled ones. ``None`` for fixed data.
+        labels_D: what the data says of each datum beside its tokens, int64 ``(D,)`` by name, such as the pair or the
+            group that it belongs to; see `objectives.labels`.
     """
 
     target_tokens_DT: Tensor
@@ -33,6 +40,7 @@ class Batch:
     features: Any = None
     datums: Any = None
     advantages_DT: Tensor | None = None
+    labels_D: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.num_datums == 0 or self.num_tokens == 0:
@@ -61,8 +69,9 @@ class Batch:
 
     @property
     def mask_DT(self) -> Tensor:
-        """bool ``(N,)``: the tokens that are trained on."""
-        return self.weights_DT != 0
+        """bool ``(N,)``: the tokens that are trained on; of K targets, the positions where one of them is."""
+        trained_DT = self.weights_DT != 0
+        return trained_DT if trained_DT.ndim == 1 else trained_DT.any(-1)
 
     @property
     def datum_of_DT(self) -> Tensor:
@@ -75,7 +84,8 @@ class Outputs:
     """What the service returned for a batch, packed as the batch is.
 
     Attributes:
-        logprobs_DT: float32 ``(N,)``, nats: log-probability of each target token under the current policy.
+        logprobs_DT: float32, nats: log-probability of each target token under the current policy, ``(N,)``, or
+            ``(N, K)`` as the batch's targets are.
         ref_logprobs_DT: the same under the frozen reference, where a term needs it.
         sampling_logprobs_DT: the same under the policy that sampled the data, where a term needs it.
     """

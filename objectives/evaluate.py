@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from objectives.batch import Batch, Outputs
+from objectives.batch import TOPK, Batch, Outputs
 from objectives.diagnostics import ROW_METRICS
 from objectives.errors import ObjectiveError
 from objectives.estimators import ESTIMATORS
@@ -157,9 +157,11 @@ def _refuse_constant(regularizer: Regularizer, outputs: Outputs, batch: Batch) -
 
     A term may well be flat at one point: a KL divergence is where the policy still is its reference.
     """
-    spread_DT = -torch.linspace(0.01, 10.0, batch.num_tokens).to(outputs.logprobs_DT)
-    _, gradient_DT, _ = _differentiate(regularizer, replace(outputs, logprobs_DT=spread_DT), batch)
-    if not gradient_DT.any():
+    spread_DT = -torch.linspace(0.01, 10.0, outputs.logprobs_DT.numel()).to(outputs.logprobs_DT)
+    spread_DT = spread_DT.reshape_as(outputs.logprobs_DT)
+    # Both ways round: a margin that one of them keeps is flat there, and the other breaks it.
+    both = (replace(outputs, logprobs_DT=each) for each in (spread_DT, spread_DT.flip(0)))
+    if not any(_differentiate(regularizer, each, batch)[1].any() for each in both):
         raise ObjectiveError(
             f"Term {regularizer.name!r} is declared differentiable, but its value does not depend on the "
             "logprobs, so it would train nothing: declare it kind='scored', and an estimator makes a gradient of its "
@@ -168,12 +170,17 @@ def _refuse_constant(regularizer: Regularizer, outputs: Outputs, batch: Batch) -
 
 
 def _check_inputs(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> None:
-    if outputs.logprobs_DT.shape != (batch.num_tokens,):
+    if outputs.logprobs_DT.shape != batch.target_tokens_DT.shape:
         raise ObjectiveError(
             f"Term {regularizer.name!r} got logprobs of shape {tuple(outputs.logprobs_DT.shape)} where the "
             f"batch has {batch.num_tokens} tokens: pack the service's answer with the offsets of the same batch."
         )
-    for need in regularizer.term.needs:
+    if TOPK in regularizer.term.needs and outputs.logprobs_DT.ndim != 2:
+        raise ObjectiveError(
+            f"Term {regularizer.name!r} needs {TOPK}, several targets at each position, and this batch has one: give "
+            "datums with target_tokens and weights of shape (T, K), or take the term's form for sampled tokens."
+        )
+    for need in set(regularizer.term.needs) - {TOPK}:
         if getattr(outputs, f"{need}_DT", None) is None and getattr(batch, f"{need}_DT", None) is None:
             raise ObjectiveError(
                 f"Term {regularizer.name!r} needs {need}, which these outputs and their batch lack: use a flow that "

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from objectives.base_loss import policy_loss_term
-from objectives.batch import Batch, Outputs
+from objectives.batch import TOPK, Batch, Outputs
 from objectives.errors import ObjectiveError
 from objectives.estimators import fixed_data_refusal
 from objectives.find_term import allowed_modules, find_term
@@ -17,7 +17,7 @@ from objectives.losses import BUILT_IN, find_built_in
 from objectives.schedule import Constant, WeightSchedule
 from objectives.sdk import sdk_term
 from objectives.spec import BaseLossSpec, ObjectiveSpec, RegularizerSpec, explain
-from objectives.term import TOPK, Term, check_params
+from objectives.term import Term, check_params
 
 CROSS_ENTROPY = "cross_entropy"
 # The base loss has this row in every table of terms.
@@ -166,7 +166,7 @@ def _bind(entry: RegularizerSpec | Mapping[str, Any], modules: Collection[str] |
 
 
 def _check_givable(name: str, term: Term) -> None:
-    for need in term.needs:
+    for need in set(term.needs) - {TOPK}:
         if f"{need}_DT" not in {field.name for field in (*fields(Outputs), *fields(Batch))}:
             raise ObjectiveError(
                 f"Term {name!r} needs {need}, which no Tinker service returns: it gives one logprob per "

@@ -20,6 +20,11 @@ def sum_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
     >>> sum_by_datum(torch.tensor([5.0, 6.0, 7.0]), batch)
     tensor([6., 7.])
     """
+    if values_DT.shape != (batch.num_tokens,):
+        raise ObjectiveError(
+            f"values of shape {tuple(values_DT.shape)} where one for each of {batch.num_tokens} tokens is expected; of "
+            "a batch with K targets at each position, a term reads them all or sums over them"
+        )
     trained_DT = torch.where(batch.mask_DT, values_DT, 0.0)
     return torch.segment_reduce(trained_DT, "sum", offsets=batch.offsets_D, axis=0)
 

@@ -18,8 +18,6 @@ from objectives.spec import explain
 Kind = Literal["differentiable", "scored", "monitor"]
 Estimator = Literal["minimum_risk", "score_function", "unlikelihood"]
 Need = Literal["ref_logprobs", "sampling_logprobs", "advantages", "topk_logprobs", "hidden_states"]
-# Not a field of its own: logprobs of shape (N, K), for a batch whose targets are so.
-TOPK = "topk_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
