@@ -20,7 +20,7 @@ BENCHMARKS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmarks named, or all, and print one table."""
+    """Run the benchmarks named, or all, and print the table of each as soon as it is done."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(describe())
-    rows = [row for name in names for row in importlib.import_module(f"benchmarks.{name}").measure()]
-    console.print(table(rows))
+    for name in names:
+        console.print(table(importlib.import_module(f"benchmarks.{name}").measure()))
 
 
 if __name__ == "__main__":

@@ -182,13 +182,16 @@ def _plain_step(bench: Bench, cold: bool) -> Times:
     step = next(bench.numbers)
     started = perf_counter()
     batch = load_batch.fn(bench.source, step)
-    features = [prepare_term.fn(each, batch) if each.term.prepare else None for each in bench.objective.regularizers]
+    features = [
+        prepare_term.fn(bench.objective.runner, each, batch) if each.term.prepare else None
+        for each in bench.objective.regularizers
+    ]
     pending = enqueue_forward(bench.client, batch)
     if not cold:
         started = perf_counter()
     outputs = forward_logprobs.fn(pending, batch)
     evaluated = [
-        (compute_term.fn(each, outputs, batch, made, False), each.weight_at(step, NUM_STEPS))
+        (compute_term.fn(bench.objective.runner, each, outputs, batch, made, False), each.weight_at(step, NUM_STEPS))
         for each, made in zip(bench.objective.regularizers, features, strict=True)
     ]
     linearized = linearize_terms.fn(bench.objective, outputs, batch, evaluated, False)
