@@ -13,6 +13,10 @@ class EngineError(Exception):
     category: Category = "server"
 
 
+class LostError(EngineError):
+    """What the engine lost when it was restarted: a client can go on from the last checkpoint."""
+
+
 class RequestError(EngineError):
     """The request is at fault: what was got, what was expected, what to do."""
 

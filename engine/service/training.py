@@ -18,7 +18,7 @@ from engine.compute.lora import Adapter, LoraSpec
 from engine.compute.loss import Loss
 from engine.compute.parts import Parts, Result
 from engine.compute.trainer import Trainer
-from engine.errors import RequestError
+from engine.errors import LostError, RequestError
 from engine.service.futures import Answer
 from engine.service.history import ModelHistory, Notes
 from engine.service.home import Home
@@ -100,7 +100,7 @@ class TrainingModel:
             f"The engine was restarted before the result of this request of {self.model_id} was fetched; what it did "
             "to the model is kept: do not send it again."
         )
-        self.queue.restore(history, Answer.failure(held, "user"), Answer.failure(sentence, "user"))
+        self.queue.restore(history, Answer.failure(held, "server"), Answer.failure(sentence, "server"))
 
     def close(self) -> None:
         """The session is over: drop what has not started, and the weights."""
@@ -198,7 +198,7 @@ class TrainingModel:
 
     def _usable_home(self) -> Home:
         if self._lost is not None:
-            raise RequestError(self._lost)
+            raise LostError(self._lost)
         if self._home is None:
             raise self._never_created()
         return self._home

@@ -52,7 +52,7 @@ def what_was_saved_goes_on(engine: EngineProcess, batch: list[types.Datum]) -> I
     assert sampler.sample(prompt, 1, params).result().sequences[0].tokens == tokens
     with pytest.raises(tinker.RequestFailedError, match="it has no checkpoint: create a new training client") as error:
         twin.forward(batch, "cross_entropy").result()
-    assert error.value.category == types.RequestErrorCategory.User
+    assert error.value.category == types.RequestErrorCategory.Server
     service.close("success").result()
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextvars import copy_context
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ from sft_config import sft_fields
 
 from blocks import RunStorage
 from blocks.errors import ServiceError, StorageError
+from blocks.processes import free_port
 from flows.command_line import main
+from flows.result import TrainResult
 from flows.sft import SftConfig, sft
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -140,6 +143,31 @@ def test_local_engine_that_dies_under_a_run(tmp_path: Path, mlflow_uri: str, mon
         for run in (result.mlflow_run_id, whole.mlflow_run_id)
     )
     assert sorted(losses) == sorted(undisturbed)
+
+
+@pytest.mark.slow
+def test_engine_that_is_killed_and_started_again(tmp_path: Path, mlflow_uri: str) -> None:
+    """A run on somebody else's engine waits for it and goes on from the last checkpoint, each step logged once."""
+    port = ["--port", str(free_port())]
+    saved = tmp_path / "runs" / "again" / "checkpoints.jsonl"
+    results: list[TrainResult] = []
+    with running_engine(tmp_path / "engine", arguments=port) as engine:
+        fields = sft_fields(tmp_path, "again", mlflow_uri, engine.url) | {"num_steps": 30, "checkpoint_every": 3}
+        config = SftConfig.model_validate(fields | {"eval_every": 0})
+        context = copy_context()  # where the tests' Prefect server is in force
+        run = threading.Thread(target=context.run, args=(lambda: results.append(sft(config)),))
+        run.start()
+        while not saved.exists():
+            time.sleep(0.05)
+        engine.process.kill()
+    with running_engine(tmp_path / "engine", arguments=port):
+        run.join()
+    (result,) = results
+    assert result.resumed_from > 0
+    client = MlflowClient(mlflow_uri)
+    assert "restarted" in client.get_run(result.mlflow_run_id).data.tags["tinker_flows.restart.1"]
+    steps = [point.step for point in client.get_metric_history(result.mlflow_run_id, "loss/total")]
+    assert sorted(steps) == list(range(30))
 
 
 @pytest.mark.slow
