@@ -40,6 +40,19 @@ def trained_datums(batch: Batch) -> Tensor:
     return sum_by_datum(torch.ones(batch.num_tokens), batch) > 0
 
 
+def refuse_several_targets(batch: Batch) -> None:
+    """Refuse a batch with K targets at each position, for a term that would mistake them for something else."""
+    if batch.target_tokens_DT.ndim != 1:
+        raise ObjectiveError("it reads one target at each position, and this batch has several: leave the term out")
+
+
+def trained_tokens(batch: Batch) -> list[list[int]]:
+    """The target tokens that each datum is trained on, as ``D`` lists."""
+    refuse_several_targets(batch)
+    lengths_D = sum_by_datum(torch.ones(batch.num_tokens), batch).long().tolist()
+    return [each.tolist() for each in batch.target_tokens_DT[batch.mask_DT].split(lengths_D)]
+
+
 def reduce(value: Tensor, batch: Batch, reduction: Reduction) -> Tensor:
     """Reduce a term's value to 0-d.
 

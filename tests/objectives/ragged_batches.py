@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -39,6 +40,34 @@ def ragged(draw: st.DrawFn) -> tuple[Batch, Outputs]:
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
     masks = draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths)).filter(any))
     return make_batch(lengths, seed=draw(st.integers(0, 2**16)), masks=masks)
+
+
+def with_policies(batch: Batch, outputs: Outputs, *, seed: int = 1) -> tuple[Batch, Outputs]:
+    """The case with few different target tokens, and logprobs of a reference and of a policy that sampled."""
+    generator = torch.Generator().manual_seed(seed)
+    target_tokens_DT = torch.randint(0, 5, (batch.num_tokens,), generator=generator)
+    near = [
+        outputs.logprobs_DT.clamp(max=-0.5)
+        + torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64)
+        - 0.5
+        for _ in range(2)
+    ]
+    return replace(batch, target_tokens_DT=target_tokens_DT), replace(
+        outputs, ref_logprobs_DT=near[0], sampling_logprobs_DT=near[1]
+    )
+
+
+def several(batch: Batch, outputs: Outputs, *, num_targets: int, seed: int = 2) -> tuple[Batch, Outputs]:
+    """The case with K targets at each position, whose probabilities add up to less than 1."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch.num_tokens, num_targets + 1)
+    logits = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    logprobs, ref_logprobs, sampling_logprobs = (each.log_softmax(-1)[:, :-1] for each in logits)
+    targets = torch.arange(num_targets).expand(batch.num_tokens, num_targets)
+    weights = batch.weights_DT[:, None] * logprobs.exp().float()
+    return replace(batch, target_tokens_DT=targets, weights_DT=weights), Outputs(
+        logprobs, ref_logprobs, sampling_logprobs
+    )
 
 
 def datums(values_DT: Tensor, batch: Batch) -> list[list[float]]:

@@ -37,11 +37,11 @@ def evaluate(bound: Regularizer, outputs: Outputs, batch: Batch) -> Evaluation:
 
 
 def finite_differences(bound: Regularizer, outputs: Outputs, batch: Batch) -> list[float]:
-    """The slow gradient of what an evaluation says its value is: central differences, token by token."""
+    """The slow gradient of what an evaluation says its value is: central differences, target by target."""
     slopes = []
-    for index in range(batch.num_tokens):
+    for index in range(outputs.logprobs_DT.numel()):
         step = torch.zeros_like(outputs.logprobs_DT)
-        step[index] = 1e-6
+        step.view(-1)[index] = 1e-6
         high, low = (
             evaluate(bound, replace(outputs, logprobs_DT=outputs.logprobs_DT + sign * step), batch).value
             for sign in (1, -1)

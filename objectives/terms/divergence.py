@@ -1,0 +1,61 @@
+"""Divergence from a reference over K targets at each position: the full form, with all other tokens as one."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from objectives.batch import Batch, Outputs
+from objectives.errors import ObjectiveError
+from objectives.reductions import reduce
+from objectives.term import regularizer
+from objectives.terms.several_targets import with_rest
+
+Divergence = Literal["reverse", "forward", "symmetric", "jensen_shannon"]
+
+
+@regularizer("divergence_topk", needs=("topk_logprobs", "ref_logprobs"))
+def divergence_topk(outputs: Outputs, batch: Batch, *, kind: Divergence = "reverse") -> tuple[Tensor, dict[str, float]]:
+    """A divergence between policy p and reference q at each position, nats, ``(N,)``.
+
+    Over the K targets, the same for both models, and all other tokens as one: ``reverse`` is
+    ``KL(p || q) = sum_k p_k (log p_k - log q_k)``, ``forward`` KL(q || p), ``symmetric`` the mean of both, and
+    ``jensen_shannon`` the mean of KL(p || m) and KL(q || m) with ``m = (p + q) / 2``, at most log 2.
+
+    Sources: Kullback & Leibler 1951, "On Information and Sufficiency"; Lin 1991, "Divergence Measures Based on the
+    Shannon Entropy".
+
+    Metrics:
+        rest: the mean probability of all other tokens under the policy.
+
+    >>> batch = Batch(torch.tensor([[5]]), torch.ones(1, 1), torch.tensor([0, 1]))
+    >>> half, quarter = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
+    >>> round(divergence_topk(Outputs(half, ref_logprobs_DT=quarter), batch)[0].item(), 4)
+    0.1438
+    """
+    if outputs.ref_logprobs_DT is None or outputs.ref_logprobs_DT.shape != outputs.logprobs_DT.shape:
+        raise ObjectiveError(
+            "the reference's logprobs are not shaped as the policy's: ask both models for the same K targets"
+        )
+    p_DTK, q_DTK = with_rest(outputs.logprobs_DT), with_rest(outputs.ref_logprobs_DT)
+    rest_DT = p_DTK[:, -1].detach().exp()
+    return _divergence(p_DTK, q_DTK, kind), {"rest": float(reduce(rest_DT, batch, "token_mean"))}
+
+
+def _divergence(p_DTK: Tensor, q_DTK: Tensor, kind: Divergence) -> Tensor:
+    match kind:
+        case "reverse":
+            return _kl(p_DTK, q_DTK)
+        case "forward":
+            return _kl(q_DTK, p_DTK)
+        case "symmetric":
+            return (_kl(p_DTK, q_DTK) + _kl(q_DTK, p_DTK)) / 2
+    middle_DTK = torch.logaddexp(p_DTK, q_DTK) - math.log(2)
+    return (_kl(p_DTK, middle_DTK) + _kl(q_DTK, middle_DTK)) / 2
+
+
+def _kl(p_DTK: Tensor, q_DTK: Tensor) -> Tensor:
+    return (p_DTK.exp() * (p_DTK - q_DTK)).sum(-1)

@@ -1,0 +1,44 @@
+"""Output magnitude: no logprob should be of extreme size."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from objectives.batch import Batch, Outputs
+from objectives.reductions import reduce
+from objectives.term import regularizer
+
+
+@regularizer("magnitude")
+def magnitude(
+    outputs: Outputs, batch: Batch, *, limit: Annotated[float, Field(ge=0, lt=10)] = 5.0
+) -> tuple[Tensor, dict[str, float]]:
+    """``max(0, |log p| - limit)^2`` of each target token, nats squared, ``(N,)``; the mean is minimised.
+
+    Logprobs within the limit are free; beyond it the pull back grows as the excess does, so that a few tokens cannot
+    run away from the rest. With ``limit=0`` it is `l2`.
+
+    Source: the squared hinge of Cortes & Vapnik 1995, "Support-Vector Networks", on the one output that a service
+    returns.
+
+    Args:
+        limit: nats; 5 is a probability of 0.7 %.
+
+    Metrics:
+        beyond: the share of trained tokens beyond the limit; greatest: the greatest ``|log p|`` of them.
+
+    >>> batch = Batch(torch.tensor([5, 6]), torch.ones(2), torch.tensor([0, 2]))
+    >>> magnitude(Outputs(torch.tensor([-1.0, -7.0])), batch)
+    (tensor([0., 4.]), {'beyond': 0.5, 'greatest': 7.0})
+    """
+    sizes_DT = outputs.logprobs_DT.abs()
+    excess_DT = (sizes_DT - limit).clamp(min=0)
+    beyond_DT = (excess_DT.detach() > 0).to(sizes_DT.dtype)
+    return excess_DT**2, {
+        "beyond": float(reduce(beyond_DT, batch, "token_mean")),
+        "greatest": float(torch.where(batch.mask_DT, sizes_DT.detach(), 0.0).max()),
+    }
