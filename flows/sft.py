@@ -75,17 +75,17 @@ class SftConfig(RunConfig):
 @flow(name="sft", flow_run_name="{config.run_name}")
 def sft(config: SftConfig) -> TrainResult:
     """Fine-tune a model on the data of a builder, from the start of the run or its last checkpoint."""
-    objective = Objective.from_spec(config.objective)
-    objective.check_needs()
-    evaluators = [build_evaluator(each.builder, each.params) for each in config.evaluators]
+    with Objective.from_spec(config.objective) as objective:
+        objective.check_needs()
+        evaluators = [build_evaluator(each.builder, each.params) for each in config.evaluators]
 
-    def attempt(restarts: Sequence[str]) -> TrainResult:
-        with open_run(config, restarts, lora_rank=config.lora_rank, seed=config.seed) as run:
-            source = build_dataset(config.data.builder, config.data.params, run.client.get_tokenizer(), config.seed)
-            held_out = [HeldOutNLL(source.test)] if source.test is not None else []
-            return train(run, config, source, objective, [*held_out, *evaluators])
+        def attempt(restarts: Sequence[str]) -> TrainResult:
+            with open_run(config, restarts, lora_rank=config.lora_rank, seed=config.seed) as run:
+                source = build_dataset(config.data.builder, config.data.params, run.client.get_tokenizer(), config.seed)
+                held_out = [HeldOutNLL(source.test)] if source.test is not None else []
+                return train(run, config, source, objective, [*held_out, *evaluators])
 
-    return in_segments(config, attempt)
+        return in_segments(config, attempt)
 
 
 @dataclass(frozen=True, slots=True)

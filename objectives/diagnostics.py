@@ -18,6 +18,7 @@ ROW_METRICS = frozenset(
         "grad_share",
         "cosine_to_base",
         "duration_s",
+        "skipped",
     )
 )
 

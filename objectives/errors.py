@@ -3,3 +3,7 @@
 
 class ObjectiveError(ValueError):
     """An objective, term or batch that cannot be trained on; the message is one sentence for the user."""
+
+
+class ExecutionError(ObjectiveError):
+    """A term that was not run to its end; a clause, from which the runner makes the sentence."""

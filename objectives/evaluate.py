@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,10 +17,18 @@ from objectives.batch import TOPK, Batch, Outputs
 from objectives.diagnostics import ROW_METRICS
 from objectives.errors import ObjectiveError
 from objectives.estimators import ESTIMATORS
+from objectives.execution.event_loop import wait_for
 from objectives.losses import cross_entropy
-from objectives.objective import BASE, Objective, Regularizer
+from objectives.own_copy import changed, own_copy
 from objectives.reductions import reduce
+from objectives.regularizer import BASE, Regularizer
 from objectives.term import own_params
+
+if TYPE_CHECKING:
+    from objectives.objective import Objective
+
+# What MLflow takes, and short enough to stand behind the names of its term and objective.
+_METRIC = re.compile(r"[\w./ -]{1,100}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +56,13 @@ def prepare_features(regularizer: Regularizer, batch: Batch) -> Any:
     prepare = regularizer.term.prepare
     if prepare is None:
         return None
+    own = own_copy(batch)
     try:
-        return prepare(batch, **own_params(prepare, regularizer.params))
+        features = _call(regularizer, prepare, own)
+        _check_unchanged(changed(batch, own))
+        return features
     except Exception as error:
-        raise _failed(regularizer, "preparing", error) from error
+        raise failure(regularizer, "preparing", error) from error
 
 
 def evaluate_base(objective: Objective, outputs: Outputs, batch: Batch, first_step: bool = True) -> Evaluation:
@@ -86,7 +99,7 @@ def evaluate_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, firs
     value, gradient_DT, metrics = _differentiate(regularizer, outputs, batch)
     _check_finite(regularizer.name, value, gradient_DT)
     # A run that skips failures gets past the first step, so there every step is checked.
-    checked = first_step or regularizer.on_error == "skip"
+    checked = first_step or regularizer.on_error != "raise"
     if checked and regularizer.term.kind == "differentiable" and not gradient_DT.any():
         _refuse_constant(regularizer, outputs, batch)
     return Evaluation(regularizer.name, value, gradient_DT, metrics, time.perf_counter() - start)
@@ -94,21 +107,30 @@ def evaluate_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, firs
 
 def _differentiate(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> tuple[float, Tensor, dict[str, float]]:
     term = regularizer.term
-    logprobs_DT = outputs.logprobs_DT.detach().requires_grad_(term.kind != "monitor")
-    outputs = replace(outputs, logprobs_DT=logprobs_DT)
+    own_outputs, own_batch = own_copy(outputs), own_copy(batch)
+    logprobs_DT = own_outputs.logprobs_DT.requires_grad_(term.kind != "monitor")
     gradient_DT = None
     try:
         with torch.enable_grad():
-            returned = term(outputs, batch, **own_params(term.evaluate, regularizer.params))
+            returned = _call(regularizer, term.evaluate, own_outputs, own_batch)
+            _check_unchanged([*changed(outputs, own_outputs), *changed(batch, own_batch)])
             value, metrics = _split(returned, is_monitor=term.kind == "monitor")
-            total = _total(regularizer, outputs, batch, value)
+            total = _total(regularizer, own_outputs, batch, value)
         if total.requires_grad:
             (gradient_DT,) = torch.autograd.grad(total, logprobs_DT, allow_unused=True)
     except Exception as error:
-        raise _failed(regularizer, "evaluating", error) from error
+        raise failure(regularizer, "evaluating", error) from error
     if gradient_DT is None:
         gradient_DT = torch.zeros_like(logprobs_DT, requires_grad=False)
     return total.item(), gradient_DT, metrics
+
+
+def _call(regularizer: Regularizer, function: Callable[..., Any], *arguments: object) -> Any:
+    """What one of a term's functions returns; awaited where it is async."""
+    returned = function(*arguments, **own_params(function, regularizer.params))
+    if not inspect.isawaitable(returned):
+        return returned
+    return wait_for(returned, regularizer.timeout_s if regularizer.execution == "async" else None)
 
 
 def _split(returned: Any, is_monitor: bool) -> tuple[Any, dict[str, float]]:
@@ -122,6 +144,11 @@ def _split(returned: Any, is_monitor: bool) -> tuple[Any, dict[str, float]]:
             value, metrics = returned, {}
     if taken := ROW_METRICS & metrics.keys():
         raise ObjectiveError(f"its metrics {', '.join(sorted(taken))} are kept for every term: call them otherwise")
+    if wrong := [key for key in metrics if not (isinstance(key, str) and _METRIC.fullmatch(key))]:
+        raise ObjectiveError(
+            f"its metric {wrong[0]!r} has a name that no tracker takes: use up to 100 letters, digits, '_', '-', '.', "
+            "'/' and spaces"
+        )
     return value, {
         key: float(number.detach() if isinstance(number, Tensor) else number) for key, number in metrics.items()
     }
@@ -193,6 +220,11 @@ def _check_inputs(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> N
         )
 
 
+def _check_unchanged(names: Sequence[str]) -> None:
+    if names:
+        raise ObjectiveError(f"it changed {', '.join(names)} of what it was given: let it change a clone")
+
+
 def _check_finite(name: str, value: float, gradient_DT: Tensor) -> None:
     if not math.isfinite(value):
         raise ObjectiveError(
@@ -207,7 +239,8 @@ def _check_finite(name: str, value: float, gradient_DT: Tensor) -> None:
         )
 
 
-def _failed(regularizer: Regularizer, doing: str, error: Exception) -> ObjectiveError:
+def failure(regularizer: Regularizer, doing: str, error: Exception) -> ObjectiveError:
+    """What went wrong with a term, as one sentence that names it."""
     reason = str(error) if isinstance(error, ObjectiveError) else f"it raised {type(error).__name__}: {error}"
     remedy = "" if regularizer.name == BASE else " (a run goes on without it under on_error='skip')"
     return ObjectiveError(f"Term {regularizer.name!r} failed {doing}: {' '.join(reason.split()).rstrip('.')}{remedy}.")

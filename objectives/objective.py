@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, Self
 
 from pydantic import ValidationError
 
 from objectives.base_loss import policy_loss_term
 from objectives.batch import TOPK, Batch, Outputs
-from objectives.errors import ObjectiveError
+from objectives.errors import ExecutionError, ObjectiveError
 from objectives.estimators import fixed_data_refusal
+from objectives.execution.process import importable
+from objectives.execution.runner import TermRunner
 from objectives.find_term import allowed_modules, find_term
 from objectives.losses import BUILT_IN, find_built_in
+from objectives.regularizer import BASE, Regularizer
 from objectives.schedule import Constant, WeightSchedule
 from objectives.sdk import sdk_term
 from objectives.spec import BaseLossSpec, ObjectiveSpec, RegularizerSpec, explain
 from objectives.term import Term, check_params
 
 CROSS_ENTROPY = "cross_entropy"
-# The base loss has this row in every table of terms.
-BASE = "base"
-
-
-@dataclass(frozen=True, slots=True)
-class Regularizer:
-    """A term with its place in an objective: `RegularizerSpec`, looked up and checked."""
-
-    name: str
-    term: Term
-    schedule: WeightSchedule
-    params: Mapping[str, Any]
-    every: int = 1
-    retries: int = 0
-    on_error: Literal["raise", "skip"] = "raise"
-
-    def weight_at(self, step: int, num_steps: int) -> float:
-        """The term's factor in the total loss of a step; 0 for a monitor, which is no part of it."""
-        return 0.0 if self.term.kind == "monitor" else self.schedule.weight_at(step, num_steps)
-
-    def due_at(self, step: int) -> bool:
-        return step % self.every == 0
 
 
 class Objective:
@@ -55,6 +38,9 @@ class Objective:
             `Term`, whose name is then the default, or a callable of the SDK's shape.
         modules: what an ``fn`` that is an import path may lead to; everywhere, unless given.
 
+    Its terms are run by its `runner`. With one of execution ``process``, use it as a context manager (or call
+    ``runner.close()``), so that the processes end with it.
+
     Raises:
         ObjectiveError: for whatever is wrong with any of them, before anything runs.
 
@@ -63,12 +49,14 @@ class Objective:
     [('confidence', 0.1)]
     """
 
-    __slots__ = ("base", "regularizers")
+    __slots__ = ("base", "regularizers", "runner")
 
     base: Regularizer | None
     """The base loss as a term of weight 1; ``None`` for cross_entropy, whose gradient needs no autograd."""
     regularizers: tuple[Regularizer, ...]
     """The enabled terms, in the order given."""
+    runner: TermRunner
+    """What evaluates them where their specs say."""
 
     def __init__(
         self,
@@ -85,6 +73,15 @@ class Objective:
                 raise ObjectiveError(f"The name {each.name!r} of a regularizer {taken}: give each its own `name`.")
             seen.add(each.name)
         self.regularizers = tuple(each for each, enabled in bound if enabled)
+        self.runner = TermRunner()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.runner.close()
 
     @classmethod
     def from_spec(cls, spec: ObjectiveSpec) -> Objective:
@@ -160,9 +157,11 @@ def _bind(entry: RegularizerSpec | Mapping[str, Any], modules: Collection[str] |
     else:
         term = find_term(spec.fn or spec.name, modules)
     _check_givable(spec.name, term)
+    _check_execution(spec, term)
     schedule = spec.weight if isinstance(spec.weight, WeightSchedule) else Constant(value=spec.weight)
     params = check_params(term, spec.params)
-    return Regularizer(spec.name, term, schedule, params, spec.every, spec.retries, spec.on_error), spec.enabled
+    settings = {key: getattr(spec, key) for key in ("every", "retries", "on_error", "execution", "timeout_s")}
+    return Regularizer(spec.name, term, schedule, params, **settings), spec.enabled
 
 
 def _check_givable(name: str, term: Term) -> None:
@@ -172,3 +171,22 @@ def _check_givable(name: str, term: Term) -> None:
                 f"Term {name!r} needs {need}, which no Tinker service returns: it gives one logprob per "
                 "token; write the term on those."
             )
+
+
+def _check_execution(spec: RegularizerSpec, term: Term) -> None:
+    if spec.execution == "inline" and spec.timeout_s is not None:
+        raise ObjectiveError(
+            f"Term {spec.name!r} has a timeout_s of {spec.timeout_s:g} and the execution 'inline', which cannot be "
+            "stopped: leave out timeout_s, or take 'thread', 'async' or 'process'."
+        )
+    if spec.execution == "process":
+        try:
+            importable(term)
+        except ExecutionError as error:
+            raise ObjectiveError(f"Term {spec.name!r} cannot have a process: {error}.") from error
+    functions = (term.evaluate, term.prepare)
+    if spec.execution == "async" and not any(map(inspect.iscoroutinefunction, functions)):
+        raise ObjectiveError(
+            f"Term {spec.name!r} has the execution 'async' and no async function: write `async def`, or take another "
+            "execution."
+        )

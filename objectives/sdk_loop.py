@@ -12,7 +12,7 @@ from torch import Tensor
 
 from objectives.batch import Batch, Outputs, pack, unpack
 from objectives.errors import ObjectiveError
-from objectives.evaluate import Evaluation, evaluate_base, evaluate_term, prepare_features
+from objectives.evaluate import Evaluation, evaluate_base
 from objectives.labels import read_labels
 from objectives.linearize import Linearized, linearize
 from objectives.objective import Objective, Regularizer
@@ -67,7 +67,7 @@ def forward_backward_regularized(
     advantages = ["advantages"] if batch.advantages_DT is not None else []
     objective.check_needs([*(key.removesuffix("_DT") for key in given), *advantages, *topk])
     due = [each for each in objective.regularizers if each.due_at(step)]
-    ahead = [(each, _attempt(each, partial(prepare_features, each, batch))) for each in due]
+    ahead = [(each, _attempt(each, partial(objective.runner.prepare, each, batch))) for each in due]
 
     def compute_loss(_: Any, logprobs_D: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         outputs = Outputs(pack([each.detach() for each in logprobs_D])[0], **given)
@@ -152,10 +152,11 @@ def _linearize(
         done = features
         if not isinstance(features, ObjectiveError):
             prepared = replace(batch, features=features)
-            done = _attempt(each, partial(evaluate_term, each, outputs, prepared, step == 0))
+            done = _attempt(each, partial(objective.runner.evaluate, each, outputs, prepared, step == 0))
         if isinstance(done, ObjectiveError):
             skipped[f"term/{each.name}/skipped"] = 1.0
-        else:
+            done = objective.runner.stand_in(each, outputs)
+        if done is not None:
             terms.append((done, each.weight_at(step, num_steps)))
     linear = linearize(evaluate_base(objective, outputs, batch, step == 0), terms)
     return Linearized(linear.loss_weights_DT, {**linear.metrics, **skipped})

@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from objectives.schedule import Weight
 
+Execution = Literal["inline", "async", "thread", "process"]
+OnError = Literal["raise", "skip", "last"]
+
 
 class RegularizerSpec(BaseModel):
     """One weighted term of an objective."""
@@ -31,9 +34,20 @@ class RegularizerSpec(BaseModel):
     enabled: bool = Field(default=True, description="Whether the term takes part at all.")
     every: int = Field(default=1, ge=1, description="The term is evaluated at steps divisible by this.")
     retries: int = Field(default=0, ge=0, description="How often a failed evaluation is tried again.")
-    on_error: Literal["raise", "skip"] = Field(
+    on_error: OnError = Field(
         default="raise",
-        description="`raise` ends the run when the term fails; `skip` goes on without it for that step.",
+        description="`raise` ends the run when the term fails; `skip` goes on without it for that step; `last` "
+        "too, and shows its last value again.",
+    )
+    execution: Execution = Field(
+        default="thread",
+        description="Where the term runs: `inline` after the others, `thread` beside them, `async` on an event loop, "
+        "`process` in a process of its own.",
+    )
+    timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Longest time for preparing or evaluating one batch, in seconds; longer is a failure.",
     )
 
 

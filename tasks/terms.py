@@ -7,22 +7,25 @@ from dataclasses import replace
 from typing import Any
 
 from objectives.batch import Batch, Outputs
-from objectives.evaluate import Evaluation, evaluate_base, evaluate_term, prepare_features
+from objectives.evaluate import Evaluation, evaluate_base
+from objectives.execution.runner import TermRunner
 from objectives.linearize import Linearized, linearize
 from objectives.objective import Objective, Regularizer
 from tasks.options import retried_task, step_task
 
 
 @retried_task(name="prepare", task_run_name="prepare-{regularizer.name}")
-def prepare_term(regularizer: Regularizer, batch: Batch) -> Any:
+def prepare_term(runner: TermRunner, regularizer: Regularizer, batch: Batch) -> Any:
     """Compute what a term needs of the data alone, while the service is still busy with the step before."""
-    return prepare_features(regularizer, batch)
+    return runner.prepare(regularizer, batch)
 
 
 @step_task(name="term", task_run_name="term-{regularizer.name}")
-def compute_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, features: Any, first: bool) -> Evaluation:
+def compute_term(
+    runner: TermRunner, regularizer: Regularizer, outputs: Outputs, batch: Batch, features: Any, first: bool
+) -> Evaluation:
     """One term's value and its gradient with respect to the logprobs."""
-    return evaluate_term(regularizer, outputs, replace(batch, features=features), first)
+    return runner.evaluate(regularizer, outputs, replace(batch, features=features), first)
 
 
 @step_task(name="linearize")

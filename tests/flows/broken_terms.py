@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from objectives.term import regularizer
@@ -34,3 +36,38 @@ def no_features(batch):
 @regularizer("test_prepare_raises", prepare=no_features)
 def prepare_raises(outputs, batch):
     return outputs.logprobs_DT
+
+
+@regularizer("test_hangs_in_a_flow")
+def hangs(outputs, batch):
+    time.sleep(600)
+
+
+@regularizer("test_changes_its_inputs")
+def changes_its_inputs(outputs, batch):
+    batch.weights_DT.zero_()
+    return outputs.logprobs_DT
+
+
+@regularizer("test_clash")
+def clash(outputs, batch):
+    return outputs.logprobs_DT, {"grad_share": 1.0}
+
+
+CALLS = []
+
+
+@regularizer("test_good_once", "scored")
+def good_once(outputs, batch):
+    CALLS.append(batch)
+    if len(CALLS) > 1:
+        raise KeyError("only once")
+    return torch.arange(batch.num_datums), {"own": 5.0}
+
+
+@regularizer("test_good_at_second")
+def good_at_second(outputs, batch, *, calls: list[int]):
+    calls.append(1)
+    if len(calls) % 2:
+        raise KeyError("try again")
+    return outputs.logprobs_DT.exp()

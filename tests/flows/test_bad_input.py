@@ -10,6 +10,7 @@ from typing import Any
 import broken_terms  # noqa: F401  # registers its terms
 import pytest
 import yaml
+from mlflow import MlflowClient
 from sft_config import sft_fields
 
 from flows.command_line import main
@@ -141,12 +142,35 @@ def test_a_term_that_may_fail_costs_only_itself(
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     fields = sft_fields(tmp_path, "skip", mlflow_uri, engine_url) | {"num_steps": 2, "eval_every": 0}
-    skipped = ("test_raises", "test_prepare_raises")
-    fields["objective"] = regularizers(*({"name": name, "on_error": "skip"} for name in skipped), {"name": "logic"})
+    skipped = ("raises", "prepare_raises", "nan", "shape", "changes_its_inputs", "clash", "no_gradient")
+    hanging = {"fn": "test_hangs_in_a_flow", "timeout_s": 0.5, "on_error": "skip"}
+    fields["objective"] = regularizers(
+        *({"name": name, "fn": f"test_{name}", "on_error": "skip"} for name in skipped),
+        *({**hanging, "name": f"hangs_in_{place}", "execution": place} for place in ("thread", "process")),
+        {"name": "last", "fn": "test_good_once", "on_error": "last"},
+        {"name": "again", "fn": "test_good_at_second", "retries": 1, "params": {"calls": []}},
+        {"name": "logic", "execution": "inline"},
+    )
     result = sft(SftConfig.model_validate(fields))
     assert result.num_steps == 2
-    assert all(result.metrics[f"term/{name}/skipped"] == 1 for name in skipped)
+    gone = {f"term/{name}/skipped" for name in (*skipped, "hangs_in_thread", "hangs_in_process")}
+    assert {key for key in result.metrics if key.endswith("/skipped")} == {*gone, "term/last/skipped"}
+    assert not any(f"term/{name}/value" in result.metrics for name in skipped)
     assert "term/logic/value" in result.metrics
+    assert "term/again/value" in result.metrics
+    points = MlflowClient(mlflow_uri).get_metric_history
+    for key, at_failure in (("own", 5.0), ("grad_norm", 0.0), ("weight", 1.0)):
+        assert [point.value for point in points(result.mlflow_run_id, f"term/last/{key}")][1] == at_failure
+    first, second = (point.value for point in points(result.mlflow_run_id, "term/last/value"))
+    assert first == second
+
+    alone = fields | {
+        "run_name": "alone",
+        "objective": regularizers({"name": "logic"}, {"name": "again", "fn": "confidence"}),
+    }
+    same = sft(SftConfig.model_validate(alone)).mlflow_run_id
+    for key in ("train_mean_nll", "term/logic/value"):  # of the first step: what failed there changed nothing
+        assert points(same, key)[0].value == points(result.mlflow_run_id, key)[0].value
 
 
 def test_another_config_under_the_same_name(refused: Refused, tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:

@@ -51,7 +51,17 @@ def test_a_monitor_has_no_weight():
         ({"name": "topology", "wieght": 1}, "'wieght': extra inputs are not permitted"),
         ({"name": "a/b", "fn": "topology"}, "'name' is 'a/b', but string should match pattern"),
         ({"name": "topology", "every": 0}, "'every' is 0"),
-        ({"name": "topology", "on_error": "last"}, "'on_error' is 'last', but input should be 'raise' or 'skip'"),
+        (
+            {"name": "topology", "on_error": "stop"},
+            "'on_error' is 'stop', but input should be 'raise', 'skip' or 'last'",
+        ),
+        ({"name": "topology", "execution": "ray"}, "'execution' is 'ray', but input should be 'inline', 'async', 't"),
+        ({"name": "topology", "timeout_s": 0}, "'timeout_s' is 0, but input should be greater than 0"),
+        (
+            {"name": "topology", "execution": "inline", "timeout_s": 1},
+            "the execution 'inline', which cannot be stopped",
+        ),
+        ({"name": "topology", "execution": "async"}, "has the execution 'async' and no async function"),
         ({"weight": 1}, "'name': field required"),
         ({"name": "topolgy"}, "No term is registered as 'topolgy', only "),
         ({"name": "mine", "fn": "topolgy"}, "No term is registered as 'topolgy', only "),

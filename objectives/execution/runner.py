@@ -1,0 +1,94 @@
+"""Runs the terms of an objective as their specs say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from objectives.batch import Batch, Outputs
+from objectives.errors import ExecutionError
+from objectives.evaluate import Evaluation, evaluate_term, failure, prepare_features
+from objectives.execution.limit import LimitedThreads
+from objectives.execution.process import TermProcess
+from objectives.regularizer import Regularizer
+
+T = TypeVar("T")
+
+
+class TermRunner:
+    """`prepare_features` and `evaluate_term`, wherever the spec of each term says; safe to call from any thread.
+
+    - ``inline`` and ``thread``: on the calling thread, which under ``thread`` is one of many; with a limit, in one
+      more, which is given up when it takes too long.
+    - ``async``: on the event loop, where it is cancelled when it takes too long.
+    - ``process``: in a process of the term's own, which is killed when it takes too long. It has two, one for
+      preparing ahead of the service and one for evaluating between two requests, so that neither waits for the other.
+    """
+
+    def __init__(self) -> None:
+        self._threads = LimitedThreads()
+        self._processes: dict[tuple[str, str], TermProcess] = {}
+        self._lock = threading.Lock()
+        self._last: dict[str, Evaluation] = {}
+
+    def prepare(self, regularizer: Regularizer, batch: Batch) -> Any:
+        """As `prepare_features`.
+
+        Raises:
+            ObjectiveError: as `prepare_features` does, and for a term that takes longer than its limit.
+        """
+        if regularizer.term.prepare is None:
+            return None
+        return self._run("preparing", prepare_features, regularizer, batch)
+
+    def evaluate(self, regularizer: Regularizer, outputs: Outputs, batch: Batch, first_step: bool) -> Evaluation:
+        """As `evaluate_term`.
+
+        Raises:
+            ObjectiveError: as `evaluate_term` does, and for a term that takes longer than its limit.
+        """
+        evaluation = self._run("evaluating", evaluate_term, regularizer, outputs, batch, first_step)
+        if regularizer.on_error == "last":
+            self._last[regularizer.name] = evaluation
+        return evaluation
+
+    def stand_in(self, regularizer: Regularizer, outputs: Outputs) -> Evaluation | None:
+        """What stands for a term that failed and whose ``on_error`` is ``last``: its last value, and no gradient.
+
+        The last gradient is one by the logprobs of other tokens, and has no meaning for these. ``None`` for a term
+        without an earlier value, and under ``skip``.
+        """
+        last = self._last.get(regularizer.name)
+        gradient_DT = torch.zeros_like(outputs.logprobs_DT, requires_grad=False)
+        return replace(last, gradient_DT=gradient_DT, duration_s=0.0) if last else None
+
+    def close(self) -> None:
+        """End the processes of the terms."""
+        with self._lock:
+            for process in self._processes.values():
+                process.close()
+            self._processes.clear()
+
+    def _run(self, doing: str, function: Callable[..., T], regularizer: Regularizer, *arguments: Any) -> T:
+        try:
+            if regularizer.execution == "process":
+                return self._call(doing, regularizer, *arguments)
+            if regularizer.execution == "thread" and regularizer.timeout_s is not None:
+                work = partial(function, regularizer, *arguments)
+                return self._threads.run(f"{regularizer.name} {doing}", work, regularizer.timeout_s)
+            return function(regularizer, *arguments)
+        except ExecutionError as error:
+            raise failure(regularizer, doing, error) from error
+
+    def _call(self, doing: str, regularizer: Regularizer, *arguments: Any) -> Any:
+        with self._lock:
+            key = (regularizer.name, doing)
+            process = self._processes.get(key) or self._processes.setdefault(key, TermProcess(regularizer.term))
+        # The service's own datums stay here: only functions of the SDK's shape read them.
+        packed = [replace(each, datums=None) if isinstance(each, Batch) else each for each in arguments]
+        return process.call(doing, regularizer, *packed)
