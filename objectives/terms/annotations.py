@@ -16,9 +16,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from objectives.batch import Batch
-from objectives.errors import ObjectiveError
-
 MAX_CHARS = 160
 MAX_STEPS = 50
 
@@ -75,16 +72,6 @@ class Solution:
     steps: tuple[Annotation, ...]
     num_unparsable: int
     answer: Fraction | None
-
-
-def read_solutions(batch: Batch) -> list[Solution]:
-    """Read the text of every datum of a batch."""
-    if len(batch.texts_D) != batch.num_datums:
-        raise ObjectiveError(
-            f"A batch of {batch.num_datums} datums came with {len(batch.texts_D)} texts where a term reads "
-            "one for each: decode the trained tokens of every datum into `texts_D`."
-        )
-    return [read_solution(text) for text in batch.texts_D]
 
 
 def read_solution(text: str) -> Solution:

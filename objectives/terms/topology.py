@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import count
@@ -11,21 +12,28 @@ from torch import Tensor
 
 from objectives.batch import Batch, Outputs
 from objectives.term import regularizer
-from objectives.terms.annotations import Solution, read_solutions, value_of
+from objectives.terms.annotations import Solution, value_of
+from objectives.terms.extractors import ExtractorName, read_solutions
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The Betti numbers of one reasoning graph, and how many steps, the final answer among them, it has."""
+    """The Betti numbers of one reasoning graph, and how many steps, the final answer among them, it has.
+
+    Attributes:
+        persistence: how many steps the pieces that came together lay apart, added up: a piece is as old as its first
+            step, and where two meet the younger one ends.
+    """
 
     components: int
     cycles: int
     steps: int
+    persistence: int = 0
 
 
-def betti_numbers(batch: Batch) -> list[Shape]:
+def betti_numbers(batch: Batch, *, extractor: ExtractorName = "gsm8k") -> list[Shape]:
     """The shape of each datum's reasoning graph."""
-    return [shape_of(solution) for solution in read_solutions(batch)]
+    return [shape_of(solution) for solution in read_solutions(batch, extractor)]
 
 
 def shape_of(solution: Solution) -> Shape:
@@ -37,9 +45,11 @@ def shape_of(solution: Solution) -> Shape:
 
     >>> from objectives.terms.annotations import read_solution
     >>> shape_of(read_solution("<<48/2=24>> <<48+24=72>> #### 72"))
-    Shape(components=1, cycles=0, steps=3)
+    Shape(components=1, cycles=0, steps=3, persistence=0)
+    >>> shape_of(read_solution("<<1+2=3>> <<4+5=9>> <<3+9=12>> #### 12"))
+    Shape(components=1, cycles=0, steps=4, persistence=1)
     >>> shape_of(read_solution("<<48/2=25>> <<48+24=72>> #### 72"))
-    Shape(components=2, cycles=0, steps=3)
+    Shape(components=2, cycles=0, steps=3, persistence=0)
     """
     graph, new_node = SimplexTree(), count()
     makers: dict[Fraction, int] = {}
@@ -62,13 +72,10 @@ def shape_of(solution: Solution) -> Shape:
         graph.insert([answer], filtration=len(solution.steps))
         if solution.answer in makers:
             join(answer, solution.answer, len(solution.steps))
-    return Shape(*_betti(graph), steps=len(solution.steps) + (solution.answer is not None))
-
-
-def _betti(graph: SimplexTree) -> tuple[int, int]:
     graph.compute_persistence(persistence_dim_max=True)
     components, cycles, *_ = [*graph.betti_numbers(), 0, 0]
-    return components, cycles
+    lifetimes = [end - start for start, end in graph.persistence_intervals_in_dimension(0) if end < math.inf]
+    return Shape(components, cycles, len(solution.steps) + (solution.answer is not None), round(sum(lifetimes)))
 
 
 @regularizer("topology", kind="scored", prepare=betti_numbers)
@@ -77,12 +84,17 @@ def topology(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
 
     ``beta_0`` counts the connected components of the reasoning graph (`shape_of`): the score is 0 where every
     step leads to the final answer, 1 where no step uses another. ``beta_1`` counts its independent cycles, results used
-    on two ways that meet again; sound solutions have more of them, not fewer, so they are shown, not scored.
+    on two ways that meet again; sound solutions have more of them, not fewer, so they are shown, not scored. So is the
+    persistence of pieces that come together in the end: how long a result lies before it is used.
 
     Source: Edelsbrunner & Harer 2010, "Computational Topology", chapter VII; computed with GUDHI.
 
+    Args:
+        extractor: what reads the steps off a text (`objectives.terms.extractors`).
+
     Metrics, mean over the datums:
-        beta_0_mean, beta_1_mean; disconnected: the share of datums with more than one component.
+        beta_0_mean, beta_1_mean; persistence_mean: steps; disconnected: the share of datums with more than one
+        component.
     """
     shapes: list[Shape] = batch.features
     loose = [max(0, shape.components - 1) for shape in shapes]
@@ -90,5 +102,6 @@ def topology(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     return outputs.logprobs_DT.new_tensor(scores_D), {
         "beta_0_mean": sum(shape.components for shape in shapes) / len(shapes),
         "beta_1_mean": sum(shape.cycles for shape in shapes) / len(shapes),
+        "persistence_mean": sum(shape.persistence for shape in shapes) / len(shapes),
         "disconnected": sum(parts > 0 for parts in loose) / len(shapes),
     }

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from ragged_batches import SOLUTIONS, make_batch
 
 from objectives.errors import ObjectiveError
-from objectives.terms.annotations import MAX_CHARS, MAX_STEPS, read_solution, read_solutions, value_of
+from objectives.terms.annotations import MAX_CHARS, MAX_STEPS, read_solution, value_of
+from objectives.terms.extractors import read_solutions
 
 NUMBERS = st.sampled_from(["0", "1", "7", "12", ".5", "2.", "3.25", "100"])
 EXPRESSIONS = st.recursive(
@@ -188,7 +189,7 @@ def test_every_annotation_of_the_real_solutions_is_read():
 def test_a_batch_without_texts_is_refused():
     batch, _ = make_batch([1, 1], texts=["a"])
     with pytest.raises(ObjectiveError, match="2 datums came with 1 texts"):
-        read_solutions(batch)
+        read_solutions(batch, "gsm8k")
 
 
 @given(EXPRESSIONS)

@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ragged_batches import SOLUTIONS, make_batch
+from test_evaluate import bind
 
-from objectives import Batch
+from objectives import Batch, ObjectiveError, prepare_features
 from objectives.terms.annotations import MAX_STEPS, read_solution, value_of
+from objectives.terms.extractors import extractor
 from objectives.terms.logic import Verdict, check_annotations, logic
+from objectives.terms.topology import betti_numbers
 
 
 def batch_of(texts: list[str]) -> Batch:
@@ -48,21 +51,24 @@ def verdict(text: str) -> Verdict:
     ],
 )
 def test_an_annotation_holds_up_to_rounding(annotation, holds):
-    assert verdict(f"<<{annotation}>>") == Verdict(violated=int(not holds), held=int(holds), undecided=0, unparsable=0)
+    cores = () if holds else (1,)  # a wrong calculation contradicts itself
+    assert verdict(f"<<{annotation}>>") == Verdict(int(not holds), int(holds), 0, 0, cores)
 
 
 @pytest.mark.parametrize(
-    ("text", "violated"),
+    ("text", "cores"),
     [
-        ("<<2*x=10>> <<x+1=6>>", 0),
-        ("<<2*x=10>> <<x+1=7>>", 1),
-        ("<<2*x=10>> <<x+1=7>> <<x-1=4>> <<x=9>>", 2),
-        ("<<x+y=10>> <<x-y=4>> <<2*x=14>>", 0),
-        ("<<x+y=10>> <<x-y=4>> <<2*x=20>>", 1),
+        ("<<2*x=10>> <<x+1=6>>", ()),
+        ("<<2*x=10>> <<x+1=7>>", (2,)),
+        ("<<2*x=10>> <<x+1=7>> <<x-1=4>> <<x=9>>", (2, 2)),
+        ("<<x+y=10>> <<x-y=4>> <<2*x=14>>", ()),
+        ("<<x+y=10>> <<x-y=4>> <<2*x=20>>", (3,)),
+        ("<<z=1>> <<x+y=10>> <<1+1=2>> <<x-y=4>> <<2*x=20>> <<1+1=3>>", (3, 1)),
     ],
 )
-def test_unknowns_are_the_same_throughout_a_text(text, violated):
-    assert verdict(text).violated == violated
+def test_unknowns_are_the_same_throughout_a_text(text, cores):
+    """A core is what contradicts, and no more of the text."""
+    assert (verdict(text).violated, verdict(text).core_sizes) == (len(cores), cores)
 
 
 def test_unknowns_of_one_text_are_not_those_of_another():
@@ -87,7 +93,14 @@ def test_scores_and_metrics():
     batch, outputs = make_batch([1] * 3, texts=["<<1+1=2>> <<1+1=3>> <<1+?=2>>", "no annotation", "<<1=2>>"])
     scores_D, metrics = logic(outputs, replace(batch, features=check_annotations(batch)))
     assert scores_D.tolist() == [0.5, 0.0, 1.0]
-    assert metrics == {"checked": 3, "violated": 2, "undecided": 0, "unparsable": 1}
+    assert metrics == {
+        "checked": 3,
+        "violated": 2,
+        "undecided": 0,
+        "unparsable": 1,
+        "core_mean": 1.0,
+        "core_max": 1,
+    }
 
 
 def test_real_solutions_hold_and_each_corruption_is_found():
@@ -107,13 +120,29 @@ def test_the_widest_systems_are_decided_whatever_was_checked_before():
     rows = [f"{(7 * i**9) % 89**9}x+{(i**11) % 97**9}y-{i}/{i + 1}z={i**7}" for i in range(1, MAX_STEPS + 1)]
     system = "".join(f"<<{row}>>" for row in rows)
     first, _, again = check_annotations(batch_of([system, "<<x=1>>", system]))
-    assert first == again == Verdict(violated=MAX_STEPS - 3, held=3, undecided=0, unparsable=0)
+    assert first == again == Verdict(MAX_STEPS - 3, 3, 0, 0, core_sizes=(4,) * (MAX_STEPS - 3))
 
 
 def test_what_the_solver_leaves_open_is_undecided(monkeypatch):
     monkeypatch.setattr("objectives.terms.logic.MAX_SOLVER_STEPS", 60)
     text = "<<1+1=2>> <<3x+7y-z=4>> <<x+y-5z=1>> <<1+1=3>>"
     assert verdict(text) == Verdict(violated=0, held=1, undecided=3, unparsable=0)
+
+
+def test_another_extractor_reads_other_texts():
+    @extractor("test_lines")
+    def read_lines(text):
+        return read_solution("".join(f"<<{line}>>" for line in text.splitlines()))
+
+    batch, outputs = make_batch([1, 1], texts=["x=2\nx+1=7", "1+1=2"])
+    bound = bind("logic", params={"extractor": "test_lines"})
+    batch = replace(batch, features=prepare_features(bound, batch))
+    assert bound.term(outputs, batch)[0].tolist() == [0.5, 0.0]
+    assert betti_numbers(batch, extractor="test_lines")[0].steps == 2
+    with pytest.raises(ObjectiveError, match=r"'extractor' is 'latex', but value error, known are .*gsm8k"):
+        bind("topology", params={"extractor": "latex"})
+    with pytest.raises(ObjectiveError, match=r"'gsm8k' of .* is already registered by objectives\.terms\.annotations"):
+        extractor("gsm8k")(read_lines)
 
 
 def test_threads_do_not_disturb_each_other():

@@ -26,6 +26,7 @@ from objectives.terms.topology import Shape, betti_numbers, shape_of, topology
         ("<<1+2=3>> <<4*5=20>> #### 20", Shape(2, 0, 3)),
         ("<<1+2=3>> <<1+4=5>> #### 5", Shape(2, 0, 3)),  # a shared input joins nothing
         ("<<1+2=3>> <<3*5=15>> <<3+15=18>> #### 18", Shape(1, 1, 4)),  # two ways from 3 to 18
+        ("<<1+2=3>> <<4+5=9>> <<6+7=13>> <<3+9=12>> <<12+13=25>> #### 25", Shape(1, 0, 6, 4)),  # 9 lay 2 steps, 13 too
         ("<<1+2=3>> <<3+3=6>> #### 6", Shape(1, 0, 3)),
         ("<<1+2=3.00>> <<3+1=4>> #### 4.0", Shape(1, 0, 3)),
         ("<<1-8=-7>> <<-7+9=2>> #### 2", Shape(1, 0, 3)),
@@ -55,7 +56,25 @@ def slow_shape(solution: Solution) -> Shape:
             graph.add_edge("answer", makers[solution.answer])
     components = nx.number_connected_components(graph)
     cycles = graph.number_of_edges() - graph.number_of_nodes() + components
-    return Shape(components, cycles, len(solution.steps) + (solution.answer is not None))
+    return Shape(components, cycles, len(solution.steps) + (solution.answer is not None), slow_persistence(solution))
+
+
+def slow_persistence(solution: Solution) -> int:
+    """Pieces as sets of steps: where a step uses several, all but the oldest end."""
+    pieces: list[set[int]] = []
+    makers: dict[Fraction, int] = {}
+    total = 0
+    lines = [(step.left, value_of(step.right)) for step in solution.steps]
+    if solution.answer is not None:
+        lines.append(((solution.answer,), None))
+    for time, (used, result) in enumerate(lines):
+        found = {makers[number] for number in used if isinstance(number, Fraction) and number in makers}
+        met = sorted((piece for piece in pieces if piece & found), key=min)
+        total += sum(time - min(piece) for piece in met[1:])
+        pieces = [piece for piece in pieces if piece not in met] + [{time}.union(*met)]
+        if result is not None:
+            makers[result] = time
+    return total
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 5)] * 4), max_size=12), st.integers(0, 5))
@@ -70,7 +89,7 @@ def test_scores_and_metrics():
     batch, outputs = make_batch([1] * 4, texts=texts)
     scores_D, metrics = topology(outputs, replace(batch, features=betti_numbers(batch)))
     assert scores_D.tolist() == [0.0, 0.5, 1.0, 0.0]
-    assert metrics == {"beta_0_mean": 1.5, "beta_1_mean": 0.0, "disconnected": 0.5}
+    assert metrics == {"beta_0_mean": 1.5, "beta_1_mean": 0.0, "persistence_mean": 0.0, "disconnected": 0.5}
 
 
 def test_real_solutions_are_mostly_one_piece_and_a_wrong_result_tears_them():

@@ -1,0 +1,175 @@
+"""Facts against a real SQLite file and a real HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from ragged_batches import make_batch
+from test_evaluate import bind, evaluate, finite_differences
+
+from objectives import ObjectiveError, prepare_features
+from objectives.terms import lookups
+from objectives.terms.knowledge import MAX_FACTS, Checked, check_facts, find_facts
+
+PATTERN = r"capital of (?P<country>\w+(?: \w+)?) is (?P<value>\w+)"
+QUERY = "SELECT city FROM capitals WHERE country = :country"
+TEXTS = [
+    "The capital of Peru is Lima. The capital of Chile is Lima.",
+    "The capital of Atlantis is Poseidonis, that of nothing.",
+    "The capital of Bolivia is sucre, or rather: the capital of Bolivia is La.",
+]
+CAPITALS = {"Peru": ["Lima"], "Chile": ["Santiago"], "Bolivia": ["Sucre", "La Paz"], "Costa Rica": ["San José"]}
+CHECKED = [Checked(1, 1, 0), Checked(0, 0, 1), Checked(1, 1, 0)]
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    path = tmp_path / "world facts.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE capitals (country, city)")
+        rows = [(country, city) for country, cities in CAPITALS.items() for city in cities]
+        connection.executemany("INSERT INTO capitals VALUES (?, ?)", rows)
+    connection.close()
+    return path
+
+
+@dataclass
+class Served:
+    """What a server was asked."""
+
+    url: str = ""
+    asked: list[str] = field(default_factory=list)
+    answers: dict[str, object] = field(default_factory=lambda: dict(CAPITALS))
+    failing: bool = False
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    state = Served()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            (country,) = parse_qs(urlsplit(self.path).query)["of"]
+            state.asked.append(country)
+            status = 503 if state.failing else 200 if country in state.answers else 404
+            body = json.dumps(state.answers.get(country)).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: the test says what was asked."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    state.url = f"http://127.0.0.1:{server.server_port}/capital?of={{country}}"
+    yield state
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def batch_of(texts: list[str]):
+    return make_batch([2] * len(texts), texts=texts)
+
+
+def test_facts_are_found_and_bounded():
+    assert find_facts(TEXTS[0], PATTERN) == [((("country", "Peru"),), "Lima"), ((("country", "Chile"),), "Lima")]
+    assert len(find_facts("capital of A is B. " * 200, PATTERN)) == MAX_FACTS
+
+
+def test_texts_against_sqlite(database):
+    batch, outputs = batch_of(TEXTS)
+    bound = bind("knowledge", params={"source": str(database), "query": QUERY, "pattern": PATTERN})
+    evaluation = evaluate(bound, outputs, batch)
+    assert evaluation.metrics == {"contradicted": 2, "confirmed": 2, "unknown": 1}
+    assert evaluation.gradient_DT.tolist() == pytest.approx(finite_differences(bound, outputs, batch), abs=1e-8)
+    assert (evaluation.gradient_DT[2:4] < 0).all()  # the text without a contradiction goes up
+    assert (evaluation.gradient_DT[[0, 1, 4, 5]] > 0).all()
+
+
+def test_texts_against_http_each_fact_asked_once(served):
+    def check():
+        return check_facts(batch_of(TEXTS)[0], source=served.url, pattern=PATTERN, per_second=1000)
+
+    assert check() == CHECKED
+    assert sorted(served.asked) == ["Atlantis", "Bolivia", "Chile", "Peru"]
+    served.failing = True
+    assert check() == CHECKED  # all of it known by now
+
+    async def within_a_loop():
+        return check()
+
+    assert asyncio.run(within_a_loop()) == CHECKED
+    assert len(served.asked) == 4
+
+
+def test_what_a_text_says_leads_nowhere_else(served):
+    batch, _ = batch_of(["capital of Costa Rica is San"])
+    assert check_facts(batch, source=served.url, pattern=PATTERN, per_second=1000) == [Checked(1, 0, 0)]
+    batch, _ = batch_of(["of Peru&of=Chile#/../ is Lima"])
+    pattern = r"of (?P<country>\S+) is (?P<value>\w+)"
+    assert check_facts(batch, source=served.url, pattern=pattern, per_second=1000) == [Checked(0, 0, 1)]
+    assert served.asked == ["Costa Rica", "Peru&of=Chile#/../"]
+
+
+def test_requests_have_slots(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(lookups.time, "monotonic", lambda: now)
+    assert [lookups._wait_s("slots.example", per_second=4) for _ in range(4)] == [0, 0.25, 0.5, 0.75]
+    assert lookups._wait_s("elsewhere.example", per_second=4) == 0
+    now = 200.0
+    assert lookups._wait_s("slots.example", per_second=4) == 0
+
+
+def test_the_oldest_answers_are_forgotten(served, monkeypatch):
+    monkeypatch.setattr(lookups, "MAX_CACHED", 2)
+    for text in (TEXTS[0], TEXTS[2], TEXTS[2], TEXTS[0]):
+        check_facts(batch_of([text])[0], source=served.url, pattern=PATTERN, per_second=1000)
+    assert len(lookups._cache) == 2
+    assert served.asked.count("Bolivia") == 1
+    assert served.asked.count("Peru") + served.asked.count("Chile") == 3
+
+
+def test_failures_are_sentences_and_asked_again(served, tmp_path, database):
+    batch, _ = batch_of(TEXTS[:1])
+
+    def prepare(**params):
+        return prepare_features(bind("knowledge", params={"pattern": PATTERN, "per_second": 1000, **params}), batch)
+
+    served.failing = True
+    with pytest.raises(ObjectiveError, match=r"failed preparing: the request http.* failed \(HTTPStatusError: .*503"):
+        prepare(source=served.url)
+    served.failing = False
+    served.answers["Peru"] = {"city": "Lima"}
+    with pytest.raises(ObjectiveError, match=r"its answer is .* where a JSON value or a list of values is expected"):
+        prepare(source=served.url)
+    served.answers["Peru"] = "Lima"
+    assert prepare(source=served.url) == [Checked(1, 1, 0)]
+    with pytest.raises(ObjectiveError, match=r"failed \(ConnectError: "):
+        prepare(source="http://127.0.0.1:9/{country}")
+    with pytest.raises(ObjectiveError, match=r"failed \(unable to open database file\): check the path"):
+        prepare(source=str(tmp_path / "none.db"), query=QUERY)
+    with pytest.raises(ObjectiveError, match=r"of the SQLite file .* failed \(You did not supply a value for binding"):
+        prepare(source=str(database), query="SELECT city FROM capitals WHERE country = :land")
+    assert not (tmp_path / "none.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [("(", "is no regular expression"), (r"(?P<value>\w+)", "needs a group"), (r"(?P<a>\w+) \w", "needs a group")],
+)
+def test_a_pattern_is_checked_before_anything_runs(pattern, says):
+    with pytest.raises(ObjectiveError, match=f"'pattern' is .* but value error, it {says}"):
+        bind("knowledge", params={"source": "x.db", "pattern": pattern})

@@ -1,0 +1,82 @@
+"""Real programs and functions as scorers, those that hang and those that break among them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from ragged_batches import make_batch
+from test_evaluate import bind, evaluate, finite_differences
+
+from objectives import ObjectiveError, prepare_features
+
+COUNT = [sys.executable, "-c", "import sys; print('digits:', sum(map(str.isdigit, sys.stdin.read())))"]
+
+
+def test_a_command_scores_each_text():
+    batch, outputs = make_batch([2, 2, 1], texts=["1 23", "none", "é 4"])
+    bound = bind("simulation", params={"scorer": COUNT})
+    evaluation = evaluate(bound, outputs, batch)
+    assert prepare_features(bound, batch) == [3.0, 0.0, 1.0]
+    assert evaluation.metrics == {"score_mean": pytest.approx(4 / 3), "score_max": 3.0, "timed_out": 0.0}
+    assert evaluation.gradient_DT.tolist() == pytest.approx(finite_differences(bound, outputs, batch), abs=1e-7)
+
+
+def test_a_function_scores_each_text(tmp_path, monkeypatch):
+    (tmp_path / "my_simulator.py").write_text("class Of:\n    length = len\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    batch, _ = make_batch([1, 1], texts=["four", ""])
+    assert prepare_features(bind("simulation", params={"scorer": "my_simulator:Of.length"}), batch) == [4.0, 0.0]
+
+
+def test_what_takes_too_long_is_killed_with_all_it_started(tmp_path):
+    pids = tmp_path / "pids"
+    script = f"if [ $(cat) = slow ]; then sleep 60 & echo $! >> {pids}; wait; fi; echo 0.5"
+    batch, outputs = make_batch([1, 1], texts=["slow", "fast"])
+    bound = bind("simulation", params={"scorer": ["sh", "-c", script], "timeout_s": 1, "timeout_score": 7})
+    assert prepare_features(bound, batch) == [None, 0.5]
+    (pid,) = map(int, Path(pids).read_text().split())
+    assert not is_running(pid)
+    metrics = evaluate(bound, outputs, batch).metrics
+    assert metrics == {"score_mean": 3.75, "score_max": 7.0, "timed_out": 1.0}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+@pytest.mark.parametrize(
+    ("scorer", "says"),
+    [
+        (["sh", "-c", "echo 1; echo no disk >&2; exit 3"], "ended with the exit code 3 and said 'no disk'"),
+        (["echo", "fine"], "exit code 0 and said 'fine' where a finite number"),
+        (["echo", "nan"], "exit code 0 and said 'nan'"),
+        (["true"], "exit code 0 and said ''"),
+        (["no-such-program"], "it raised FileNotFoundError"),
+        ("no_such_module:score", "ModuleNotFoundError: No module named "),
+    ],
+)
+def test_a_scorer_that_breaks_fails_the_term(scorer, says):
+    batch, _ = make_batch([1], texts=["text"])
+    with pytest.raises(ObjectiveError) as refused:
+        prepare_features(bind("simulation", params={"scorer": scorer}), batch)
+    assert says in str(refused.value)
+    assert "'simulation' failed preparing" in str(refused.value)
+
+
+@pytest.mark.parametrize("params", [{}, {"scorer": []}, {"scorer": "a b"}, {"scorer": ["x"], "timeout_s": 0}])
+def test_wrong_parameters_are_refused(params):
+    with pytest.raises(ObjectiveError, match="The parameters of term 'simulation' are wrong"):
+        bind("simulation", params=params)
+
+
+def test_without_texts_it_says_so():
+    batch, _ = make_batch([1, 1], texts=["only one"])
+    with pytest.raises(ObjectiveError, match="A batch of 2 datums came with 1 texts"):
+        prepare_features(bind("simulation", params={"scorer": COUNT}), batch)
