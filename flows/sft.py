@@ -30,6 +30,7 @@ from objectives.spec import ObjectiveSpec
 from tasks.checkpoint import PendingCheckpoint, enqueue_checkpoint, record_checkpoint
 from tasks.data import DataSource, build_dataset
 from tasks.evaluate import HeldOutNLL, build_evaluator, evaluate
+from tasks.features import load_features, save_features
 from tasks.metrics import log_metrics
 from tasks.options import whole
 from tasks.terms import linearize_terms
@@ -105,6 +106,7 @@ def train(
     steps_per_epoch = len(source.train)
     num_steps = min(config.num_epochs * steps_per_epoch, config.num_steps or sys.maxsize)
     last = run.start
+    load_features(objective.runner.cache, run.directory)
     first = int(last.batch or 0) if last else 0
 
     def send(step: int, batch: Batch, linearized: Linearized | None) -> Sent:
@@ -155,6 +157,7 @@ def train(
             if step + 1 == num_steps and config.eval_every:
                 log_metrics(run.log, num_steps, _evaluate(run, evaluators, num_steps))
             if sent.saving:
+                save_features(objective.runner.cache, run.directory)
                 last = record_checkpoint(sent.saving, run.directory, run.log)
             progress.advance(metrics)
     assert last is not None

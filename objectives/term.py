@@ -32,7 +32,8 @@ class Term:
         evaluate: ``(outputs, batch, **params) -> value`` or ``(value, metrics)``. The value is a tensor of
             ``(N,)`` per token, ``(D,)`` per datum, or 0-d; a monitor may return its metrics alone. It is
             minimised, so a higher score is a worse one.
-        prepare: ``(batch, **params) -> features``, what needs the data only; runs ahead of the service.
+        prepare: ``(batch, **params) -> features``, what needs the data only; runs ahead of the service, and once for
+            each datum where it is declared so (`objectives.per_datum`).
         reduction: how the value becomes one number, see `objectives.reductions.reduce`.
         estimator: how scores become a gradient, see `objectives.estimators`; ``None`` unless scored.
         params: the model that checks the parameters, read off the keyword-only arguments of ``evaluate``,

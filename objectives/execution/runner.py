@@ -15,6 +15,8 @@ from objectives.errors import ExecutionError
 from objectives.evaluate import Evaluation, evaluate_term, failure, prepare_features
 from objectives.execution.limit import LimitedThreads
 from objectives.execution.process import TermProcess
+from objectives.feature_cache import FeatureCache
+from objectives.per_datum import version_of
 from objectives.regularizer import Regularizer
 
 T = TypeVar("T")
@@ -28,9 +30,13 @@ class TermRunner:
     - ``async``: on the event loop, where it is cancelled when it takes too long.
     - ``process``: in a process of the term's own, which is killed when it takes too long. It has two, one for
       preparing ahead of the service and one for evaluating between two requests, so that neither waits for the other.
+
+    Attributes:
+        cache: the features of what is prepared `per_datum`.
     """
 
     def __init__(self) -> None:
+        self.cache = FeatureCache()
         self._threads = LimitedThreads()
         self._processes: dict[tuple[str, str], TermProcess] = {}
         self._lock = threading.Lock()
@@ -42,9 +48,11 @@ class TermRunner:
         Raises:
             ObjectiveError: as `prepare_features` does, and for a term that takes longer than its limit.
         """
-        if regularizer.term.prepare is None:
+        term = regularizer.term
+        if term.prepare is None:
             return None
-        return self._run("preparing", prepare_features, regularizer, batch)
+        prepare = partial(self._run, "preparing", prepare_features, regularizer)
+        return self.cache.features(regularizer, batch, prepare) if version_of(term.prepare) else prepare(batch)
 
     def evaluate(self, regularizer: Regularizer, outputs: Outputs, batch: Batch, first_step: bool) -> Evaluation:
         """As `evaluate_term`.

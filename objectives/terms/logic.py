@@ -10,6 +10,7 @@ import z3
 from torch import Tensor
 
 from objectives.batch import Batch, Outputs
+from objectives.per_datum import per_datum
 from objectives.term import regularizer
 from objectives.terms.annotations import Annotation, Solution, fold
 from objectives.terms.extractors import ExtractorName, read_solutions
@@ -39,6 +40,7 @@ class Verdict:
         return self.violated + self.held + self.undecided
 
 
+@per_datum()
 def check_annotations(batch: Batch, *, extractor: ExtractorName = "gsm8k") -> list[Verdict]:
     """Check the annotations of each datum with Z3."""
     # A context of its own for each call: Z3's shared one does not stand several threads.

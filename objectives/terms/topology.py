@@ -11,6 +11,7 @@ from gudhi import SimplexTree
 from torch import Tensor
 
 from objectives.batch import Batch, Outputs
+from objectives.per_datum import per_datum
 from objectives.term import regularizer
 from objectives.terms.annotations import Solution, value_of
 from objectives.terms.extractors import ExtractorName, read_solutions
@@ -31,6 +32,7 @@ class Shape:
     persistence: int = 0
 
 
+@per_datum()
 def betti_numbers(batch: Batch, *, extractor: ExtractorName = "gsm8k") -> list[Shape]:
     """The shape of each datum's reasoning graph."""
     return [shape_of(solution) for solution in read_solutions(batch, extractor)]

@@ -1,0 +1,81 @@
+"""Kept features in a run's directory, on disk and on S3."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+from s3_server import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
+
+from blocks import RunStorage
+from blocks.storage import RunDirectory
+from objectives.feature_cache import FeatureCache
+from tasks.features import FEATURES_NAME, load_features, save_features
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with running_s3(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(params=["disk", "s3"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
+    """An empty run's directory of either kind."""
+    if request.param == "disk":
+        return RunStorage(url=str(tmp_path)).run_directory("run")
+    server: S3Server = request.getfixturevalue("s3")
+    storage = RunStorage(
+        url=f"s3://{server.bucket}/features",
+        endpoint_url=server.endpoint_url,
+        access_key=SecretStr(ACCESS_KEY),
+        secret_key=SecretStr(SECRET_KEY),
+    )
+    return storage.run_directory(tmp_path.name)
+
+
+def cache_of(**features: object) -> FeatureCache:
+    cache = FeatureCache()
+    cache._keep(dict(features))
+    return cache
+
+
+def test_what_was_saved_is_loaded_and_nothing_new_writes_nothing(directory: RunDirectory) -> None:
+    save_features.fn(FeatureCache(), directory)
+    assert directory.read_bytes(FEATURES_NAME) is None
+    for cache in (cache_of(a=[1]), cache_of(b={"x": "\u2028"})):
+        save_features.fn(cache, directory)
+        save_features.fn(cache, directory)
+    later = FeatureCache()
+    load_features(later, directory)
+    assert later._known == {"a": [1], "b": {"x": "\u2028"}}
+    assert (directory.read_bytes(FEATURES_NAME) or b"").count(b"\n") == 2
+
+
+def test_a_torn_tail_is_cut_and_the_file_goes_on(directory: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    save_features.fn(cache_of(a=1), directory)
+    directory.write_bytes(FEATURES_NAME, (directory.read_bytes(FEATURES_NAME) or b"") + b'01234567 {"b":')
+    load_features(FeatureCache(), directory)
+    save_features.fn(cache_of(c=3), directory)
+    later = FeatureCache()
+    load_features(later, directory)
+    assert later._known == {"a": 1, "c": 3}
+    assert caplog.records == []
+
+
+def test_a_corrupt_file_is_dropped_with_one_warning(directory: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    for cache in (cache_of(a=1), cache_of(b=2), cache_of(c=3)):
+        save_features.fn(cache, directory)
+    content = directory.read_bytes(FEATURES_NAME) or b""
+    directory.write_bytes(FEATURES_NAME, content.replace(b'"b":2', b'"b":7'))
+    later = FeatureCache()
+    with caplog.at_level(logging.WARNING):
+        load_features(later, directory)
+    assert later._known == {}
+    (record,) = caplog.records
+    assert "are dropped and computed again, because line 2 of 3 is broken" in record.getMessage()
+    load_features(FeatureCache(), directory)
+    assert len(caplog.records) == 1
