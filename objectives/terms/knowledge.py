@@ -48,7 +48,7 @@ class Checked:
         return self.contradicted + self.confirmed
 
 
-def check_facts(
+async def check_facts(
     batch: Batch,
     *,
     source: str,
@@ -60,7 +60,7 @@ def check_facts(
     """Look up what each datum's text states; the same fact is looked up once."""
     stated_D = [find_facts(text, pattern) for text in texts_of(batch)]
     keys = [key for stated in stated_D for key, _ in stated]
-    known = look_up(KnowledgeBase(source, query, per_second, timeout_s), keys)
+    known = await look_up(KnowledgeBase(source, query, per_second, timeout_s), keys)
     return [_check([(known[key], value) for key, value in stated]) for stated in stated_D]
 
 

@@ -7,7 +7,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -47,7 +46,7 @@ class KnowledgeBase(NamedTuple):
         return self.source.startswith(("http://", "https://"))
 
 
-def look_up(base: KnowledgeBase, keys: Sequence[Key]) -> dict[Key, Values]:
+async def look_up(base: KnowledgeBase, keys: Sequence[Key]) -> dict[Key, Values]:
     """What a knowledge base says of each key; asked once in the life of the process, and failures asked again.
 
     Raises:
@@ -59,7 +58,7 @@ def look_up(base: KnowledgeBase, keys: Sequence[Key]) -> dict[Key, Values]:
     missing = sorted(set(keys) - known.keys())
     if not missing:
         return known
-    found = _run_apart(base, missing) if base.is_http else _ask_sqlite(base, missing)
+    found = await (_ask_http(base, missing) if base.is_http else asyncio.to_thread(_ask_sqlite, base, missing))
     with _LOCK:
         _cache.update({(place, key): values for key, values in found.items()})
         while len(_cache) > MAX_CACHED:
@@ -85,12 +84,6 @@ def _ask_sqlite(base: KnowledgeBase, keys: Sequence[Key]) -> dict[Key, Values]:
             f"the query {base.query!r} of the SQLite file {base.source!r} failed ({error}): check the path, and "
             "that the query names its values as the pattern's groups are named"
         ) from error
-
-
-def _run_apart(base: KnowledgeBase, keys: Sequence[Key]) -> dict[Key, Values]:
-    """Ask on a thread of its own: the caller's may have an event loop already."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, _ask_http(base, keys)).result()
 
 
 async def _ask_http(base: KnowledgeBase, keys: Sequence[Key]) -> dict[Key, Values]:

@@ -18,7 +18,7 @@ from test_evaluate import bind, evaluate, finite_differences
 
 from objectives import ObjectiveError, prepare_features
 from objectives.terms import lookups
-from objectives.terms.knowledge import MAX_FACTS, Checked, check_facts, find_facts
+from objectives.terms.knowledge import MAX_FACTS, Checked, find_facts
 
 PATTERN = r"capital of (?P<country>\w+(?: \w+)?) is (?P<value>\w+)"
 QUERY = "SELECT city FROM capitals WHERE country = :country"
@@ -80,6 +80,12 @@ def served() -> Iterator[Served]:
     server.server_close()
 
 
+def check(texts: list[str], **params: object) -> list[Checked]:
+    """Prepared as a run does it."""
+    bound = bind("knowledge", params={"pattern": PATTERN, "per_second": 1000, **params})
+    return prepare_features(bound, batch_of(texts)[0])
+
+
 def batch_of(texts: list[str]):
     return make_batch([2] * len(texts), texts=texts)
 
@@ -100,27 +106,22 @@ def test_texts_against_sqlite(database):
 
 
 def test_texts_against_http_each_fact_asked_once(served):
-    def check():
-        return check_facts(batch_of(TEXTS)[0], source=served.url, pattern=PATTERN, per_second=1000)
-
-    assert check() == CHECKED
+    assert check(TEXTS, source=served.url) == CHECKED
     assert sorted(served.asked) == ["Atlantis", "Bolivia", "Chile", "Peru"]
     served.failing = True
-    assert check() == CHECKED  # all of it known by now
+    assert check(TEXTS, source=served.url) == CHECKED  # all of it known by now
 
     async def within_a_loop():
-        return check()
+        return check(TEXTS, source=served.url)
 
     assert asyncio.run(within_a_loop()) == CHECKED
     assert len(served.asked) == 4
 
 
 def test_what_a_text_says_leads_nowhere_else(served):
-    batch, _ = batch_of(["capital of Costa Rica is San"])
-    assert check_facts(batch, source=served.url, pattern=PATTERN, per_second=1000) == [Checked(1, 0, 0)]
-    batch, _ = batch_of(["of Peru&of=Chile#/../ is Lima"])
+    assert check(["capital of Costa Rica is San"], source=served.url) == [Checked(1, 0, 0)]
     pattern = r"of (?P<country>\S+) is (?P<value>\w+)"
-    assert check_facts(batch, source=served.url, pattern=pattern, per_second=1000) == [Checked(0, 0, 1)]
+    assert check(["of Peru&of=Chile#/../ is Lima"], source=served.url, pattern=pattern) == [Checked(0, 0, 1)]
     assert served.asked == ["Costa Rica", "Peru&of=Chile#/../"]
 
 
@@ -136,17 +137,15 @@ def test_requests_have_slots(monkeypatch):
 def test_the_oldest_answers_are_forgotten(served, monkeypatch):
     monkeypatch.setattr(lookups, "MAX_CACHED", 2)
     for text in (TEXTS[0], TEXTS[2], TEXTS[2], TEXTS[0]):
-        check_facts(batch_of([text])[0], source=served.url, pattern=PATTERN, per_second=1000)
+        check([text], source=served.url)
     assert len(lookups._cache) == 2
     assert served.asked.count("Bolivia") == 1
     assert served.asked.count("Peru") + served.asked.count("Chile") == 3
 
 
 def test_failures_are_sentences_and_asked_again(served, tmp_path, database):
-    batch, _ = batch_of(TEXTS[:1])
-
     def prepare(**params):
-        return prepare_features(bind("knowledge", params={"pattern": PATTERN, "per_second": 1000, **params}), batch)
+        return check(TEXTS[:1], **params)
 
     served.failing = True
     with pytest.raises(ObjectiveError, match=r"failed preparing: the request http.* failed \(HTTPStatusError: .*503"):
