@@ -13,6 +13,7 @@ from ragged_batches import make_batch
 
 from objectives import Batch, ObjectiveError
 from objectives.labels import NONE, label_of, pairs_of, read_labels, without_labels
+from tasks.data import pack_datums
 
 
 def datum(**labels: object) -> tinker.Datum:
@@ -34,6 +35,16 @@ def test_labels_are_read_off_the_datums_and_taken_off_them():
     plain = datum()
     assert read_labels([plain]) == {}
     assert without_labels(plain) is plain
+
+
+def test_the_data_of_a_run_is_packed_with_its_labels_and_sent_without():
+    class Tokenizer:
+        def decode(self, tokens: list[int]) -> str:
+            return str(tokens)
+
+    batch = pack_datums([datum(group=1), datum(group=0)], Tokenizer())
+    assert {name: each.tolist() for name, each in batch.labels_D.items()} == {"group": [1, 0]}
+    assert [set(each.loss_fn_inputs) for each in batch.datums] == [{"target_tokens", "weights"}] * 2
 
 
 @pytest.mark.parametrize("value", [[1, 2], 0.5])
