@@ -10,6 +10,7 @@ from tinker import types
 from engine.errors import RequestError
 from engine.routes.body import digest, parse, read_json
 from engine.routes.service import LONG_POLL_S
+from engine.sampling.job import MAX_SAMPLES
 from engine.service.completions import Completion
 from engine.service.engine import Engine
 from engine.service.futures import Answer
@@ -54,6 +55,9 @@ def sampling_router(engine: Engine) -> APIRouter:
         asked = parse(types.SampleRequest, content)
         if asked.seq_id is None:
             raise RequestError("asample needs a seq_id beside its sampling_session_id.")
+        if asked.num_samples > MAX_SAMPLES:
+            # Each sample has an id in the answer: billions of them would fill the memory before the job is looked at.
+            raise RequestError(f"num_samples is {asked.num_samples}; give 1 to {MAX_SAMPLES}.")
         request_id = sampler.start(
             asked.seq_id,
             digest("asample", content),

@@ -152,7 +152,7 @@ WANTED: dict[str, set[str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate Operation ID")
-@pytest.mark.parametrize("num_rounds", [12, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rounds", [12, pytest.param(300, marks=pytest.mark.slow)])
 def test_nothing_that_is_sent_breaks_the_engine(
     tmp_path: Path, base: BaseModel, batch: list[types.Datum], num_rounds: int
 ) -> None:

@@ -183,6 +183,23 @@ def test_garbage_is_refused_without_a_server_error(wire: Wire) -> None:
             assert wire.http.post(route, content=body).status_code in (404, 422), (route, body)
 
 
+def test_too_many_samples_are_refused_before_they_are_named(wire: Wire) -> None:
+    """Each sample has an id in the answer; billions of them would fill the memory."""
+    sampler = wire.post(
+        "create_sampling_session", {"session_id": wire.session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    )["sampling_session_id"]
+    content = {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "num_samples": 2**31,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+        "sampling_params": {"max_tokens": 1},
+    }
+    answer = wire.http.post("asample", json=content)
+    assert answer.status_code == 422
+    assert "num_samples is 2147483648" in answer.json()["detail"]
+
+
 def test_a_compressed_request_is_read_and_a_bomb_is_not(wire: Wire, model_id: str, batch: list[types.Datum]) -> None:
     request = types.ForwardBackwardRequest(types.ForwardBackwardInput(batch, "cross_entropy"), model_id, 1)
     body = forward_backward_request_to_proto(request).SerializeToString()
