@@ -194,7 +194,7 @@ def _plain_step(bench: Bench, cold: bool) -> Times:
         (compute_term.fn(bench.objective.runner, each, outputs, batch, made, False), each.weight_at(step, NUM_STEPS))
         for each, made in zip(bench.objective.regularizers, features, strict=True)
     ]
-    linearized = linearize_terms.fn(bench.objective, outputs, batch, evaluated, False)
+    linearized = linearize_terms.fn(bench.objective, outputs, batch, evaluated, step)
     update = enqueue_update(bench.client, batch, linearized.loss_weights_DT, ADAM)
     sent = perf_counter()
     outputs = forward_backward.fn(update.forward_backward, batch)

@@ -22,6 +22,7 @@ from flows.result import TrainResult, finish
 from flows.run import Run, open_run
 from flows.segments import in_segments
 from flows.step import compute_linearized, enqueue_forward_ahead, load_ahead
+from flows.warn import warn
 from objectives.batch import Batch
 from objectives.linearize import Linearized
 from objectives.losses import compute_mean_nll
@@ -107,6 +108,7 @@ def train(
     num_steps = min(config.num_epochs * steps_per_epoch, config.num_steps or sys.maxsize)
     last = run.start
     load_features(objective.runner.cache, run.directory)
+    objective.restore(last.extra.get("objective", {}) if last else {})
     first = int(last.batch or 0) if last else 0
 
     def send(step: int, batch: Batch, linearized: Linearized | None) -> Sent:
@@ -144,7 +146,7 @@ def train(
 
             outputs = forward_backward(sent.update.forward_backward, whole(batch))
             metrics |= optim_step(sent.update.optim_step)
-            linearized = sent.linearized or linearize_terms(objective, outputs, whole(batch), [], step == 0)
+            linearized = sent.linearized or linearize_terms(objective, outputs, whole(batch), [], step)
             metrics |= linearized.metrics | {
                 "train_mean_nll": compute_mean_nll(outputs.logprobs_DT, batch.weights_DT),
                 "num_tokens": batch.num_tokens,
@@ -154,11 +156,12 @@ def train(
                 "time/step": perf_counter() - started,
             }
             log_metrics(run.log, step, whole(metrics))
+            warn(run.log, objective.watch.take_warnings())
             if step + 1 == num_steps and config.eval_every:
                 log_metrics(run.log, num_steps, _evaluate(run, evaluators, num_steps))
             if sent.saving:
                 save_features(objective.runner.cache, run.directory)
-                last = record_checkpoint(sent.saving, run.directory, run.log)
+                last = record_checkpoint(sent.saving, run.directory, run.log, objective.state())
             progress.advance(metrics)
     assert last is not None
     return finish(run, config.run_name, last, first)

@@ -89,8 +89,9 @@ def compute_linearized(objective: Objective, ahead: Ahead, forward: Forward, num
             skipped[f"term/{regularizer.name}/skipped"] = 1.0
             if stand_in := runner.stand_in(regularizer, outputs):
                 evaluated.append((stand_in, weight))
-    linearized = linearize_terms(objective, outputs, whole(batch), evaluated, first)
-    return Linearized(linearized.loss_weights_DT, {**linearized.metrics, **skipped})
+    linearized = linearize_terms(objective, outputs, whole(batch), evaluated, ahead.step)
+    smoothed = objective.watch.look(ahead.step, linearized.metrics)
+    return Linearized(linearized.loss_weights_DT, {**linearized.metrics, **smoothed, **skipped})
 
 
 def _prepare(runner: TermRunner, regularizer: Regularizer, batch: Batch) -> PrefectFuture[Any]:

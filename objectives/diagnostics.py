@@ -18,7 +18,9 @@ ROW_METRICS = frozenset(
         "grad_share",
         "cosine_to_base",
         "duration_s",
+        "grad_share_ema",
         "skipped",
+        "weight_balanced",
     )
 )
 
@@ -42,19 +44,32 @@ class GradientStats:
     cosines_KK: Tensor
 
 
-def compare_gradients(gradients_KDT: Tensor, weights_K: Tensor) -> GradientStats:
+def scalar_products(gradients_KDT: Tensor) -> Tensor:
+    """The scalar product of each two of ``K`` gradients: ``(K, N) -> (K, K)``.
+
+    >>> scalar_products(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
+    tensor([[25.,  4.],
+            [ 4.,  1.]])
+    """
+    # No matrix product: on cores that something else keeps busy, its threads cost fifty times these sums.
+    products_KK = gradients_KDT.new_zeros(len(gradients_KDT), len(gradients_KDT))
+    for k, gradient_DT in enumerate(gradients_KDT):
+        for other in range(k + 1):
+            products_KK[k, other] = products_KK[other, k] = (gradient_DT * gradients_KDT[other]).sum()
+    return products_KK
+
+
+def compare_gradients(products_KK: Tensor, weights_K: Tensor) -> GradientStats:
     """Norms, shares and cosines of the gradients of one step.
 
     Args:
-        gradients_KDT: float64 ``(K, N)``, before their weights.
+        products_KK: float64 ``(K, K)``, their scalar products before their weights.
         weights_K: float64 ``(K,)``, at least 0.
 
-    >>> stats = compare_gradients(torch.tensor([[3.0, 4.0], [0.0, 1.0]]), torch.tensor([1.0, 5.0]))
+    >>> stats = compare_gradients(torch.tensor([[25.0, 4.0], [4.0, 1.0]]), torch.tensor([1.0, 5.0]))
     >>> stats.shares_K, stats.cosines_KK[0, 1]
     (tensor([0.5000, 0.5000]), tensor(0.8000))
     """
-    # No matrix product: on cores that something else keeps busy, its threads cost fifty times these sums.
-    products_KK = torch.stack([torch.stack([(a * b).sum() for b in gradients_KDT]) for a in gradients_KDT])
     norms_K = products_KK.diagonal().sqrt()
     weighted_norms_K = weights_K * norms_K
     return GradientStats(

@@ -14,7 +14,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from objectives.diagnostics import GradientStats, compare_gradients
+from objectives.balance import Balance
+from objectives.diagnostics import GradientStats, compare_gradients, scalar_products
 from objectives.errors import ObjectiveError
 from objectives.evaluate import Evaluation
 
@@ -33,12 +34,15 @@ class Linearized:
     metrics: dict[str, float]
 
 
-def linearize(base: Evaluation, terms: Sequence[tuple[Evaluation, float]]) -> Linearized:
+def linearize(
+    base: Evaluation, terms: Sequence[tuple[Evaluation, float]], balance: Balance | None = None, step: int = 0
+) -> Linearized:
     """Add up a base loss and its weighted terms.
 
     Args:
         base: the base loss, of weight 1.
         terms: each term with its weight at this step; those that are not due are left out.
+        balance: what gives them other weights to be trained with, at this step; the base loss among them.
 
     Raises:
         ObjectiveError: the sum is beyond the range of its dtype.
@@ -52,9 +56,15 @@ def linearize(base: Evaluation, terms: Sequence[tuple[Evaluation, float]]) -> Li
     rows = [(base, 1.0), *terms]
     gradients_KDT = torch.stack([row.gradient_DT.double() for row, _ in rows])
     weights_K = torch.tensor([weight for _, weight in rows], dtype=torch.float64)
+    products_KK = scalar_products(gradients_KDT)
+    balanced: dict[str, float] = {}
+    if balance is not None:
+        names, values = [row.name for row, _ in rows], [row.value for row, _ in rows]
+        weights_K = balance.weights(names, values, weights_K, products_KK, step)
+        balanced = {f"term/{name}/weight_balanced": w for name, w in zip(names, weights_K.tolist(), strict=True)}
     # One after the other, in float64: a matrix product may round differently from run to run.
-    total_DT = gradients_KDT[0].clone()
-    for gradient_DT, (_, weight) in zip(gradients_KDT[1:], terms, strict=True):
+    total_DT = gradients_KDT[0] * weights_K[0]
+    for gradient_DT, weight in zip(gradients_KDT[1:], weights_K[1:].tolist(), strict=True):
         total_DT.add_(gradient_DT, alpha=weight)
     loss_weights_DT = -total_DT.to(base.gradient_DT.dtype)
     if not loss_weights_DT.isfinite().all():
@@ -62,7 +72,7 @@ def linearize(base: Evaluation, terms: Sequence[tuple[Evaluation, float]]) -> Li
             f"The weighted gradients of {', '.join(row.name for row, _ in rows)} add up to more than "
             f"{base.gradient_DT.dtype} holds: lower the weight of the greatest."
         )
-    return Linearized(loss_weights_DT, _metrics(rows, compare_gradients(gradients_KDT, weights_K)))
+    return Linearized(loss_weights_DT, _metrics(rows, compare_gradients(products_KK, weights_K)) | balanced)
 
 
 def _metrics(rows: Sequence[tuple[Evaluation, float]], stats: GradientStats) -> dict[str, float]:

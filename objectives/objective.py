@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
+from objectives.balance import Balance, make_balance
 from objectives.base_loss import policy_loss_term
 from objectives.batch import TOPK, Batch, Outputs
 from objectives.errors import ExecutionError, ObjectiveError
@@ -21,8 +22,9 @@ from objectives.losses import BUILT_IN, find_built_in
 from objectives.regularizer import BASE, Regularizer
 from objectives.schedule import Constant, WeightSchedule
 from objectives.sdk import sdk_term
-from objectives.spec import BaseLossSpec, ObjectiveSpec, RegularizerSpec, explain
+from objectives.spec import BalanceSpec, BaseLossSpec, ObjectiveSpec, RegularizerSpec, WatchSpec, explain
 from objectives.term import Term, check_params
+from objectives.watch import Watch
 
 CROSS_ENTROPY = "cross_entropy"
 
@@ -37,6 +39,8 @@ class Objective:
         regularizers: a `RegularizerSpec` each, or its fields as a dict. In a dict ``fn`` may also be a
             `Term`, whose name is then the default, or a callable of the SDK's shape.
         modules: what an ``fn`` that is an import path may lead to; everywhere, unless given.
+        balance: a rule that changes the weights at each step, such as `PCGradSpec`.
+        watch: what is warned of, and after how long.
 
     Its terms are run by its `runner`. With one of execution ``process``, use it as a context manager (or call
     ``runner.close()``), so that the processes end with it.
@@ -49,7 +53,7 @@ class Objective:
     [('confidence', 0.1)]
     """
 
-    __slots__ = ("base", "regularizers", "runner")
+    __slots__ = ("balance", "base", "regularizers", "runner", "watch")
 
     base: Regularizer | None
     """The base loss as a term of weight 1; ``None`` for cross_entropy, whose gradient needs no autograd."""
@@ -57,12 +61,18 @@ class Objective:
     """The enabled terms, in the order given."""
     runner: TermRunner
     """What evaluates them where their specs say."""
+    balance: Balance | None
+    """What gives them other weights, step by step."""
+    watch: Watch
+    """What remembers the steps before and warns of what lasts."""
 
     def __init__(
         self,
         base_loss: str | BaseLossSpec | Mapping[str, Any] | Term | Callable[..., Any] = CROSS_ENTROPY,
         regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
         modules: Collection[str] | None = None,
+        balance: BalanceSpec | None = None,
+        watch: WatchSpec | None = None,
     ) -> None:
         self.base = _bind_base(base_loss)
         bound = [_bind(each, modules) for each in regularizers]
@@ -74,6 +84,8 @@ class Objective:
             seen.add(each.name)
         self.regularizers = tuple(each for each, enabled in bound if enabled)
         self.runner = TermRunner()
+        self.balance = make_balance(balance)
+        self.watch = Watch(watch or WatchSpec())
 
     def __enter__(self) -> Self:
         return self
@@ -86,7 +98,17 @@ class Objective:
     @classmethod
     def from_spec(cls, spec: ObjectiveSpec) -> Objective:
         """The objective that plain data describes; its import paths lead only where `allowed_modules` says."""
-        return cls(spec.base_loss, spec.regularizers, allowed_modules())
+        return cls(spec.base_loss, spec.regularizers, allowed_modules(), spec.balance, spec.watch)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to go on with, as plain data."""
+        return {"watch": self.watch.state(), "balance": self.balance.state() if self.balance else {}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; an empty one is the beginning."""
+        self.watch.restore(state.get("watch", {}))
+        if self.balance:
+            self.balance.restore(state.get("balance", {}))
 
     def check_needs(self, given: Collection[str] = ()) -> None:
         """Refuse, before the run, the terms that need what a flow does not give them.

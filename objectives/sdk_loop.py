@@ -158,5 +158,6 @@ def _linearize(
             done = objective.runner.stand_in(each, outputs)
         if done is not None:
             terms.append((done, each.weight_at(step, num_steps)))
-    linear = linearize(evaluate_base(objective, outputs, batch, step == 0), terms)
-    return Linearized(linear.loss_weights_DT, {**linear.metrics, **skipped})
+    linear = linearize(evaluate_base(objective, outputs, batch, step == 0), terms, objective.balance, step)
+    smoothed = objective.watch.look(step, linear.metrics)
+    return Linearized(linear.loss_weights_DT, {**linear.metrics, **smoothed, **skipped})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -60,6 +60,40 @@ class BaseLossSpec(BaseModel):
     params: dict[str, float] = Field(default_factory=dict, description="Its parameters, as in `loss_fn_config`.")
 
 
+class PCGradSpec(BaseModel):
+    """Conflicting gradients are projected (Yu et al. 2020)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Literal["pcgrad"] = Field(description="The balancing rule.")
+
+
+class GradNormSpec(BaseModel):
+    """Weights are learned so that gradients have comparable norms (Chen et al. 2018)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Literal["gradnorm"] = Field(description="The balancing rule.")
+    alpha: float = Field(
+        default=1.5, ge=0, description="How much more a term pulls that has learned less; 0 makes all norms the same."
+    )
+    learning_rate: float = Field(default=0.025, gt=0, description="Of the weights' factors.")
+
+
+BalanceSpec = Annotated[PCGradSpec | GradNormSpec, Field(discriminator="method")]
+
+
+class WatchSpec(BaseModel):
+    """What is warned of, and after how long."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dominance_above: float = Field(default=0.8, gt=0, le=1, description="Share of the gradient of one term.")
+    conflict_below: float = Field(default=0.0, ge=-1, le=0, description="Cosine of two gradients.")
+    patience: int = Field(default=20, ge=1, description="Steps on end that it lasts before it is warned of.")
+    share_decay: float = Field(default=0.9, ge=0, lt=1, description="Of the moving average of shares, per step.")
+
+
 class ObjectiveSpec(BaseModel):
     """A base loss and the terms added to it."""
 
@@ -69,6 +103,10 @@ class ObjectiveSpec(BaseModel):
         default="cross_entropy", description="The loss that the terms are added to: its name, or name and params."
     )
     regularizers: tuple[RegularizerSpec, ...] = Field(default=(), description="The weighted terms.")
+    balance: BalanceSpec | None = Field(
+        default=None, description="Changes the weights at each step by a known rule; none by default."
+    )
+    watch: WatchSpec = Field(default=WatchSpec(), description="Warnings of terms that dominate or conflict.")
 
 
 def explain(error: ValidationError) -> str:

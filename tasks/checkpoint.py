@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import tinker
 from tinker import types
@@ -42,8 +43,10 @@ def enqueue_checkpoint(client: tinker.TrainingClient, step: int, epoch: int, fin
 
 
 @step_task(name="checkpoint", task_run_name="checkpoint-{pending.name}")
-def record_checkpoint(pending: PendingCheckpoint, directory: RunDirectory, log: MetricsLog) -> CheckpointRecord:
-    """Wait for a save, make the metrics up to it durable, and only then record it."""
+def record_checkpoint(
+    pending: PendingCheckpoint, directory: RunDirectory, log: MetricsLog, objective: dict[str, Any]
+) -> CheckpointRecord:
+    """Wait for a save, make the metrics up to it durable, and only then record it, with the objective's state."""
     doing = f"save the checkpoint before step {pending.step}"
     state_path = wait_for_answer(pending.state, doing).path
     sampler_path = wait_for_answer(pending.sampler, doing).path if pending.sampler else None
@@ -55,7 +58,7 @@ def record_checkpoint(pending: PendingCheckpoint, directory: RunDirectory, log: 
         final=pending.sampler is not None,
         state_path=state_path,
         sampler_path=sampler_path,
-        extra={"mlflow_run_id": log.run_id},
+        extra={"mlflow_run_id": log.run_id, "objective": objective},
     )
     directory.append_line(CHECKPOINTS_BASE_NAME, json.dumps(record.to_dict()))
     return record

@@ -43,6 +43,12 @@ class MetricsLog:
             self._pending.append(operations)
         self._steps.add(step)
 
+    def tag(self, key: str, value: str) -> None:
+        """Enqueue a tag of the run; returns at once."""
+        operations = self.client.set_tag(self.run_id, key, value, synchronous=False)
+        if operations is not None:
+            self._pending.append(operations)
+
     def flush(self) -> None:
         """Wait until everything logged so far is stored.
 

@@ -30,7 +30,7 @@ def compute_term(
 
 @step_task(name="linearize")
 def linearize_terms(
-    objective: Objective, outputs: Outputs, batch: Batch, terms: Sequence[tuple[Evaluation, float]], first: bool
+    objective: Objective, outputs: Outputs, batch: Batch, terms: Sequence[tuple[Evaluation, float]], step: int
 ) -> Linearized:
     """Evaluate the base loss and sum all weighted gradients into the loss weights that the service takes."""
-    return linearize(evaluate_base(objective, outputs, batch, first), terms)
+    return linearize(evaluate_base(objective, outputs, batch, step == 0), terms, objective.balance, step)

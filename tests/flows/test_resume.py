@@ -76,7 +76,10 @@ def final_weights(directory: Path, home: Path) -> dict[str, bytes]:
 def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, prefect_server: str, mlflow_uri: str) -> None:
     home = tmp_path / "home"
     config = tmp_path / "sft.yaml"
-    config.write_text(yaml.safe_dump(sft_fields(tmp_path, "whole", mlflow_uri) | {"num_steps": NUM_STEPS}))
+    # Learned weights, so that what the objective remembers has to come back too.
+    objective = {"regularizers": [{"name": "topology"}, {"name": "logic"}], "balance": {"method": "gradnorm"}}
+    fields = sft_fields(tmp_path, "whole", mlflow_uri) | {"num_steps": NUM_STEPS, "objective": objective}
+    config.write_text(yaml.safe_dump(fields))
     finish(start(config, "whole", home, prefect_server))
     whole = final_weights(tmp_path / "runs" / "whole", home)
 

@@ -153,6 +153,24 @@ def test_final_weights_can_be_sampled_from(finished: TrainResult, engine_url: st
     assert len(sample.sequences[0].tokens) > 0
 
 
+def test_what_lasts_is_a_tag_and_what_is_learned_is_in_the_checkpoint(
+    folder: Path, engine_url: str, mlflow_uri: str
+) -> None:
+    fields = sft_fields(folder, "watched", mlflow_uri, engine_url) | {"num_steps": 2, "eval_every": 0}
+    fields["objective"] = {
+        "regularizers": [{"name": "logic", "weight": 3.0}],
+        "watch": {"patience": 2, "dominance_above": 1e-6},
+        "balance": {"method": "gradnorm"},
+    }
+    result = sft(SftConfig.model_validate(fields))
+    tags = MlflowClient(result.tracking_uri).get_run(result.mlflow_run_id).data.tags
+    assert "'logic' has had more than 0% of the gradient for 2 steps on" in tags["tinker_flows.warning.dominance.logic"]
+    record = json.loads((folder / "runs" / "watched" / "checkpoints.jsonl").read_text().splitlines()[-1])
+    assert record["objective"]["balance"]["factors"].keys() == {"base", "logic"}
+    assert history(result, "term/logic/weight_balanced")[0] == (0, 3.0)
+    assert history(result, "term/logic/weight_balanced")[1][1] != 3.0
+
+
 def test_cross_entropy_alone_needs_no_forward_pass(folder: Path, engine_url: str, mlflow_uri: str) -> None:
     """Without regularizers a step is what tinker-cookbook's own loop does: one forward_backward, one optim_step."""
     fields = sft_fields(folder, "plain", mlflow_uri, engine_url) | {"objective": {}, "num_steps": 2, "eval_every": 0}

@@ -19,7 +19,7 @@ def test_plain_data_and_python_make_the_same_objective():
     from_dicts = Objective(regularizers=json.loads(text)["regularizers"])
     assert from_data.regularizers == from_dicts.regularizers
     topology, l2 = from_data.regularizers
-    assert topology.params == {"alpha": 2.0}
+    assert topology.params["alpha"] == 2.0
     assert l2.term is sparsity
     assert [l2.weight_at(step, num_steps=3) for step in range(3)] == [0, 0.5, 1]
     assert [l2.due_at(step) for step in range(4)] == [True, False, True, False]

@@ -1,0 +1,90 @@
+"""What the terms of a run do over many steps: smoothed shares, and warnings of what lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from objectives.regularizer import BASE
+from objectives.spec import WatchSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Something that lasted.
+
+    Attributes:
+        key: ``dominance.<term>`` or ``conflict.<term>.<term>``.
+        text: one sentence for the user.
+    """
+
+    key: str
+    text: str
+
+
+class Watch:
+    """Looks at the metrics of each step, in order, and remembers what a warning needs.
+
+    - Dominance: a term's share of the gradient is above a threshold. The base loss may have any share.
+    - Conflict: the cosine of two gradients, the base loss's among them, is below a threshold.
+
+    Each is warned of when it has lasted for `patience` steps at which it was evaluated, and again only after it ended.
+    """
+
+    def __init__(self, spec: WatchSpec) -> None:
+        self._spec = spec
+        self._smoothed: dict[str, float] = {}
+        self._lasting: dict[str, int] = {}
+        self._warnings: list[Warned] = []
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """``term/<name>/grad_share_ema``, exponential moving averages, from the metrics of a step."""
+        spec = self._spec
+        made: dict[str, float] = {}
+        for key, figure in metrics.items():
+            match key.split("/"):
+                case ["term", name, "grad_share"]:
+                    before = self._smoothed.get(name, figure)
+                    self._smoothed[name] = spec.share_decay * before + (1 - spec.share_decay) * figure
+                    made[f"term/{name}/grad_share_ema"] = self._smoothed[name]
+                    if name != BASE:
+                        said = f"Term {name!r} has had more than {spec.dominance_above:.0%} of the gradient"
+                        self._count(
+                            f"dominance.{name}", figure > spec.dominance_above, step, f"{said}: lower its weight"
+                        )
+                case ["term", name, "cosine_to_base"] if name != BASE:
+                    self._conflict(BASE, name, figure, step)
+                case ["cosine", first, second]:
+                    self._conflict(first, second, figure, step)
+        return made
+
+    def take_warnings(self) -> list[Warned]:
+        """The warnings since the last time."""
+        taken, self._warnings = self._warnings, []
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to go on with, as plain data."""
+        return {"smoothed": dict(self._smoothed), "lasting": dict(self._lasting)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; an empty one is the beginning."""
+        self._smoothed = dict(state.get("smoothed", {}))
+        self._lasting = dict(state.get("lasting", {}))
+        self._warnings = []
+
+    def _conflict(self, first: str, second: str, cosine: float, step: int) -> None:
+        said = f"The gradients of {first!r} and {second!r} have pulled against each other (cosine {cosine:.2f})"
+        remedy = "lower the weight of one, or balance them by pcgrad"
+        self._count(f"conflict.{first}.{second}", cosine < self._spec.conflict_below, step, f"{said}: {remedy}")
+
+    def _count(self, key: str, happens: bool, step: int, text: str) -> None:
+        if not happens:
+            self._lasting.pop(key, None)
+            return
+        self._lasting[key] = self._lasting.get(key, 0) + 1
+        if self._lasting[key] == self._spec.patience:
+            said, _, remedy = text.partition(": ")
+            lasted = f"{self._spec.patience} steps on end, up to step {step}"
+            self._warnings.append(Warned(key, f"{said} for {lasted}: {remedy}."))
