@@ -40,11 +40,16 @@ def orthogonality(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, flo
     trained_DT = batch.mask_DT
     tokens, place_T = batch.target_tokens_DT[trained_DT].unique(return_inverse=True)
     row_T = torch.searchsorted(kept, batch.datum_of_DT[trained_DT])
-    vectors_DV = outputs.logprobs_DT.new_zeros(len(kept), len(tokens), requires_grad=False)
-    vectors_DV = vectors_DV.index_put((row_T, place_T), outputs.logprobs_DT[trained_DT].exp(), accumulate=True)
+    # float64, since a matrix product may round differently from run to run: below what float32 shows.
+    probabilities_T = outputs.logprobs_DT[trained_DT].double().exp()
+    vectors_DV = torch.zeros(len(kept), len(tokens), dtype=torch.float64)
+    vectors_DV = vectors_DV.index_put((row_T, place_T), probabilities_T, accumulate=True)
     squares_D = vectors_DV.square().sum(-1).clamp(min=_LEAST_SQUARE)
     vectors_DV = vectors_DV / squares_D.sqrt()[:, None]
     one, other = torch.triu_indices(len(kept), len(kept), offset=1)
-    cosines_P = (vectors_DV[one] * vectors_DV[other]).sum(-1)
+    cosines_P = (vectors_DV @ vectors_DV.T)[one, other]
     shown_P = cosines_P.detach()
-    return cosines_P.square().mean(), {"cosine_mean": float(shown_P.mean()), "cosine_max": float(shown_P.max())}
+    return cosines_P.square().mean().to(outputs.logprobs_DT.dtype), {
+        "cosine_mean": float(shown_P.mean()),
+        "cosine_max": float(shown_P.max()),
+    }

@@ -50,7 +50,7 @@ def simulation(outputs: Outputs, batch: Batch, *, timeout_score: float = 1.0) ->
 
     Each text is a process of its own, given the text on standard input; the last word of its standard
     output is the score. After ``timeout_s`` it and what it started are killed, and the text has ``timeout_score``. One
-    that ends with an error fails the term.
+    that ends with an error fails the term. It needs no ``execution`` but the default, since it has its own processes.
 
     Source: none; any black box, by the estimator of scored terms (`objectives.estimators.minimum_risk`).
 
