@@ -12,7 +12,7 @@ import tinker
 import torch
 from mlflow import MlflowClient
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
 from sft_config import sft_fields
 
 from flows.recorded import deliver_events, wait_until_recorded
@@ -130,11 +130,26 @@ def test_record_of_the_run(finished: TrainResult, folder: Path) -> None:
 
 def test_report_has_every_term_and_a_drawing(finished: TrainResult) -> None:
     page = Path(finished.report).read_text()
-    assert "<svg" in page
+    assert page.count("<svg") == 4
+    assert "src=" not in page
+    assert 'href="http' not in page
     for term in ("base", "topology", "logic", "confidence"):
         assert f"<td>{term}" in page
     artifacts = MlflowClient(finished.tracking_uri).list_artifacts(finished.mlflow_run_id)
     assert "report.html" in [artifact.path for artifact in artifacts]
+    drawings = MlflowClient(finished.tracking_uri).list_artifacts(finished.mlflow_run_id, "report")
+    names = ("conflicts", "contributions", "shares", "terms")
+    assert [drawing.path for drawing in drawings] == [f"report/{name}.png" for name in names]
+    for name in names:
+        assert Path(finished.report).with_name(f"report_{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_prefect_run_has_the_report(finished: TrainResult) -> None:
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["report-whole"])))
+    (artifact,) = (each for each in found if str(each.flow_run_id) == finished.flow_run_id)
+    assert finished.report in str(artifact.data)
+    assert "| logic |" in str(artifact.data)
 
 
 def test_a_finished_run_is_not_trained_again(
