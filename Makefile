@@ -4,7 +4,7 @@ STEPS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test slow check bench bench-engine format
+.PHONY: install demo test slow check bench bench-engine bench-objectives format
 
 install: $(STAMP)
 
@@ -42,3 +42,6 @@ bench: install
 
 bench-engine: install
 	$(BIN)/python -m benchmarks engine_vs_torch engine_sampling engine_service engine_tenants
+
+bench-objectives: install
+	$(BIN)/python -m benchmarks objective_terms objective_cost

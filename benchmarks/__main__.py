@@ -15,6 +15,7 @@ BENCHMARKS = {
     "engine_service": "an almost empty training step through SDK and engine, against its computation in process",
     "engine_tenants": "eight training clients in turns, against one; and the memory of each",
     "flow_vs_cookbook": "the sft flow, against tinker-cookbook's supervised loop on the same engine",
+    "objective_terms": "eight terms side by side, and their gradients apart, against one callback and one backward",
     "objective_cost": "three regularizers and their linearization, against the forward_backward they go with",
 }
 

@@ -52,11 +52,17 @@ def scalar_products(gradients_KDT: Tensor) -> Tensor:
             [ 4.,  1.]])
     """
     # No matrix product: on cores that something else keeps busy, its threads cost fifty times these sums.
-    products_KK = gradients_KDT.new_zeros(len(gradients_KDT), len(gradients_KDT))
-    for k, gradient_DT in enumerate(gradients_KDT):
+    flat_KN = gradients_KDT.flatten(1)
+    products_KK = flat_KN.new_zeros(len(flat_KN), len(flat_KN))
+    for k, gradient in enumerate(flat_KN):
         for other in range(k + 1):
-            products_KK[k, other] = products_KK[other, k] = (gradient_DT * gradients_KDT[other]).sum()
+            products_KK[k, other] = products_KK[other, k] = torch.dot(gradient, flat_KN[other])
     return products_KK
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether every element is finite; a finite sum says so in a tenth of the time."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def compare_gradients(products_KK: Tensor, weights_K: Tensor) -> GradientStats:

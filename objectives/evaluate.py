@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from objectives.batch import TOPK, Batch, Outputs
-from objectives.diagnostics import ROW_METRICS
+from objectives.diagnostics import ROW_METRICS, all_finite
 from objectives.errors import ObjectiveError
 from objectives.estimators import ESTIMATORS
 from objectives.execution.event_loop import wait_for
@@ -59,7 +59,7 @@ def prepare_features(regularizer: Regularizer, batch: Batch) -> Any:
     own = own_copy(batch)
     try:
         features = _call(regularizer, prepare, own)
-        _check_unchanged(changed(batch, own))
+        _check_unchanged(changed(own))
         return features
     except Exception as error:
         raise failure(regularizer, "preparing", error) from error
@@ -113,7 +113,7 @@ def _differentiate(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> 
     try:
         with torch.enable_grad():
             returned = _call(regularizer, term.evaluate, own_outputs, own_batch)
-            _check_unchanged([*changed(outputs, own_outputs), *changed(batch, own_batch)])
+            _check_unchanged([*changed(own_outputs), *changed(own_batch)])
             value, metrics = _split(returned, is_monitor=term.kind == "monitor")
             total = _total(regularizer, own_outputs, batch, value)
         if total.requires_grad:
@@ -231,8 +231,8 @@ def _check_finite(name: str, value: float, gradient_DT: Tensor) -> None:
             f"Term {name!r} has the value {value} where a finite one is expected: look for a logarithm or a "
             "division of zero in it, or for logprobs that are not finite."
         )
-    num_bad = int((~gradient_DT.isfinite()).sum())
-    if num_bad:
+    if not all_finite(gradient_DT):
+        num_bad = int((~gradient_DT.isfinite()).sum())
         raise ObjectiveError(
             f"The gradient of term {name!r} is not finite at {num_bad} of {len(gradient_DT)} tokens, though "
             "its value is: clamp what it divides by or takes the root or logarithm of."

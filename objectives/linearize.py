@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from objectives.balance import Balance
-from objectives.diagnostics import GradientStats, compare_gradients, scalar_products
+from objectives.diagnostics import GradientStats, all_finite, compare_gradients, scalar_products
 from objectives.errors import ObjectiveError
 from objectives.evaluate import Evaluation
 
@@ -54,7 +54,9 @@ def linearize(
     (tensor([ 1., -1.]), 2.25)
     """
     rows = [(base, 1.0), *terms]
-    gradients_KDT = torch.stack([row.gradient_DT.double() for row, _ in rows])
+    gradients_KDT = base.gradient_DT.new_empty((len(rows), *base.gradient_DT.shape), dtype=torch.float64)
+    for gradient_DT, (row, _) in zip(gradients_KDT, rows, strict=True):
+        gradient_DT.copy_(row.gradient_DT)
     weights_K = torch.tensor([weight for _, weight in rows], dtype=torch.float64)
     products_KK = scalar_products(gradients_KDT)
     balanced: dict[str, float] = {}
@@ -67,7 +69,7 @@ def linearize(
     for gradient_DT, weight in zip(gradients_KDT[1:], weights_K[1:].tolist(), strict=True):
         total_DT.add_(gradient_DT, alpha=weight)
     loss_weights_DT = -total_DT.to(base.gradient_DT.dtype)
-    if not loss_weights_DT.isfinite().all():
+    if not all_finite(loss_weights_DT):
         raise ObjectiveError(
             f"The weighted gradients of {', '.join(row.name for row, _ in rows)} add up to more than "
             f"{base.gradient_DT.dtype} holds: lower the weight of the greatest."

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from copy import copy
+from dataclasses import fields
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from objectives.batch import Batch, Outputs
@@ -16,39 +16,31 @@ R = TypeVar("R", Batch, Outputs)
 
 def own_copy(record: R) -> R:
     """The same with tensors of its own; texts are immutable, features and datums stay what they are."""
-    copies = {}
+    copied = copy(record)  # not `replace`, which would check a batch again
     for field in fields(record):
         match getattr(record, field.name):
             case Tensor() as tensor:
-                copies[field.name] = tensor.detach().clone()
+                object.__setattr__(copied, field.name, tensor.detach().clone())
             case Mapping() as tensors if field.name != "features":
-                copies[field.name] = {key: tensor.clone() for key, tensor in tensors.items()}
-    return replace(record, **copies)
+                object.__setattr__(copied, field.name, {key: tensor.clone() for key, tensor in tensors.items()})
+    return copied
 
 
-def changed(record: R, copy: R) -> list[str]:
-    """The names of the tensors in which a copy is not, to the bit, what it was made of.
+def changed(copied: Batch | Outputs) -> list[str]:
+    """The names of the tensors that some operation of torch has changed in place since `own_copy` made them.
 
-    >>> record = Outputs(torch.tensor([float("nan"), 1.0]))
-    >>> copy = own_copy(record)
-    >>> changed(record, copy), copy.logprobs_DT.mul_(2)[1].item(), changed(record, copy)
-    ([], 2.0, ['logprobs_DT'])
+    >>> import torch
+    >>> mine = own_copy(Outputs(torch.tensor([1.0, 2.0])))
+    >>> changed(mine), mine.logprobs_DT[:1].zero_(), changed(mine)
+    ([], tensor([0.]), ['logprobs_DT'])
     """
-    return [name for name, before, after in _pairs(record, copy) if not _same(before, after)]
+    return [name for name, tensor in _tensors(copied) if tensor._version > 0]
 
 
-def _pairs(record: R, copy: R) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _tensors(record: Batch | Outputs) -> Iterator[tuple[str, Tensor]]:
     for field in fields(record):
-        before, after = getattr(record, field.name), getattr(copy, field.name)
-        if isinstance(before, Tensor):
-            yield field.name, before.detach(), after.detach()
-        elif isinstance(before, Mapping) and field.name != "features":
-            yield from ((f"{field.name}[{key!r}]", tensor, after[key]) for key, tensor in before.items())
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def _same(before: Tensor, after: Tensor) -> bool:
-    return before.shape == after.shape and torch.equal(_bits(before), _bits(after))
+        value = getattr(record, field.name)
+        if isinstance(value, Tensor):
+            yield field.name, value
+        elif isinstance(value, Mapping) and field.name != "features":
+            yield from ((f"{field.name}[{key!r}]", tensor) for key, tensor in value.items())

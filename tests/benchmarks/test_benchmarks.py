@@ -16,6 +16,7 @@ from benchmarks import (
     engine_vs_torch,
     flow_vs_cookbook,
     objective_cost,
+    objective_terms,
     step_overhead,
 )
 from benchmarks.__main__ import BENCHMARKS
@@ -76,6 +77,12 @@ def test_flow_vs_cookbook(prefect_server: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_objective_cost() -> None:
     check(objective_cost.measure(repetitions=1, num_datums=4, num_tokens=32), "objective_cost", 2)
+
+
+def test_objective_terms() -> None:
+    rows = objective_terms.measure(repetitions=1, seconds=0.01, shape=(4, 32), num_waiting=1)
+    check(rows, "objective_terms", 2)
+    assert "budget 2x and 150 ms" in rows[1].note
 
 
 def test_ratios_are_of_figures_measured_next_to_each_other() -> None:
