@@ -46,7 +46,7 @@ def parameters_of(term: Term) -> list[Parameter]:
 
     >>> from objectives.terms.logic import logic
     >>> [(each.name, each.type, each.default) for each in parameters_of(logic)][-1:]
-    [('extractor', 'str', "'gsm8k'"), ('alpha', 'float > 0', '1.0')]
+    [('alpha', 'float > 0', '1.0')]
     """
     parts = (term.evaluate, term.prepare, ESTIMATORS[term.estimator] if term.estimator else None)
     written = _documented(*(part for part in parts if part))
