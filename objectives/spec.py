@@ -106,7 +106,9 @@ class ObjectiveSpec(BaseModel):
     balance: BalanceSpec | None = Field(
         default=None, description="Changes the weights at each step by a known rule; none by default."
     )
-    watch: WatchSpec = Field(default=WatchSpec(), description="Warnings of terms that dominate or conflict.")
+    watch: WatchSpec = Field(
+        default=WatchSpec(), title="Watch", description="Warnings of terms that dominate or conflict."
+    )
 
 
 def explain(error: ValidationError) -> str:
