@@ -40,12 +40,14 @@ def check(rows: list[Row], name: str, num_rows: int) -> None:
         assert all(figure > 0 for figure in (*row.ours, *row.peer, *row.ratios))
 
 
+@pytest.mark.slow
 def test_step_overhead() -> None:
     rows = step_overhead.measure(repetitions=1, steps=1, large_steps=1)
     check(rows, "step_overhead", 5)
     assert "budget 30 ms" in rows[0].note
 
 
+@pytest.mark.slow
 def test_engine_vs_torch() -> None:
     check(engine_vs_torch.measure(repetitions=1, steps=1, with_smollm=False), "engine_vs_torch", 1)
 
@@ -75,10 +77,12 @@ def test_flow_vs_cookbook(prefect_server: str, monkeypatch: pytest.MonkeyPatch) 
     check(flow_vs_cookbook.measure(repetitions=1, steps=4), "flow_vs_cookbook", 2)
 
 
+@pytest.mark.slow
 def test_objective_cost() -> None:
     check(objective_cost.measure(repetitions=1, num_datums=4, num_tokens=32), "objective_cost", 2)
 
 
+@pytest.mark.slow
 def test_objective_terms() -> None:
     rows = objective_terms.measure(repetitions=1, seconds=0.01, shape=(4, 32), num_waiting=1)
     check(rows, "objective_terms", 2)
