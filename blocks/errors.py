@@ -3,7 +3,12 @@
 TinkerFlowsError            what a user can mend; its message is one sentence for the user
 ├── ConfigError             (ValueError)    a config, data file or name that cannot be run
 ├── ServiceError            (RuntimeError)  the Tinker service, MLflow or Prefect refused or did not answer
-│   └── ServiceLostError                    the Tinker service failed in a way that a new client can get over
+│   ├── AbsentError                         no server answers at an address
+│   ├── ServiceLostError                    the Tinker service failed in a way that a new client can get over
+│   └── NotFiniteError                      an answer with NaN or infinity in it, or a request refused for one
+│       └── PoisonedError                   the weights are to blame, not what was sent
+├── GuardError          (RuntimeError)   a guard ended the run
+│   └── RolledBackError                     a guard ended this attempt: the run goes on without the bad step
 └── StorageError            (OSError)       what a run keeps could not be read or written
 """
 
@@ -22,8 +27,28 @@ class ServiceError(TinkerFlowsError, RuntimeError):
     """A service that refused a request or did not answer."""
 
 
+class AbsentError(ServiceError):
+    """No server answers at an address: it is misspelt, or the server is away."""
+
+
 class ServiceLostError(ServiceError):
     """A Tinker service that failed, or that lost the run's model: a new client from the last checkpoint goes on."""
+
+
+class NotFiniteError(ServiceError):
+    """An answer that holds NaN or infinity, or a request that was refused for one."""
+
+
+class PoisonedError(NotFiniteError):
+    """What is not finite comes of the weights, which an update before has broken."""
+
+
+class GuardError(TinkerFlowsError, RuntimeError):
+    """A guard that ended the run, before any checkpoint held what it is about."""
+
+
+class RolledBackError(GuardError):
+    """A guard that ended this attempt: opened again at its last checkpoint, the run passes over the bad step."""
 
 
 class StorageError(TinkerFlowsError, OSError):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 from pathlib import Path
 from typing import Self
 
-from blocks.errors import StorageError, storage_error
+from blocks.errors import storage_error
+from blocks.holder import refusal, this_process
 
 
 class LocalDirectory:
@@ -18,11 +18,6 @@ class LocalDirectory:
         self.location = str(path)
         self._path = path
         self._lock: int | None = None
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            _sync_entries(path.parent)
-        except OSError as error:
-            raise storage_error("make", path, error) from error
 
     def read_bytes(self, name: str) -> bytes | None:
         try:
@@ -33,6 +28,7 @@ class LocalDirectory:
             raise storage_error("read", self._path / name, error) from error
 
     def write_bytes(self, name: str, content: bytes) -> None:
+        self._make()
         path = self._path / name
         temporary = path.with_name(f".{name}.{os.getpid()}.tmp")
         try:
@@ -47,6 +43,7 @@ class LocalDirectory:
             raise storage_error("write", path, error) from error
 
     def append_line(self, name: str, line: str) -> None:
+        self._make()
         path = self._path / name
         try:
             is_new = not path.exists()
@@ -68,23 +65,32 @@ class LocalDirectory:
             raise storage_error("append to", path, error) from error
 
     def __enter__(self) -> Self:
+        self._make()
         path = self._path / ".lock"
         try:
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._lock, 0)
-            os.write(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            os.write(self._lock, str(this_process()).encode())
+            for left in self._path.glob(".*.tmp"):  # by a process that was killed while it wrote
+                left.unlink()
         except BlockingIOError as error:
             self.__exit__()
-            holder = path.read_text() or "another process"
-            raise StorageError(
-                f"The run in {self.location} is being written by {holder}: "
-                "wait for it, stop it, or choose another run_name."
-            ) from error
+            raise refusal(self.location, path.read_text() or "another process") from error
         except OSError as error:
             self.__exit__()
             raise storage_error("lock", path, error) from error
         return self
+
+    def _make(self) -> None:
+        """Make the directory, when it is first written to: who only reads leaves no trace."""
+        if self._path.is_dir():
+            return
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            _sync_entries(self._path.parent)
+        except OSError as error:
+            raise storage_error("make", self._path, error) from error
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:

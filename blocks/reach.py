@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from blocks.errors import ServiceError, reason
+from blocks.errors import AbsentError, reason
 
 
 def check_answers(what: str, url: str, timeout_s: float, remedy: str) -> None:
@@ -17,9 +17,9 @@ def check_answers(what: str, url: str, timeout_s: float, remedy: str) -> None:
         remedy: what the user can do.
 
     Raises:
-        ServiceError: nothing answers there, or it is no http(s) URL.
+        AbsentError: nothing answers there, or it is no http(s) URL.
     """
     try:
         httpx.get(url, timeout=timeout_s)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ServiceError(f"{what} does not answer ({reason(error)}): {remedy}.") from error
+        raise AbsentError(f"{what} does not answer ({reason(error)}): {remedy}.") from error

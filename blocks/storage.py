@@ -12,6 +12,7 @@ from blocks.errors import StorageError
 from blocks.home import home
 from blocks.local_directory import LocalDirectory
 from blocks.object_directory import ObjectDirectory
+from blocks.objects import Objects
 
 
 class RunDirectory(Protocol):
@@ -35,7 +36,10 @@ class RunDirectory(Protocol):
         ...
 
     def __enter__(self) -> Self:
-        """Hold the directory for this process; a second one is refused here, or on S3 at its first appended line."""
+        """Hold the directory for this process; a second one is refused by the name of the first.
+
+        What a holder that ended leaves is free at once; on S3, where another machine holds it, after half a minute.
+        """
         ...
 
     def __exit__(self, *_: object) -> None: ...
@@ -74,12 +78,18 @@ class RunStorage(Block):
         title="Secret key",
         description="S3 secret access key; unset means the AWS default chain.",
     )
+    patience_s: float = Field(
+        default=600.0,
+        ge=0,
+        title="Patience (s)",
+        description="How long a run waits for an S3 server that answered before and is away, before it ends.",
+    )
 
     def run_directory(self, run_name: str) -> RunDirectory:
-        """The directory of one run. Nothing is asked of S3 before the first read or write.
+        """The directory of one run. Nothing is made, or asked of S3, before the first read or write.
 
         Raises:
-            StorageError: it cannot be made, or the url is of neither kind.
+            StorageError: the url is of neither kind.
         """
         scheme, separator, path = self.url.partition("://")
         if not separator:
@@ -90,9 +100,11 @@ class RunStorage(Block):
                 f"Run storage has the url {self.url!r}, which is neither a local directory nor s3://bucket/prefix: "
                 "set it to one of them."
             )
-        return ObjectDirectory(
+        objects = Objects(
             f"{path.strip('/')}/{run_name}",
             endpoint_url=self.endpoint_url or None,
             key=self.access_key.get_secret_value() if self.access_key else None,
             secret=self.secret_key.get_secret_value() if self.secret_key else None,
+            patience_s=self.patience_s,
         )
+        return ObjectDirectory(objects)

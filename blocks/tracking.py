@@ -10,6 +10,7 @@ from pathlib import Path
 from mlflow import MlflowClient
 from mlflow.entities import LifecycleStage
 from mlflow.exceptions import MlflowException
+from mlflow.store.db.db_types import DATABASE_ENGINES
 from prefect.blocks.core import Block
 from pydantic import Field
 from sqlalchemy import make_url
@@ -83,9 +84,9 @@ class MLflowTracking(Block):
     def _experiment_id(self, client: MlflowClient) -> str:
         found = client.get_experiment_by_name(self.experiment)
         if found is None:
-            # A SQLite store would put artifacts below whatever directory the process happens to be in.
-            local = self.resolved_uri.startswith("sqlite:")
-            location = (home() / "mlflow-artifacts").as_uri() if local else None
+            # A database without a server would put artifacts below whatever directory the process happens to be in.
+            dialect = self.resolved_uri.partition(":")[0].partition("+")[0]
+            location = (home() / "mlflow-artifacts").as_uri() if dialect in DATABASE_ENGINES else None
             try:
                 return client.create_experiment(self.experiment, artifact_location=location)
             except MlflowException:

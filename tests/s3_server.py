@@ -21,19 +21,32 @@ ACCESS_KEY = "test-access"
 SECRET_KEY = "test-secret"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class S3Server:
     """A started S3 server.
 
     Attributes:
         endpoint_url: where it answers.
         bucket: a bucket that exists.
-        process: the process, to be killed by tests that want that.
+        folder: where its objects and its log are.
+        ports: of its parts, by name.
+        process: the process.
     """
 
     endpoint_url: str
     bucket: str
+    folder: Path
+    ports: dict[str, int]
     process: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self) -> None:
+        """Start it again on the same objects, at the same place; it may take a moment to answer."""
+        self.process = _start(self.folder, self.ports)
 
 
 @contextmanager
@@ -41,31 +54,35 @@ def running_s3(folder: Path) -> Iterator[S3Server]:
     """An S3 server that keeps its objects in ``folder``; stopped when the block is left."""
     folder.mkdir(parents=True, exist_ok=True)
     ports = {name: free_port() for name in ("s3", "master", "volume", "filer")}
+    server = S3Server(f"http://127.0.0.1:{ports['s3']}", "runs", folder, ports, _start(folder, ports))
+    try:
+        _wait_until_it_answers(server.process, server.endpoint_url, folder / "s3.log")
+        filesystem = fsspec.filesystem("s3", key=ACCESS_KEY, secret=SECRET_KEY, endpoint_url=server.endpoint_url)
+        filesystem.mkdirs(server.bucket, exist_ok=True)
+        yield server
+    finally:
+        server.kill()
+
+
+def s3_command(folder: Path, ports: dict[str, int]) -> tuple[list[str | Path], dict[str, str]]:
+    """The command and the environment of a server that keeps its objects in ``folder``."""
     here = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", *(f"-{name}.port={port}" for name, port in ports.items())]
-    command = [Path(sys.executable).with_name("weed"), "-logtostderr=true", "mini", f"-dir={folder}", *here]
+    weed = [Path(sys.executable).with_name("weed"), "-logtostderr=true", "mini", f"-dir={folder}", *here]
+    keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+    return [*weed, "-admin.ui=false", "-webdav=false"], keys | {"GOMEMLIMIT": "256MiB"}
+
+
+def _start(folder: Path, ports: dict[str, int]) -> subprocess.Popen[bytes]:
+    command, env = s3_command(folder, ports)
     with (folder / "s3.log").open("ab") as log:
-        process = subprocess.Popen(
-            [*command, "-admin.ui=false", "-webdav=false"],
+        return subprocess.Popen(
+            command,
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={
-                **os.environ,
-                "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-                "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-                "GOMEMLIMIT": "256MiB",
-            },
+            env={**os.environ, **env},
         )
-    with process:
-        try:
-            endpoint_url = f"http://127.0.0.1:{ports['s3']}"
-            _wait_until_it_answers(process, endpoint_url, folder / "s3.log")
-            filesystem = fsspec.filesystem("s3", key=ACCESS_KEY, secret=SECRET_KEY, endpoint_url=endpoint_url)
-            filesystem.mkdirs("runs", exist_ok=True)
-            yield S3Server(endpoint_url, "runs", process)
-        finally:
-            process.kill()
 
 
 def _wait_until_it_answers(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

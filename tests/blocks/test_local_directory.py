@@ -31,6 +31,7 @@ def in_child(work: Callable[[Connection], None]) -> tuple[BaseProcess, Connectio
 def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
     directory = LocalDirectory(tmp_path / "runs" / "a")
     assert directory.read_bytes("config.json") is None
+    assert not (tmp_path / "runs").exists()  # who only reads leaves no trace
     directory.write_bytes("config.json", b"one")
     directory.write_bytes("config.json", b"two")
     assert directory.read_bytes("config.json") == b"two"
@@ -56,6 +57,8 @@ def test_a_reader_sees_the_old_file_or_the_new_even_when_the_writer_is_killed(tm
         child.join()
         pipe.close()
         assert directory.read_bytes("file") in contents
+    with directory:  # whoever holds it next finds what the killed ones left, and removes it
+        assert {path.name for path in tmp_path.iterdir()} == {".lock", "file"}
 
 
 def test_lines_are_appended_behind_what_is_there(tmp_path: Path) -> None:
@@ -123,7 +126,7 @@ def test_a_second_process_is_refused_by_the_name_of_the_first_until_that_one_is_
     child, pipe = in_child(hold)
     assert pipe.recv() == "held"
     with (
-        pytest.raises(StorageError, match=f"is being written by process {child.pid} on .*: wait for it, stop it"),
+        pytest.raises(StorageError, match=rf"being written by process {child.pid} on .*, since 20.* UTC: wait for it"),
         LocalDirectory(tmp_path),
     ):
         pass
@@ -148,7 +151,7 @@ def test_a_second_run_in_one_process_is_refused_too(tmp_path: Path) -> None:
 def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"Could not make .*file/run \(Not a directory\)"):
-        LocalDirectory(tmp_path / "file" / "run")
+        LocalDirectory(tmp_path / "file" / "run").write_bytes("config.json", b"")
 
 
 @pytest.mark.parametrize(
