@@ -50,25 +50,7 @@ def sampling_router(engine: Engine) -> APIRouter:
 
     @router.post("/asample")
     async def asample(request: Request) -> dict[str, Any]:
-        content = await read_json(request, limit)
-        sampler = engine.sampler(str(content.get("sampling_session_id")))
-        asked = parse(types.SampleRequest, content)
-        if asked.seq_id is None:
-            raise RequestError("asample needs a seq_id beside its sampling_session_id.")
-        if asked.num_samples > MAX_SAMPLES:
-            # Each sample has an id in the answer: billions of them would fill the memory before the job is looked at.
-            raise RequestError(f"num_samples is {asked.num_samples}; give 1 to {MAX_SAMPLES}.")
-        request_id = sampler.start(
-            asked.seq_id,
-            digest("asample", content),
-            engine.futures,
-            asked.num_samples,
-            lambda: _sample(sampler, asked, engine.metrics),
-        )
-        return {
-            "request_id": request_id,
-            "sample_sequence_ids": [f"{request_id}:{sample}" for sample in range(asked.num_samples)],
-        }
+        return _start_sample(engine, await read_json(request, limit))
 
     @router.post("/cancel_future")
     async def cancel_future(request: Request) -> dict[str, str]:
@@ -85,6 +67,27 @@ def sampling_router(engine: Engine) -> APIRouter:
         return {"completions": [_describe(done) for done in finished], "cursor": cursor}
 
     return router
+
+
+def _start_sample(engine: Engine, content: dict[str, Any]) -> dict[str, Any]:
+    sampler = engine.sampler(str(content.get("sampling_session_id")))
+    asked = parse(types.SampleRequest, content)
+    if asked.seq_id is None:
+        raise RequestError("asample needs a seq_id beside its sampling_session_id.")
+    if asked.num_samples > MAX_SAMPLES:
+        # Each sample has an id in the answer: billions of them would fill the memory before the job is looked at.
+        raise RequestError(f"num_samples is {asked.num_samples}; give 1 to {MAX_SAMPLES}.")
+    request_id = sampler.start(
+        asked.seq_id,
+        digest("asample", content),
+        engine.futures,
+        asked.num_samples,
+        lambda: _sample(sampler, asked, engine.metrics),
+    )
+    return {
+        "request_id": request_id,
+        "sample_sequence_ids": [f"{request_id}:{sample}" for sample in range(asked.num_samples)],
+    }
 
 
 async def _sample(sampler: Sampler, asked: types.SampleRequest, metrics: Metrics) -> Answer:

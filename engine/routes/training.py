@@ -7,6 +7,7 @@ all that follow: only requests that name no living model are refused.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -74,19 +75,7 @@ def training_router(engine: Engine) -> APIRouter:
 
     @router.post("/save_weights_for_sampler")
     async def save_weights_for_sampler(request: HttpRequest) -> dict[str, str]:
-        async def save(model: TrainingModel, content: dict[str, Any]) -> Answer:
-            asked = parse(types.SaveWeightsForSamplerRequest, content)
-            if asked.path is not None:
-                # The SDK has no overwrite here, and writes the same names again after a resume.
-                return await model.save(
-                    SaveRequest("sampler_weights", asked.path, True, asked.ttl_seconds, asked.user_metadata or {})
-                )
-            if asked.sampling_session_seq_id is None:
-                raise RequestError("save_weights_for_sampler needs a path or a sampling_session_seq_id.")
-            sampler = await engine.new_snapshot_sampler(model, asked.sampling_session_seq_id)
-            return Answer.json({"sampling_session_id": sampler.sampler_id})
-
-        return await queue(request, save)
+        return await queue(request, partial(_save_for_sampler, engine))
 
     return router
 
@@ -103,6 +92,19 @@ async def _save(model: TrainingModel, content: dict[str, Any]) -> Answer:
     return await model.save(
         SaveRequest("weights", asked.path, asked.overwrite, asked.ttl_seconds, asked.user_metadata or {})
     )
+
+
+async def _save_for_sampler(engine: Engine, model: TrainingModel, content: dict[str, Any]) -> Answer:
+    asked = parse(types.SaveWeightsForSamplerRequest, content)
+    if asked.path is not None:
+        # The SDK has no overwrite here, and writes the same names again after a resume.
+        return await model.save(
+            SaveRequest("sampler_weights", asked.path, True, asked.ttl_seconds, asked.user_metadata or {})
+        )
+    if asked.sampling_session_seq_id is None:
+        raise RequestError("save_weights_for_sampler needs a path or a sampling_session_seq_id.")
+    sampler = await engine.new_snapshot_sampler(model, asked.sampling_session_seq_id)
+    return Answer.json({"sampling_session_id": sampler.sampler_id})
 
 
 async def _save_external(model: TrainingModel, content: dict[str, Any]) -> Answer:

@@ -9,18 +9,7 @@ import pytest
 import tinker
 from engine_process import API_KEY, EngineProcess, running_engine
 from tinker import types
-
-ADAM = types.AdamParams(learning_rate=1e-2)
-
-
-def train(trainer: tinker.TrainingClient, batch: list[types.Datum], num_steps: int) -> list[float]:
-    losses = []
-    for _ in range(num_steps):
-        output = trainer.forward_backward(batch, "cross_entropy")
-        updated = trainer.optim_step(ADAM)
-        losses.append(output.result().metrics["loss:sum"])
-        updated.result()
-    return losses
+from train_steps import train
 
 
 def files_of(engine: EngineProcess, path: str) -> dict[str, bytes]:

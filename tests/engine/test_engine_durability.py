@@ -16,18 +16,7 @@ import tinker
 from engine_process import API_KEY, EngineProcess, running_engine
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
-
-ADAM = types.AdamParams(learning_rate=1e-2)
-
-
-def train(trainer: tinker.TrainingClient, batch: list[types.Datum], num_steps: int) -> list[float]:
-    losses = []
-    for _ in range(num_steps):
-        output = trainer.forward_backward(batch, "cross_entropy")
-        updated = trainer.optim_step(ADAM)
-        losses.append(output.result().metrics["loss:sum"])
-        updated.result()
-    return losses
+from train_steps import ADAM, train
 
 
 def service_of(engine: EngineProcess) -> tinker.ServiceClient:

@@ -1,0 +1,19 @@
+"""Some steps of training by the SDK alone."""
+
+from __future__ import annotations
+
+import tinker
+from tinker import types
+
+ADAM = types.AdamParams(learning_rate=1e-2)
+
+
+def train(trainer: tinker.TrainingClient, batch: list[types.Datum], num_steps: int) -> list[float]:
+    """The loss before each of some updates on one batch."""
+    losses = []
+    for _ in range(num_steps):
+        output = trainer.forward_backward(batch, "cross_entropy")
+        updated = trainer.optim_step(ADAM)
+        losses.append(output.result().metrics["loss:sum"])
+        updated.result()
+    return losses
