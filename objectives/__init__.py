@@ -9,6 +9,7 @@ from objectives.errors import ObjectiveError
 from objectives.evaluate import Evaluation, evaluate_base, evaluate_term, prepare_features
 from objectives.linearize import Linearized, linearize
 from objectives.objective import Objective, Regularizer
+from objectives.one_pass import OnePass
 from objectives.sdk_loop import forward_backward_regularized
 from objectives.spec import BaseLossSpec, ObjectiveSpec, RegularizerSpec
 from objectives.term import Term, regularizer
@@ -21,6 +22,7 @@ __all__ = [
     "Objective",
     "ObjectiveError",
     "ObjectiveSpec",
+    "OnePass",
     "Outputs",
     "Regularizer",
     "RegularizerSpec",

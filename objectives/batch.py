@@ -31,6 +31,9 @@ class Batch:
             sampled ones. ``None`` for fixed data.
         labels_D: what the data says of each datum beside its tokens, int64 ``(D,)`` by name, such as the pair or the
             group that it belongs to; see `objectives.labels`.
+        values_DT: float32 ``(N,)``: what a critic expected to be earned from each sampled token on, in units of reward;
+            ``None`` without one.
+        returns_DT: float32 ``(N,)``: what it should have expected; ``None`` without a critic.
     """
 
     target_tokens_DT: Tensor
@@ -41,6 +44,8 @@ class Batch:
     datums: Any = None
     advantages_DT: Tensor | None = None
     labels_D: Mapping[str, Tensor] = field(default_factory=dict)
+    values_DT: Tensor | None = None
+    returns_DT: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.num_datums == 0 or self.num_tokens == 0:
@@ -53,11 +58,13 @@ class Batch:
                 "No token of a batch has a non-zero weight, so nothing would be trained: "
                 "check `train_on_what` and `max_length` of the data."
             )
-        if self.advantages_DT is not None and len(self.advantages_DT) != self.num_tokens:
-            raise ObjectiveError(
-                f"A batch of {self.num_tokens} tokens has {len(self.advantages_DT)} advantages: give one per token, 0 "
-                "outside the sampled ones."
-            )
+        for name in ("advantages", "values", "returns"):
+            given_DT = getattr(self, f"{name}_DT")
+            if given_DT is not None and len(given_DT) != self.num_tokens:
+                raise ObjectiveError(
+                    f"A batch of {self.num_tokens} tokens has {len(given_DT)} {name}: give one per token, 0 "
+                    "outside the sampled ones."
+                )
 
     @property
     def num_datums(self) -> int:

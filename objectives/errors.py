@@ -7,3 +7,11 @@ class ObjectiveError(ValueError):
 
 class ExecutionError(ObjectiveError):
     """A term that was not run to its end; a clause, from which the runner makes the sentence."""
+
+
+class UntraceableError(ObjectiveError):
+    """An objective, or a term, that cannot be one pass of the service; a clause that says why."""
+
+
+class NotFiniteError(ObjectiveError):
+    """A value or gradient that is NaN or infinite; the message is one sentence for the user."""

@@ -82,9 +82,11 @@ def unlikelihood(outputs: Outputs, batch: Batch, scores_DT: Tensor) -> Tensor:
     """
     logprobs_DT = outputs.logprobs_DT
     uncertain_DT = logprobs_DT.clamp(max=_ALMOST_CERTAIN)
-    slope = math.exp(_ALMOST_CERTAIN) / -math.expm1(_ALMOST_CERTAIN)
     curve_DT = -torch.log(-torch.expm1(uncertain_DT))
-    return scores_DT * (curve_DT + slope * (logprobs_DT - uncertain_DT))
+    slope = math.exp(_ALMOST_CERTAIN) / -math.expm1(_ALMOST_CERTAIN)
+    tangent_DT = slope * (logprobs_DT - _ALMOST_CERTAIN) - math.log(-math.expm1(_ALMOST_CERTAIN))
+    # Either, not a sum of both: the slope of the one, left over in the other, would hide a small p in float32.
+    return scores_DT * torch.where(logprobs_DT > _ALMOST_CERTAIN, tangent_DT, curve_DT)
 
 
 def fixed_data_refusal() -> str:

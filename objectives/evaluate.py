@@ -15,7 +15,7 @@ from torch import Tensor
 
 from objectives.batch import TOPK, Batch, Outputs
 from objectives.diagnostics import ROW_METRICS, all_finite
-from objectives.errors import ObjectiveError
+from objectives.errors import NotFiniteError, ObjectiveError
 from objectives.estimators import ESTIMATORS
 from objectives.execution.event_loop import wait_for
 from objectives.losses import cross_entropy
@@ -213,6 +213,13 @@ def _check_inputs(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> N
                 f"Term {regularizer.name!r} needs {need}, which these outputs and their batch lack: use a flow that "
                 "gives it, or disable the term."
             )
+    for need in ("ref_logprobs", "sampling_logprobs"):
+        given_DT = getattr(outputs, f"{need}_DT")
+        if given_DT is not None and given_DT.shape != outputs.logprobs_DT.shape:
+            raise ObjectiveError(
+                f"Term {regularizer.name!r} got {need} of shape {tuple(given_DT.shape)} where the logprobs have "
+                f"{tuple(outputs.logprobs_DT.shape)}: ask both models for the same targets."
+            )
     if regularizer.term.prepare is not None and batch.features is None:
         raise ObjectiveError(
             f"Term {regularizer.name!r} needs its prepared features, and the batch came without: put what "
@@ -227,13 +234,13 @@ def _check_unchanged(names: Sequence[str]) -> None:
 
 def _check_finite(name: str, value: float, gradient_DT: Tensor) -> None:
     if not math.isfinite(value):
-        raise ObjectiveError(
+        raise NotFiniteError(
             f"Term {name!r} has the value {value} where a finite one is expected: look for a logarithm or a "
             "division of zero in it, or for logprobs that are not finite."
         )
     if not all_finite(gradient_DT):
         num_bad = int((~gradient_DT.isfinite()).sum())
-        raise ObjectiveError(
+        raise NotFiniteError(
             f"The gradient of term {name!r} is not finite at {num_bad} of {len(gradient_DT)} tokens, though "
             "its value is: clamp what it divides by or takes the root or logarithm of."
         )

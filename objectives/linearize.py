@@ -16,7 +16,7 @@ from torch import Tensor
 
 from objectives.balance import Balance
 from objectives.diagnostics import GradientStats, all_finite, compare_gradients, scalar_products
-from objectives.errors import ObjectiveError
+from objectives.errors import NotFiniteError
 from objectives.evaluate import Evaluation
 
 
@@ -45,7 +45,7 @@ def linearize(
         balance: what gives them other weights to be trained with, at this step; the base loss among them.
 
     Raises:
-        ObjectiveError: the sum is beyond the range of its dtype.
+        NotFiniteError: the sum is beyond the range of its dtype.
 
     >>> base = Evaluation("base", 2.0, torch.tensor([-1.0, -1.0]))
     >>> term = Evaluation("confidence", 0.5, torch.tensor([0.0, 4.0]))
@@ -70,7 +70,7 @@ def linearize(
         total_DT.add_(gradient_DT, alpha=weight)
     loss_weights_DT = -total_DT.to(base.gradient_DT.dtype)
     if not all_finite(loss_weights_DT):
-        raise ObjectiveError(
+        raise NotFiniteError(
             f"The weighted gradients of {', '.join(row.name for row, _ in rows)} add up to more than "
             f"{base.gradient_DT.dtype} holds: lower the weight of the greatest."
         )

@@ -15,15 +15,16 @@ from objectives.base_loss import policy_loss_term
 from objectives.batch import TOPK, Batch, Outputs
 from objectives.errors import ExecutionError, ObjectiveError
 from objectives.estimators import fixed_data_refusal
+from objectives.execution.cluster import library
 from objectives.execution.process import importable
-from objectives.execution.runner import TermRunner
+from objectives.execution.runner import PLACES, TermRunner
 from objectives.find_term import allowed_modules, find_term
-from objectives.losses import BUILT_IN, find_built_in
+from objectives.losses import BASE_LOSSES, find_base_loss
 from objectives.regularizer import BASE, Regularizer
 from objectives.schedule import Constant, WeightSchedule
 from objectives.sdk import sdk_term
-from objectives.spec import BalanceSpec, BaseLossSpec, ObjectiveSpec, RegularizerSpec, WatchSpec, explain
-from objectives.term import Term, check_params
+from objectives.spec import Backend, BalanceSpec, BaseLossSpec, ObjectiveSpec, RegularizerSpec, WatchSpec, explain
+from objectives.term import Term, check_params, registered_terms
 from objectives.watch import Watch
 
 CROSS_ENTROPY = "cross_entropy"
@@ -33,7 +34,7 @@ class Objective:
     """``total = base + sum_i weight_i * term_i``.
 
     Args:
-        base_loss: the name of a loss of the service, such as ``"cross_entropy"`` or ``"ppo"``; a
+        base_loss: the name of a loss, such as ``"cross_entropy"`` or ``"ppo"``, or of a term, such as ``"dpo"``; a
             `BaseLossSpec` or its fields as a dict, ``{"name": "ppo", "params": {...}}``; a `Term`; or any callable
             of the SDK's ``CustomLossFnV1`` shape, ``(data, logprobs) -> (loss, metrics)``.
         regularizers: a `RegularizerSpec` each, or its fields as a dict. In a dict ``fn`` may also be a
@@ -41,9 +42,10 @@ class Objective:
         modules: what an ``fn`` that is an import path may lead to; everywhere, unless given.
         balance: a rule that changes the weights at each step, such as `PCGradSpec`.
         watch: what is warned of, and after how long.
+        backend: whether a step is one pass of the service, see `objectives.one_pass`.
 
-    Its terms are run by its `runner`. With one of execution ``process``, use it as a context manager (or call
-    ``runner.close()``), so that the processes end with it.
+    Its terms are run by its `runner`. With one of execution ``process``, ``dask`` or ``ray``, use it as a context
+    manager (or call ``runner.close()``), so that the processes end with it.
 
     Raises:
         ObjectiveError: for whatever is wrong with any of them, before anything runs.
@@ -53,7 +55,7 @@ class Objective:
     [('confidence', 0.1)]
     """
 
-    __slots__ = ("balance", "base", "regularizers", "runner", "watch")
+    __slots__ = ("backend", "balance", "base", "passes", "regularizers", "runner", "watch")
 
     base: Regularizer | None
     """The base loss as a term of weight 1; ``None`` for cross_entropy, whose gradient needs no autograd."""
@@ -65,6 +67,10 @@ class Objective:
     """What gives them other weights, step by step."""
     watch: Watch
     """What remembers the steps before and warns of what lasts."""
+    backend: Backend
+    """Which way its steps may go."""
+    passes: int | None
+    """Which way they went so far: one pass of the service, or two; ``None`` before the first."""
 
     def __init__(
         self,
@@ -73,6 +79,7 @@ class Objective:
         modules: Collection[str] | None = None,
         balance: BalanceSpec | None = None,
         watch: WatchSpec | None = None,
+        backend: Backend = "auto",
     ) -> None:
         self.base = _bind_base(base_loss)
         bound = [_bind(each, modules) for each in regularizers]
@@ -86,6 +93,7 @@ class Objective:
         self.runner = TermRunner()
         self.balance = make_balance(balance)
         self.watch = Watch(watch or WatchSpec())
+        self.backend, self.passes = backend, None
 
     def __enter__(self) -> Self:
         return self
@@ -98,17 +106,20 @@ class Objective:
     @classmethod
     def from_spec(cls, spec: ObjectiveSpec) -> Objective:
         """The objective that plain data describes; its import paths lead only where `allowed_modules` says."""
-        return cls(spec.base_loss, spec.regularizers, allowed_modules(), spec.balance, spec.watch)
+        return cls(spec.base_loss, spec.regularizers, allowed_modules(), spec.balance, spec.watch, spec.backend)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to go on with, as plain data."""
-        return {"watch": self.watch.state(), "balance": self.balance.state() if self.balance else {}}
+        balance = self.balance.state() if self.balance else {}
+        return {"watch": self.watch.state(), "balance": balance, "passes": self.passes}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state; an empty one is the beginning."""
         self.watch.restore(state.get("watch", {}))
         if self.balance:
             self.balance.restore(state.get("balance", {}))
+        # A run of a release that knew two passes only goes on with two.
+        self.passes = state.get("passes", 2 if state else None)
 
     def check_needs(self, given: Collection[str] = ()) -> None:
         """Refuse, before the run, the terms that need what a flow does not give them.
@@ -130,17 +141,21 @@ class Objective:
 
 
 def _bind_base(base_loss: object) -> Regularizer | None:
+    params: Mapping[str, Any] = {}
     if callable(base_loss):
         term = base_loss if isinstance(base_loss, Term) else sdk_term(BASE, base_loss)
     else:
         spec = _base_spec(base_loss)
         if spec.name == CROSS_ENTROPY:
-            find_built_in(CROSS_ENTROPY).check_params(spec.params)
+            find_base_loss(CROSS_ENTROPY).check_params(spec.params)
             return None
-        term = policy_loss_term(spec.name, spec.params)
+        if spec.name in BASE_LOSSES:
+            term = policy_loss_term(spec.name, spec.params)
+        else:
+            term, params = registered_terms()[spec.name], spec.params
     if term.kind != "differentiable":
         raise ObjectiveError(f"The base loss {term.name!r} is a {term.kind} term: only a differentiable one can be it.")
-    return Regularizer(BASE, term, Constant(value=1.0), check_params(term, {}))
+    return Regularizer(BASE, term, Constant(value=1.0), check_params(term, params))
 
 
 def _base_spec(base_loss: object) -> BaseLossSpec:
@@ -148,10 +163,10 @@ def _base_spec(base_loss: object) -> BaseLossSpec:
         spec = BaseLossSpec.model_validate({"name": base_loss} if isinstance(base_loss, str) else base_loss)
     except ValidationError as error:
         raise ObjectiveError(f"The base loss {base_loss!r} is unknown: {explain(error)}.") from error
-    if spec.name not in BUILT_IN:
+    if spec.name not in BASE_LOSSES.keys() | registered_terms().keys():
         raise ObjectiveError(
-            f"The base loss {spec.name!r} is unknown: it is one of {', '.join(BUILT_IN)}, a term, or a callable "
-            "(data, logprobs) -> (loss, metrics)."
+            f"The base loss {spec.name!r} is unknown: it is one of {', '.join(BASE_LOSSES)}, a registered term, or "
+            "a callable (data, logprobs) -> (loss, metrics)."
         )
     return spec
 
@@ -201,11 +216,14 @@ def _check_execution(spec: RegularizerSpec, term: Term) -> None:
             f"Term {spec.name!r} has a timeout_s of {spec.timeout_s:g} and the execution 'inline', which cannot be "
             "stopped: leave out timeout_s, or take 'thread', 'async' or 'process'."
         )
-    if spec.execution == "process":
+    if spec.execution in PLACES:
+        where = "a process" if spec.execution == "process" else f"a worker of {spec.execution}"
         try:
             importable(term)
+            if spec.execution != "process":
+                library(spec.execution)
         except ExecutionError as error:
-            raise ObjectiveError(f"Term {spec.name!r} cannot have a process: {error}.") from error
+            raise ObjectiveError(f"Term {spec.name!r} cannot have {where}: {error}.") from error
     functions = (term.evaluate, term.prepare)
     if spec.execution == "async" and not any(map(inspect.iscoroutinefunction, functions)):
         raise ObjectiveError(

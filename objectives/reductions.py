@@ -9,6 +9,7 @@ from torch import Tensor
 
 from objectives.batch import Batch
 from objectives.errors import ObjectiveError
+from objectives.one_datum import OneDatum
 
 Reduction = Literal["token_mean", "sequence_mean", "sum", "none"]
 
@@ -20,6 +21,8 @@ def sum_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
     >>> sum_by_datum(torch.tensor([5.0, 6.0, 7.0]), batch)
     tensor([6., 7.])
     """
+    if isinstance(batch, OneDatum):
+        return batch.sum(values_DT)
     if values_DT.shape != (batch.num_tokens,):
         raise ObjectiveError(
             f"values of shape {tuple(values_DT.shape)} where one for each of {batch.num_tokens} tokens is expected; of "
@@ -68,6 +71,8 @@ def reduce(value: Tensor, batch: Batch, reduction: Reduction) -> Tensor:
     Raises:
         ObjectiveError: for a value of any other shape.
     """
+    if isinstance(batch, OneDatum):
+        return value.sum()  # not a term's value but one of its metrics, which are computed from the answer
     if reduction == "none" and value.ndim == 0:
         return value
     if reduction == "none" or value.shape not in ((batch.num_tokens,), (batch.num_datums,)):

@@ -8,8 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from objectives.schedule import Weight
 
-Execution = Literal["inline", "async", "thread", "process"]
+Execution = Literal["inline", "async", "thread", "process", "dask", "ray"]
 OnError = Literal["raise", "skip", "last"]
+Backend = Literal["auto", "client", "server"]
 
 
 class RegularizerSpec(BaseModel):
@@ -42,7 +43,7 @@ class RegularizerSpec(BaseModel):
     execution: Execution = Field(
         default="thread",
         description="Where the term runs: `inline` after the others, `thread` beside them, `async` on an event loop, "
-        "`process` in a process of its own.",
+        "`process` in a process of its own, `dask` and `ray` on a worker of a cluster.",
     )
     timeout_s: float | None = Field(
         default=None,
@@ -108,6 +109,11 @@ class ObjectiveSpec(BaseModel):
     )
     watch: WatchSpec = Field(
         default=WatchSpec(), title="Watch", description="Warnings of terms that dominate or conflict."
+    )
+    backend: Backend = Field(
+        default="auto",
+        description="`server`: the service runs the whole objective, one pass for each step; `client`: two passes, the "
+        "terms evaluated here between them; `auto`: one pass where the base loss and every term can be traced.",
     )
 
 

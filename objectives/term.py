@@ -17,7 +17,7 @@ from objectives.spec import explain
 
 Kind = Literal["differentiable", "scored", "monitor"]
 Estimator = Literal["minimum_risk", "score_function", "unlikelihood"]
-Need = Literal["ref_logprobs", "sampling_logprobs", "advantages", "topk_logprobs", "hidden_states"]
+Need = Literal["ref_logprobs", "sampling_logprobs", "advantages", "values", "returns", "topk_logprobs", "hidden_states"]
 
 
 @dataclass(frozen=True, slots=True)

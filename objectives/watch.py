@@ -49,10 +49,7 @@ class Watch:
                     self._smoothed[name] = spec.share_decay * before + (1 - spec.share_decay) * figure
                     made[f"term/{name}/grad_share_ema"] = self._smoothed[name]
                     if name != BASE:
-                        said = f"Term {name!r} has had more than {spec.dominance_above:.0%} of the gradient"
-                        self._count(
-                            f"dominance.{name}", figure > spec.dominance_above, step, f"{said}: lower its weight"
-                        )
+                        self._dominance(name, figure, step)
                 case ["term", name, "cosine_to_base"] if name != BASE:
                     self._conflict(BASE, name, figure, step)
                 case ["cosine", first, second]:
@@ -74,17 +71,24 @@ class Watch:
         self._lasting = dict(state.get("lasting", {}))
         self._warnings = []
 
-    def _conflict(self, first: str, second: str, cosine: float, step: int) -> None:
-        said = f"The gradients of {first!r} and {second!r} have pulled against each other (cosine {cosine:.2f})"
-        remedy = "lower the weight of one, or balance them by pcgrad"
-        self._count(f"conflict.{first}.{second}", cosine < self._spec.conflict_below, step, f"{said}: {remedy}")
+    def _dominance(self, name: str, share: float, step: int) -> None:
+        if self._lasts(f"dominance.{name}", share > self._spec.dominance_above):
+            said = f"Term {name!r} has had more than {self._spec.dominance_above:.0%} of the gradient"
+            self._warnings.append(Warned(f"dominance.{name}", f"{said} for {self._lasted(step)}: lower its weight."))
 
-    def _count(self, key: str, happens: bool, step: int, text: str) -> None:
+    def _conflict(self, first: str, second: str, cosine: float, step: int) -> None:
+        if self._lasts(f"conflict.{first}.{second}", cosine < self._spec.conflict_below):
+            said = f"The gradients of {first!r} and {second!r} have pulled against each other (cosine {cosine:.2f})"
+            remedy = "lower the weight of one, or balance them by pcgrad"
+            self._warnings.append(Warned(f"conflict.{first}.{second}", f"{said} for {self._lasted(step)}: {remedy}."))
+
+    def _lasts(self, key: str, happens: bool) -> bool:
+        """True once, when it has happened often enough on end."""
         if not happens:
             self._lasting.pop(key, None)
-            return
+            return False
         self._lasting[key] = self._lasting.get(key, 0) + 1
-        if self._lasting[key] == self._spec.patience:
-            said, _, remedy = text.partition(": ")
-            lasted = f"{self._spec.patience} steps on end, up to step {step}"
-            self._warnings.append(Warned(key, f"{said} for {lasted}: {remedy}."))
+        return self._lasting[key] == self._spec.patience
+
+    def _lasted(self, step: int) -> str:
+        return f"{self._spec.patience} steps on end, up to step {step}"

@@ -1,4 +1,4 @@
-"""Messages between a run and the processes of its terms: pickles, with every tensor as one packed buffer beside."""
+"""Messages between a run and the processes of its terms: pickles, with every tensor as one packed buffer."""
 
 from __future__ import annotations
 
@@ -37,6 +37,17 @@ def receive(connection: Connection) -> Any:
     # Writable, as tensors are.
     buffers = [bytearray(connection.recv_bytes()) for _ in range(int.from_bytes(head[:4], "little"))]
     return pickle.loads(memoryview(head)[4:], buffers=buffers)
+
+
+def encode(message: object) -> bytes:
+    """A message in one piece, which `pickle.loads` reads, for what carries bytes alone.
+
+    Raises:
+        pickle.PicklingError, TypeError, AttributeError: something in it cannot leave its process.
+    """
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(message)
+    return stream.getvalue()
 
 
 class _Pickler(pickle.Pickler):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from objectives.term import Term
 # From its start until it has imported torch and the term's module.
 START_S = 120.0
 _STOP_S = 2.0
+# What pickling raises.
+UNSENDABLE = (pickle.PicklingError, TypeError, AttributeError)
 
 
 class TermProcess:
@@ -33,19 +36,18 @@ class TermProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def call(self, doing: str, regularizer: Regularizer, *arguments: object) -> Any:
-        """What `objectives.execution.worker.FUNCTIONS` has under `doing`, in that process.
+        """What `objectives.execution.respond.FUNCTIONS` has under `doing`, in that process.
 
         Raises:
             ObjectiveError: what the function raises.
-        ExecutionError: it took longer than the term's limit, its process ended, or an argument cannot be pickled.
+            ExecutionError: it took longer than the term's limit, its process ended, or an argument cannot be pickled.
         """
-        fields = {key: getattr(regularizer, key) for key in ("name", "params", "on_error")}
         with self._lock:
             self._start()
             try:
-                send(self._connection, (doing, fields, arguments))
-            except (pickle.PicklingError, TypeError, AttributeError) as error:
-                raise ExecutionError(f"its parameters or features cannot go to its process ({error})") from error
+                send(self._connection, (doing, sent_fields(regularizer), arguments))
+            except UNSENDABLE as error:
+                raise unsendable(error) from error
             except OSError as error:
                 raise self._ended() from error
             too_late = "it took longer than its timeout_s of {:g} s, and its process was killed"
@@ -68,17 +70,7 @@ class TermProcess:
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
-        self._connection, other = Pipe()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "objectives.execution.worker", str(other.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[other.fileno()],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(each or str(Path.cwd()) for each in sys.path)},
-                start_new_session=True,  # Ctrl-C is for the run, which ends it
-            )
-        finally:
-            other.close()
+        self._process, self._connection = start_python("objectives.execution.worker")
         send(self._connection, (self._module, self._name))
         succeeded, why_not = self._receive(START_S, "its process took longer than {:g} s to start and was killed")
         if not succeeded:
@@ -110,6 +102,37 @@ class TermProcess:
             return self._process.wait()
         finally:
             self._process = None
+
+
+def start_python(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start ``python -m module ... FD``; returns it with the other end of the pipe that its last argument numbers."""
+    connection, other = Pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments, str(other.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[other.fileno()],
+            env=os.environ | {"PYTHONPATH": python_path()},
+            start_new_session=True,  # Ctrl-C is for the run, which ends it
+        )
+    finally:
+        other.close()
+    return process, connection
+
+
+def python_path() -> str:
+    """Where this process imports from."""
+    return os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
+
+
+def sent_fields(regularizer: Regularizer) -> dict[str, Any]:
+    """What another process is told of a regularizer beside its term."""
+    return {key: getattr(regularizer, key) for key in ("name", "params", "on_error")}
+
+
+def unsendable(error: Exception) -> ExecutionError:
+    """What is said of an argument that raises one of `UNSENDABLE`."""
+    return ExecutionError(f"its parameters or features cannot go to its process ({error})")
 
 
 def importable(term: Term) -> tuple[str, str]:

@@ -11,15 +11,24 @@ from typing import Any, TypeVar
 import torch
 
 from objectives.batch import Batch, Outputs
-from objectives.errors import ExecutionError
+from objectives.errors import ExecutionError, ObjectiveError
 from objectives.evaluate import Evaluation, evaluate_term, failure, prepare_features
+from objectives.execution.dask_tasks import TermTasks
 from objectives.execution.limit import LimitedThreads
 from objectives.execution.process import TermProcess
+from objectives.execution.ray_actors import TermActor
 from objectives.feature_cache import FeatureCache
 from objectives.per_datum import version_of
 from objectives.regularizer import Regularizer
 
 T = TypeVar("T")
+
+# The executions whose terms are elsewhere than in this process.
+PLACES: dict[str, type[TermProcess | TermTasks | TermActor]] = {
+    "process": TermProcess,
+    "dask": TermTasks,
+    "ray": TermActor,
+}
 
 
 class TermRunner:
@@ -30,6 +39,7 @@ class TermRunner:
     - ``async``: on the event loop, where it is cancelled when it takes too long.
     - ``process``: in a process of the term's own, which is killed when it takes too long. It has two, one for
       preparing ahead of the service and one for evaluating between two requests, so that neither waits for the other.
+    - ``dask`` and ``ray``: on a worker of a cluster, which is killed when it takes too long.
 
     Attributes:
         cache: the features of what is prepared `per_datum`.
@@ -38,7 +48,7 @@ class TermRunner:
     def __init__(self) -> None:
         self.cache = FeatureCache()
         self._threads = LimitedThreads()
-        self._processes: dict[tuple[str, str], TermProcess] = {}
+        self._places: dict[tuple[str, str], TermProcess | TermTasks | TermActor] = {}
         self._lock = threading.Lock()
         self._last: dict[str, Evaluation] = {}
 
@@ -65,7 +75,29 @@ class TermRunner:
             self._last[regularizer.name] = evaluation
         return evaluation
 
-    def stand_in(self, regularizer: Regularizer, outputs: Outputs) -> Evaluation | None:
+    def settle(
+        self, regularizer: Regularizer, outputs: Outputs, evaluate: Callable[[], Evaluation]
+    ) -> tuple[Evaluation | None, ObjectiveError | None]:
+        """What a term counts for at a step, as its ``on_error`` says, and the error where it failed.
+
+        Raises:
+            ObjectiveError: the term failed, and its ``on_error`` is ``raise``.
+        """
+        try:
+            return evaluate(), None
+        except ObjectiveError as error:
+            if regularizer.on_error == "raise":
+                raise
+            return self._stand_in(regularizer, outputs), error
+
+    def close(self) -> None:
+        """End the processes and workers of the terms."""
+        with self._lock:
+            for place in self._places.values():
+                place.close()
+            self._places.clear()
+
+    def _stand_in(self, regularizer: Regularizer, outputs: Outputs) -> Evaluation | None:
         """What stands for a term that failed and whose ``on_error`` is ``last``: its last value, and no gradient.
 
         The last gradient is one by the logprobs of other tokens, and has no meaning for these. ``None`` for a term
@@ -75,16 +107,9 @@ class TermRunner:
         gradient_DT = torch.zeros_like(outputs.logprobs_DT, requires_grad=False)
         return replace(last, gradient_DT=gradient_DT, duration_s=0.0) if last else None
 
-    def close(self) -> None:
-        """End the processes of the terms."""
-        with self._lock:
-            for process in self._processes.values():
-                process.close()
-            self._processes.clear()
-
     def _run(self, doing: str, function: Callable[..., T], regularizer: Regularizer, *arguments: Any) -> T:
         try:
-            if regularizer.execution == "process":
+            if regularizer.execution in PLACES:
                 return self._call(doing, regularizer, *arguments)
             if regularizer.execution == "thread" and regularizer.timeout_s is not None:
                 work = partial(function, regularizer, *arguments)
@@ -96,7 +121,9 @@ class TermRunner:
     def _call(self, doing: str, regularizer: Regularizer, *arguments: Any) -> Any:
         with self._lock:
             key = (regularizer.name, doing)
-            process = self._processes.get(key) or self._processes.setdefault(key, TermProcess(regularizer.term))
+            place = self._places.get(key)
+            if place is None:
+                place = self._places[key] = PLACES[regularizer.execution](regularizer.term)
         # The service's own datums stay here: only functions of the SDK's shape read them.
         packed = [replace(each, datums=None) if isinstance(each, Batch) else each for each in arguments]
-        return process.call(doing, regularizer, *packed)
+        return place.call(doing, regularizer, *packed)

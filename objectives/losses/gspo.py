@@ -12,7 +12,7 @@ def gspo(  # noqa: PLR0913 - four values per token, the sequences, two bounds
     sampling_logprobs_DT: Tensor,
     advantages_DT: Tensor,
     ratio_mask_DT: Tensor,
-    offsets_D: Tensor,
+    offsets_D: Tensor | None,
     *,
     clip_low_threshold: Threshold = 1 - 3e-4,
     clip_high_threshold: Threshold = 1 + 4e-4,

@@ -22,19 +22,23 @@ def token_log_ratios(logprobs_DT: Tensor, sampling_logprobs_DT: Tensor, advantag
 
 
 def sequence_log_ratios(
-    logprobs_DT: Tensor, sampling_logprobs_DT: Tensor, ratio_mask_DT: Tensor, offsets_D: Tensor
+    logprobs_DT: Tensor, sampling_logprobs_DT: Tensor, ratio_mask_DT: Tensor, offsets_D: Tensor | None
 ) -> Tensor:
     """Mean of each sequence's token log-ratios, given to all its tokens: ``(N,)``, a constant.
 
     Args:
         ratio_mask_DT: ``(N,)``: the tokens of non-zero mask make the mean; a sequence without one has 0.
-        offsets_D: ``(D + 1,)``: sequence ``d`` is ``[offsets_D[d], offsets_D[d + 1])``.
+        offsets_D: ``(D + 1,)``: sequence ``d`` is ``[offsets_D[d], offsets_D[d + 1])``; ``None`` where all tokens are
+            one sequence, whose mean is then returned 0-d.
 
     >>> lp, mask = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([1, 1, 1])
     >>> sequence_log_ratios(lp, torch.tensor([-1.0, -4.0, -3.0]), mask, torch.tensor([0, 2, 3]))
     tensor([1., 1., 0.])
     """
-    log_ratio_D = mean_by_sequence((logprobs_DT - sampling_logprobs_DT).detach(), ratio_mask_DT != 0, offsets_D)
+    log_ratio_DT, mask_DT = (logprobs_DT - sampling_logprobs_DT).detach(), ratio_mask_DT != 0
+    if offsets_D is None:
+        return torch.where(mask_DT, log_ratio_DT, 0.0).sum() / mask_DT.sum().clamp(min=1)
+    log_ratio_D = mean_by_sequence(log_ratio_DT, mask_DT, offsets_D)
     return log_ratio_D.repeat_interleave(offsets_D.diff())
 
 
@@ -48,6 +52,8 @@ def clip_objective(
 
 def clip_ratios(ratio_DT: Tensor, clip_low_threshold: Threshold, clip_high_threshold: Threshold) -> Tensor:
     """The ratios held between two bounds, each one number or one per token."""
+    if not isinstance(clip_low_threshold, Tensor) and not isinstance(clip_high_threshold, Tensor):
+        return ratio_DT.clamp(clip_low_threshold, clip_high_threshold)
     low_DT, high_DT = (
         torch.as_tensor(bound, dtype=ratio_DT.dtype, device=ratio_DT.device)
         for bound in (clip_low_threshold, clip_high_threshold)

@@ -10,7 +10,7 @@ from objectives.term import regularizer
 
 
 @regularizer("confidence")
-def confidence(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+def confidence(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """``p log p`` of each target token, nats, ``(N,)``; the mean over the trained tokens is minimised.
 
     It is the target's own summand of the negative entropy ``-H = sum_v p_v log p_v``, whose minimisation is
@@ -25,4 +25,4 @@ def confidence(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]
     """
     probabilities_DT = outputs.logprobs_DT.exp()
     mean_probability = reduce(probabilities_DT.detach(), batch, "token_mean")
-    return probabilities_DT * outputs.logprobs_DT, {"mean_probability": float(mean_probability)}
+    return probabilities_DT * outputs.logprobs_DT, {"mean_probability": mean_probability}

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from objectives.batch import Batch, Outputs
-from objectives.errors import ObjectiveError
 from objectives.reductions import reduce
 from objectives.term import regularizer
 from objectives.terms.several_targets import with_rest
@@ -18,7 +17,9 @@ Divergence = Literal["reverse", "forward", "symmetric", "jensen_shannon"]
 
 
 @regularizer("divergence_topk", needs=("topk_logprobs", "ref_logprobs"))
-def divergence_topk(outputs: Outputs, batch: Batch, *, kind: Divergence = "reverse") -> tuple[Tensor, dict[str, float]]:
+def divergence_topk(
+    outputs: Outputs, batch: Batch, *, kind: Divergence = "reverse"
+) -> tuple[Tensor, dict[str, Tensor]]:
     """A divergence between policy p and reference q at each position, nats, ``(N,)``.
 
     Over the K targets, the same for both models, and all other tokens as one: ``reverse`` is
@@ -36,13 +37,10 @@ def divergence_topk(outputs: Outputs, batch: Batch, *, kind: Divergence = "rever
     >>> round(divergence_topk(Outputs(half, ref_logprobs_DT=quarter), batch)[0].item(), 4)
     0.1438
     """
-    if outputs.ref_logprobs_DT is None or outputs.ref_logprobs_DT.shape != outputs.logprobs_DT.shape:
-        raise ObjectiveError(
-            "the reference's logprobs are not shaped as the policy's: ask both models for the same K targets"
-        )
+    assert outputs.ref_logprobs_DT is not None, "held by needs"
     p_DTK, q_DTK = with_rest(outputs.logprobs_DT), with_rest(outputs.ref_logprobs_DT)
     rest_DT = p_DTK[:, -1].detach().exp()
-    return _divergence(p_DTK, q_DTK, kind), {"rest": float(reduce(rest_DT, batch, "token_mean"))}
+    return _divergence(p_DTK, q_DTK, kind), {"rest": reduce(rest_DT, batch, "token_mean")}
 
 
 def _divergence(p_DTK: Tensor, q_DTK: Tensor, kind: Divergence) -> Tensor:

@@ -19,7 +19,7 @@ Direction = Literal["reverse", "forward", "symmetric"]
 @regularizer("kl", needs=("ref_logprobs",))
 def kl(
     outputs: Outputs, batch: Batch, *, estimator: KlEstimator = "k3", direction: Direction = "reverse"
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """An estimate of the KL divergence between policy p and reference q at each target, nats, ``(N,)``.
 
     With ``d = log p - log q`` of a target:
@@ -47,7 +47,7 @@ def kl(
     >>> batch = Batch(torch.tensor([5, 6]), torch.ones(2), torch.tensor([0, 2]))
     >>> outputs = Outputs(torch.tensor([-1.0, -2.0]), ref_logprobs_DT=torch.tensor([-1.0, -4.0]))
     >>> kl(outputs, batch, estimator="k2")
-    (tensor([0., 2.]), {'k1': 1.0, 'furthest': 2.0})
+    (tensor([0., 2.]), {'k1': tensor(1.), 'furthest': tensor(2.)})
     """
     if estimator == "k1" and direction == "symmetric":
         raise ObjectiveError("k1 of both directions adds up to 0: take the estimator 'k2' or 'k3' for 'symmetric'")
@@ -56,8 +56,8 @@ def kl(
     d_DT = (outputs.logprobs_DT - outputs.ref_logprobs_DT).where(batch.mask_DT, 0.0)
     away_DT = d_DT.detach()
     return _estimate(d_DT, estimator, direction), {
-        "k1": float(reduce(away_DT, batch, "token_mean")),
-        "furthest": float(away_DT.abs().max()),
+        "k1": reduce(away_DT, batch, "token_mean"),
+        "furthest": away_DT.abs().max(),
     }
 
 

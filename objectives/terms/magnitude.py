@@ -16,7 +16,7 @@ from objectives.term import regularizer
 @regularizer("magnitude")
 def magnitude(
     outputs: Outputs, batch: Batch, *, limit: Annotated[float, Field(ge=0, lt=10)] = 5.0
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """``max(0, |log p| - limit)^2`` of each target token, nats squared, ``(N,)``; the mean is minimised.
 
     Logprobs within the limit are free; beyond it the pull back grows as the excess does, so that a few tokens cannot
@@ -33,12 +33,12 @@ def magnitude(
 
     >>> batch = Batch(torch.tensor([5, 6]), torch.ones(2), torch.tensor([0, 2]))
     >>> magnitude(Outputs(torch.tensor([-1.0, -7.0])), batch)
-    (tensor([0., 4.]), {'beyond': 0.5, 'greatest': 7.0})
+    (tensor([0., 4.]), {'beyond': tensor(0.5000), 'greatest': tensor(7.)})
     """
     sizes_DT = outputs.logprobs_DT.abs()
     excess_DT = (sizes_DT - limit).clamp(min=0)
     beyond_DT = (excess_DT.detach() > 0).to(sizes_DT.dtype)
     return excess_DT**2, {
-        "beyond": float(reduce(beyond_DT, batch, "token_mean")),
-        "greatest": float(torch.where(batch.mask_DT, sizes_DT.detach(), 0.0).max()),
+        "beyond": reduce(beyond_DT, batch, "token_mean"),
+        "greatest": torch.where(batch.mask_DT, sizes_DT.detach(), 0.0).max(),
     }

@@ -10,7 +10,7 @@ from objectives.term import regularizer
 
 
 @regularizer("sparsity")
-def sparsity(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+def sparsity(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """``p - p^2`` of each target token, ``(N,)``; the mean over the trained tokens is minimised.
 
     It is the target's own summand of ``|p|_1 - |p|_2^2 = 1 - sum_v p_v^2``, which is 0 for a distribution on
@@ -26,4 +26,4 @@ def sparsity(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     probabilities_DT = outputs.logprobs_DT.exp()
     undecided_DT = (probabilities_DT > 0.1) & (probabilities_DT < 0.9)
     undecided = reduce(undecided_DT.to(probabilities_DT.dtype), batch, "token_mean")
-    return probabilities_DT * (1 - probabilities_DT), {"undecided": float(undecided)}
+    return probabilities_DT * (1 - probabilities_DT), {"undecided": undecided}

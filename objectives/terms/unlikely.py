@@ -12,11 +12,14 @@ from objectives.batch import Batch, Outputs
 from objectives.reductions import reduce, trained_tokens
 from objectives.term import regularizer
 
+# Of token ids, from which a look-up is quicker than comparing with one after another.
+_MANY = 32
+
 
 @regularizer("unlikely_tokens", kind="scored", estimator="unlikelihood")
 def unlikely_tokens(
     outputs: Outputs, batch: Batch, *, tokens: Annotated[tuple[int, ...], Field(min_length=1)]
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """1 for each target that is one of the given tokens, ``(N,)``; its ``-log(1 - p)`` is minimised.
 
     Source: Welleck et al. 2020, "Neural Text Generation With Unlikelihood Training" (arXiv:1908.04319), equation 3,
@@ -32,8 +35,18 @@ def unlikely_tokens(
     >>> unlikely_tokens(Outputs(torch.zeros(3)), batch, tokens=(5, 9))[0]
     tensor([1., 0., 1.])
     """
-    flags_DT = torch.isin(batch.target_tokens_DT, torch.tensor(tokens)).to(outputs.logprobs_DT.dtype)
-    return flags_DT, {"flagged": float(reduce(flags_DT, batch, "token_mean"))}
+    flags_DT = _is_one_of(batch.target_tokens_DT, tokens).to(outputs.logprobs_DT.dtype)
+    return flags_DT, {"flagged": reduce(flags_DT, batch, "token_mean")}
+
+
+def _is_one_of(target_tokens_DT: Tensor, tokens: tuple[int, ...]) -> Tensor:
+    if len(tokens) > _MANY:
+        return torch.isin(target_tokens_DT, torch.tensor(tokens))
+    # A few comparisons can be traced, and a tensor of ids cannot.
+    flags_DT = target_tokens_DT == tokens[0]
+    for token in tokens[1:]:
+        flags_DT = flags_DT | (target_tokens_DT == token)
+    return flags_DT
 
 
 def find_repeats(batch: Batch, *, n: Annotated[int, Field(ge=1)] = 4) -> list[bool]:

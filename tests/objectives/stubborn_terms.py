@@ -17,7 +17,12 @@ RELEASE = threading.Event()
 
 @regularizer("test_where", "monitor")
 def where(outputs, batch):
-    return {"pid": os.getpid(), "thread": threading.get_ident() % 2**31, "datums": float(batch.datums is not None)}
+    return {
+        "pid": os.getpid(),
+        "thread": threading.get_ident() % 2**31,
+        "threads": torch.get_num_threads(),
+        "datums": float(batch.datums is not None),
+    }
 
 
 @regularizer("test_surprise")
@@ -67,21 +72,6 @@ def meddles(outputs, batch, *, field: str):
 @regularizer("test_clashes")
 def clashes(outputs, batch, *, metric: str):
     return outputs.logprobs_DT, {metric: 1.0}
-
-
-@regularizer("test_raises_anywhere")
-def raises(outputs, batch):
-    raise KeyError("colour")
-
-
-@regularizer("test_nan_anywhere")
-def nan(outputs, batch):
-    return outputs.logprobs_DT * torch.nan
-
-
-@regularizer("test_shape_anywhere")
-def shape(outputs, batch):
-    return outputs.logprobs_DT[:-1]
 
 
 async def look_up(batch):

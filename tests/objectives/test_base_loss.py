@@ -21,18 +21,22 @@ from objectives import (
     evaluate_term,
     linearize,
 )
-from objectives.losses import BUILT_IN
+from objectives.losses import BASE_LOSSES, CLIENT_SIDE
 
-POLICY_LOSSES = [loss.name for loss in BUILT_IN.values() if loss.is_policy_loss]
+POLICY_LOSSES = [loss.name for loss in BASE_LOSSES.values() if loss.is_policy_loss]
 
 
 def sampled(batch: Batch, outputs: Outputs) -> tuple[Batch, Outputs]:
-    """The batch as samples of a policy nearby, whose prompts have a made-up sampling logprob."""
+    """The batch as samples of a policy nearby, with a reference and a critic; made-up figures stand at its prompts."""
     generator = torch.Generator().manual_seed(batch.num_tokens)
-    noise = 0.3 * torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64)
-    advantages_DT = torch.randn(batch.num_tokens, generator=generator).where(batch.mask_DT, 0.0)
+    noise, away = 0.3 * torch.randn(2, batch.num_tokens, generator=generator, dtype=torch.float64)
+    advantages_DT, values_DT, returns_DT = torch.randn(3, batch.num_tokens, generator=generator)
     sampling_DT = (outputs.logprobs_DT + noise).where(batch.mask_DT, 0.0)
-    return replace(batch, advantages_DT=advantages_DT), replace(outputs, sampling_logprobs_DT=sampling_DT)
+    ref_DT = (outputs.logprobs_DT + away).where(batch.mask_DT, 0.0)
+    batch = replace(batch, advantages_DT=advantages_DT.where(batch.mask_DT, 0.0))
+    return replace(batch, values_DT=values_DT, returns_DT=returns_DT), replace(
+        outputs, sampling_logprobs_DT=sampling_DT, ref_logprobs_DT=ref_DT
+    )
 
 
 @given(ragged())
@@ -43,14 +47,19 @@ def test_prompts_play_no_part(name, case):
     mask = batch.mask_DT
     lengths = torch.stack([mask[batch.datum_of_DT == d].sum() for d in range(batch.num_datums)])
     assert batch.advantages_DT is not None
+    assert batch.values_DT is not None
+    assert batch.returns_DT is not None
     assert outputs.sampling_logprobs_DT is not None
+    assert outputs.ref_logprobs_DT is not None
     without = Batch(
         batch.target_tokens_DT[mask],
         batch.weights_DT[mask],
         torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
         advantages_DT=batch.advantages_DT[mask],
+        values_DT=batch.values_DT[mask],
+        returns_DT=batch.returns_DT[mask],
     )
-    bare = Outputs(outputs.logprobs_DT[mask], sampling_logprobs_DT=outputs.sampling_logprobs_DT[mask])
+    bare = Outputs(outputs.logprobs_DT[mask], outputs.ref_logprobs_DT[mask], outputs.sampling_logprobs_DT[mask])
     objective = Objective({"name": name})
     found, expected = evaluate_base(objective, outputs, batch), evaluate_base(objective, bare, without)
     assert found.value == pytest.approx(expected.value)
@@ -126,3 +135,56 @@ def test_a_term_may_need_advantages():
     evaluation = evaluate_term(bound, outputs, batch, first_step=True)
     assert batch.advantages_DT is not None
     torch.testing.assert_close(evaluation.gradient_DT, -batch.advantages_DT.double())
+
+
+def test_enhanced_ppo_needs_what_its_coefficients_read():
+    batch, outputs = sampled(*make_batch([3, 2]))
+    bare = {"value_coeff": 0, "kl_coeff": 0, "entropy_coeff": 0}
+    plain = Objective({"name": "enhanced_ppo", "params": bare})
+    plain.check_needs({"sampling_logprobs", "advantages"})
+    ppo = evaluate_base(Objective("ppo"), outputs, batch)
+    assert evaluate_base(plain, replace(outputs, ref_logprobs_DT=None), batch).value == pytest.approx(ppo.value)
+
+    whole = Objective("enhanced_ppo")
+    with pytest.raises(ObjectiveError, match="Term 'base' needs values, and this flow gives"):
+        whole.check_needs(["sampling_logprobs", "advantages", "ref_logprobs"])
+    whole.check_needs(["sampling_logprobs", "advantages", "ref_logprobs", "values", "returns"])
+    with pytest.raises(ObjectiveError, match="'base' needs returns, which these outputs and their batch lack"):
+        evaluate_base(whole, outputs, replace(batch, returns_DT=None))
+    with pytest.raises(ObjectiveError, match="A batch of 5 tokens has 2 values"):
+        replace(batch, values_DT=torch.ones(2))
+    assert {"entropy", "kl_ref", "critic_error", "ratio_mean"} <= evaluate_base(whole, outputs, batch).metrics.keys()
+
+
+def test_a_critic_is_watched_and_does_not_train_the_policy():
+    batch, outputs = sampled(*make_batch([3, 2]))
+    assert batch.values_DT is not None
+    objective = Objective("enhanced_ppo")
+    found = evaluate_base(objective, outputs, batch)
+    worse = evaluate_base(objective, outputs, replace(batch, values_DT=batch.values_DT + 100))
+    assert worse.value > found.value + 1000
+    torch.testing.assert_close(worse.gradient_DT, found.gradient_DT)
+
+
+@pytest.mark.parametrize("name", CLIENT_SIDE)
+def test_a_loss_of_the_client_goes_with_any_term(name):
+    """What is sent is the gradient of the loss and the term together, written again with autograd alone."""
+    batch, outputs = sampled(*make_batch([3, 1, 4], masks=[True, True, False, True, True, True, False, True]))
+    objective = Objective(name, [{"name": "confidence", "weight": 0.7}])
+    term = evaluate_term(objective.regularizers[0], outputs, batch, first_step=True)
+    linear = linearize(evaluate_base(objective, outputs, batch), [(term, 0.7)])
+
+    mask, loss = batch.mask_DT, CLIENT_SIDE[name]
+    logprobs_DT = outputs.logprobs_DT.clone().requires_grad_()
+    given = {
+        "logprobs": outputs.sampling_logprobs_DT,
+        "ref_logprobs": outputs.ref_logprobs_DT,
+        "advantages": batch.advantages_DT,
+        "values": batch.values_DT,
+        "returns": batch.returns_DT,
+    }
+    inputs = {key: value[mask] for key, value in given.items() if value is not None}
+    p = logprobs_DT[mask].exp()
+    base = loss.compute(logprobs_DT[mask], inputs, torch.tensor([0, 2, 3, 6]), loss.defaults)
+    (expected,) = torch.autograd.grad(base + 0.7 * (p * p.log()).mean(), logprobs_DT)
+    torch.testing.assert_close(linear.loss_weights_DT, -expected, rtol=1e-9, atol=1e-9)

@@ -128,3 +128,10 @@ def test_the_tangent_joins_smoothly():
     bend = torch.tensor([math.log1p(-1e-4)], dtype=torch.float64)
     below, above = (unlikelihood(replace(outputs, logprobs_DT=bend + d), batch, ones).item() for d in (-1e-9, 1e-9))
     assert above - below == pytest.approx(2e-9 * 9999, rel=1e-3)
+
+
+def test_the_gradient_of_a_rare_token_is_not_lost_in_float32():
+    lp = torch.tensor([-9.0], requires_grad=True)
+    batch, _ = make_batch([1])
+    (slope,) = torch.autograd.grad(unlikelihood(Outputs(lp), batch, torch.ones(1)).sum(), lp)
+    assert slope.item() == pytest.approx(math.exp(-9) / -math.expm1(-9), rel=1e-2)

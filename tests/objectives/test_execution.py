@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import broken_terms  # noqa: F401  # registers its terms
 import pytest
 import stubborn_terms
 import torch
@@ -24,7 +26,7 @@ EXECUTIONS = ("inline", "thread", "process")
 @pytest.fixture(scope="module")
 def objective() -> Iterator[Objective]:
     """One objective whose terms have every execution; its processes are started once."""
-    names = ("surprise", "lengths", "hangs", "raises_anywhere", "nan_anywhere", "shape_anywhere")
+    names = ("surprise", "lengths", "hangs", "raises", "nan", "shape")
     entries = [{"name": f"{name}-process", "fn": f"test_{name}", "execution": "process"} for name in names]
     with Objective(regularizers=entries) as objective:
         yield objective
@@ -128,7 +130,7 @@ def test_a_blocked_loop_is_left_and_the_next_term_has_a_new_one():
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize(
     ("fn", "says"),
-    [("raises_anywhere", "KeyError: 'colour'"), ("nan_anywhere", "nan"), ("shape_anywhere", "shape (3,)")],
+    [("raises", "KeyError: 'colour'"), ("nan", "nan"), ("shape", "shape (3,)")],
 )
 def test_every_failure_is_the_same_sentence_everywhere(objective, execution, fn, says):
     batch, outputs = make_batch([2, 2])
@@ -205,14 +207,24 @@ def test_a_metric_that_clashes_or_that_no_tracker_takes_is_refused(metric, says)
 def test_under_last_a_failed_term_keeps_its_value_and_has_no_gradient():
     batch, outputs = make_batch([2, 2])
     runner, term = Objective().runner, bind("hangs", "thread", timeout_s=5, on_error="last", params={"slow_s": 0.01})
-    assert runner.stand_in(term, outputs) is None
-    good = runner.evaluate(term, outputs, batch, first_step=True)
+
+    def fails() -> Evaluation:
+        raise ObjectiveError("It failed.")
+
+    stand_in, error = runner.settle(term, outputs, fails)
+    assert stand_in is None
+    assert str(error) == "It failed."
+    good, error = runner.settle(term, outputs, partial(runner.evaluate, term, outputs, batch, first_step=True))
+    assert good is not None
+    assert error is None
     other_batch, other = make_batch([5])
-    stand_in = runner.stand_in(term, other)
+    stand_in, _ = runner.settle(term, other, fails)
     assert stand_in is not None
     assert (stand_in.value, stand_in.metrics) == (good.value, good.metrics)
     assert stand_in.gradient_DT.tolist() == [0.0] * other_batch.num_tokens
-    assert runner.stand_in(bind("surprise", "thread"), other) is None
+    assert runner.settle(bind("surprise", "thread", on_error="skip"), other, fails)[0] is None
+    with pytest.raises(ObjectiveError, match="It failed"):
+        runner.settle(bind("surprise", "thread"), other, fails)
 
 
 def test_a_process_ends_with_its_objective():

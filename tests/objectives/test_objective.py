@@ -55,7 +55,7 @@ def test_a_monitor_has_no_weight():
             {"name": "topology", "on_error": "stop"},
             "'on_error' is 'stop', but input should be 'raise', 'skip' or 'last'",
         ),
-        ({"name": "topology", "execution": "ray"}, "'execution' is 'ray', but input should be 'inline', 'async', 't"),
+        ({"name": "topology", "execution": "mpi"}, "'execution' is 'mpi', but input should be 'inline', 'async', 't"),
         ({"name": "topology", "timeout_s": 0}, "'timeout_s' is 0, but input should be greater than 0"),
         (
             {"name": "topology", "execution": "inline", "timeout_s": 1},
@@ -86,7 +86,10 @@ def test_duplicate_names_are_refused():
 @pytest.mark.parametrize(
     ("base_loss", "says"),
     [
-        ("grpo", r"The base loss 'grpo' is unknown: it is one of cross_entropy, .*, gspo, stable_reinforce, a term"),
+        (
+            "trpo",
+            r"The base loss 'trpo' is unknown: it is one of cross_entropy, .*, dapo, .*, a registered term, or a",
+        ),
         (None, "The base loss None is unknown"),
         ({"name": "ppo", "parms": {}}, "'parms': extra inputs are not permitted"),
         ({"name": "ppo", "params": {"epsilon": 0.2}}, "The loss 'ppo' has no parameter 'epsilon'"),

@@ -15,7 +15,8 @@ from objectives import Batch, Evaluation, Objective, ObjectiveError, Outputs, ev
 from objectives.term import registered_terms
 
 TERMS = {name: term for name, term in registered_terms().items() if term.evaluate.__module__.startswith("objectives.")}
-LABELLED = {"consistency", "margin", "equalized_loss", "worst_group", "demographic_parity"}
+PREFERENCES = {"dpo", "ipo", "simpo", "orpo", "bradley_terry", "kto"}
+LABELLED = {"consistency", "margin", "equalized_loss", "worst_group", "demographic_parity", *PREFERENCES}
 
 # A term under every choice that changes its formula.
 CHOICES: list[tuple[str, dict[str, object]]] = [
@@ -33,6 +34,11 @@ CHOICES: list[tuple[str, dict[str, object]]] = [
     ("equalized_loss", {}),
     ("worst_group", {}),
     ("demographic_parity", {}),
+    *[(name, {}) for name in sorted(PREFERENCES)],
+    ("dpo", {"beta": 1.0}),
+    ("simpo", {"beta": 0.5, "gamma": 0.0}),
+    ("orpo", {"odds_weight": 2.0}),
+    ("kto", {"beta": 0.5, "undesirable_weight": 3.0}),
     ("length", {"free": 2, "buffer": 3}),
     ("repetition", {"n": 1}),
     ("unlikely_tokens", {"tokens": [1, 2]}),
@@ -52,7 +58,11 @@ def paired_case(seed: int = 0) -> tuple[Batch, Outputs]:
     masks = [False] * 2 + [True] * 2 + [False] * 3 + [True] * 2 + [True] * 3 + [True] * 3 + [False] * 3 + [True] * 6
     texts = ["<<2+2=5>>", "<<1+1=2>> <<7*2=14>> #### 14", "", *SOLUTIONS[:2]]
     batch, outputs = with_policies(*make_batch(lengths, masks=masks, texts=texts, seed=seed))
-    labels_D = {"pair": torch.tensor([7, 7, 2, 2, -1]), "group": torch.tensor([0, 0, 1, 1, 1])}
+    labels_D = {
+        "pair": torch.tensor([7, 7, 2, 2, -1]),
+        "group": torch.tensor([0, 0, 1, 1, 1]),
+        "desirable": torch.tensor([1, 0, 0, 1, 1]),
+    }
     return replace(batch, labels_D=labels_D), outputs
 
 
@@ -121,7 +131,7 @@ def test_terms_of_one_target_refuse_several(name):
 
 @pytest.mark.parametrize("name", sorted(LABELLED))
 def test_terms_of_labels_say_how_the_data_gives_them(name):
-    batch, outputs = make_batch([2, 2])
+    batch, outputs = with_policies(*make_batch([2, 2]))
     with pytest.raises(
         ObjectiveError, match=r"the data has none: let the dataset write one whole number under 'label:"
     ):

@@ -1,0 +1,108 @@
+"""Preferences as terms and as base losses: the same figures as the plain functions, on labelled datums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ragged_batches import datums, make_batch, with_policies
+from test_evaluate import bind, evaluate
+
+from objectives import Batch, Objective, ObjectiveError, ObjectiveSpec, Outputs, evaluate_base, evaluate_term, linearize
+from objectives.losses import PairLogprobs, bradley_terry, dpo, ipo, kto, orpo, simpo
+
+MASKS = [False, True, True, True, False, True, True, False, True, True, True]
+LENGTHS = [4, 3, 2, 2]
+
+
+def case() -> tuple[Batch, Outputs]:
+    """Four answers: the second pair stands between the first one's, so the order in the batch is not that of pairs."""
+    batch, outputs = with_policies(*make_batch(LENGTHS, masks=MASKS))
+    return replace(batch, labels_D={"pair": torch.tensor([4, 1, 4, 1])}), outputs
+
+
+def pairs(values_DT: torch.Tensor, batch: Batch) -> PairLogprobs:
+    tokens_D = [torch.tensor(each, dtype=torch.float64) for each in datums(values_DT, batch)]
+    chosen, rejected = [tokens_D[0], tokens_D[1]], [tokens_D[2], tokens_D[3]]
+    sums = [torch.stack([each.sum() for each in answers]) for answers in (chosen, rejected)]
+    lengths = [torch.tensor([len(each) for each in answers]) for answers in (chosen, rejected)]
+    return PairLogprobs(*sums, *lengths)
+
+
+def expected(name: str, batch: Batch, outputs: Outputs) -> torch.Tensor:
+    assert outputs.ref_logprobs_DT is not None
+    policy, reference = pairs(outputs.logprobs_DT, batch), pairs(outputs.ref_logprobs_DT, batch)
+    match name:
+        case "dpo" | "ipo":
+            return {"dpo": dpo, "ipo": ipo}[name](policy, reference, beta=0.3)
+        case "simpo":
+            return simpo(policy, beta=0.3)
+        case "orpo":
+            return orpo(policy)
+    return bradley_terry(policy.chosen_P, policy.rejected_P)
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "orpo", "bradley_terry"])
+def test_a_term_is_the_mean_of_its_loss_over_the_pairs(name):
+    batch, outputs = case()
+    params = {"beta": 0.3} if name in ("dpo", "ipo", "simpo") else {}
+    found = evaluate(bind(name, params=params), outputs, batch)
+    assert found.value == pytest.approx(expected(name, batch, outputs).mean().item())
+    as_base = evaluate_base(Objective({"name": name, "params": params}), outputs, batch)
+    assert (as_base.name, as_base.value, as_base.metrics) == ("base", found.value, found.metrics)
+    torch.testing.assert_close(as_base.gradient_DT, found.gradient_DT)
+
+
+def test_metrics_of_dpo_are_its_rewards():
+    batch, outputs = case()
+    policy, reference = pairs(outputs.logprobs_DT, batch), pairs(outputs.ref_logprobs_DT, batch)
+    chosen, rejected = 0.3 * (policy.chosen_P - reference.chosen_P), 0.3 * (policy.rejected_P - reference.rejected_P)
+    assert evaluate(bind("dpo", params={"beta": 0.3}), outputs, batch).metrics == pytest.approx(
+        {
+            "accuracy": float((chosen > rejected).double().mean()),
+            "margin": float((chosen - rejected).mean()),
+            "chosen_reward": float(chosen.mean()),
+            "rejected_reward": float(rejected.mean()),
+        }
+    )
+
+
+def test_kto_takes_its_divergence_from_the_answers_of_others():
+    batch, outputs = case()
+    batch = replace(batch, labels_D={"desirable": torch.tensor([1, 0, -1, -1])})
+    assert outputs.ref_logprobs_DT is not None
+    log_ratio = torch.tensor([sum(each) for each in datums(outputs.logprobs_DT - outputs.ref_logprobs_DT, batch)])
+    log_ratio = log_ratio.double()
+    z = log_ratio[2:].mean().clamp(min=0)
+    plain = kto(log_ratio[:2], torch.tensor([True, False]), z, beta=0.3, undesirable_weight=2.0)
+    found = evaluate(bind("kto", params={"beta": 0.3, "undesirable_weight": 2.0}), outputs, batch)
+    assert found.value == pytest.approx(plain.mean().item(), rel=1e-6)
+    assert found.metrics["z"] == pytest.approx(z.item(), rel=1e-6)
+    assert not found.gradient_DT[7:].any()
+    with pytest.raises(ObjectiveError, match="no datum of a batch has a label 'desirable' and a trained token"):
+        evaluate(bind("kto"), outputs, replace(batch, labels_D={"desirable": torch.full((4,), -1)}))
+
+
+def test_a_preference_goes_with_any_term_and_the_other_way_round():
+    batch, outputs = case()
+    objective = Objective({"name": "dpo", "params": {"beta": 0.3}}, [{"name": "confidence", "weight": 0.5}])
+    term = evaluate_term(objective.regularizers[0], outputs, batch, first_step=True)
+    linear = linearize(evaluate_base(objective, outputs, batch), [(term, 0.5)])
+    dpo_alone = evaluate(bind("dpo", params={"beta": 0.3}), outputs, batch)
+    torch.testing.assert_close(linear.loss_weights_DT, -(dpo_alone.gradient_DT + 0.5 * term.gradient_DT))
+    beside = Objective("cross_entropy", [{"name": "orpo", "weight": 0.5}])
+    assert evaluate_term(beside.regularizers[0], outputs, batch, first_step=True).gradient_DT.any()
+
+
+def test_plain_data_names_it_and_is_held_to_its_parameters():
+    spec = ObjectiveSpec.model_validate_json('{"base_loss": {"name": "simpo", "params": {"gamma": 0}}}')
+    base = Objective.from_spec(spec).base
+    assert base is not None
+    assert base.params == {"beta": 2.0, "gamma": 0.0}
+    with pytest.raises(ObjectiveError, match=r"'beta' is 0.0, but input should be greater than 0"):
+        Objective({"name": "dpo", "params": {"beta": 0}})
+    with pytest.raises(ObjectiveError, match=r"Term 'base' needs ref_logprobs, .* take another base loss"):
+        Objective("dpo").check_needs(())
+    with pytest.raises(ObjectiveError, match="The base loss 'logic' is a scored term"):
+        Objective("logic")

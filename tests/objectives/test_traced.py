@@ -1,0 +1,202 @@
+"""Traced terms against the terms themselves on ragged batches, and what cannot be one pass of the service."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from ragged_batches import make_batch, ragged, several, with_policies
+
+from objectives import Objective, Regularizer, evaluate_term, regularizer
+from objectives.errors import UntraceableError
+from objectives.reductions import mean_by_datum, reduce
+from objectives.term import Term, registered_terms
+from objectives.traced import Case, TracedTerm, split_inputs, trace_term
+
+PARAMS = {"unlikely_tokens": {"tokens": (1, 2)}, "elastic_net": {"l1_ratio": 0.3, "of": "probabilities"}}
+TRACED = {
+    *("confidence", "elastic_net", "kl", "l1", "l2", "magnitude", "negative_entropy", "sparsity", "unlikely_tokens"),
+    *("divergence_topk", "negative_entropy_topk"),
+}
+
+
+def bind(fn: Term | str, **fields: object) -> Regularizer:
+    name = fn if isinstance(fn, str) else fn.name
+    return Objective(regularizers=[{"name": name, "fn": fn, "params": PARAMS.get(name, {}), **fields}]).regularizers[0]
+
+
+def cases(seed: int = 0):
+    lengths, masks = (3, 0, 5, 2), [True, True, False, *[True] * 5, False, False]
+    batch, outputs = with_policies(*make_batch(lengths, seed=seed, masks=masks))
+    return {1: (batch, outputs), 2: several(batch, outputs, num_targets=3)}
+
+
+def by_datum(traced: TracedTerm, outputs, batch, weight: float = 1.0):
+    """The traced term as a service runs it: each datum alone, and the sum of them."""
+    case, total = Case.of(outputs, batch), torch.zeros(())
+    inputs_D = split_inputs(outputs, batch)
+    for inputs, scale in zip(inputs_D, traced.scales(batch, weight), strict=True):
+        inputs["logprobs"] = inputs["logprobs"].clone().requires_grad_()
+        total = total + traced.loss(inputs, case.mask(inputs), scale)
+    gradients = torch.autograd.grad(total, [inputs["logprobs"] for inputs in inputs_D])
+    return total.item(), torch.cat(gradients)
+
+
+def test_the_terms_of_the_library_that_trace():
+    traced = set()
+    for name, term in registered_terms().items():
+        if not term.evaluate.__module__.startswith("objectives.") or name.startswith("doctest_"):
+            continue  # what other tests have registered
+        batch, outputs = cases()[2 if "topk_logprobs" in term.needs else 1]
+        if name in ("knowledge", "simulation"):  # they need more parameters, and are scored
+            assert term.estimator == "minimum_risk"
+            continue
+        try:
+            trace_term(bind(name), outputs, batch)
+            traced.add(name)
+        except UntraceableError:
+            continue
+    assert traced == TRACED
+
+
+@regularizer("test_traced_datum")
+def likelihood_of_datum(outputs, batch, *, power: float = 2.0):
+    return (mean_by_datum(outputs.logprobs_DT, batch) + 1).abs() ** power, {
+        "size": mean_by_datum(batch.weights_DT, batch).sum()
+    }
+
+
+@regularizer("test_traced_double", reduction="sum")
+def in_double(outputs, batch):
+    return torch.nn.functional.softplus(outputs.logprobs_DT.double()) * batch.weights_DT
+
+
+OWN = [likelihood_of_datum, in_double]
+
+
+@settings(max_examples=25)
+@given(ragged(), st.sampled_from(["token_mean", "sequence_mean", "sum"]))
+@pytest.mark.parametrize("fn", [*sorted(TRACED), *OWN], ids=lambda fn: getattr(fn, "name", fn))
+def test_value_and_gradient_are_those_of_the_term(fn, case, reduction):
+    batch, outputs = with_policies(*case)
+    term = bind(fn).term
+    if "topk_logprobs" in term.needs:
+        batch, outputs = several(batch, outputs, num_targets=3)
+    bound = replace(bind(fn), term=replace(term, reduction=reduction))
+    assume(batch.num_tokens > 1)  # magnitude is flat at a single one
+    # Where they are as many, a value per datum passes for one per token.
+    assume(fn is not likelihood_of_datum or batch.num_tokens != batch.num_datums)
+    traced = trace_term(bound, outputs, batch)
+    expected = evaluate_term(bound, outputs, batch, first_step=False)
+    value, gradient_DT = by_datum(traced, outputs, batch, weight=0.7)
+    assert value == pytest.approx(0.7 * expected.value, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(gradient_DT, 0.7 * expected.gradient_DT, rtol=1e-5, atol=1e-7)
+
+
+counter = itertools.count()
+
+
+@regularizer("test_traced_centred")
+def centred(outputs, batch):
+    return (outputs.logprobs_DT - outputs.logprobs_DT.mean()) ** 2
+
+
+@regularizer("test_traced_reduced")
+def reduced(outputs, batch):
+    return outputs.logprobs_DT * reduce(outputs.logprobs_DT, batch, "token_mean")
+
+
+@regularizer("test_traced_neighbour")
+def neighbour(outputs, batch):
+    return outputs.logprobs_DT - outputs.logprobs_DT.roll(1)
+
+
+@regularizer("test_traced_branch")
+def branch(outputs, batch):
+    return outputs.logprobs_DT**2 if outputs.logprobs_DT.min() < -1 else outputs.logprobs_DT
+
+
+@regularizer("test_traced_float")
+def number(outputs, batch):
+    return outputs.logprobs_DT * float(outputs.logprobs_DT[0])
+
+
+@regularizer("test_traced_tensor")
+def own_tensor(outputs, batch):
+    return outputs.logprobs_DT * torch.tensor([2.0])
+
+
+@regularizer("test_traced_length")
+def by_length(outputs, batch):
+    return outputs.logprobs_DT / outputs.logprobs_DT.shape[0]
+
+
+@regularizer("test_traced_texts")
+def by_text(outputs, batch):
+    return outputs.logprobs_DT * len(batch.texts_D)
+
+
+@regularizer("test_traced_random")
+def random(outputs, batch):
+    return outputs.logprobs_DT * torch.rand_like(outputs.logprobs_DT)
+
+
+@regularizer("test_traced_counter")
+def counted(outputs, batch):
+    return outputs.logprobs_DT * next(counter)
+
+
+@regularizer("test_traced_numpy")
+def numpy_one(outputs, batch):
+    return torch.as_tensor(outputs.logprobs_DT.detach().numpy()) * outputs.logprobs_DT
+
+
+@regularizer("test_traced_constant")
+def constant(outputs, batch):
+    return (outputs.logprobs_DT > -1).float()
+
+
+@regularizer("test_traced_prepared", prepare=lambda batch: 2.0)
+def prepared(outputs, batch):
+    return outputs.logprobs_DT * batch.features
+
+
+@regularizer("test_traced_async")
+async def asynchronous(outputs, batch):
+    return outputs.logprobs_DT
+
+
+@pytest.mark.parametrize(
+    ("fn", "fields", "says"),
+    [
+        (centred, {}, "its operation mean may look beyond a single token"),
+        (reduced, {}, "its operation sum may look beyond a single token"),
+        (neighbour, {}, "its operation roll may look beyond a single token"),
+        (branch, {}, r"it branches on the values or the shape of a tensor: use torch\.where"),
+        (number, {}, r"it calls float\(\) on a tensor"),
+        (own_tensor, {}, "it makes a tensor of its own"),
+        (by_length, {}, "it reads the shape of a tensor"),
+        (by_text, {}, "it reads texts_D of the batch, and the service sees one datum at a time"),
+        (random, {}, "its operation rand_like"),
+        (counted, {}, "traced, it has another value or gradient"),
+        (numpy_one, {}, "torch.fx cannot follow it"),
+        (constant, {}, "could not be tried .*'test_traced_constant' is declared differentiable, but its value does no"),
+        (prepared, {}, "it reads features that are prepared here"),
+        (asynchronous, {}, "it is an async function"),
+        ("confidence", {"execution": "process"}, "it has a process or a time limit of its own"),
+        ("confidence", {"timeout_s": 1.0}, "it has a process or a time limit of its own"),
+        ("confidence", {"on_error": "skip"}, "its on_error is 'skip', and one pass has all terms or none"),
+        ("margin", {}, "its value is one number for the whole batch"),
+        ("length", {}, "its estimator 'minimum_risk' compares the datums of a batch"),
+        ("unlikely_repeats", {}, "it reads features that are prepared here"),
+        ("unlikely_tokens", {"params": {"tokens": tuple(range(99))}}, "it makes a tensor of its own"),
+    ],
+)
+def test_what_would_be_another_function_on_the_service_is_refused(fn, fields, says):
+    batch, outputs = cases()[1]
+    with pytest.raises(UntraceableError, match=says):
+        trace_term(bind(fn, **fields), outputs, batch)
