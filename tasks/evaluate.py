@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import tinker
@@ -9,7 +10,7 @@ from tinker_cookbook.eval.evaluators import Evaluator, SamplingClientEvaluator, 
 from tinker_cookbook.supervised.common import compute_mean_nll
 from tinker_cookbook.supervised.types import SupervisedDataset
 
-from blocks.errors import ConfigError
+from blocks.errors import ConfigError, PoisonedError
 from objectives.labels import without_labels
 from tasks.data import import_object
 from tasks.options import retried_task
@@ -25,12 +26,16 @@ class HeldOutNLL(TrainingClientEvaluator):
             raise ConfigError(
                 "The held-out data has no whole batch: give it more rows, a smaller batch_size, or set eval_every to 0."
             )
+        self.num_tokens = sum(datum.model_input.length for datum in self._datums)
 
     async def __call__(self, training_client: tinker.TrainingClient) -> dict[str, float]:
         output = await training_client.forward(self._datums, "cross_entropy")
         logprobs_D = [entry["logprobs"] for entry in output.loss_fn_outputs]
         weights_D = [datum.loss_fn_inputs["weights"] for datum in self._datums]
-        return {"test/nll": compute_mean_nll(logprobs_D, weights_D)}
+        nll = compute_mean_nll(logprobs_D, weights_D)
+        if not math.isfinite(nll):
+            raise PoisonedError(f"The held-out data has the mean negative log-likelihood {nll}: look at its rows.")
+        return {"test/nll": nll}
 
 
 def build_evaluator(builder: str, params: dict[str, object]) -> Evaluator:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import tinker
 from tinker import types
 
-from blocks.errors import ServiceError
+from blocks.errors import PoisonedError, ServiceError
 from objectives.batch import Batch, Outputs, pack
+from objectives.diagnostics import all_finite
 from tasks.answer import wait_for_answer
 from tasks.options import step_task
 
@@ -29,11 +30,17 @@ def read_outputs(output: types.ForwardBackwardOutput, batch: Batch) -> Outputs:
 
     Raises:
         ServiceError: their number or lengths are not the batch's.
+        PoisonedError: one of them is NaN or infinite.
     """
     logprobs_DT, offsets_D = pack([entry["logprobs"].to_torch() for entry in output.loss_fn_outputs])
     if offsets_D.tolist() != batch.offsets_D.tolist():
         raise ServiceError(
             f"The Tinker service returned logprobs for {len(offsets_D) - 1} datums and {len(logprobs_DT)} tokens "
             f"where {batch.num_datums} and {batch.num_tokens} were sent: report this to whoever runs the service."
+        )
+    if not all_finite(logprobs_DT):
+        raise PoisonedError(
+            f"The Tinker service returned {int((~logprobs_DT.isfinite()).sum())} logprobs of {len(logprobs_DT)} that "
+            "are not finite: lower the learning rate, or look at the data of the steps before."
         )
     return Outputs(logprobs_DT.float())

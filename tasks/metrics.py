@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric
@@ -23,13 +25,14 @@ class MetricsLog:
     A step that is already there (logged before a crash, replayed after it) is not logged a second time.
     """
 
-    __slots__ = ("_pending", "_steps", "client", "run_id")
+    __slots__ = ("_lock", "_pending", "_steps", "client", "run_id")
 
     def __init__(self, client: MlflowClient, run_id: str) -> None:
         self.client, self.run_id = client, run_id
         # A set, because MLflow's writers may store a later step before an earlier one.
         self._steps = {metric.step for metric in client.get_metric_history(run_id, STEP_KEY)}
-        self._pending: list[RunOperations] = []
+        self._pending: list[tuple[RunOperations, Callable[..., object]]] = []
+        self._lock = threading.Lock()  # a checkpoint is recorded while the next steps log
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Enqueue the metrics of a step; returns at once."""
@@ -38,32 +41,36 @@ class MetricsLog:
         now = int(time.time() * 1000)
         values = {STEP_KEY: step, **metrics}
         entities = [Metric(key, float(value), now, step) for key, value in values.items()]
-        operations = self.client.log_batch(self.run_id, metrics=entities, synchronous=False)
-        if operations is not None:
-            self._pending.append(operations)
+        self._enqueue(partial(self.client.log_batch, self.run_id, metrics=entities))
         self._steps.add(step)
 
     def tag(self, key: str, value: str) -> None:
         """Enqueue a tag of the run; returns at once."""
-        operations = self.client.set_tag(self.run_id, key, value, synchronous=False)
-        if operations is not None:
-            self._pending.append(operations)
+        self._enqueue(partial(self.client.set_tag, self.run_id, key, value))
 
     def flush(self) -> None:
-        """Wait until everything logged so far is stored.
+        """Wait until everything logged so far is stored; what failed is written once more.
 
         Raises:
             ServiceError: MLflow did not store it.
         """
-        pending, self._pending = self._pending, []
+        with self._lock:
+            pending, self._pending = self._pending, []
         try:
-            for operations in pending:
-                operations.wait()
+            for operations, write in pending:
+                try:
+                    operations.wait()
+                except MlflowException:
+                    write(synchronous=True)  # where it was stored all the same, an equal point is not added
         except MlflowException as error:
             raise ServiceError(
                 f"MLflow did not store the metrics of run {self.run_id} ({str(error).splitlines()[0][:200]}): "
                 "mend the tracking server or its disk and start the same command again."
             ) from error
+
+    def values(self, key: str) -> dict[int, float]:
+        """A metric of the run by step."""
+        return {metric.step: metric.value for metric in self.client.get_metric_history(self.run_id, key)}
 
     def history(self) -> dict[str, list[tuple[int, float]]]:
         """Every metric of the run as (step, value) points in the order of steps."""
@@ -71,6 +78,12 @@ class MetricsLog:
         return {
             key: sorted((m.step, m.value) for m in self.client.get_metric_history(self.run_id, key)) for key in keys
         }
+
+    def _enqueue(self, write: Callable[..., RunOperations | None]) -> None:
+        operations = write(synchronous=False)
+        if operations is not None:
+            with self._lock:
+                self._pending.append((operations, write))
 
 
 @step_task(name="metrics", task_run_name="metrics-{step}")

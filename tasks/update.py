@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import tinker
+import torch
 from tinker import types
 from torch import Tensor
 
 from objectives.batch import Batch, Outputs, unpack
+from objectives.one_pass import Uploaded
+from objectives.regularizer import Regularizer
 from tasks.answer import wait_for_answer
 from tasks.forward import PendingOutput, read_outputs
 from tasks.options import step_task
@@ -36,6 +40,22 @@ def enqueue_update(
         for datum, weights in zip(batch.datums, unpack(loss_weights_DT, batch.offsets_D), strict=True)
     ]
     return PendingUpdate(client.forward_backward(data, "cross_entropy"), client.optim_step(adam))
+
+
+def enqueue_fused_update(
+    client: tinker.TrainingClient,
+    batch: Batch,
+    loss: Uploaded,
+    weight_of: Callable[[Regularizer], float],
+    adam: types.AdamParams,
+) -> PendingUpdate:
+    """Send `forward_backward` with a loss that the service has, and `optim_step`, back to back.
+
+    Args:
+        weight_of: the weight of a term at the step.
+    """
+    data = loss.fused.data_at(Outputs(torch.zeros(batch.target_tokens_DT.shape)), batch, weight_of)
+    return PendingUpdate(client.forward_backward_custom(data, loss.handle), client.optim_step(adam))
 
 
 @step_task(name="forward_backward")
