@@ -20,12 +20,19 @@ B = TypeVar("B", bound=Block)
 @contextmanager
 def service_of(config: RunConfig) -> Iterator[TinkerService]:
     """The Tinker service of a run; one that it starts for itself is stopped at the end."""
-    if config.base_url == "local" or (not config.base_url and not from_environment()):
+    if _runs_its_own(config.base_url):
         engine = config.engine
         with local_engine(model=config.model, dtype=engine.dtype, threads=engine.threads) as service:
             yield service
     else:
         yield _block(TinkerService, config.base_url, base_url=config.base_url or None)
+
+
+def service_url(base_url: str) -> str:
+    """Where the service is that a config's `base_url` names; empty for an engine of the run's own."""
+    if _runs_its_own(base_url):
+        return ""
+    return _block(TinkerService, base_url, base_url=base_url or None).resolved_url
 
 
 def storage_of(config: RunConfig) -> RunStorage:
@@ -36,6 +43,10 @@ def storage_of(config: RunConfig) -> RunStorage:
 def tracking_of(config: RunConfig) -> MLflowTracking:
     """Where the run logs its metrics."""
     return _block(MLflowTracking, config.tracking, tracking_uri=config.tracking, experiment=config.experiment)
+
+
+def _runs_its_own(base_url: str) -> bool:
+    return base_url == "local" or (not base_url and not from_environment())
 
 
 def _block(kind: type[B], reference: str, **fields: object) -> B:

@@ -9,16 +9,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
+import httpx
 from prefect import Flow, State
+from prefect.exceptions import CancelledRun, PrefectException
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from rich.console import Console
 from rich.table import Table
 
-from blocks.errors import TinkerFlowsError
+from blocks.errors import ServiceError, TinkerFlowsError, reason
 from blocks.processes import local_prefect_server, prefect_server_env
 from flows.config import RunConfig
 from flows.config_file import describe_fields, load_config
+from flows.heartbeat import heartbeats
 from flows.recorded import deliver_events, wait_until_recorded
 from flows.result import TrainResult
 from objectives.errors import ObjectiveError
@@ -44,12 +47,12 @@ def main(flow: Flow[..., TrainResult], config_type: type[RunConfig], argv: Seque
 
 
 def exit_with_a_sentence(action: Callable[[], None]) -> None:
-    """Run what a terminal asked for; what the user can mend ends it with one sentence and status 1, Ctrl-C with 130."""
+    """Run what a terminal asked for; what the user can mend ends it with a sentence and status 1, a stop with 130."""
     try:
         action()
     except (TinkerFlowsError, ObjectiveError) as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, CancelledRun):
         print("Stopped. The same command again resumes from the last checkpoint.", file=sys.stderr)
         sys.exit(130)
 
@@ -57,20 +60,32 @@ def exit_with_a_sentence(action: Callable[[], None]) -> None:
 def run(flow: Flow[..., TrainResult], config: RunConfig) -> TrainResult:
     """Run a flow against the Prefect server in force, or one of its own for as long as it takes."""
     keep_prefect_off_the_terminal()
-    try:
-        return flow(config) if PREFECT_API_URL.value() else _run_on_a_server_of_its_own(flow, config)
-    finally:
-        deliver_events()
-
-
-def _run_on_a_server_of_its_own(flow: Flow[..., TrainResult], config: RunConfig) -> TrainResult:
+    if PREFECT_API_URL.value():
+        return _delivered(flow, config).result()
     # Never Prefect's ephemeral server: it loses most task runs of a real run without a word.
     with local_prefect_server() as url, temporary_settings({PREFECT_API_URL: url}):
-        state = cast("State[TrainResult]", flow(config, return_state=True))
+        state = _delivered(flow, config)
         assert state.state_details.flow_run_id is not None
-        deliver_events()
         wait_until_recorded(state.state_details.flow_run_id, "report" if state.is_completed() else None)
         return state.result()
+
+
+def _delivered(flow: Flow[..., TrainResult], config: RunConfig) -> State[TrainResult]:
+    """The end of a flow run whose events have left, also after Ctrl-C, while its server is there to take them.
+
+    Raises:
+        ServiceError: the Prefect server could not be used.
+    """
+    try:
+        with heartbeats():
+            return cast("State[TrainResult]", flow(config, return_state=True))
+    except (httpx.HTTPError, PrefectException, RuntimeError, ValueError) as error:  # the flow's own are in its state
+        raise ServiceError(
+            f"The Prefect server at {PREFECT_API_URL.value()} could not be used ({reason(error)}): set PREFECT_API_URL "
+            "to one that runs and start the same command again; it resumes from the last checkpoint."
+        ) from error
+    finally:
+        deliver_events()
 
 
 def keep_prefect_off_the_terminal() -> None:
@@ -90,7 +105,9 @@ def show_result(result: TrainResult) -> None:
         table.add_row(*cells(row))
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
-    if result.resumed_from == result.num_steps:
+    if result.stopped:
+        console.print(result.stopped)
+    elif result.resumed_from == result.num_steps:
         console.print("This run was finished before; choose another run_name to train again.")
     for key in sorted(result.metrics):
         if key.startswith("test/") or key.endswith("/skipped"):

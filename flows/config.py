@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tinker import types
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+RESUME = rf"^(auto|never|tinker://\S+|{NAME}(@(\d+|best|final))?)$"
 
 
 class Config(BaseModel):
@@ -59,13 +63,28 @@ class AdamConfig(Config):
         return types.AdamParams(learning_rate=learning_rate, **self.model_dump())
 
 
+class KeepBestConfig(Config):
+    """The best checkpoint of a run, by a metric of its weights."""
+
+    metric: str = Field(
+        title="Metric",
+        description="One that is logged at the checkpoints' steps, as `test/nll` where `eval_every` divides "
+        "`checkpoint_every`.",
+        min_length=1,
+        examples=["test/nll"],
+    )
+    mode: Literal["min", "max"] = Field(
+        default="min", title="Mode", description="Whether the best has the smallest or the largest value."
+    )
+
+
 class RunConfig(Config):
     """Where a run happens, where it is kept, and how it goes on after a stop."""
 
     run_name: str = Field(
         title="Run name",
         description="Names the run's directory; the same name again goes on with that run.",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        pattern=rf"^{NAME}$",
         max_length=128,
     )
     model: str = Field(
@@ -95,10 +114,14 @@ class RunConfig(Config):
     experiment: str = Field(
         default="tinker-flows", title="Experiment", description="MLflow experiment of the run.", min_length=1
     )
-    resume: Literal["auto", "never"] = Field(
+    resume: str = Field(
         default="auto",
         title="Resume",
-        description="`auto` goes on from the last checkpoint of the same run name; `never` refuses a name in use.",
+        description="`auto` goes on from the last checkpoint of the same run name; `never` refuses a name in use. "
+        "`RUN`, `RUN@STEP`, `RUN@best` or `RUN@final` forks: this run starts with the weights and the optimizer of "
+        "that checkpoint of another run in the same storage, at its step of data and schedules; a `tinker://` path "
+        "does so at step 0. A fork that was stopped goes on with itself.",
+        pattern=RESUME,
     )
     max_restarts: int = Field(
         default=3,
@@ -113,3 +136,35 @@ class RunConfig(Config):
         title="Checkpoint every",
         description="Steps between checkpoints; the last step has one too.",
     )
+    keep_last: int | None = Field(
+        default=None,
+        ge=1,
+        title="Keep the last",
+        description="Checkpoints that stay on the service, the newest ones, beside the best and the final one; older "
+        "ones are deleted there. Unset: all.",
+    )
+    keep_best: KeepBestConfig | None = Field(
+        default=None, title="Keep the best", description="Note the best checkpoint by a metric, and keep it."
+    )
+    ttl_seconds: int | None = Field(
+        default=None,
+        ge=3600,
+        le=315_360_000,
+        title="Time to live (s)",
+        description="The service deletes a checkpoint so long after its save, but never the best and the final one. A "
+        "run that stands still for longer starts again from nothing. Unset: never.",
+    )
+    register_as: str | None = Field(
+        default=None,
+        min_length=1,
+        title="Register as",
+        description="Model of MLflow's registry that the run's best checkpoint, or without `keep_best` the final one, "
+        "becomes a version of when the run is done.",
+    )
+
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _check_resume(cls, value: object) -> object:
+        if isinstance(value, str) and not re.fullmatch(RESUME, value):
+            raise ValueError("give auto, never, the name of a run, RUN@STEP, RUN@best, RUN@final or a tinker:// path")
+        return value

@@ -20,12 +20,10 @@ class Progress:
 
     def advance(self, metrics: Mapping[str, float]) -> None:
         """One step is done."""
-        shown = {
-            "loss": metrics["loss/total"],
-            "base": metrics["loss/base"],
-            "nll": metrics["train_mean_nll"],
-        }
-        self._bar.set_postfix({key: f"{value:.3f}" for key, value in shown.items()}, refresh=False)
+        shown = {"loss": "loss/total", "base": "loss/base", "nll": "train_mean_nll"}
+        # A step that is passed over has none of them.
+        figures = {name: f"{metrics[key]:.3f}" for name, key in shown.items() if key in metrics}
+        self._bar.set_postfix(figures, refresh=False)
         self._bar.update()
 
     def __enter__(self) -> Self:

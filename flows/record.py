@@ -12,6 +12,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Param
 from mlflow.exceptions import MlflowException
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
@@ -20,6 +21,9 @@ from blocks.errors import ConfigError, ServiceError
 from blocks.storage import RunDirectory
 from flows.blocks_of import tracking_of
 from flows.config import RunConfig
+from flows.cookbook_run import set_aside_config
+from flows.stop import CancelledInTheUI
+from tasks.checkpoint import step_of
 from tasks.metrics import MetricsLog
 
 # What may differ between the parts of one run: where it computes and how often it looks, never what it trains.
@@ -30,22 +34,33 @@ _MAY_CHANGE = {
     "storage",
     "resume",
     "max_restarts",
+    "guards",
+    "budget",
     "checkpoint_every",
     "eval_every",
     "evaluators",
+    "keep_last",
+    "keep_best",
+    "ttl_seconds",
+    "register_as",
 }
 
 
-def check_config(directory: RunDirectory, config: RunConfig, start: CheckpointRecord | None) -> None:
+def check_config(
+    directory: RunDirectory, config: RunConfig, start: CheckpointRecord | None, restarts: Sequence[str]
+) -> None:
     """Keep the config of a run as its record, and hold every later start to it once there is a checkpoint.
+
+    Args:
+        restarts: not empty where this very run goes on, which may do so under `never` too.
 
     Raises:
         ConfigError: the name is in use by a run with another config, or `resume` is `never`.
     """
-    if start is None:
+    if set_aside_config(directory) or start is None:
         directory.write_bytes("config.json", config.model_dump_json(indent=2).encode())
         return
-    if config.resume == "never":
+    if config.resume == "never" and not restarts:
         raise ConfigError(
             f"The run name {config.run_name!r} is in use in {directory.location} and resume is `never`: "
             "choose another run_name, or resume: auto to go on with that run."
@@ -53,8 +68,9 @@ def check_config(directory: RunDirectory, config: RunConfig, start: CheckpointRe
     changed = changed_fields(directory, config)
     if changed:
         raise ConfigError(
-            f"The run {config.run_name!r} (now at step {start.batch}) was started with another {', '.join(changed)}: "
-            f"restore it or choose another run_name; the first config is {directory.location}/config.json."
+            f"The run {config.run_name!r} (now at step {step_of(start)}) was started with another "
+            f"{', '.join(changed)}: restore it or choose another run_name; the first config is "
+            f"{directory.location}/config.json."
         )
 
 
@@ -73,14 +89,14 @@ def open_log(
     service: TinkerService,
     config: RunConfig,
     directory: RunDirectory,
-    start: CheckpointRecord | None,
+    records: Sequence[CheckpointRecord],
     restarts: Sequence[str],
 ) -> Iterator[MetricsLog]:
     """The run's one MLflow run, marked finished, failed or killed at the end; after a kill -9 it stays RUNNING."""
     tracking = tracking_of(config)
     client = tracking.get_client()
     with tracking.failures():
-        run_id = _mlflow_run(tracking, client, config, directory, start)
+        run_id = _mlflow_run(tracking, client, config, directory, records)
         why = {f"tinker_flows.restart.{number}": reason for number, reason in enumerate(restarts, start=1)}
         for key, value in {**_tags(service.resolved_url), **why}.items():
             client.set_tag(run_id, key, value)
@@ -91,13 +107,14 @@ def open_log(
         yield log
         log.flush()
         status = "FINISHED"
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TerminationSignal, CancelledInTheUI):
         status = "KILLED"
         raise
     finally:
         # Where the store itself is what failed, its first error is the one to tell.
         with suppress(ServiceError), tracking.failures():
             log.flush()
+        with suppress(ServiceError), tracking.failures():
             client.set_terminated(run_id, status=status)
 
 
@@ -106,12 +123,13 @@ def _mlflow_run(
     client: MlflowClient,
     config: RunConfig,
     directory: RunDirectory,
-    start: CheckpointRecord | None,
+    records: Sequence[CheckpointRecord],
 ) -> str:
-    """The MLflow run of the checkpoint, or the one that bears this record's tag: made with it, so never made twice."""
-    if start is not None:
+    """The MLflow run of the newest checkpoint, or the one with this record's tag: made with it, so never made twice."""
+    known = next((each.extra["mlflow_run_id"] for each in records if each.has("mlflow_run_id")), None)
+    if known:
         with suppress(MlflowException):  # another tracking store than before does not have it
-            return client.get_run(str(start.extra.get("mlflow_run_id"))).info.run_id
+            return client.get_run(str(known)).info.run_id
     record = directory.location.encode() + (directory.read_bytes("config.json") or b"")
     tags = {"tinker_flows.record": hashlib.sha256(record).hexdigest()}
     experiment = tracking.experiment_id(client)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import sys
 import time
 from uuid import UUID
@@ -46,22 +45,17 @@ def wait_until_recorded(flow_run_id: UUID, last_task: str | None, limit_s: float
 
 
 def deliver_events(limit_s: float = 20.0) -> None:
-    """Send what Prefect has not sent yet, for so long; then drop it and say so.
+    """Send the events and log lines that Prefect has not sent yet, for so long; then drop them and say so.
 
-    At exit Prefect itself waits without an end: for a server that is gone, eight seconds per event.
+    At exit Prefect itself waits without an end, also for a server that took a request and never answers it.
     """
-    workers = [each for each in tuple(EventsWorker._instances.values()) if isinstance(each, EventsWorker)]
+    senders = [(each, each._loop, each._task) for each in tuple(EventsWorker._instances.values())]
     EventsWorker.drain_all(timeout=limit_s)
-    num_dropped = sum(_drop_waiting(each) for each in workers if each._done_event and not each._done_event.is_set())
-    if num_dropped:
-        print(f"The Prefect server did not take {num_dropped} events of this run: its UI lacks them.", file=sys.stderr)
-
-
-def _drop_waiting(worker: EventsWorker) -> int:
     num_dropped = 0
-    while True:
-        try:
-            num_dropped += worker._queue.get_nowait() is not None
-        except queue.Empty:
-            worker._queue.put_nowait(None)  # what tells it to end
-            return num_dropped
+    for sender, loop, sending in senders:
+        if loop and sending and not sending.done():
+            num_dropped += max(sender._queue.qsize() - 1, 1)  # less the mark of its end
+            loop.call_soon_threadsafe(sending.cancel)
+    if num_dropped:
+        what = f"{num_dropped} events and log lines of this run"
+        print(f"The Prefect server did not take {what}: its UI lacks them.", file=sys.stderr)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from prefect.runtime import flow_run
+from prefect.states import Completed
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.errors import StorageError
 from flows.run import Run
+from tasks.checkpoint import step_of
 from tasks.report import write_report
 
 
@@ -21,12 +24,13 @@ class TrainResult:
         num_steps: the updates its weights hold.
         resumed_from: the step this part of the run started at; 0 for a run never interrupted.
         state_path: tinker:// path of the final weights and optimizer.
-        sampler_path: tinker:// path of the final weights for sampling.
+        sampler_path: tinker:// path of the final weights for sampling; empty where it ended before.
         directory: where the run's record is.
         report: where its report is.
         flow_run_id: the Prefect flow run of this part of the run.
         tracking_uri, experiment_id, mlflow_run_id: its MLflow run.
         metrics: the last value of every metric.
+        stopped: why it ended before its last step, by its budget; empty where it did not.
     """
 
     run_name: str
@@ -41,15 +45,16 @@ class TrainResult:
     experiment_id: str
     mlflow_run_id: str
     metrics: dict[str, float]
+    stopped: str = ""
 
 
-def finish(run: Run, run_name: str, last: CheckpointRecord, first: int) -> TrainResult:
-    """Write the report and sum up the run.
+def finish(run: Run, run_name: str, last: CheckpointRecord, first: int, stopped: str = "") -> TrainResult:
+    """Write the report and sum up the run, which ended before its last step where `stopped` says why.
 
     Raises:
         StorageError: the last record is not that of a finished run.
     """
-    if not (last.batch and last.state_path and last.sampler_path):
+    if not last.state_path or not (last.sampler_path or stopped):
         raise StorageError(
             f"The last record in {run.directory.location}/checkpoints.jsonl is at the run's last step but not final: "
             "choose another run_name, or remove that line to train its steps again."
@@ -58,10 +63,10 @@ def finish(run: Run, run_name: str, last: CheckpointRecord, first: int) -> Train
     history = run.log.history()
     return TrainResult(
         run_name=run_name,
-        num_steps=last.batch,
+        num_steps=step_of(last),
         resumed_from=first,
         state_path=last.state_path,
-        sampler_path=last.sampler_path,
+        sampler_path=last.sampler_path or "",
         directory=run.directory.location,
         report=write_report(run.directory, run.log, run_name, history),
         flow_run_id=flow_run.get_id() or "",
@@ -69,4 +74,12 @@ def finish(run: Run, run_name: str, last: CheckpointRecord, first: int) -> Train
         experiment_id=run.log.client.get_run(run.log.run_id).info.experiment_id,
         mlflow_run_id=run.log.run_id,
         metrics={key: points[-1][1] for key, points in history.items()},
+        stopped=stopped,
     )
+
+
+def as_state(result: TrainResult) -> TrainResult:
+    """What a flow returns: the result, for Prefect in a state that says so where the budget ended the run."""
+    if not result.stopped:
+        return result
+    return cast(TrainResult, Completed(name="BudgetSpent", message=result.stopped, data=result))

@@ -11,10 +11,11 @@ import tinker
 import torch
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
-from blocks.errors import ServiceError
+from blocks.errors import ServiceError, ServiceLostError, reason
 from blocks.storage import RunDirectory
 from flows.blocks_of import service_of, storage_of
 from flows.config import RunConfig
+from flows.fork import check_lineage, starts_of_fork
 from flows.record import check_config, open_log
 from tasks.checkpoint import resumable
 from tasks.metrics import MetricsLog
@@ -27,12 +28,14 @@ class Run:
 
     Attributes:
         directory: where its record is kept.
+        session: the session on the service.
         client: the training client, holding the weights of `start`.
         log: its MLflow run.
-        start: the checkpoint it goes on from; None at its beginning.
+        start: the checkpoint it goes on from, another run's for a fork; None at its beginning.
     """
 
     directory: RunDirectory
+    session: tinker.ServiceClient
     client: tinker.TrainingClient
     log: MetricsLog
     start: CheckpointRecord | None
@@ -52,16 +55,17 @@ def open_run(config: RunConfig, restarts: Sequence[str], *, lora_rank: int, seed
     """
     with _one_torch_thread(), storage_of(config).run_directory(config.run_name) as directory:
         records = resumable(directory)
-        newest = records[0] if records else None
-        check_config(directory, config, newest)
+        check_lineage(config, records)
+        starts = records or starts_of_fork(config, storage_of(config))
+        check_config(directory, config, records[0] if records else None, restarts)
         with service_of(config) as service:
             service.check_model(config.model)
-            with open_log(service, config, directory, newest, restarts) as log, service.session() as session:
-                if newest is None:
-                    yield Run(directory, _new_client(session, config, lora_rank, seed), log, None)
+            with open_log(service, config, directory, records, restarts) as log, service.session() as session:
+                if starts:
+                    client, start = _resumed_client(session, config, starts)
                 else:
-                    client, start = _resumed_client(session, config, records)
-                    yield Run(directory, client, log, start)
+                    client, start = _new_client(session, config, lora_rank, seed), None
+                yield Run(directory, session, client, log, start)
 
 
 @contextmanager
@@ -86,6 +90,7 @@ def _resumed_client(
     session: tinker.ServiceClient, config: RunConfig, records: Sequence[CheckpointRecord]
 ) -> tuple[tinker.TrainingClient, CheckpointRecord]:
     """A client at the newest checkpoint that the service still has, and that checkpoint."""
+    gone: ServiceError | None = None
     for record in records:
         path = record.state_path or ""
         try:
@@ -93,11 +98,17 @@ def _resumed_client(
                 client = session.create_training_client_from_state_with_optimizer(path, user_metadata=_metadata(config))
                 return client.result(), record
         except ServiceError as error:
-            gone = isinstance(error.__cause__, tinker.RequestFailedError | tinker.NotFoundError)
-            if not gone or record is records[-1]:
+            if not isinstance(error.__cause__, tinker.RequestFailedError | tinker.NotFoundError):
                 raise
             print(f"{error} The one before it is tried.", file=sys.stderr)
-    raise AssertionError("unreachable: there is a record")
+            gone = error
+    if gone is None or isinstance(gone, ServiceLostError):
+        raise gone or AssertionError("unreachable: there is a record")
+    raise ServiceError(
+        f"The service has none of the {len(records)} checkpoints that {config.run_name!r} could start from (the last "
+        f"one: {reason(gone.__cause__ or gone)}): choose another run_name to begin again, or another checkpoint for "
+        "resume."
+    ) from gone
 
 
 def _metadata(config: RunConfig) -> dict[str, str]:

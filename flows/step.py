@@ -3,6 +3,9 @@
 batch ──> prepare (each term) ──────────────┐                   ahead, while the service works on the step before
 forward (enqueued behind the last update) ──┴─> term (each) ──> linearize ──> forward_backward, optim_step
                                                                               └─ then the next step's forward
+
+Where the service has the objective as a loss, forward_backward and optim_step are sent at once, behind those of the
+step before; terms and linearize follow their answer, for the metrics alone.
 """
 
 from __future__ import annotations
@@ -15,18 +18,16 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import tinker
 from prefect import Task
-from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
 from objectives.batch import Batch, Outputs
-from objectives.errors import ObjectiveError
 from objectives.evaluate import Evaluation
 from objectives.execution.runner import TermRunner
 from objectives.linearize import Linearized
 from objectives.objective import Objective, Regularizer
 from tasks.data import DataSource, load_batch
 from tasks.forward import PendingOutput, enqueue_forward, forward_logprobs
-from tasks.options import whole
+from tasks.options import Pending, call, submit, whole
 from tasks.terms import compute_term, linearize_terms, prepare_term
 
 P = ParamSpec("P")
@@ -38,11 +39,15 @@ _TERMS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="term")
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A step before its turn: its batch and the features of the terms that are due, under way."""
+    """A step before its turn: its batch and the features of the terms that are due, under way.
+
+    `passes` is how often the service goes over the batch: not at all where the step is passed over.
+    """
 
     step: int
-    batch: PrefectFuture[Batch]
-    terms: tuple[tuple[Regularizer, PrefectFuture[Any] | None], ...]
+    passes: int
+    batch: Pending[Batch]
+    terms: tuple[tuple[Regularizer, Pending[Any] | None], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,55 +58,64 @@ class Forward:
     pending: PendingOutput
 
 
-def load_ahead(source: DataSource, objective: Objective, step: int) -> Ahead:
+def num_passes(objective: Objective, step: int, looks_first: bool) -> int:
+    """Of the service over the batch of a step: two where the update needs to know the logprobs before it."""
+    needs_logprobs = objective.base is not None or any(each.due_at(step) for each in objective.regularizers)
+    return 2 if needs_logprobs or looks_first else 1
+
+
+def load_ahead(source: DataSource, objective: Objective, step: int, passes: int) -> Ahead:
     """Start on everything of a step that needs no weights."""
-    batch = load_batch.submit(source, step)
-    loaded = cast(Batch, batch)  # Prefect gives a task the result of the future it is given
-    due = [each for each in objective.regularizers if each.due_at(step)]
+    batch = submit(load_batch, source, step)
+    loaded = cast(Batch, batch)  # a task is given the result of the future it is given
+    due = [each for each in objective.regularizers if passes and each.due_at(step)]
     terms = tuple((each, _prepare(objective.runner, each, loaded) if each.term.prepare else None) for each in due)
-    return Ahead(step, batch, terms)
+    return Ahead(step, passes, batch, terms)
 
 
-def enqueue_forward_ahead(client: tinker.TrainingClient, objective: Objective, ahead: Ahead) -> Forward | None:
-    """Ask for the forward pass of a step; None where cross-entropy alone needs none before its backward."""
-    if objective.base is None and not ahead.terms:
-        return None
+def enqueue_forward_ahead(client: tinker.TrainingClient, ahead: Ahead) -> Forward:
+    """Ask for the forward pass of a step."""
     batch = ahead.batch.result()
     return Forward(batch, enqueue_forward(client, batch))
 
 
 def compute_linearized(objective: Objective, ahead: Ahead, forward: Forward, num_steps: int, first: bool) -> Linearized:
-    """Evaluate every due term, concurrently, on the forward pass, and linearize the objective."""
-    batch = forward.batch
-    outputs = forward_logprobs(forward.pending, whole(batch))
+    """`measure` on the answer of the forward pass."""
+    outputs = call(forward_logprobs, forward.pending, whole(forward.batch))
+    return measure(objective, ahead, outputs, forward.batch, num_steps, first)
+
+
+def measure(
+    objective: Objective, ahead: Ahead, outputs: Outputs, batch: Batch, num_steps: int, first: bool
+) -> Linearized:
+    """Evaluate every due term, concurrently, and linearize the objective at these outputs.
+
+    Of two passes it makes the loss weights of the second; of one, which has trained by then, the metrics of the terms.
+    """
     runner = objective.runner
     submitted = [(each, _start(runner, each, features, outputs, batch, first)) for each, features in ahead.terms]
     evaluated: list[tuple[Evaluation, float]] = []
     skipped: dict[str, float] = {}
     for regularizer, result in submitted:
-        weight = regularizer.weight_at(ahead.step, num_steps)
-        try:
-            evaluated.append((result(), weight))
-        except ObjectiveError as error:
-            if regularizer.on_error == "raise":
-                raise
+        evaluation, error = runner.settle(regularizer, outputs, result)
+        if error:
             get_run_logger().warning("Step %d goes on without a term. %s", ahead.step, error)
             skipped[f"term/{regularizer.name}/skipped"] = 1.0
-            if stand_in := runner.stand_in(regularizer, outputs):
-                evaluated.append((stand_in, weight))
-    linearized = linearize_terms(objective, outputs, whole(batch), evaluated, ahead.step)
+        if evaluation:
+            evaluated.append((evaluation, regularizer.weight_at(ahead.step, num_steps)))
+    linearized = call(linearize_terms, objective, outputs, whole(batch), evaluated, ahead.step)
     smoothed = objective.watch.look(ahead.step, linearized.metrics)
     return Linearized(linearized.loss_weights_DT, {**linearized.metrics, **smoothed, **skipped})
 
 
-def _prepare(runner: TermRunner, regularizer: Regularizer, batch: Batch) -> PrefectFuture[Any]:
-    return _retried(prepare_term, regularizer).submit(runner, regularizer, whole(batch))
+def _prepare(runner: TermRunner, regularizer: Regularizer, batch: Batch) -> Pending[Any]:
+    return submit(_retried(prepare_term, regularizer), runner, regularizer, whole(batch))
 
 
 def _start(
     runner: TermRunner,
     regularizer: Regularizer,
-    features: PrefectFuture[Any] | None,
+    features: Pending[Any] | None,
     outputs: Outputs,
     batch: Batch,
     first: bool,
@@ -112,7 +126,7 @@ def _start(
     def run() -> Evaluation:
         # Waited for here: Prefect would hand a task None for the result of one that failed.
         prepared = features.result() if features else None
-        return task(runner, regularizer, outputs, whole(batch), whole(prepared), first)
+        return call(task, runner, regularizer, outputs, whole(batch), whole(prepared), first)
 
     return run if regularizer.execution == "inline" else _TERMS.submit(copy_context().run, run).result
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
-from safetensors.torch import load_file
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Cancelling
+from saved_weights import saved_weights
 from sft_config import sft_fields
 
 NUM_STEPS = 24
@@ -66,18 +69,30 @@ def final_weights(directory: Path, home: Path) -> dict[str, bytes]:
     """Every tensor of the final checkpoint, optimizer and all, as the engine keeps it."""
     record = json.loads((directory / "checkpoints.jsonl").read_text().splitlines()[-1])
     assert record["final"]
-    session, name = re.fullmatch(r"tinker://([^:]+):.+/weights/(.+)", record["state_path"]).groups()
-    files = sorted((home / "engine" / "runs").glob(f"{session}*/weights/{name}@*/*.safetensors"))
-    assert len(files) == 2
-    return {f"{file.name}:{key}": tensor.numpy().tobytes() for file in files for key, tensor in load_file(file).items()}
+    return saved_weights(home / "engine", record["state_path"])
+
+
+# Learned weights, so that what the objective remembers has to come back too.
+TWO_PASSES = {"regularizers": [{"name": "topology"}, {"name": "logic"}], "balance": {"method": "gradnorm"}}
+SCHEDULE = {"schedule": "linear", "start": 0.0, "end": 0.5}
+ONE_PASS = {"regularizers": [{"name": "confidence", "weight": SCHEDULE}, {"name": "l2", "weight": 0.01, "every": 3}]}
 
 
 @pytest.mark.timeout(600)
-def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, prefect_server: str, mlflow_uri: str) -> None:
+@pytest.mark.parametrize(
+    ("objective", "metric", "num_kills"),
+    [
+        (TWO_PASSES, "term/logic/value", 1),
+        pytest.param(TWO_PASSES, "term/logic/value", 3, marks=pytest.mark.slow),
+        pytest.param(ONE_PASS, "term/confidence/value", 2, marks=pytest.mark.slow),
+    ],
+    ids=["two passes", "two passes, often", "one pass"],
+)
+def test_killed_and_resumed_equals_never_stopped(
+    tmp_path: Path, prefect_server: str, mlflow_uri: str, objective: dict[str, Any], metric: str, num_kills: int
+) -> None:
     home = tmp_path / "home"
     config = tmp_path / "sft.yaml"
-    # Learned weights, so that what the objective remembers has to come back too.
-    objective = {"regularizers": [{"name": "topology"}, {"name": "logic"}], "balance": {"method": "gradnorm"}}
     fields = sft_fields(tmp_path, "whole", mlflow_uri) | {"num_steps": NUM_STEPS, "objective": objective}
     config.write_text(yaml.safe_dump(fields))
     finish(start(config, "whole", home, prefect_server))
@@ -87,7 +102,7 @@ def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, prefect_server:
     print(f"moments drawn with seed {seed}")
     moments = random.Random(seed)
     directory = tmp_path / "runs" / "killed"
-    for step in sorted(moments.sample(range(-1, NUM_STEPS - 6), 2)):
+    for step in sorted(moments.sample(range(-1, NUM_STEPS - 6), num_kills)):
         process = start(config, "killed", home, prefect_server)
         wait_for_step("killed", process, mlflow_uri, step)
         time.sleep(moments.uniform(0, 0.3))  # anywhere between one step's log and a later one's
@@ -101,7 +116,7 @@ def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, prefect_server:
     (run,) = find_run("killed", mlflow_uri)  # one, whenever it was killed
     run_id = run.info.run_id
     assert run.data.params["learning_rate"] == "0.01"
-    for key in ("loss/total", "term/logic/value"):
+    for key in ("loss/total", metric):
         steps = sorted(point.step for point in client.get_metric_history(run_id, key))
         assert steps == list(range(NUM_STEPS)), key
     assert sorted(point.step for point in client.get_metric_history(run_id, "test/nll")) == list(
@@ -110,18 +125,40 @@ def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, prefect_server:
     assert "Resumed" in output
 
 
-def test_ctrl_c_stops_everything_and_says_how_to_go_on(tmp_path: Path, prefect_server: str, mlflow_uri: str) -> None:
+def flow_run_of(run_name: str) -> FlowRun:
+    with get_client(sync_client=True) as client:
+        return next(each for each in client.read_flow_runs() if each.name == run_name)
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", pytest.param("the UI", marks=pytest.mark.slow)])
+def test_a_stop_saves_the_step_under_way_and_leaves_nothing(
+    tmp_path: Path, prefect_server: str, mlflow_uri: str, how: str
+) -> None:
     home = tmp_path / "home"
     config = tmp_path / "sft.yaml"
-    config.write_text(yaml.safe_dump(sft_fields(tmp_path, "stopped", mlflow_uri) | {"num_steps": 64, "num_epochs": 9}))
-    process = start(config, "stopped", home, prefect_server)
-    wait_for_step("stopped", process, mlflow_uri, 2)
-    process.send_signal(signal.SIGINT)
+    # No checkpoint is due, and without regularizers a step is sent while the one before it is computed.
+    objective = {} if how == "Ctrl-C" else {"regularizers": [{"name": "confidence"}]}
+    rare = {"num_steps": 999, "num_epochs": 99, "checkpoint_every": 500, "eval_every": 0, "objective": objective}
+    run_name = f"stopped-{how[-2:]}"
+    config.write_text(yaml.safe_dump(sft_fields(tmp_path, run_name, mlflow_uri) | rare))
+    process = start(config, run_name, home, prefect_server)
+    wait_for_step(run_name, process, mlflow_uri, 2)
+    if how == "Ctrl-C":
+        process.send_signal(signal.SIGINT)
+    else:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(flow_run_of(run_name).id, Cancelling())
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output.decode()
     assert "resumes from the last checkpoint" in output.decode()
     assert "Traceback" not in output.decode()
-    (run,) = find_run("stopped", mlflow_uri)
+    (run,) = find_run(run_name, mlflow_uri)
     assert run.info.status == "KILLED"
+    (record,) = (tmp_path / "runs" / run_name / "checkpoints.jsonl").read_text().splitlines()
+    assert json.loads(record)["step"] == last_step(run_name, mlflow_uri) + 1
+    if how == "the UI":
+        state = flow_run_of(run_name).state
+        assert state is not None
+        assert state.is_cancelled()
     engines = subprocess.run(["pgrep", "-f", f"engine.*--state {home}"], capture_output=True, text=True, check=False)
     assert engines.stdout == ""

@@ -9,14 +9,16 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import tinker
 import yaml
 from engine_process import EngineProcess, running_engine
 from mlflow import MlflowClient
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from s3_server import ACCESS_KEY, SECRET_KEY, running_s3
 from sft_config import sft_fields
 
@@ -60,6 +62,29 @@ def test_unreachable_service(tmp_path: Path, mlflow_uri: str) -> None:
     assert "base_url" in message
 
 
+def test_prefect_server_that_is_none(tmp_path: Path, mlflow_uri: str) -> None:
+    """As behind a portal that answers every request with a page of its own."""
+
+    class Portal(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = b"<html>Welcome"
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        do_POST = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Portal) as portal:
+        threading.Thread(target=portal.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{portal.server_port}/api"
+        with temporary_settings({PREFECT_API_URL: url}):
+            message = refusal(tmp_path, sft_fields(tmp_path, "portal", mlflow_uri))
+        portal.shutdown()
+    assert f"The Prefect server at {url} could not be used" in message
+    assert "PREFECT_API_URL" in message
+
+
 def test_full_disk_while_checkpointing(tmp_path: Path, mlflow_uri: str, engine: EngineProcess) -> None:
     """A limit on the size of the engine's files makes its save fail as a full disk does."""
     fields = sft_fields(tmp_path, "full", mlflow_uri, engine.url) | {"num_steps": 4, "max_restarts": 0}
@@ -99,13 +124,25 @@ def test_two_runs_at_once(tmp_path: Path, mlflow_uri: str, engine_url: str, pref
 
 
 def test_record_in_s3(tmp_path: Path, mlflow_uri: str, engine_url: str, prefect_server: str) -> None:
-    """The same flow with its record in a bucket: stopped by a failing save, it goes on from what the bucket holds."""
+    """The same flow with its record in a bucket, whose server is killed and started again under the run."""
     with running_s3(tmp_path / "s3") as s3:
         secrets = {"access_key": ACCESS_KEY, "secret_key": SECRET_KEY, "endpoint_url": s3.endpoint_url}
         storage = RunStorage.model_validate({"url": f"s3://{s3.bucket}/runs", **secrets})
         storage.save("flow-test", overwrite=True)
         fields = sft_fields(tmp_path, "bucket", mlflow_uri, engine_url) | {"storage": "block:flow-test", "num_steps": 4}
-        result = sft(SftConfig.model_validate(fields))
+        watched = storage.run_directory("bucket")
+
+        def restart() -> None:
+            while not watched.read_bytes("config.json"):
+                time.sleep(0.05)
+            s3.kill()
+            time.sleep(3)
+            s3.restart()
+
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            restarting = pool.submit(restart)
+            result = sft(SftConfig.model_validate(fields))
+            restarting.result()
         assert result.directory == f"s3://{s3.bucket}/runs/bucket"
         with storage.run_directory("bucket") as directory:
             lines = (directory.read_bytes("checkpoints.jsonl") or b"").splitlines()
@@ -128,9 +165,10 @@ def kill_engine_after(saved: Path, home: Path) -> threading.Thread:
 
 
 def test_local_engine_that_dies_under_a_run(tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run goes on from its last checkpoint by itself and logs each step once."""
+    """The run goes on from its last checkpoint by itself, `never` or not, and logs each step once."""
     monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
-    fields = sft_fields(tmp_path, "dies", mlflow_uri) | {"num_steps": 20, "checkpoint_every": 3, "eval_every": 0}
+    changes = {"num_steps": 20, "checkpoint_every": 3, "eval_every": 0, "resume": "never"}
+    fields = sft_fields(tmp_path, "dies", mlflow_uri) | changes
     killer = kill_engine_after(tmp_path / "runs" / "dies" / "checkpoints.jsonl", tmp_path / "home")
     result = sft(SftConfig.model_validate(fields))
     killer.join()
@@ -176,21 +214,3 @@ def test_local_engine_that_may_not_be_lost(tmp_path: Path, mlflow_uri: str, monk
         sft(SftConfig.model_validate(fields))
     killer.join()
     assert sft(SftConfig.model_validate(fields)).resumed_from > 0
-
-
-def test_checkpoint_that_the_service_no_longer_has(
-    tmp_path: Path, mlflow_uri: str, engine_url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The one before it is taken, and the steps since then are trained again but not logged again."""
-    fields = sft_fields(tmp_path, "gone", mlflow_uri, engine_url) | {"num_steps": 6, "eval_every": 0}
-    whole = sft(SftConfig.model_validate(fields))
-    saved = tmp_path / "runs" / "gone" / "checkpoints.jsonl"
-    second, fourth, _ = saved.read_text().splitlines()
-    saved.write_text(f"{second}\n{fourth}\n")
-    rest = tinker.RestClient(base_url=engine_url, api_key="tml-test")
-    rest.delete_checkpoint_from_tinker_path(json.loads(fourth)["state_path"]).result()
-    again = sft(SftConfig.model_validate(fields))
-    assert again.resumed_from == 2
-    assert "The one before it is tried" in capsys.readouterr().err
-    assert again.mlflow_run_id == whole.mlflow_run_id
-    assert again.metrics["loss/total"] == whole.metrics["loss/total"]

@@ -1,0 +1,39 @@
+"""A run's metrics, through a store that fails for a while."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from contextlib import closing
+
+import pytest
+from mlflow import MlflowClient
+
+from blocks.errors import ServiceError
+from tasks.metrics import STEP_KEY, MetricsLog
+
+
+def rename(mlflow_uri: str, before: str, after: str) -> None:
+    with closing(sqlite3.connect(mlflow_uri.removeprefix("sqlite:///"))) as connection:
+        connection.execute(f"ALTER TABLE {before} RENAME TO {after}")
+
+
+def test_what_was_not_stored_is_written_once_more(mlflow_uri: str) -> None:
+    client = MlflowClient(mlflow_uri)
+    run = client.create_run(client.create_experiment("metrics-log"))
+    log = MetricsLog(client, run.info.run_id)
+    log.log(0, {"loss/total": 3.0})
+    log.flush()
+    rename(mlflow_uri, "metrics", "away")
+    try:
+        log.log(1, {"loss/total": 2.0})
+        with pytest.raises(ServiceError, match="did not store the metrics"):
+            log.flush()
+        log.log(2, {"loss/total": 1.0})
+        deadline = time.monotonic() + 60
+        while not log._pending[0][0]._operation_futures[0].done() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        rename(mlflow_uri, "away", "metrics")
+    log.flush()
+    assert log.history() == {"loss/total": [(0, 3.0), (2, 1.0)], STEP_KEY: [(0, 0.0), (2, 2.0)]}
