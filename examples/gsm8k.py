@@ -26,7 +26,7 @@ from tinker_cookbook.renderers import TrainOnWhat
 from tinker_cookbook.supervised.data import SupervisedDatasetFromHFDataset, conversation_to_datum
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
 
-_DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parent / "data"
 _ANNOTATION = re.compile(r"<<(?P<a>\d+)(?P<op>[-+*/])(?P<b>\d+)=(?P<c>\d+)>>(?P=c)(?![\d.])")
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
@@ -44,8 +44,8 @@ class Gsm8kBuilder(ChatDatasetBuilder):
 
     corrupted_share: float = 0.0
     seed: int = 0
-    train_path: str = str(_DATA / "gsm8k_train.jsonl")
-    test_path: str = str(_DATA / "gsm8k_test.jsonl")
+    train_path: str = str(DATA / "gsm8k_train.jsonl")
+    test_path: str = str(DATA / "gsm8k_test.jsonl")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset]:
         rows = read_problems(Path(self.train_path))
