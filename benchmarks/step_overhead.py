@@ -23,7 +23,6 @@ from time import perf_counter
 
 import tinker
 from prefect import flow
-from prefect.futures import wait
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tqdm import tqdm
@@ -160,12 +159,13 @@ def _step(bench: Bench, cold: bool) -> Times:
     """One step as the flow does it."""
     step = next(bench.numbers)
     started = perf_counter()
-    ahead = load_ahead(bench.source, bench.objective, step)
-    forward = enqueue_forward_ahead(bench.client, bench.objective, ahead)
-    assert forward is not None
+    ahead = load_ahead(bench.source, bench.objective, step, passes=2)
+    forward = enqueue_forward_ahead(bench.client, ahead)
     batch = forward.batch
     if not cold:
-        wait([future for _, future in ahead.terms if future])
+        for _, features in ahead.terms:
+            if features:
+                features.result()
         started = perf_counter()
     linearized = compute_linearized(bench.objective, ahead, forward, NUM_STEPS, first=False)
     update = enqueue_update(bench.client, batch, linearized.loss_weights_DT, ADAM)

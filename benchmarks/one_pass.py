@@ -1,0 +1,83 @@
+"""Cycles of a service that starts training on the ticks of a clock: a step of one pass against one of two.
+
+The hosted service works in cycles. Two passes need two of them, since the weights of the second are made of the answer
+to the first; one pass needs one. The engine's `--clock-cycle` makes that show.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+
+import tinker
+from tqdm import tqdm
+
+from benchmarks.rows import Row
+from benchmarks.scratch import scratch_home, solutions
+from objectives.objective import Objective
+from objectives.one_pass import OnePass
+from objectives.sdk_loop import forward_backward_regularized
+
+ADAM = tinker.AdamParams(learning_rate=1e-4)
+TERMS = ({"name": "confidence", "weight": 0.1}, {"name": "magnitude", "weight": 0.1})
+KEY = "tml-bench"
+
+
+def measure(*, repetitions: int = 3, steps: int = 5, cycle_s: float = 1.0) -> list[Row]:
+    """One row: cycles per step, of which a repetition is the mean of some steps."""
+    ours, peer = [], []
+    with (
+        scratch_home() as folder,
+        _engine(folder, cycle_s) as url,
+        tinker.ServiceClient(base_url=url, api_key=KEY) as session,
+    ):
+        one, two = (
+            (_trainer(session), OnePass(Objective(regularizers=TERMS, backend=backend), session))
+            for backend in ("server", "client")
+        )
+        for each in (one, two):
+            _cycles(*each, steps=1, cycle_s=cycle_s)
+        for _ in tqdm(range(repetitions), desc="one_pass"):
+            ours.append(_cycles(*one, steps=steps, cycle_s=cycle_s))
+            peer.append(_cycles(*two, steps=steps, cycle_s=cycle_s))
+    note = f"engine with --clock-cycle {cycle_s:g}; cross-entropy, {', '.join(str(each['name']) for each in TERMS)}"
+    return [Row("one_pass: a step of one pass, 4 x 64 tokens", "cycles", ours, peer, "a step of two passes", note)]
+
+
+def _trainer(session: tinker.ServiceClient) -> tinker.TrainingClient:
+    return session.create_lora_training_client("tiny", rank=8, seed=0).result()
+
+
+def _cycles(trainer: tinker.TrainingClient, objective: OnePass, *, steps: int, cycle_s: float) -> float:
+    """Cycles per step, each step begun when the one before is answered."""
+    data = solutions(trainer.get_tokenizer(), 4, 64)
+    started = perf_counter()
+    for step in range(steps):
+        pending = forward_backward_regularized(trainer, data, objective, step=step, num_steps=steps)
+        updated = trainer.optim_step(ADAM)
+        pending.result()
+        updated.result()
+    return (perf_counter() - started) / cycle_s / steps
+
+
+@contextmanager
+def _engine(folder: Path, cycle_s: float) -> Iterator[str]:
+    """The URL of an engine whose work starts on ticks."""
+    command = [sys.executable, "-m", "engine", "--port", "0", "--exit-with-stdin", "--model", "tiny", "--threads", "1"]
+    command += ["--state", str(folder / "engine"), "--clock-cycle", str(cycle_s)]
+    environment = {**os.environ, "TINKER_ENGINE_API_KEY": KEY}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as engine:
+        assert engine.stdout is not None
+        assert engine.stdin is not None
+        try:
+            url = engine.stdout.readline().strip()
+            if not url:
+                raise RuntimeError("The engine ended before it said where it listens: what it printed above says why.")
+            yield url
+        finally:
+            engine.stdin.close()
