@@ -37,3 +37,9 @@ def test_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
             if "://" not in target:
                 assert (path.parent / target).exists(), f"{path.name} links to {target}, which is not there"
+
+
+def test_the_tests_that_are_named_are_there() -> None:
+    for path in (ROOT / "docs").rglob("*.md"):
+        for name, target in re.findall(r"\[(test_\w+)\]\(([^)]+)\)", path.read_text()):
+            assert f"def {name}(" in (path.parent / target).read_text(), f"{path.name} names {name}"
