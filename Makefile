@@ -1,10 +1,12 @@
 # The whole interface. Every target makes the environment it needs.
 PYTHON ?= python3
 STEPS ?=
+N ?= 50
+SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test slow check bench bench-engine bench-objectives format
+.PHONY: install demo test slow chaos check bench bench-engine bench-objectives format
 
 install: $(STAMP)
 
@@ -25,7 +27,11 @@ test: install
 	$(BIN)/python -m pytest --durations=10
 
 slow: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dask,ray]'
 	$(BIN)/python -m pytest -m slow --durations=10
+
+chaos: install
+	PYTHONPATH=tests $(BIN)/python -m chaos --faults $(N) --seed $(SEED)
 
 check: install
 	$(BIN)/ruff format --check .
