@@ -10,7 +10,7 @@ from mlflow.entities import Run
 from flows.blocks_of import service_of, tracking_of
 from flows.plan import Plan
 from flows.prices import price_of
-from flows.sft import SftConfig
+from flows.sft import GIVEN, SftConfig
 from flows.step import num_passes
 from objectives.objective import Objective
 from tasks.data import DataSource, build_dataset
@@ -66,7 +66,7 @@ def estimate(config: SftConfig) -> Estimate:
     """
     price = price_of(config.model, config.base_url, config.budget.prices)
     with Objective.from_spec(config.objective) as objective, service_of(config) as service:
-        objective.check_needs()
+        objective.check_needs(GIVEN)
         service.check_model(config.model)
         with service.session() as session:
             with service_errors(f"create a training client for {config.model}"):
@@ -78,6 +78,8 @@ def estimate(config: SftConfig) -> Estimate:
     evaluations = sum(plan.evaluates_before(step) for step in range(plan.num_steps + 1)) if source.test else 0
     held_out = HeldOutNLL(source.test).num_tokens if source.test and evaluations else 0
     num_train_tokens = sum(a * b for a, b in zip(tokens, passes, strict=True)) + evaluations * held_out
+    # The reference goes over each datum once.
+    num_train_tokens += sum(tokens[: plan.steps_per_epoch]) if objective.needs("ref_logprobs") else 0
     # The last weights are looked at once more, on the last batch.
     num_train_tokens += tokens[-1]
     run, pace = _pace(config)

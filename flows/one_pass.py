@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tinker
-import torch
 from prefect.logging import get_run_logger
 
 from flows.run import Run
@@ -12,8 +11,11 @@ from objectives.one_pass import OnePass, Uploaded
 from tasks.service_errors import service_errors
 
 
-def loss_of(run: Run, one_pass: OnePass, step: int, batch: Batch) -> Uploaded | None:
+def loss_of(run: Run, one_pass: OnePass, step: int, beside: Outputs, batch: Batch) -> Uploaded | None:
     """The loss that the service has for a step; None for two passes, and for cross-entropy alone, which needs none.
+
+    Args:
+        beside: what there is beside the current logprobs.
 
     Raises:
         ObjectiveError: the backend is `server`, and the objective cannot be one pass.
@@ -23,7 +25,7 @@ def loss_of(run: Run, one_pass: OnePass, step: int, batch: Batch) -> Uploaded | 
     if objective.base is None and not any(each.due_at(step) for each in objective.regularizers):
         return None
     try:
-        loss = one_pass.loss_at(step, Outputs(torch.zeros(batch.target_tokens_DT.shape)), batch)
+        loss = one_pass.loss_at(step, beside, batch)
     except tinker.TinkerError:
         with service_errors("take the objective as a loss"):
             raise

@@ -20,6 +20,9 @@ from objectives.objective import Objective
 from tasks.data import build_dataset
 from tasks.evaluate import HeldOutNLL, build_evaluator
 
+# Beside the logprobs of the data under the current weights.
+GIVEN = ("ref_logprobs",)
+
 
 class SftConfig(TrainConfig):
     """A supervised fine-tuning run."""
@@ -33,7 +36,7 @@ class SftConfig(TrainConfig):
 def sft(config: SftConfig) -> TrainResult:
     """Fine-tune a model on the data of a builder, from the start of the run or its last checkpoint."""
     with Objective.from_spec(config.objective) as objective:
-        objective.check_needs()
+        objective.check_needs(GIVEN)
         evaluators = [build_evaluator(each.builder, each.params) for each in config.evaluators]
 
         def attempt(restarts: Sequence[str]) -> TrainResult:

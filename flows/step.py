@@ -1,6 +1,6 @@
 """One training step, as tasks.
 
-batch ──> prepare (each term) ──────────────┐                   ahead, while the service works on the step before
+batch ──> prepare (each term), reference ───┐                   ahead, while the service works on the step before
 forward (enqueued behind the last update) ──┴─> term (each) ──> linearize ──> forward_backward, optim_step
                                                                               └─ then the next step's forward
 
@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar, cast
 
 import tinker
+import torch
 from prefect import Task
 from prefect.logging import get_run_logger
+from torch import Tensor
 
 from objectives.batch import Batch, Outputs
 from objectives.evaluate import Evaluation
@@ -28,6 +30,7 @@ from objectives.objective import Objective, Regularizer
 from tasks.data import DataSource, load_batch
 from tasks.forward import PendingOutput, enqueue_forward, forward_logprobs
 from tasks.options import Pending, call, submit, whole
+from tasks.reference import Reference, load_reference
 from tasks.terms import compute_term, linearize_terms, prepare_term
 
 P = ParamSpec("P")
@@ -39,7 +42,7 @@ _TERMS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="term")
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A step before its turn: its batch and the features of the terms that are due, under way.
+    """A step before its turn: its batch, the reference's logprobs, the features of the terms that are due, under way.
 
     `passes` is how often the service goes over the batch: not at all where the step is passed over.
     """
@@ -47,7 +50,13 @@ class Ahead:
     step: int
     passes: int
     batch: Pending[Batch]
+    reference: Pending[Tensor] | None
     terms: tuple[tuple[Regularizer, Pending[Any] | None], ...]
+
+    def beside(self) -> Outputs:
+        """What there is beside the current logprobs, which are 0 here."""
+        shape = self.batch.result().target_tokens_DT.shape
+        return Outputs(torch.zeros(shape), self.reference.result() if self.reference else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +73,14 @@ def num_passes(objective: Objective, step: int, looks_first: bool) -> int:
     return 2 if needs_logprobs or looks_first else 1
 
 
-def load_ahead(source: DataSource, objective: Objective, step: int, passes: int) -> Ahead:
+def load_ahead(source: DataSource, objective: Objective, reference: Reference | None, step: int, passes: int) -> Ahead:
     """Start on everything of a step that needs no weights."""
     batch = submit(load_batch, source, step)
     loaded = cast(Batch, batch)  # a task is given the result of the future it is given
     due = [each for each in objective.regularizers if passes and each.due_at(step)]
     terms = tuple((each, _prepare(objective.runner, each, loaded) if each.term.prepare else None) for each in due)
-    return Ahead(step, passes, batch, terms)
+    asked = submit(load_reference, reference, whole(loaded)) if reference and passes else None
+    return Ahead(step, passes, batch, asked, terms)
 
 
 def enqueue_forward_ahead(client: tinker.TrainingClient, ahead: Ahead) -> Forward:
@@ -93,6 +103,7 @@ def measure(
     Of two passes it makes the loss weights of the second; of one, which has trained by then, the metrics of the terms.
     """
     runner = objective.runner
+    outputs = replace(ahead.beside(), logprobs_DT=outputs.logprobs_DT)
     submitted = [(each, _start(runner, each, features, outputs, batch, first)) for each, features in ahead.terms]
     evaluated: list[tuple[Evaluation, float]] = []
     skipped: dict[str, float] = {}

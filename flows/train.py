@@ -21,6 +21,7 @@ from flows.one_pass import loss_of
 from flows.plan import Plan
 from flows.prices import price_of
 from flows.progress import Progress
+from flows.reference import open_reference
 from flows.result import TrainResult, finish
 from flows.run import Run
 from flows.start import begin
@@ -34,13 +35,15 @@ from objectives.linearize import Linearized
 from objectives.losses import compute_mean_nll
 from objectives.objective import Objective
 from objectives.one_pass import OnePass, Uploaded
+from objectives.regularizer import Regularizer
 from tasks.checkpoint import PendingCheckpoint, step_of
 from tasks.data import DataSource
 from tasks.evaluate import HeldOutNLL, evaluate
-from tasks.features import load_features, save_features
+from tasks.features import load_kept, save_kept
 from tasks.forward import enqueue_forward, forward_logprobs
 from tasks.metrics import log_metrics
 from tasks.options import call, whole
+from tasks.reference import REFERENCE_NAME, Reference
 from tasks.update import PendingUpdate, enqueue_fused_update, enqueue_update, forward_backward, optim_step
 
 
@@ -58,7 +61,7 @@ class Loop:
     """A run between two steps.
 
     Attributes:
-        run, plan, source, objective, evaluators, checkpoints, one_pass, guard, ledger: what stays the same.
+        run, plan, source, objective, reference, evaluators, checkpoints, one_pass, guard, ledger: what stays the same.
         following: the next step, on its way; None behind the last one.
         forward: its forward pass, where it is asked for.
         sent: its update, where that is sent already.
@@ -71,6 +74,7 @@ class Loop:
     plan: Plan
     source: DataSource
     objective: Objective
+    reference: Reference | None
     evaluators: Sequence[Evaluator]
     checkpoints: Checkpoints
     one_pass: OnePass
@@ -96,11 +100,13 @@ def train(
     """
     plan = Plan(config, len(source.train))
     start = begin(run, config, plan.steps_per_epoch, plan.num_steps)
-    load_features(objective.runner.cache, run.directory)
+    load_kept(objective.runner.cache, run.directory)
+    reference = open_reference(run, config, objective)
     first = step_of(start) if start else 0
     checkpoints = Checkpoints(run, config, plan.steps_per_epoch, start)
     guard, ledger = _restore(run, config, objective, start)
-    loop = Loop(run, plan, source, objective, evaluators, checkpoints, OnePass(objective, run.session), guard, ledger)
+    one_pass = OnePass(objective, run.session)
+    loop = Loop(run, plan, source, objective, reference, evaluators, checkpoints, one_pass, guard, ledger)
     _load(loop, first)
     _ask(loop, first)
     if loop.ended and start is None:
@@ -146,12 +152,12 @@ def _step(loop: Loop, step: int, stop: Stop) -> dict[str, float]:
             linearized = loop.guard.look(step, compute)
         if linearized:
             _seen(loop)
-        sent = _send(loop, step, batch, linearized)
+        sent = _send(loop, ahead, linearized)
     _ask(loop, step + 1)
     # An update that waits for no forward pass is sent while the one before it is computed, except where an
     # evaluation or a stop has to find the weights between the two.
     pipelined = loop.following and not loop.forward and not plan.evaluates_before(step + 1) and not stop.asked
-    loop.sent = _send(loop, step + 1, loop.following.batch.result(), None) if loop.following and pipelined else None
+    loop.sent = _send(loop, loop.following, None) if loop.following and pipelined else None
 
     if sent.update:
         metrics |= _answer(loop, ahead, batch, sent.update, sent.linearized)
@@ -192,7 +198,8 @@ def _load(loop: Loop, step: int) -> None:
     """Start on what a step needs of the data, unless there is no such step."""
     passed_over = step in loop.guard.passed_over
     passes = 0 if passed_over else num_passes(loop.objective, step, loop.plan.config.guards.looks_first)
-    loop.following = load_ahead(loop.source, loop.objective, step, passes) if step < loop.plan.num_steps else None
+    there = step < loop.plan.num_steps
+    loop.following = load_ahead(loop.source, loop.objective, loop.reference, step, passes) if there else None
 
 
 def _ask(loop: Loop, step: int) -> None:
@@ -201,7 +208,8 @@ def _ask(loop: Loop, step: int) -> None:
     if ahead is None:
         return
     batch = ahead.batch.result()
-    fused = ahead.passes == 2 and _loss_of(loop, step, batch) is not None
+    fused = ahead.passes == 2 and _loss_of(loop, ahead) is not None
+    loop.ledger.add(loop.reference.take_num_tokens() if loop.reference else 0)
     # And what it takes to look back at its update, and at the run's last weights.
     num_tokens = ((1 if fused else ahead.passes) + 1) * batch.num_tokens + _held_out_tokens(loop, step)
     num_tokens += _held_out_tokens(loop, step + 1) if step + 1 == loop.plan.num_steps else 0
@@ -214,10 +222,10 @@ def _ask(loop: Loop, step: int) -> None:
         loop.ledger.add(batch.num_tokens)
 
 
-def _loss_of(loop: Loop, step: int, batch: Batch) -> Uploaded | None:
+def _loss_of(loop: Loop, ahead: Ahead) -> Uploaded | None:
     """The loss that the service has for a step in one pass; None where the guards look at a forward pass first."""
     first = loop.plan.config.guards.looks_first
-    return None if first else loss_of(loop.run, loop.one_pass, step, batch)
+    return None if first else loss_of(loop.run, loop.one_pass, ahead.step, ahead.beside(), ahead.batch.result())
 
 
 def _answer(
@@ -247,7 +255,9 @@ def _measure(loop: Loop, ahead: Ahead, outputs: Outputs, batch: Batch, update: P
 def _seen(loop: Loop) -> None:
     """Record what was saved of weights that have turned out fit: a checkpoint never holds others."""
     for saving, state in loop.unseen:
-        save_features(loop.objective.runner.cache, loop.run.directory)
+        save_kept(loop.objective.runner.cache, loop.run.directory)
+        if loop.reference:
+            save_kept(loop.reference.kept, loop.run.directory, REFERENCE_NAME)
         loop.checkpoints.record(saving, state | {"spent": loop.ledger.state()})
     loop.unseen.clear()
 
@@ -275,14 +285,16 @@ def _save(loop: Loop, step: int) -> None:
     loop.checkpoints.settle()
 
 
-def _send(loop: Loop, step: int, batch: Batch, linearized: Linearized | None) -> Sent:
+def _send(loop: Loop, ahead: Ahead, linearized: Linearized | None) -> Sent:
     """Send the update of a step, and right behind it the save that is due, before any later request."""
     plan, client, update, saving = loop.plan, loop.run.client, None, None
+    step, batch = ahead.step, ahead.batch.result()
     if step not in loop.guard.passed_over:
         adam = plan.config.adam.at(plan.learning_rate_at(step))
-        loss = None if linearized else _loss_of(loop, step, batch)
+        loss = None if linearized else _loss_of(loop, ahead)
         if loss:
-            update = enqueue_fused_update(client, batch, loss, lambda each: each.weight_at(step, plan.num_steps), adam)
+            weight_of = partial(Regularizer.weight_at, step=step, num_steps=plan.num_steps)
+            update = enqueue_fused_update(client, batch, ahead.beside(), loss, weight_of, adam)
         else:
             update = enqueue_update(client, batch, linearized.loss_weights_DT if linearized else batch.weights_DT, adam)
         loop.trained = batch

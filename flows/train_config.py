@@ -11,12 +11,22 @@ from flows.granularity import Granularity
 from flows.guards import GuardConfig
 from objectives.spec import ObjectiveSpec
 
+BASE_MODEL = "base"
+
 
 class TrainConfig(RunConfig):
     """A run that trains an adapter, step by step, on the batches of a data source."""
 
     objective: ObjectiveSpec = Field(
         default=ObjectiveSpec(), title="Objective", description="The base loss and its weighted regularizers."
+    )
+    reference: str = Field(
+        default=BASE_MODEL,
+        title="Reference",
+        description="The frozen model of terms that measure from one, such as `kl` and `dpo`: `base` is the model "
+        "without an adapter, and a `tinker://` path a checkpoint that training could go on from. It is asked once for "
+        "each datum.",
+        pattern=rf"^({BASE_MODEL}|tinker://.+)$",
     )
     lora_rank: int = Field(default=32, ge=1, title="LoRA rank", description="Rank of the trained adapter.")
     seed: int = Field(default=0, ge=0, title="Seed", description="Of the adapter's start and the order of the data.")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import threading
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -18,26 +16,16 @@ from torch import Tensor
 
 from objectives.batch import Batch, pack
 from objectives.errors import ObjectiveError
+from objectives.kept import Kept
 from objectives.per_datum import version_of
 from objectives.regularizer import Regularizer
 from objectives.term import Term, own_params
 
 
-class CorruptFeaturesError(Exception):
-    """Saved features in which more than the last line is broken."""
-
-
-class FeatureCache:
-    """The features of datums, in memory, and as lines that a run appends to a file of its own.
-
-    A line is a checksum and the JSON of ``{key: feature}``. A key is a hash of the term's ``prepare``, its version
-    and parameters, and of the datum's tokens, of which of them are trained, and its text.
+class FeatureCache(Kept):
+    """The features of datums. A key is a hash of the term's ``prepare``, its version and parameters, and of
+    the datum's tokens, of which of them are trained, and its text.
     """
-
-    def __init__(self) -> None:
-        self._known: dict[str, Any] = {}
-        self._unsaved: dict[str, Any] = {}
-        self._lock = threading.Lock()
 
     def features(self, regularizer: Regularizer, batch: Batch, prepare: Callable[[Batch], Sequence[Any]]) -> list[Any]:
         """One feature for each datum of a batch; `prepare` is called with those datums that are new, if any.
@@ -47,7 +35,7 @@ class FeatureCache:
         """
         keys_D = _keys(regularizer, batch)
         adapter = _adapter(regularizer.term)
-        found = self._find(adapter, keys_D)
+        found = self._typed(adapter, keys_D)
         missing = [d for d, key in enumerate(keys_D) if key not in found]
         if missing:
             part, places = _part(batch, missing)
@@ -57,63 +45,17 @@ class FeatureCache:
                     f"Term {regularizer.name!r} is declared per_datum and prepared {len(made)} features of "
                     f"{part.num_datums} datums: return a list with one for each."
                 )
-            self._keep({keys_D[d]: _dump(adapter, made[place], regularizer.name) for d, place in places.items()})
-            found = self._find(adapter, keys_D)
+            self.keep({keys_D[d]: _dump(adapter, made[place], regularizer.name) for d, place in places.items()})
+            found = self._typed(adapter, keys_D)
         return [found[key] for key in keys_D]
 
-    def load(self, content: bytes) -> int:
-        """Take in what was saved; returns how many bytes of it are whole: a crash leaves a torn last line.
-
-        Raises:
-            CorruptFeaturesError: another line is broken; nothing of it is taken.
-        """
-        lines = content.split(b"\n")
-        found: dict[str, Any] = {}
-        num_bytes = 0
-        for index, line in enumerate(lines[:-1]):
-            features = _read(line)
-            if features is None:
-                if index < len(lines) - 2 or lines[-1]:
-                    raise CorruptFeaturesError(f"line {index + 1} of {len(lines) - 1} is broken")
-                break
-            found |= features
-            num_bytes += len(line) + 1
-        with self._lock:
-            self._known |= found
-        return num_bytes
-
-    def take_unsaved(self) -> str | None:
-        """A line with everything that is new since the last one; None where nothing is."""
-        with self._lock:
-            new, self._unsaved = self._unsaved, {}
-        if not new:
-            return None
-        text = json.dumps(new, separators=(",", ":"))
-        return f"{zlib.crc32(text.encode()):08x} {text}"
-
-    def _find(self, adapter: TypeAdapter[Any], keys_D: Sequence[str]) -> dict[str, Any]:
+    def _typed(self, adapter: TypeAdapter[Any], keys_D: Sequence[str]) -> dict[str, Any]:
         """What is known of these keys; without what was kept as a type that has changed since."""
         found: dict[str, Any] = {}
-        for key in set(keys_D) & self._known.keys():
+        for key, value in self.find(keys_D).items():
             with suppress(ValidationError):
-                found[key] = adapter.validate_python(self._known[key])
+                found[key] = adapter.validate_python(value)
         return found
-
-    def _keep(self, features: dict[str, Any]) -> None:
-        with self._lock:
-            self._known |= features
-            self._unsaved |= features
-
-
-def _read(line: bytes) -> dict[str, Any] | None:
-    checksum, _, text = line.partition(b" ")
-    if checksum != b"%08x" % zlib.crc32(text):
-        return None
-    try:
-        features = json.loads(text)
-    except ValueError:
-        return None
-    return features if isinstance(features, dict) else None
 
 
 def _dump(adapter: TypeAdapter[Any], feature: object, name: str) -> Any:

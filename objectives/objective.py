@@ -24,7 +24,7 @@ from objectives.regularizer import BASE, Regularizer
 from objectives.schedule import Constant, WeightSchedule
 from objectives.sdk import sdk_term
 from objectives.spec import Backend, BalanceSpec, BaseLossSpec, ObjectiveSpec, RegularizerSpec, WatchSpec, explain
-from objectives.term import Term, check_params, registered_terms
+from objectives.term import Need, Term, check_params, registered_terms
 from objectives.watch import Watch
 
 CROSS_ENTROPY = "cross_entropy"
@@ -120,6 +120,10 @@ class Objective:
             self.balance.restore(state.get("balance", {}))
         # A run of a release that knew two passes only goes on with two.
         self.passes = state.get("passes", 2 if state else None)
+
+    def needs(self, need: Need) -> bool:
+        """Whether the base loss or an enabled term reads it."""
+        return any(need in each.term.needs for each in (*([self.base] if self.base else []), *self.regularizers))
 
     def check_needs(self, given: Collection[str] = ()) -> None:
         """Refuse, before the run, the terms that need what a flow does not give them.

@@ -1,11 +1,11 @@
-"""The prepared features of datums in the run's directory, for its later epochs and parts."""
+"""What a run computes once of each datum, in files of its directory, for its later epochs and parts."""
 
 from __future__ import annotations
 
 import logging
 
 from blocks.storage import RunDirectory
-from objectives.feature_cache import CorruptFeaturesError, FeatureCache
+from objectives.kept import CorruptKeptError, Kept
 from tasks.options import step_task
 
 FEATURES_NAME = "features.jsonl"
@@ -13,22 +13,22 @@ FEATURES_NAME = "features.jsonl"
 logger = logging.getLogger(__name__)
 
 
-def load_features(cache: FeatureCache, directory: RunDirectory) -> None:
+def load_kept(kept: Kept, directory: RunDirectory, name: str = FEATURES_NAME) -> None:
     """Take in what the run kept; what a crash or a disk broke is dropped, and computed again."""
-    content = directory.read_bytes(FEATURES_NAME) or b""
+    content = directory.read_bytes(name) or b""
     try:
-        num_whole = cache.load(content)
-    except CorruptFeaturesError as error:
-        where = f"{directory.location}/{FEATURES_NAME}"
-        logger.warning("The kept features in %s are dropped and computed again, because %s.", where, error)
+        num_whole = kept.load(content)
+    except CorruptKeptError as error:
+        where = f"{directory.location}/{name}"
+        logger.warning("What was kept in %s is dropped and computed again, because %s.", where, error)
         num_whole = 0
     if num_whole < len(content):
-        directory.write_bytes(FEATURES_NAME, content[:num_whole])
+        directory.write_bytes(name, content[:num_whole])
 
 
 @step_task(name="features")
-def save_features(cache: FeatureCache, directory: RunDirectory) -> None:
-    """Keep what was prepared since the last time."""
-    line = cache.take_unsaved()
+def save_kept(kept: Kept, directory: RunDirectory, name: str = FEATURES_NAME) -> None:
+    """Keep what was computed since the last time."""
+    line = kept.take_unsaved()
     if line is not None:
-        directory.append_line(FEATURES_NAME, line)
+        directory.append_line(name, line)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import tinker
-import torch
 from tinker import types
 from torch import Tensor
 
@@ -45,6 +44,7 @@ def enqueue_update(
 def enqueue_fused_update(
     client: tinker.TrainingClient,
     batch: Batch,
+    beside: Outputs,
     loss: Uploaded,
     weight_of: Callable[[Regularizer], float],
     adam: types.AdamParams,
@@ -52,9 +52,10 @@ def enqueue_fused_update(
     """Send `forward_backward` with a loss that the service has, and `optim_step`, back to back.
 
     Args:
+        beside: what there is beside the current logprobs.
         weight_of: the weight of a term at the step.
     """
-    data = loss.fused.data_at(Outputs(torch.zeros(batch.target_tokens_DT.shape)), batch, weight_of)
+    data = loss.fused.data_at(beside, batch, weight_of)
     return PendingUpdate(client.forward_backward_custom(data, loss.handle), client.optim_step(adam))
 
 

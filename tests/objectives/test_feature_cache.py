@@ -14,7 +14,8 @@ from ragged_batches import make_batch
 
 from objectives import Objective, ObjectiveError, regularizer
 from objectives.batch import Batch
-from objectives.feature_cache import CorruptFeaturesError, FeatureCache
+from objectives.feature_cache import FeatureCache
+from objectives.kept import CorruptKeptError
 from objectives.per_datum import per_datum
 
 
@@ -144,7 +145,7 @@ def test_a_broken_line_is_never_read(data):
     place = data.draw(st.integers(0, content.index(b"\n") - 1))
     content[place] ^= data.draw(st.integers(1, 255).filter(lambda bits: content[place] ^ bits != ord("\n")))
     cache = FeatureCache()
-    with pytest.raises(CorruptFeaturesError, match="line 1 of 3 is broken"):
+    with pytest.raises(CorruptKeptError, match="line 1 of 3 is broken"):
         cache.load(bytes(content))
     assert cache._known == {}
 

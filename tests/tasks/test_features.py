@@ -13,7 +13,7 @@ from s3_server import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
 from blocks import RunStorage
 from blocks.storage import RunDirectory
 from objectives.feature_cache import FeatureCache
-from tasks.features import FEATURES_NAME, load_features, save_features
+from tasks.features import FEATURES_NAME, load_kept, save_kept
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
 
 def cache_of(**features: object) -> FeatureCache:
     cache = FeatureCache()
-    cache._keep(dict(features))
+    cache.keep(dict(features))
     return cache
 
 
@@ -49,38 +49,38 @@ def warnings_of_features(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_what_was_saved_is_loaded_and_nothing_new_writes_nothing(directory: RunDirectory) -> None:
-    save_features.fn(FeatureCache(), directory)
+    save_kept.fn(FeatureCache(), directory)
     assert directory.read_bytes(FEATURES_NAME) is None
     for cache in (cache_of(a=[1]), cache_of(b={"x": "\u2028"})):
-        save_features.fn(cache, directory)
-        save_features.fn(cache, directory)
+        save_kept.fn(cache, directory)
+        save_kept.fn(cache, directory)
     later = FeatureCache()
-    load_features(later, directory)
+    load_kept(later, directory)
     assert later._known == {"a": [1], "b": {"x": "\u2028"}}
     assert (directory.read_bytes(FEATURES_NAME) or b"").count(b"\n") == 2
 
 
 def test_a_torn_tail_is_cut_and_the_file_goes_on(directory: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
-    save_features.fn(cache_of(a=1), directory)
+    save_kept.fn(cache_of(a=1), directory)
     directory.write_bytes(FEATURES_NAME, (directory.read_bytes(FEATURES_NAME) or b"") + b'01234567 {"b":')
-    load_features(FeatureCache(), directory)
-    save_features.fn(cache_of(c=3), directory)
+    load_kept(FeatureCache(), directory)
+    save_kept.fn(cache_of(c=3), directory)
     later = FeatureCache()
-    load_features(later, directory)
+    load_kept(later, directory)
     assert later._known == {"a": 1, "c": 3}
     assert warnings_of_features(caplog) == []
 
 
 def test_a_corrupt_file_is_dropped_with_one_warning(directory: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
     for cache in (cache_of(a=1), cache_of(b=2), cache_of(c=3)):
-        save_features.fn(cache, directory)
+        save_kept.fn(cache, directory)
     content = directory.read_bytes(FEATURES_NAME) or b""
     directory.write_bytes(FEATURES_NAME, content.replace(b'"b":2', b'"b":7'))
     later = FeatureCache()
     with caplog.at_level(logging.WARNING):
-        load_features(later, directory)
+        load_kept(later, directory)
     assert later._known == {}
     (warning,) = warnings_of_features(caplog)
-    assert "are dropped and computed again, because line 2 of 3 is broken" in warning
-    load_features(FeatureCache(), directory)
+    assert "is dropped and computed again, because line 2 of 3 is broken" in warning
+    load_kept(FeatureCache(), directory)
     assert len(warnings_of_features(caplog)) == 1

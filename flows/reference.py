@@ -1,0 +1,29 @@
+"""The reference of a run: the base model, or a checkpoint, that terms such as `kl` and `dpo` measure from."""
+
+from __future__ import annotations
+
+from flows.run import Run
+from flows.train_config import BASE_MODEL, TrainConfig
+from objectives.objective import Objective
+from tasks.features import load_kept
+from tasks.reference import REFERENCE_NAME, Reference
+from tasks.service_errors import service_errors
+
+
+def open_reference(run: Run, config: TrainConfig, objective: Objective) -> Reference | None:
+    """The reference, with what the run kept of it; None where nothing of the objective needs one.
+
+    Raises:
+        ServiceError: the service has no such checkpoint, or does not answer.
+    """
+    if not objective.needs("ref_logprobs"):
+        return None
+    with service_errors(f"open the reference {config.reference}"):
+        if config.reference == BASE_MODEL:
+            # An adapter that was never trained adds nothing to the model it is on.
+            client = run.session.create_lora_training_client(config.model, rank=config.lora_rank).result()
+        else:
+            client = run.session.create_training_client_from_state(config.reference).result()
+    reference = Reference(client, config.reference)
+    load_kept(reference.kept, run.directory, REFERENCE_NAME)
+    return reference
