@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
+from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tinker import types
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+START = "{start}"
 RESUME = rf"^(auto|never|tinker://\S+|{NAME}(@(\d+|best|final))?)$"
 
 
@@ -83,8 +85,9 @@ class RunConfig(Config):
 
     run_name: str = Field(
         title="Run name",
-        description="Names the run's directory; the same name again goes on with that run.",
-        pattern=rf"^{NAME}$",
+        description="Names the run's directory; the same name again goes on with that run. `{start}` in it becomes the "
+        "time for which the flow run was scheduled, so that each one of a deployment is a run of its own.",
+        pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]|\{start\})*$",
         max_length=128,
     )
     model: str = Field(
@@ -161,6 +164,12 @@ class RunConfig(Config):
         description="Model of MLflow's registry that the run's best checkpoint, or without `keep_best` the final one, "
         "becomes a version of when the run is done.",
     )
+
+    @field_validator("run_name")
+    @classmethod
+    def _fill_in_start(cls, value: str) -> str:
+        # The same at every start of one flow run, so that one that crashed finds its record again.
+        return value.replace(START, f"{flow_run.scheduled_start_time:%Y%m%d-%H%M%S}") if START in value else value
 
     @field_validator("resume", mode="before")
     @classmethod
