@@ -13,13 +13,18 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blocks.errors import ServiceError, ServiceLostError, storage_error
 from blocks.home import home, one_at_a_time
-from blocks.service import TinkerService
+
+if TYPE_CHECKING:
+    from blocks.service import TinkerService
+
+GRACE_S = 15.0
 
 # Untuned, a Prefect server on a small machine falls behind at some 30 task runs a second and then loses them.
 _PREFECT_SERVER = {
@@ -42,11 +47,13 @@ def local_engine(*, model: str, dtype: str, threads: int | None) -> Iterator[Tin
     command = [sys.executable, "-m", "engine", "--port", "0", "--exit-with-stdin", "--model", model, "--dtype", dtype]
     command += ["--state", str(home() / "engine")]
     command += ["--threads", str(threads)] if threads else []
-    log = _log_file("engine")
+    log = log_file("engine")
     print(f"Starting the local engine with {model} (log: {log})", file=sys.stderr)
-    with _running(command, log, {"TINKER_ENGINE_API_KEY": key}) as process:
+    with running(command, log, {"TINKER_ENGINE_API_KEY": key}) as process:
         url = _announced_url(process, log)
         with _raising_when_it_ends(process, log):
+            from blocks.service import TinkerService  # the SDK takes seconds to import, and other services need none
+
             yield TinkerService.model_validate({"base_url": url, "api_key": key})
 
 
@@ -58,16 +65,19 @@ def local_prefect_server() -> Iterator[str]:
         ServiceError: it could not start; the message holds the last line of its log.
     """
     port = free_port()
-    supervise = [sys.executable, str(Path(__file__).with_name("supervise.py"))]
-    server = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    log = _log_file("prefect")
+    log = log_file("prefect")
     print(f"Starting a Prefect server for this run (log: {log})", file=sys.stderr)
     url = f"http://127.0.0.1:{port}/api"
     with ExitStack() as stack:
         with one_at_a_time(home() / ".prefect.lock"):  # the first start makes the tables
-            process = stack.enter_context(_running([*supervise, *server], log, prefect_server_env()))
+            process = stack.enter_context(running(supervised(prefect_server(port)), log, prefect_server_env()))
             _wait_until_healthy(process, f"{url}/health", log)
         yield url
+
+
+def prefect_server(port: int) -> list[str]:
+    """The command of a Prefect server that only this machine can reach; it needs `prefect_server_env`."""
+    return [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
 
 
 def prefect_server_env() -> dict[str, str]:
@@ -83,7 +93,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _log_file(name: str) -> Path:
+def log_file(name: str) -> Path:
+    """A new, empty file for what a service writes, in the project's home.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
     folder = home() / "logs"
     try:
         folder.mkdir(exist_ok=True)
@@ -95,8 +110,19 @@ def _log_file(name: str) -> Path:
     return Path(path)
 
 
+def supervised(command: Sequence[str], grace_s: float = GRACE_S) -> list[str]:
+    """The command that ends another one, and all that it started, when its standard input is closed.
+
+    Args:
+        grace_s: how long they may take to end in good order, before they are killed.
+    """
+    return [sys.executable, str(Path(__file__).with_name("supervise.py")), f"--grace={grace_s:g}", *command]
+
+
 @contextmanager
-def _running(command: list[str], log: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    command: Sequence[str], log: Path, env: Mapping[str, str], *, cwd: Path | None = None, grace_s: float = GRACE_S
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process that stops when its standard input is closed: here at the end, or by the kernel when we are gone."""
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -104,6 +130,7 @@ def _running(command: list[str], log: Path, env: Mapping[str, str]) -> Iterator[
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=output,
+            cwd=cwd,
             env={**os.environ, **env},
             # A Ctrl-C in the terminal reaches the run alone, which then stops this in good order.
             start_new_session=True,
@@ -115,7 +142,7 @@ def _running(command: list[str], log: Path, env: Mapping[str, str]) -> Iterator[
         finally:
             process.stdin.close()
             try:
-                process.wait(20)
+                process.wait(grace_s + 5)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -151,7 +178,7 @@ def _announced_url(process: subprocess.Popen[bytes], log: Path) -> str:
     except BaseException:
         process.terminate()  # while it loads, it does not look at its standard input
         raise
-    raise _start_error("engine", log)
+    raise start_error("engine", log)
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -162,10 +189,11 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
                 return
         except OSError:
             time.sleep(0.05)
-    raise _start_error("Prefect server", log)
+    raise start_error("Prefect server", log)
 
 
-def _start_error(name: str, log: Path) -> ServiceError:
+def start_error(name: str, log: Path) -> ServiceError:
+    """The sentence for a service that ended before it served: what its log says last."""
     lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
     # What ends a traceback says more than what a server says when it ends.
     why = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])

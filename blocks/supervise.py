@@ -1,38 +1,83 @@
 """Run a command that ends with whoever started it, even when that one is killed with -9.
 
-`python supervise.py COMMAND ...`: the starter holds the other end of standard input; the kernel closes it when the
-starter is gone, however it went. Kept free of imports of this project, so that it starts in milliseconds.
+`python supervise.py [--grace=SECONDS] COMMAND ...`: the starter holds the other end of standard input; the kernel
+closes it when the starter is gone, however it went. What the command started in turn ends with it, too. Kept free of
+imports of this project, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+GRACE = "--grace="
+PR_SET_CHILD_SUBREAPER = 36
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
+    """Returns the status of the command."""
+    grace_s = float(arguments.pop(0).removeprefix(GRACE)) if arguments[0].startswith(GRACE) else 15.0
+    if sys.platform == "linux":
+        # Whatever the command leaves behind becomes a child of this process, which can then see it and wait for it.
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # A group of its own, so that what it starts in turn is stopped with it.
-    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
+    child = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
+
+    asked_at: list[float] = []
 
     def stop(*_: object) -> None:
         if child.poll() is None:
-            os.killpg(child.pid, signal.SIGTERM)
+            _signal_group(child.pid, signal.SIGTERM)
 
     def stop_when_starter_ends() -> None:
         os.read(0, 1)
+        asked_at.append(time.monotonic())
         stop()
         try:
-            child.wait(15)
+            child.wait(grace_s)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
+            _signal_group(child.pid, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, stop)
     threading.Thread(target=stop_when_starter_ends, daemon=True).start()
-    return child.wait()
+    status = child.wait()
+    _end_rest(child.pid, (asked_at[0] if asked_at else time.monotonic()) + grace_s)
+    return status
+
+
+def _end_rest(group: int, deadline: float) -> None:
+    """End what a command that has ended left behind."""
+    _signal_group(group, signal.SIGTERM)
+    while _has_children():
+        if time.monotonic() > deadline:
+            _signal_group(group, signal.SIGKILL)
+            for pid in Path("/proc/self/task", str(os.getpid()), "children").read_text().split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _has_children() -> bool:
+    """Whether anything that the command left is alive; what has ended is forgotten."""
+    try:
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _signal_group(group: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

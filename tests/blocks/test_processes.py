@@ -14,12 +14,12 @@ import pytest
 
 from blocks import supervise
 from blocks.errors import ServiceError, StorageError
-from blocks.processes import local_engine, local_prefect_server
+from blocks.processes import local_engine, local_prefect_server, supervised
 
 # A run: it starts both services, and after a Ctrl-C still needs them.
 RUN = """
 import signal, urllib.request
-from blocks.processes import local_engine, local_prefect_server
+from blocks.processes import local_engine, local_prefect_server, supervised
 
 with local_prefect_server() as prefect, local_engine(model="tiny", dtype="float32", threads=1) as engine:
     try:
@@ -126,3 +126,27 @@ def test_a_home_that_cannot_be_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         local_prefect_server(),
     ):
         pass
+
+
+# A service that leaves two processes behind: one in its group, and one in a session of its own that hears no SIGTERM.
+LEAVER = """
+import subprocess, sys
+deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(1000)"
+left = subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True, stdout=subprocess.PIPE)
+left.stdout.readline()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize("stays", ["", "import time; time.sleep(1000)"], ids=["ended", "stopped"])
+def test_what_a_service_leaves_behind_ends_with_it(stays: str) -> None:
+    command = supervised([sys.executable, "-c", LEAVER + stays], grace_s=1)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdin is not None
+        assert supervisor.stderr is not None
+        assert supervisor.stderr.readline() == "left\n"
+        started = psutil.Process(supervisor.pid).children(recursive=True)
+        assert len(started) >= 2
+        supervisor.stdin.close()
+        assert alive_after(started) == []
