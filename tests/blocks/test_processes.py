@@ -19,7 +19,7 @@ from blocks.processes import local_engine, local_prefect_server, supervised
 # A run: it starts both services, and after a Ctrl-C still needs them.
 RUN = """
 import signal, urllib.request
-from blocks.processes import local_engine, local_prefect_server, supervised
+from blocks.processes import local_engine, local_prefect_server
 
 with local_prefect_server() as prefect, local_engine(model="tiny", dtype="float32", threads=1) as engine:
     try:
