@@ -46,7 +46,7 @@ def assert_same(ours: list[Continuation], theirs: list[Continuation]) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert one.tokens == other.tokens
         assert one.stopped == other.stopped
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=5e-4, rtol=0)
 
 
 LIMITS = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.6, "top_k": 50, "top_p": 0.95}]

@@ -145,7 +145,7 @@ def test_several_targets_per_token_and_sparse_ones(service: tinker.ServiceClient
         outputs = trainer.forward(data, "cross_entropy").result().loss_fn_outputs
         found.append((loss, [output["logprobs"].to_torch() for output in outputs]))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-6, atol=2e-5)
 
 
 def nan(logprobs):

@@ -134,11 +134,11 @@ def test_built_in_callable_and_graph_are_the_same(
     losses = [output.metrics["loss:sum"] for output in outputs]
     assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
     before = [torch.cat([each["logprobs"].to_torch() for each in output.loss_fn_outputs]) for output in outputs]
-    torch.testing.assert_close(before[1], before[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(before[1], before[0], rtol=1e-6, atol=1e-5)
     after = [logprobs_after_step(client, rollouts) for client in (built_in, by_callable, by_graph)]
     assert (after[0] - before[0]).abs().max() > 1e-3
     for other in after[1:]:
-        torch.testing.assert_close(other, after[0], rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(other, after[0], rtol=1e-6, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -158,7 +158,7 @@ def test_chunks_add_up_and_a_forward_changes_nothing(engine_url: str, rollouts: 
     (whole, expected), (parts, found) = results
     assert all(re.fullmatch(r"[a-z0-9_]+:(sum|mean|max)", key) for key in whole)
     assert parts == pytest.approx(whole, rel=1e-5)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-5)
 
 
 def test_metrics_of_a_policy_loss(trainer: tinker.TrainingClient, rollouts: list[types.Datum]) -> None:

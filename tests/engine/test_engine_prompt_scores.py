@@ -48,14 +48,19 @@ def test_top_prompt_tokens(sampler: tinker.SamplingClient, base: BaseModel) -> N
 def test_the_last_prompt_tokens_only(sampler: tinker.SamplingClient) -> None:
     whole = ask(sampler, include_prompt_logprobs=True, topk_prompt_logprobs=2)
     last = ask(sampler, include_prompt_logprobs=True, topk_prompt_logprobs=2, prompt_logprobs_last_n=3)
-    for ours, full in (
-        (last.prompt_logprobs, whole.prompt_logprobs),
-        (last.topk_prompt_logprobs, whole.topk_prompt_logprobs),
-    ):
+    assert last.prompt_logprobs is not None
+    assert whole.prompt_logprobs is not None
+    assert last.prompt_logprobs[:-3] == [None] * (LENGTH - 3)
+    assert last.prompt_logprobs[-3:] == pytest.approx(whole.prompt_logprobs[-3:], rel=1e-5)
+    assert last.topk_prompt_logprobs is not None
+    assert whole.topk_prompt_logprobs is not None
+    assert last.topk_prompt_logprobs[:-3] == [None] * (LENGTH - 3)
+    for ours, full in zip(last.topk_prompt_logprobs[-3:], whole.topk_prompt_logprobs[-3:], strict=True):
         assert ours is not None
         assert full is not None
-        assert ours[:-3] == [None] * (LENGTH - 3)
-        assert ours[-3:] == full[-3:]
+        assert [token for token, _ in ours] == [token for token, _ in full]
+        # Fewer rows at once take another path through the matrix product on some processors.
+        np.testing.assert_allclose([each for _, each in ours], [each for _, each in full], rtol=1e-5)
 
 
 def test_top_sampled_tokens(sampler: tinker.SamplingClient, base: BaseModel) -> None:
