@@ -70,7 +70,8 @@ def local_prefect_server() -> Iterator[str]:
     url = f"http://127.0.0.1:{port}/api"
     with ExitStack() as stack:
         with one_at_a_time(home() / ".prefect.lock"):  # the first start makes the tables
-            process = stack.enter_context(running(supervised(prefect_server(port)), log, prefect_server_env()))
+            env = {**prefect_server_env(), "PREFECT_API_URL": url}  # where its UI looks for it
+            process = stack.enter_context(running(supervised(prefect_server(port)), log, env))
             _wait_until_healthy(process, f"{url}/health", log)
         yield url
 
