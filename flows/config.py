@@ -9,6 +9,8 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tinker import types
 
+from objectives.form import limits_beside_unions
+
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 START = "{start}"
 RESUME = rf"^(auto|never|tinker://\S+|{NAME}(@(\d+|best|final))?)$"
@@ -17,7 +19,7 @@ RESUME = rf"^(auto|never|tinker://\S+|{NAME}(@(\d+|best|final))?)$"
 class Config(BaseModel):
     """A frozen config; a field it does not know is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=limits_beside_unions)
 
 
 class BuilderConfig(Config):
