@@ -76,7 +76,7 @@ def estimate(config: SftConfig) -> Estimate:
     tokens = _tokens_of_steps(source, plan)
     passes = [num_passes(objective, step, config.guards.looks_first) for step in range(plan.num_steps)]
     evaluations = sum(plan.evaluates_before(step) for step in range(plan.num_steps + 1)) if source.test else 0
-    held_out = HeldOutNLL(source.test).num_tokens if source.test and evaluations else 0
+    held_out = HeldOutNLL(source.test, source.tokenizer).num_tokens if source.test and evaluations else 0
     num_train_tokens = sum(a * b for a, b in zip(tokens, passes, strict=True)) + evaluations * held_out
     # The reference goes over each datum once.
     num_train_tokens += sum(tokens[: plan.steps_per_epoch]) if objective.needs("ref_logprobs") else 0
