@@ -111,11 +111,12 @@ class Objective:
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to go on with, as plain data."""
         balance = self.balance.state() if self.balance else {}
-        return {"watch": self.watch.state(), "balance": balance, "passes": self.passes}
+        return {"watch": self.watch.state(), "balance": balance, "passes": self.passes, "last": self.runner.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state; an empty one is the beginning."""
         self.watch.restore(state.get("watch", {}))
+        self.runner.restore(state.get("last", {}))
         if self.balance:
             self.balance.restore(state.get("balance", {}))
         # A run of a release that knew two passes only goes on with two.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -50,7 +50,15 @@ class TermRunner:
         self._threads = LimitedThreads()
         self._places: dict[tuple[str, str], TermProcess | TermTasks | TermActor] = {}
         self._lock = threading.Lock()
-        self._last: dict[str, Evaluation] = {}
+        self._last: dict[str, tuple[float, dict[str, float]]] = {}
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to go on with, as plain data: the last value and metrics of ``on_error: last``."""
+        return {name: {"value": value, "metrics": metrics} for name, (value, metrics) in self._last.items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; an empty one is the beginning."""
+        self._last = {name: (each["value"], each["metrics"]) for name, each in state.items()}
 
     def prepare(self, regularizer: Regularizer, batch: Batch) -> Any:
         """As `prepare_features`.
@@ -72,7 +80,7 @@ class TermRunner:
         """
         evaluation = self._run("evaluating", evaluate_term, regularizer, outputs, batch, first_step)
         if regularizer.on_error == "last":
-            self._last[regularizer.name] = evaluation
+            self._last[regularizer.name] = evaluation.value, evaluation.metrics
         return evaluation
 
     def settle(
@@ -103,9 +111,10 @@ class TermRunner:
         The last gradient is one by the logprobs of other tokens, and has no meaning for these. ``None`` for a term
         without an earlier value, and under ``skip``.
         """
-        last = self._last.get(regularizer.name)
-        gradient_DT = torch.zeros_like(outputs.logprobs_DT, requires_grad=False)
-        return replace(last, gradient_DT=gradient_DT, duration_s=0.0) if last else None
+        if regularizer.name not in self._last:
+            return None
+        value, metrics = self._last[regularizer.name]
+        return Evaluation(regularizer.name, value, torch.zeros_like(outputs.logprobs_DT, requires_grad=False), metrics)
 
     def _run(self, doing: str, function: Callable[..., T], regularizer: Regularizer, *arguments: Any) -> T:
         try:

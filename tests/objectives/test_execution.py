@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -206,7 +207,8 @@ def test_a_metric_that_clashes_or_that_no_tracker_takes_is_refused(metric, says)
 
 def test_under_last_a_failed_term_keeps_its_value_and_has_no_gradient():
     batch, outputs = make_batch([2, 2])
-    runner, term = Objective().runner, bind("hangs", "thread", timeout_s=5, on_error="last", params={"slow_s": 0.01})
+    objective, resumed = Objective(), Objective()
+    runner, term = objective.runner, bind("hangs", "thread", timeout_s=5, on_error="last", params={"slow_s": 0.01})
 
     def fails() -> Evaluation:
         raise ObjectiveError("It failed.")
@@ -218,10 +220,12 @@ def test_under_last_a_failed_term_keeps_its_value_and_has_no_gradient():
     assert good is not None
     assert error is None
     other_batch, other = make_batch([5])
-    stand_in, _ = runner.settle(term, other, fails)
-    assert stand_in is not None
-    assert (stand_in.value, stand_in.metrics) == (good.value, good.metrics)
-    assert stand_in.gradient_DT.tolist() == [0.0] * other_batch.num_tokens
+    resumed.restore(json.loads(json.dumps(objective.state())))
+    for each in (runner, resumed.runner):
+        stand_in, _ = each.settle(term, other, fails)
+        assert stand_in is not None
+        assert (stand_in.value, stand_in.metrics) == (good.value, good.metrics)
+        assert stand_in.gradient_DT.tolist() == [0.0] * other_batch.num_tokens
     assert runner.settle(bind("surprise", "thread", on_error="skip"), other, fails)[0] is None
     with pytest.raises(ObjectiveError, match="It failed"):
         runner.settle(bind("surprise", "thread"), other, fails)
