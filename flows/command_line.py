@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import httpx
 from prefect import Flow, State
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from blocks.errors import ServiceError, TinkerFlowsError, reason
 from blocks.processes import local_prefect_server, prefect_server_env
-from flows.config import RunConfig
+from flows.config import Config
 from flows.config_file import describe_fields, load_config
 from flows.heartbeat import heartbeats
 from flows.recorded import deliver_events, wait_until_recorded
@@ -27,11 +27,20 @@ from flows.result import TrainResult
 from objectives.errors import ObjectiveError
 from tasks.term_table import COLUMNS, cells, term_rows
 
-C = TypeVar("C", bound=RunConfig)
+R = TypeVar("R")
 
 
-def main(flow: Flow[..., TrainResult], config_type: type[RunConfig], argv: Sequence[str] | None = None) -> None:
-    """The command line of a flow; exits 0, 1 for what the user can mend, or 130 after Ctrl-C."""
+def main(
+    flow: Flow[..., Any],
+    config_type: type[Config],
+    argv: Sequence[str] | None = None,
+    show: Callable[[Any], None] | None = None,
+) -> None:
+    """The command line of a flow; exits 0, 1 for what the user can mend, or 130 after Ctrl-C.
+
+    Args:
+        show: prints what the flow returns; `show_result` unless given.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m flows.{flow.name}",
         description=(flow.fn.__doc__ or "").strip(),
@@ -42,7 +51,7 @@ def main(flow: Flow[..., TrainResult], config_type: type[RunConfig], argv: Seque
     parser.add_argument("overrides", nargs="*", metavar="field=value", help="dotted fields that override the file's")
     arguments = parser.parse_args(argv)
     exit_with_a_sentence(
-        lambda: show_result(run(flow, load_config(config_type, arguments.config, arguments.overrides)))
+        lambda: (show or show_result)(run(flow, load_config(config_type, arguments.config, arguments.overrides)))
     )
 
 
@@ -57,7 +66,7 @@ def exit_with_a_sentence(action: Callable[[], None]) -> None:
         sys.exit(130)
 
 
-def run(flow: Flow[..., TrainResult], config: RunConfig) -> TrainResult:
+def run(flow: Flow[..., R], config: Config) -> R:
     """Run a flow against the Prefect server in force, or one of its own for as long as it takes."""
     keep_prefect_off_the_terminal()
     if PREFECT_API_URL.value():
@@ -70,7 +79,7 @@ def run(flow: Flow[..., TrainResult], config: RunConfig) -> TrainResult:
         return state.result()
 
 
-def _delivered(flow: Flow[..., TrainResult], config: RunConfig) -> State[TrainResult]:
+def _delivered(flow: Flow[..., R], config: Config) -> State[R]:
     """The end of a flow run whose events have left, also after Ctrl-C, while its server is there to take them.
 
     Raises:
@@ -78,7 +87,7 @@ def _delivered(flow: Flow[..., TrainResult], config: RunConfig) -> State[TrainRe
     """
     try:
         with heartbeats():
-            return cast("State[TrainResult]", flow(config, return_state=True))
+            return cast("State[R]", flow(config, return_state=True))
     except (httpx.HTTPError, PrefectException, RuntimeError, ValueError) as error:  # the flow's own are in its state
         raise ServiceError(
             f"The Prefect server at {PREFECT_API_URL.value()} could not be used ({reason(error)}): set PREFECT_API_URL "
@@ -107,6 +116,8 @@ def show_result(result: TrainResult) -> None:
     console.print(table)
     if result.stopped:
         console.print(result.stopped)
+    elif result.not_promoted:
+        console.print(result.not_promoted)
     elif result.resumed_from == result.num_steps:
         console.print("This run was finished before; choose another run_name to train again.")
     for key in sorted(result.metrics):

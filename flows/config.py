@@ -82,8 +82,8 @@ class KeepBestConfig(Config):
     )
 
 
-class RunConfig(Config):
-    """Where a run happens, where it is kept, and how it goes on after a stop."""
+class NamedConfig(Config):
+    """What is kept under a name, and goes on under it after a stop."""
 
     run_name: str = Field(
         title="Run name",
@@ -92,6 +92,17 @@ class RunConfig(Config):
         pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]|\{start\})*$",
         max_length=128,
     )
+
+    @field_validator("run_name")
+    @classmethod
+    def _fill_in_start(cls, value: str) -> str:
+        # The same at every start of one flow run, so that one that crashed finds its record again.
+        return value.replace(START, f"{flow_run.scheduled_start_time:%Y%m%d-%H%M%S}") if START in value else value
+
+
+class RunConfig(NamedConfig):
+    """Where a run happens, where it is kept, and how it goes on after a stop."""
+
     model: str = Field(
         title="Model",
         description="Base model by the service's name; for the local engine `tiny`, `smollm2-135m` or a directory.",
@@ -118,6 +129,11 @@ class RunConfig(Config):
     )
     experiment: str = Field(
         default="tinker-flows", title="Experiment", description="MLflow experiment of the run.", min_length=1
+    )
+    mlflow_tags: dict[str, str] = Field(
+        default_factory=dict,
+        title="MLflow tags",
+        description="Of the run in MLflow, beside its own; `mlflow.parentRunId` shows it below another run.",
     )
     resume: str = Field(
         default="auto",
@@ -166,12 +182,6 @@ class RunConfig(Config):
         description="Model of MLflow's registry that the run's best checkpoint, or without `keep_best` the final one, "
         "becomes a version of when the run is done.",
     )
-
-    @field_validator("run_name")
-    @classmethod
-    def _fill_in_start(cls, value: str) -> str:
-        # The same at every start of one flow run, so that one that crashed finds its record again.
-        return value.replace(START, f"{flow_run.scheduled_start_time:%Y%m%d-%H%M%S}") if START in value else value
 
     @field_validator("resume", mode="before")
     @classmethod

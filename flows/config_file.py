@@ -10,9 +10,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from blocks.errors import ConfigError
-from flows.config import RunConfig
+from flows.config import Config
 
-C = TypeVar("C", bound=RunConfig)
+C = TypeVar("C", bound=Config)
 
 
 def load_config(config_type: type[C], path: Path | None, overrides: Sequence[str]) -> C:
@@ -21,16 +21,39 @@ def load_config(config_type: type[C], path: Path | None, overrides: Sequence[str
     Raises:
         ConfigError: the file or a field cannot be read, is unknown or out of its limits.
     """
-    fields: dict[str, Any] = _read_yaml(path) if path else {}
+    fields: dict[str, Any] = read_yaml(path) if path else {}
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"The argument {override!r} is not of the form field=value, as in learning_rate=1e-4.")
-        _set(fields, key.split("."), yaml.safe_load(value), key)
+        set_field(fields, key, yaml.safe_load(value))
+    return validate_fields(config_type, fields)
+
+
+def validate_fields(config_type: type[C], fields: Mapping[str, Any]) -> C:
+    """A config from its fields.
+
+    Raises:
+        ConfigError: a field is missing, unknown or out of its limits.
+    """
     try:
         return config_type.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(f"The config is wrong: {_explain(error, fields, config_type)}.") from error
+
+
+def set_field(fields: dict[str, Any], key: str, value: Any) -> None:
+    """Set a field by its dotted path, in place; an entry of a list goes by its number or its `name`.
+
+    Raises:
+        ConfigError: a list on the way has no such entry, or a plain value is on the way.
+
+    >>> fields = {"objective": {"regularizers": [{"name": "logic"}]}}
+    >>> set_field(fields, "objective.regularizers.logic.weight", 2.0)
+    >>> fields
+    {'objective': {'regularizers': [{'name': 'logic', 'weight': 2.0}]}}
+    """
+    _set(fields, key.split("."), value, key)
 
 
 def describe_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -49,7 +72,7 @@ def describe_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield f"  {prefix}{name}={default}  {field.description}"
 
 
-def _explain(error: ValidationError, fields: Any, config_type: type[RunConfig]) -> str:
+def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> str:
     """The first thing wrong, with list entries by their names."""
     first = error.errors(include_url=False)[0]
     where: list[str] = []
@@ -69,7 +92,12 @@ def _explain(error: ValidationError, fields: Any, config_type: type[RunConfig]) 
     return f"{path!r} is {first['input']!r}, but {first['msg'][:1].lower()}{first['msg'][1:]}"
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The fields in a YAML file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
     try:
         fields = yaml.safe_load(path.read_text())
     except OSError as error:

@@ -31,6 +31,7 @@ _MAY_CHANGE = {
     "base_url",
     "tracking",
     "experiment",
+    "mlflow_tags",
     "storage",
     "resume",
     "max_restarts",
@@ -98,7 +99,7 @@ def open_log(
     with tracking.failures():
         run_id = _mlflow_run(tracking, client, config, directory, records)
         why = {f"tinker_flows.restart.{number}": reason for number, reason in enumerate(restarts, start=1)}
-        for key, value in {**_tags(service.resolved_url), **why}.items():
+        for key, value in {**config.mlflow_tags, **_tags(service.resolved_url), **why}.items():
             client.set_tag(run_id, key, value)
         client.update_run(run_id, status="RUNNING")
         log = MetricsLog(client, run_id)

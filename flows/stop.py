@@ -24,7 +24,7 @@ _PASSING = (httpx.HTTPError, PrefectException, RuntimeError, ValueError)
 
 
 class CancelledInTheUI(Exception):
-    """A run that no worker started was cancelled in the UI: there, nothing but the run itself can end it."""
+    """A run that no worker started was cancelled, in the UI or by what watches it: nothing but itself can end it."""
 
 
 class Stop:
@@ -33,11 +33,16 @@ class Stop:
     def __init__(self) -> None:
         self._signal: int | None = None
         self._cancelled = False
+        self._why = "The run was cancelled; started again, it goes on from what it saved."
         self._before: dict[int, Any] = {}
 
     @property
     def asked(self) -> bool:
         return self._cancelled or self._signal is not None
+
+    def ask(self, why: str) -> None:
+        """Ask the run to stop as a cancel in the UI does, for a reason."""
+        self._cancelled, self._why = True, why
 
     def obey(self) -> None:
         """Raise what the signal would have raised when it came: what was to be done before is done."""
@@ -45,7 +50,7 @@ class Stop:
             self._restore()
             signal.raise_signal(self._signal)
         if self._cancelled:
-            raise CancelledInTheUI("The run was cancelled; started again, it goes on from what it saved.")
+            raise CancelledInTheUI(self._why)
 
     def _listen(self) -> None:
         for number in SIGNALS:

@@ -29,6 +29,7 @@ from flows.step import Ahead, Forward, compute_linearized, enqueue_forward_ahead
 from flows.stop import Stop, listening_for_stop
 from flows.train_config import TrainConfig
 from flows.warn import warn
+from flows.watched import show_metrics
 from objectives.batch import Batch, Outputs
 from objectives.fused import check_trained
 from objectives.linearize import Linearized
@@ -165,6 +166,7 @@ def _step(loop: Loop, step: int, stop: Stop) -> dict[str, float]:
     metrics["time/step"] = perf_counter() - started
     call(log_metrics, run.log, step, whole(metrics))
     warn(run.log, objective.watch.take_warnings())
+    show_metrics(step, metrics, stop)
     if sent.saving:
         loop.unseen.append((sent.saving, _state(loop)))
     loop.checkpoints.check()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import html
-import io
 import math
-import re
 from collections.abc import Mapping, Sequence
 
-from matplotlib.figure import Figure
 from prefect.artifacts import create_markdown_artifact
+from prefect.runtime import flow_run
 
 from blocks.storage import RunDirectory
 from objectives.sensitivity import Gradients, factor_of_half, respond
 from tasks.metrics import MetricsLog
 from tasks.options import retried_task
+from tasks.page import artifact_key, drawn, html_page, html_table, markdown, seen_in_mlflow, svg
 from tasks.term_charts import (
     History,
     cosine_key,
@@ -34,15 +33,8 @@ SENSITIVITY_COLUMNS = (
     "factor for half of the gradient",
 )
 
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{name}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; color: #222 }}
-table {{ border-collapse: collapse; margin: 1rem 0 }} th, td {{ padding: .3rem .8rem; text-align: right }}
-th {{ border-bottom: 2px solid #444 }} td {{ border-bottom: 1px solid #ddd }}
-th:first-child, td:first-child {{ text-align: left }} svg {{ width: 100%; height: auto }}
-</style>
-<h1>{name}</h1>
+_BODY = """<h1>{name}</h1>
+<p><b>{note}</b></p>
 <p>MLflow run {run_id}. Each term at its last step; a share is its weighted gradient's norm among all terms' norms,
 a cosine below zero means that the term pulls against the base loss.</p>
 {table}
@@ -53,13 +45,12 @@ a cosine below zero means that the term pulls against the base loss.</p>
 {shares}
 {contributions}
 <div style="max-width: 650px">{conflicts}</div>
-</html>
 """
 
 
 @retried_task(name="report")
-def write_report(directory: RunDirectory, log: MetricsLog, run_name: str, history: History) -> str:
-    """Draw the run's history and keep it; returns where."""
+def write_report(directory: RunDirectory, log: MetricsLog, run_name: str, history: History, note: str = "") -> str:
+    """Draw the run's history and keep it, with a note above all; returns where."""
     last = {key: points[-1][1] for key, points in history.items()}
     rows = term_rows(last)
     names = [row.name for row in rows]
@@ -70,20 +61,24 @@ def write_report(directory: RunDirectory, log: MetricsLog, run_name: str, histor
         "terms": draw_terms(history, names),
     }
     terms, sensitivity = [cells(row) for row in rows], sensitivity_cells(last, names)
-    page = _PAGE.format(
+    body = _BODY.format(
         name=html.escape(run_name),
         run_id=log.run_id,
-        table=_table(COLUMNS, terms),
-        sensitivity=_table(SENSITIVITY_COLUMNS, sensitivity),
-        **{name: _svg(figure) for name, figure in figures.items()},
+        note=html.escape(note),
+        table=html_table(COLUMNS, terms),
+        sensitivity=html_table(SENSITIVITY_COLUMNS, sensitivity),
+        **{name: svg(figure) for name, figure in figures.items()},
     )
+    page = html_page(run_name, body)
     directory.write_bytes("report.html", page.encode())
     log.client.log_text(log.run_id, page, "report.html")
     for name, figure in figures.items():
-        directory.write_bytes(f"report_{name}.png", _drawn(figure, "png"))
+        directory.write_bytes(f"report_{name}.png", drawn(figure, "png"))
         log.client.log_figure(log.run_id, figure, f"report/{name}.png")
     where = f"{directory.location}/report.html"
-    _link(run_name, where, log, _markdown(COLUMNS, terms) + "\n\n" + _markdown(SENSITIVITY_COLUMNS, sensitivity))
+    if flow_run.get_id():  # without one there is no page in Prefect to be on
+        tables = "\n\n".join([note, markdown(COLUMNS, terms), markdown(SENSITIVITY_COLUMNS, sensitivity)])
+    _link(run_name, where, log, tables)
     return where
 
 
@@ -108,33 +103,9 @@ def sensitivity_cells(metrics: Mapping[str, float], names: Sequence[str]) -> lis
 
 def _link(run_name: str, where: str, log: MetricsLog, tables: str) -> None:
     """The tables and the way to the report, on the page of the Prefect run."""
-    tracking, run = log.client.tracking_uri, log.client.get_run(log.run_id)
-    page = f"experiments/{run.info.experiment_id}/runs/{log.run_id}/artifacts/report.html"
-    seen = f"[MLflow]({tracking.rstrip('/')}/#/{page})" if tracking.startswith("http") else f"MLflow run {log.run_id}"
+    seen = seen_in_mlflow(log.client, log.run_id, "report.html")
     create_markdown_artifact(
-        key="report-" + re.sub("[^a-z0-9]+", "-", run_name.lower()).strip("-"),
+        key=artifact_key("report", run_name),
         markdown=f"# {run_name}\n\nThe report is `{where}`, and in {seen}.\n\n{tables}\n",
         description=f"Terms of {run_name}",
     )
-
-
-def _svg(figure: Figure) -> str:
-    text = _drawn(figure, "svg").decode()
-    return text[text.index("<svg") :]
-
-
-def _drawn(figure: Figure, kind: str) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind)
-    return buffer.getvalue()
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{column}" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in row) for row in rows)
-    return f"<table><tr>{head}{body}</table>"
-
-
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
