@@ -112,7 +112,11 @@ def train(
     _ask(loop, first)
     if loop.ended and start is None:
         raise ConfigError(f"{loop.ended} Nothing is done yet: raise the budget.")
-    with Progress(config.run_name, first, plan.num_steps) as progress, listening_for_stop() as stop, checkpoints:
+    with (
+        Progress(config.run_name, first, plan.num_steps, run.log) as progress,
+        listening_for_stop() as stop,
+        checkpoints,
+    ):
 
         def run_one(step: int) -> None:
             progress.advance(_step(loop, step, stop))
