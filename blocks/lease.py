@@ -86,6 +86,13 @@ class Lease:
             except (ChangedError, StorageError) as error:
                 print(f"The lease of {self._objects.location} was not given back: {error}", file=sys.stderr)
 
+    def holder(self) -> Holder | None:
+        """Who holds the lease, as far as a look from outside tells: it was renewed not longer ago than `LEASE_S`."""
+        holder, version = self.look()
+        if holder is None or version is None or holder.is_gone() or self._objects.age_s(NAME) > LEASE_S:
+            return None
+        return holder
+
     def look(self) -> tuple[Holder | None, str | None]:
         """The holder of the lease, if any, and its version; asked before the holder, so that no change is missed."""
         version = self._objects.version(NAME)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 from typing import Self
 
@@ -64,12 +65,25 @@ class LocalDirectory:
         except OSError as error:
             raise storage_error("append to", path, error) from error
 
+    def holder(self) -> str:
+        path = self._path / ".lock"
+        try:
+            with path.open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return ""
+        except BlockingIOError:
+            return path.read_text() or "another process"
+        except OSError as error:
+            raise storage_error("look at", path, error) from error
+        return ""
+
     def __enter__(self) -> Self:
         self._make()
         path = self._path / ".lock"
         try:
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(self._lock)
             os.ftruncate(self._lock, 0)
             os.write(self._lock, str(this_process()).encode())
             for left in self._path.glob(".*.tmp"):  # by a process that was killed while it wrote
@@ -96,6 +110,18 @@ class LocalDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _take(lock: int) -> None:
+    """Lock a file, with a moment's patience for somebody who only looks whether it is locked."""
+    for _ in range(5):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)
+        else:
+            return
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _sync_entries(directory: Path) -> None:

@@ -9,6 +9,8 @@ from blocks.holder import refusal
 from blocks.lease import Lease
 from blocks.objects import ChangedError, Objects
 
+PROBE = ".probe"
+
 
 class ObjectDirectory:
     """A `RunDirectory` on S3.
@@ -35,6 +37,22 @@ class ObjectDirectory:
 
         self._replace(name, appended)
 
+    def writes_conditionally(self) -> bool:
+        """Write an object and remove it again, to see whether the server leaves alone what it is told to.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        version = self._objects.write(PROBE, b"one", None)
+        try:
+            self._objects.write(PROBE, b"two", None)
+        except ChangedError:
+            return bool(version)
+        else:
+            return False
+        finally:
+            self._objects.remove(PROBE)
+
     def _replace(self, name: str, change: Callable[[bytes], bytes]) -> None:
         self._lease.check()
         version = self._objects.version(name)  # before the content, so that no change is missed
@@ -44,6 +62,9 @@ class ObjectDirectory:
         except ChangedError as error:
             if self._objects.read(name) != content:
                 raise refusal(self.location, "another process") from error
+
+    def holder(self) -> str:
+        return str(self._lease.holder() or "")
 
     def __enter__(self) -> Self:
         self._lease.acquire()

@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar, cast
 
 from aiohttp import ClientPayloadError
@@ -78,6 +79,30 @@ class Objects:
         """
         return self._patiently("read", name, lambda: self._version(name), self._patience_s)
 
+    def names(self) -> list[str]:
+        """What lies below the prefix, one level deep; empty where nothing does.
+
+        Raises:
+            StorageError: the server could not be asked, within the patience.
+        """
+        return self._patiently("list", "", self._names, self._patience_s)
+
+    def age_s(self, name: str) -> float:
+        """Seconds since an object was written, by the server's own clock; 0 where there is none.
+
+        Raises:
+            StorageError: the server could not be asked, within the patience.
+        """
+        return self._patiently("read", name, lambda: self._age_s(name), self._patience_s)
+
+    def remove(self, name: str) -> None:
+        """Remove an object.
+
+        Raises:
+            StorageError: it could not be removed, within the patience.
+        """
+        self._patiently("remove", name, lambda: self._s3.rm_file(self._path(name)), self._patience_s)
+
     def write(self, name: str, content: bytes, version: str | None, *, patient: bool = True) -> str:
         """Write a whole object in place of a version of it, or of none; returns the new version.
 
@@ -113,11 +138,31 @@ class Objects:
             return await body.read()
 
     def _version(self, name: str) -> str | None:
-        bucket, key = self._bucket_and_key(name)
         try:
-            return _version_in(cast(dict[str, Any], self._s3.call_s3("head_object", Bucket=bucket, Key=key)))
+            return _version_in(self._head(name))
         except FileNotFoundError:
             return None
+
+    def _age_s(self, name: str) -> float:
+        try:
+            answer = self._head(name)
+        except FileNotFoundError:
+            return 0.0
+        now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+        return (now - answer["LastModified"]).total_seconds()
+
+    def _names(self) -> list[str]:
+        try:
+            found = cast(list[str], self._s3.ls(self._prefix, detail=False))
+        except FileNotFoundError as error:
+            if _code(error) == "NoSuchBucket":
+                raise
+            return []
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+    def _head(self, name: str) -> dict[str, Any]:
+        bucket, key = self._bucket_and_key(name)
+        return cast(dict[str, Any], self._s3.call_s3("head_object", Bucket=bucket, Key=key))
 
     def _bucket_and_key(self, name: str) -> tuple[str, str]:
         bucket, key, _ = self._s3.split_path(self._path(name))

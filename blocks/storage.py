@@ -8,11 +8,14 @@ from typing import Protocol, Self
 from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 
-from blocks.errors import StorageError
+from blocks.errors import StorageError, storage_error
 from blocks.home import home
 from blocks.local_directory import LocalDirectory
 from blocks.object_directory import ObjectDirectory
 from blocks.objects import Objects
+
+# What a run keeps from its start on.
+CONFIG = "config.json"
 
 
 class RunDirectory(Protocol):
@@ -33,6 +36,10 @@ class RunDirectory(Protocol):
 
     def append_line(self, name: str, line: str) -> None:
         """Add one line. A torn tail left by a crash is closed first, never glued to."""
+        ...
+
+    def holder(self) -> str:
+        """Who writes the run now, for a person; empty where nobody does."""
         ...
 
     def __enter__(self) -> Self:
@@ -91,20 +98,45 @@ class RunStorage(Block):
         Raises:
             StorageError: the url is of neither kind.
         """
+        if runs := self._folder():
+            return LocalDirectory(runs / run_name)
+        return ObjectDirectory(self._objects(f"/{run_name}"))
+
+    def run_names(self) -> list[str]:
+        """The runs that it holds, in the order of their names.
+
+        Raises:
+            StorageError: the url is of neither kind, or cannot be read.
+        """
+        runs = self._folder()
+        if runs is None:
+            return [
+                name for name in self._objects("").names() if self.run_directory(name).read_bytes(CONFIG) is not None
+            ]
+        try:
+            return sorted(each.name for each in runs.iterdir() if (each / CONFIG).is_file())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise storage_error("list", runs, error) from error
+
+    def _folder(self) -> Path | None:
+        """The local directory of all runs; None for S3."""
         scheme, separator, path = self.url.partition("://")
         if not separator:
-            runs = Path(self.url).expanduser().resolve() if self.url else home() / "runs"
-            return LocalDirectory(runs / run_name)
+            return Path(self.url).expanduser().resolve() if self.url else home() / "runs"
         if scheme != "s3" or not path.strip("/"):
             raise StorageError(
                 f"Run storage has the url {self.url!r}, which is neither a local directory nor s3://bucket/prefix: "
                 "set it to one of them."
             )
-        objects = Objects(
-            f"{path.strip('/')}/{run_name}",
+        return None
+
+    def _objects(self, below: str) -> Objects:
+        return Objects(
+            self.url.partition("://")[2].strip("/") + below,
             endpoint_url=self.endpoint_url or None,
             key=self.access_key.get_secret_value() if self.access_key else None,
             secret=self.secret_key.get_secret_value() if self.secret_key else None,
             patience_s=self.patience_s,
         )
-        return ObjectDirectory(objects)

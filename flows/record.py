@@ -18,13 +18,15 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks import MLflowTracking, TinkerService
 from blocks.errors import ConfigError, ServiceError
-from blocks.storage import RunDirectory
+from blocks.storage import CONFIG, RunDirectory
 from flows.blocks_of import tracking_of
 from flows.config import RunConfig
 from flows.cookbook_run import set_aside_config
 from flows.stop import CancelledInTheUI
 from tasks.checkpoint import step_of
 from tasks.metrics import MetricsLog
+
+RECORD_TAG = "tinker_flows.record"
 
 # What may differ between the parts of one run: where it computes and how often it looks, never what it trains.
 _MAY_CHANGE = {
@@ -59,7 +61,7 @@ def check_config(
         ConfigError: the name is in use by a run with another config, or `resume` is `never`.
     """
     if set_aside_config(directory) or start is None:
-        directory.write_bytes("config.json", config.model_dump_json(indent=2).encode())
+        directory.write_bytes(CONFIG, config.model_dump_json(indent=2).encode())
         return
     if config.resume == "never" and not restarts:
         raise ConfigError(
@@ -71,13 +73,13 @@ def check_config(
         raise ConfigError(
             f"The run {config.run_name!r} (now at step {step_of(start)}) was started with another "
             f"{', '.join(changed)}: restore it or choose another run_name; the first config is "
-            f"{directory.location}/config.json."
+            f"{directory.location}/{CONFIG}."
         )
 
 
 def changed_fields(directory: RunDirectory, config: RunConfig) -> list[str]:
     """The fields in which a config differs from the recorded one and may not; none where nothing is recorded."""
-    recorded = directory.read_bytes("config.json")
+    recorded = directory.read_bytes(CONFIG)
     if recorded is None:
         return []
     # Read as a config, so that a field that a later release adds has its default.
@@ -131,15 +133,20 @@ def _mlflow_run(
     if known:
         with suppress(MlflowException):  # another tracking store than before does not have it
             return client.get_run(str(known)).info.run_id
-    record = directory.location.encode() + (directory.read_bytes("config.json") or b"")
-    tags = {"tinker_flows.record": hashlib.sha256(record).hexdigest()}
+    tags = {RECORD_TAG: record_key(directory)}
     experiment = tracking.experiment_id(client)
-    found = client.search_runs([experiment], f"tags.`tinker_flows.record` = '{tags['tinker_flows.record']}'")
+    found = client.search_runs([experiment], f"tags.`{RECORD_TAG}` = '{tags[RECORD_TAG]}'")
     run = found[0] if found else client.create_run(experiment, run_name=config.run_name, tags=tags)
     if not run.data.params:
         params = [Param(key, str(value)[:6000]) for key, value in _flatten(config.model_dump(mode="json")).items()]
         client.log_batch(run.info.run_id, params=params)
     return run.info.run_id
+
+
+def record_key(directory: RunDirectory) -> str:
+    """What the tag `RECORD_TAG` of a run's MLflow run says: which record it belongs to."""
+    record = directory.location.encode() + (directory.read_bytes(CONFIG) or b"")
+    return hashlib.sha256(record).hexdigest()
 
 
 def _tags(service_url: str) -> dict[str, str]:

@@ -78,7 +78,7 @@ def write_report(directory: RunDirectory, log: MetricsLog, run_name: str, histor
     where = f"{directory.location}/report.html"
     if flow_run.get_id():  # without one there is no page in Prefect to be on
         tables = "\n\n".join([note, markdown(COLUMNS, terms), markdown(SENSITIVITY_COLUMNS, sensitivity)])
-    _link(run_name, where, log, tables)
+        _link(run_name, where, log, tables)
     return where
 
 
