@@ -122,9 +122,20 @@ def supervised(command: Sequence[str], grace_s: float = GRACE_S) -> list[str]:
 
 @contextmanager
 def running(
-    command: Sequence[str], log: Path, env: Mapping[str, str], *, cwd: Path | None = None, grace_s: float = GRACE_S
+    command: Sequence[str],
+    log: Path,
+    env: Mapping[str, str],
+    *,
+    grace_s: float = GRACE_S,
+    cwd: Path | None = None,
+    keeps: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that stops when its standard input is closed: here at the end, or by the kernel when we are gone."""
+    """A process that stops when its standard input is closed: here at the end, or by the kernel when we are gone.
+
+    Args:
+        grace_s: how long it may take for that, before it is killed.
+        keeps: open files that it has, too.
+    """
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
@@ -132,6 +143,7 @@ def running(
             stdout=subprocess.PIPE,
             stderr=output,
             cwd=cwd,
+            pass_fds=keeps,
             env={**os.environ, **env},
             # A Ctrl-C in the terminal reaches the run alone, which then stops this in good order.
             start_new_session=True,

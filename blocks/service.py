@@ -94,15 +94,23 @@ class TinkerService(Block):
             ConfigError: the model is unknown to the service.
             ServiceError: no answer within `connect_timeout_s`, or the key is refused.
         """
-        capabilities = self._ask(
-            lambda: tinker.RestClient(base_url=self.resolved_url, api_key=self._key).get_server_capabilities().result()
-        )
-        names = sorted(m.model_name for m in capabilities.supported_models if m.model_name)
+        names = self.models()
         if model not in names:
             raise ConfigError(
                 f"The service at {self.resolved_url} has no model {model!r}; it offers {', '.join(names)}: "
                 "set `model` to one of them."
             )
+
+    def models(self) -> list[str]:
+        """The base models that the service trains.
+
+        Raises:
+            ServiceError: no answer within `connect_timeout_s`, or the key is refused.
+        """
+        capabilities = self._ask(
+            lambda: tinker.RestClient(base_url=self.resolved_url, api_key=self._key).get_server_capabilities().result()
+        )
+        return sorted(each.model_name for each in capabilities.supported_models if each.model_name)
 
     @property
     def _key(self) -> str | None:

@@ -30,15 +30,15 @@ def main(arguments: list[str]) -> int:
     # A group of its own, so that what it starts in turn is stopped with it.
     child = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
 
-    asked_at: list[float] = []
+    stopped_at: list[float] = []
 
     def stop(*_: object) -> None:
-        if child.poll() is None:
+        if not stopped_at:  # a second signal stops a run at once, with the step under way
+            stopped_at.append(time.monotonic())
             _signal_group(child.pid, signal.SIGTERM)
 
     def stop_when_starter_ends() -> None:
         os.read(0, 1)
-        asked_at.append(time.monotonic())
         stop()
         try:
             child.wait(grace_s)
@@ -48,13 +48,13 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, stop)
     threading.Thread(target=stop_when_starter_ends, daemon=True).start()
     status = child.wait()
-    _end_rest(child.pid, (asked_at[0] if asked_at else time.monotonic()) + grace_s)
+    stop()
+    _wait_for_rest(child.pid, stopped_at[0] + grace_s)
     return status
 
 
-def _end_rest(group: int, deadline: float) -> None:
-    """End what a command that has ended left behind."""
-    _signal_group(group, signal.SIGTERM)
+def _wait_for_rest(group: int, deadline: float) -> None:
+    """Wait for what the command left behind, and kill it after the deadline."""
     while _has_children():
         if time.monotonic() > deadline:
             _signal_group(group, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -44,7 +45,8 @@ class MLflowTracking(Block):
     tracking_uri: str = Field(
         default="",
         title="Tracking URI",
-        description="http(s):// of a server or sqlite:///path; empty means mlflow.db in the project's home.",
+        description="http(s):// of a server or sqlite:///path; empty means MLFLOW_TRACKING_URI, and without it "
+        "mlflow.db in the project's home.",
     )
     experiment: str = Field(
         default="tinker-flows",
@@ -55,8 +57,8 @@ class MLflowTracking(Block):
 
     @property
     def resolved_uri(self) -> str:
-        """The tracking URI in force, with the default filled in."""
-        return self.tracking_uri or f"sqlite:///{home() / 'mlflow.db'}"
+        """The tracking URI in force, with environment and default filled in."""
+        return self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
 
     def get_client(self) -> MlflowClient:
         """A client for this server; the experiment exists when it returns.

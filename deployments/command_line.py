@@ -1,49 +1,64 @@
-"""The command `tinker-flows`: what there is, and what a run will take."""
+"""The command `tinker-flows`: runs, what they will take and have become, and the servers around them.
+
+Every command imports what it needs when it is called, so that the help is there at once.
+"""
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
-from flows.command_line import exit_with_a_sentence
+import typer
+from typer.core import TyperGroup
+
+from blocks.errors import TinkerFlowsError
+from deployments.cli import plans, runs, servers
+
+
+class _Commands(TyperGroup):
+    """What the user can mend ends a command with a sentence and status 1, a stop with 130."""
+
+    def invoke(self, ctx: Any) -> object:
+        try:
+            return super().invoke(ctx)
+        except TinkerFlowsError as error:
+            sys.exit(f"error: {error}")
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # raised again
+            return _end(error)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)  # as they were added: in the order in which one needs them
+
+
+def _end(error: BaseException) -> None:
+    if "flows.command_line" not in sys.modules:  # so it is nothing that only a run can raise
+        raise error
+    from flows.command_line import exit_with_a_sentence
+
+    def again() -> None:
+        raise error
+
+    exit_with_a_sentence(again)
+
+
+app = typer.Typer(
+    name="tinker-flows",
+    cls=_Commands,
+    help="Post-training on the Tinker API as Prefect flows: runs, what they will take and have become, and the servers "
+    "around them.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _group in (servers, runs, plans):
+    _group.add_to(app)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command of the terminal; exits 1 for what the user can mend."""
-    parser = argparse.ArgumentParser(prog="tinker-flows", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    regularizers = commands.add_parser("regularizers", help="list the terms that an objective can name")
-    regularizers.set_defaults(run=_regularizers)
-    estimate = commands.add_parser("estimate", help="say the steps, tokens, cost and time of a run before it runs")
-    estimate.add_argument("--config", type=Path, required=True, help="YAML file with the fields of the config")
-    estimate.add_argument("--json", action="store_true", help="print JSON")
-    estimate.add_argument("overrides", nargs="*", metavar="field=value", help="dotted fields that override the file's")
-    estimate.set_defaults(run=_estimate)
-    automations = commands.add_parser(
-        "automations", help="have the Prefect server see runs that died, and start them again"
-    )
-    automations.set_defaults(run=_automations)
-    arguments = parser.parse_args(argv)
-    exit_with_a_sentence(lambda: arguments.run(arguments))
-
-
-def _regularizers(_: argparse.Namespace) -> None:
-    from deployments.regularizers import show_regularizers
-
-    show_regularizers()
-
-
-def _estimate(arguments: argparse.Namespace) -> None:
-    from deployments.estimate import show_estimate
-
-    show_estimate(arguments.config, arguments.overrides, arguments.json)
-
-
-def _automations(_: argparse.Namespace) -> None:
-    from deployments.automations import install_all
-
-    install_all()
+    """Run one command of the terminal; exits 1 for what the user can mend, 2 for a command that there is not."""
+    app(args=argv, prog_name="tinker-flows")
 
 
 if __name__ == "__main__":

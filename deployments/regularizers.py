@@ -1,8 +1,11 @@
-"""The terms that an objective can name, as a table for the terminal."""
+"""The terms that an objective can name, as a table for the terminal or as JSON."""
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,8 +17,11 @@ from objectives.find_term import load_offered, offered_terms
 from objectives.term import Term, registered_terms
 
 
-def show_regularizers() -> None:
+def show_regularizers(as_json: bool) -> None:
     """Print every registered term and every one that an installed package offers."""
+    if as_json:
+        print(json.dumps([_fields(name, term) for name, term in sorted(_every_term().items())], indent=2))
+        return
     table = Table(title="Regularizers", title_justify="left", show_lines=True)
     for column in ("name", "kind", "parameters", "what it is"):
         table.add_column(column, overflow="fold")
@@ -33,6 +39,14 @@ def _every_term() -> dict[str, Term | str]:
         except ObjectiveError as error:
             terms[name] = str(error)
     return terms
+
+
+def _fields(name: str, term: Term | str) -> dict[str, Any]:
+    if isinstance(term, str):
+        return {"name": name, "error": term}
+    parameters = [asdict(each) for each in parameters_of(term)]
+    about = {"kind": term.kind, "estimator": term.estimator, "description": first_line(term)}
+    return {"name": name, **about, "parameters": parameters}
 
 
 def _cells(term: Term | str) -> tuple[str, str, str]:

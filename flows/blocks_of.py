@@ -28,21 +28,35 @@ def service_of(config: RunConfig) -> Iterator[TinkerService]:
         yield _block(TinkerService, config.base_url, base_url=config.base_url or None)
 
 
+def service_at(base_url: str) -> TinkerService | None:
+    """The service that a config's `base_url` names; None for an engine of the run's own."""
+    return None if _runs_its_own(base_url) else _block(TinkerService, base_url, base_url=base_url or None)
+
+
 def service_url(base_url: str) -> str:
     """Where the service is that a config's `base_url` names; empty for an engine of the run's own."""
-    if _runs_its_own(base_url):
-        return ""
-    return _block(TinkerService, base_url, base_url=base_url or None).resolved_url
+    service = service_at(base_url)
+    return service.resolved_url if service else ""
 
 
 def storage_of(config: RunConfig) -> RunStorage:
     """Where the run keeps its record."""
-    return _block(RunStorage, config.storage, url=config.storage)
+    return storage_at(config.storage)
+
+
+def storage_at(reference: str) -> RunStorage:
+    """The storage that a config's `storage` names."""
+    return _block(RunStorage, reference, url=reference)
 
 
 def tracking_of(config: RunConfig) -> MLflowTracking:
     """Where the run logs its metrics."""
-    return _block(MLflowTracking, config.tracking, tracking_uri=config.tracking, experiment=config.experiment)
+    return tracking_at(config.tracking, config.experiment)
+
+
+def tracking_at(reference: str, experiment: str) -> MLflowTracking:
+    """The server that a config's `tracking` names, and an experiment on it."""
+    return _block(MLflowTracking, reference, tracking_uri=reference, experiment=experiment)
 
 
 def _runs_its_own(base_url: str) -> bool:

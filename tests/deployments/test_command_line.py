@@ -32,4 +32,4 @@ def test_regularizers_are_listed_with_kind_and_parameters() -> None:
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["regularisers"])
-    assert "invalid choice: 'regularisers'" in capsys.readouterr().err
+    assert "Did you mean 'regularizers'" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""The methods that a run can have: where the flow of each is, and its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from blocks.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prefect import Flow
+
+    from flows.config import RunConfig
+    from flows.result import TrainResult
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method by import path: a module of `flows` takes seconds to import, and is needed only when a run is.
+
+    Attributes:
+        what: for the help.
+        flow, config: as in `flows.sft:sft`.
+    """
+
+    what: str
+    flow: str
+    config: str
+
+
+METHODS: Mapping[str, Method] = {
+    "sft": Method("supervised fine-tuning", "flows.sft:sft", "flows.sft:SftConfig"),
+}
+
+
+def flow_of(method: str) -> Flow[..., TrainResult]:
+    """The flow of a method.
+
+    Raises:
+        ConfigError: there is no such method.
+    """
+    return _load(_find(method).flow)
+
+
+def config_type_of(method: str) -> type[RunConfig]:
+    """The config of a method.
+
+    Raises:
+        ConfigError: there is no such method.
+    """
+    return _load(_find(method).config)
+
+
+def _find(method: str) -> Method:
+    if method not in METHODS:
+        raise ConfigError(f"There is no method {method!r}: give one of {', '.join(METHODS)}.")
+    return METHODS[method]
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
