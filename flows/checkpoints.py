@@ -16,6 +16,8 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.errors import ServiceError
 from flows.config import RunConfig
+from flows.promote_if import PromoteIf
+from flows.refused import forget_refusal, note_refusal
 from flows.run import Run
 from tasks.checkpoint import PendingCheckpoint, enqueue_checkpoint, read_records, record_checkpoint, resumable, step_of
 from tasks.keep import KeepPolicy, keep_checkpoints
@@ -28,7 +30,11 @@ LAST_WAIT_S = 10.0
 
 
 class Checkpoints:
-    """The checkpoints of an open run; at most one save is waited for at a time, and the block's end waits for it."""
+    """The checkpoints of an open run; at most one save is waited for at a time, and the block's end waits for it.
+
+    Attributes:
+        refused: after `finish`, why none was promoted; empty where one was, or nobody asked.
+    """
 
     def __init__(self, run: Run, config: RunConfig, steps_per_epoch: int, start: CheckpointRecord | None) -> None:
         self._run, self._config, self._steps_per_epoch = run, config, steps_per_epoch
@@ -38,6 +44,7 @@ class Checkpoints:
             config.keep_last, best.metric if best else "", best.mode if best else "min", config.ttl_seconds
         )
         self._last = start
+        self.refused = ""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._recording: Future[CheckpointRecord] | None = None
 
@@ -79,7 +86,13 @@ class Checkpoints:
         if name := self._config.register_as:
             records = read_records(self._run.directory)
             best = records.best.get("best") if self._policy.metric else None
-            self._promote(name, next((each for each in records.checkpoints if each.state_path == best), last))
+            chosen = next((each for each in records.checkpoints if each.state_path == best), last)
+            self.refused = self._refusal(chosen)
+            if self.refused:
+                note_refusal(self._run.log, self._config.run_name, name, self.refused)
+            else:
+                self._promote(name, chosen)
+                forget_refusal(self._run.log)
         return last
 
     def __enter__(self) -> Self:
@@ -112,6 +125,16 @@ class Checkpoints:
         alias = "final" if record.final else "best"
         promoted = Promoted(alias, step_of(record), record.state_path or "", lineage)
         promote(self._run.log, name, promoted, lambda: self._for_sampling(record))
+
+    def _refusal(self, record: CheckpointRecord) -> str:
+        if not self._config.promote_if:
+            return ""
+        gate = PromoteIf.parse(self._config.promote_if)
+        self._run.log.flush()
+        values = self._run.log.values(gate.metric)
+        baseline = values[min(values)] if values else None
+        refusal = gate.refusal(values.get(step_of(record)), baseline)
+        return f"The checkpoint at step {step_of(record)} is not promoted: {refusal}." if refusal else ""
 
     def _parent(self) -> dict[str, Any]:
         """What the run was forked from: its first record; empty where it was not."""

@@ -6,9 +6,10 @@ import re
 from typing import Any, Literal
 
 from prefect.runtime import flow_run
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from tinker import types
 
+from flows.promote_if import check_promote_if
 from objectives.form import limits_beside_unions
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
@@ -100,8 +101,8 @@ class NamedConfig(Config):
         return value.replace(START, f"{flow_run.scheduled_start_time:%Y%m%d-%H%M%S}") if START in value else value
 
 
-class RunConfig(NamedConfig):
-    """Where a run happens, where it is kept, and how it goes on after a stop."""
+class PlaceConfig(Config):
+    """Where the weights are, and where what belongs to them is kept."""
 
     model: str = Field(
         title="Model",
@@ -130,6 +131,11 @@ class RunConfig(NamedConfig):
     experiment: str = Field(
         default="tinker-flows", title="Experiment", description="MLflow experiment of the run.", min_length=1
     )
+
+
+class RunConfig(PlaceConfig, NamedConfig):
+    """Where a run happens, where it is kept, and how it goes on after a stop."""
+
     mlflow_tags: dict[str, str] = Field(
         default_factory=dict,
         title="MLflow tags",
@@ -182,6 +188,20 @@ class RunConfig(NamedConfig):
         description="Model of MLflow's registry that the run's best checkpoint, or without `keep_best` the final one, "
         "becomes a version of when the run is done.",
     )
+    promote_if: str | None = Field(
+        default=None,
+        title="Promote if",
+        description="What that checkpoint has to fulfil: a metric of the evaluations, one of < <= > >=, and a number "
+        "or `baseline`, which may be multiplied: that metric of the run's first evaluation, before its training.",
+        examples=["test/nll < 0.98 * baseline"],
+    )
+
+    @field_validator("promote_if")
+    @classmethod
+    def _check_promote_if(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and not info.data.get("register_as"):
+            raise ValueError("set register_as too, to the model that the checkpoint becomes a version of")
+        return check_promote_if(value)
 
     @field_validator("resume", mode="before")
     @classmethod

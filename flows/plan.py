@@ -14,10 +14,15 @@ from flows.train_config import TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The steps of a config over data of so many steps per epoch."""
+    """The steps of a config over data of so many steps per epoch.
+
+    Attributes:
+        first: the step that the run began at, which is its parent's for a fork.
+    """
 
     config: TrainConfig
     steps_per_epoch: int
+    first: int = 0
 
     @property
     def num_steps(self) -> int:
@@ -35,7 +40,10 @@ class Plan:
         return step == self.num_steps or _is_due(step, self.config.checkpoint_every)
 
     def evaluates_before(self, step: int) -> bool:
-        return _is_due(step, self.config.eval_every) or (step == self.num_steps and self.config.eval_every > 0)
+        # Of a fork, the baseline that promote_if compares with.
+        is_baseline = step == self.first and self.config.promote_if is not None
+        is_due = _is_due(step, self.config.eval_every) or step == self.num_steps or is_baseline
+        return self.config.eval_every > 0 and is_due
 
 
 def _is_due(step: int, every: int) -> bool:

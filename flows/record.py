@@ -46,6 +46,7 @@ _MAY_CHANGE = {
     "keep_best",
     "ttl_seconds",
     "register_as",
+    "promote_if",
 }
 
 

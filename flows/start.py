@@ -7,6 +7,7 @@ from dataclasses import replace
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.errors import ConfigError
+from blocks.storage import RunDirectory
 from flows.cookbook_run import cookbook_step
 from flows.run import Run
 from flows.train_config import TrainConfig
@@ -29,6 +30,12 @@ def begin(run: Run, config: TrainConfig, steps_per_epoch: int, num_steps: int) -
         _check_fork(run, config, step_of(start), num_steps)
         return _record_fork(run, start, steps_per_epoch)
     return start
+
+
+def first_step(directory: RunDirectory) -> int:
+    """The step that a run began at: 0, or that of the checkpoint it was forked from."""
+    records = resumable(directory)
+    return step_of(records[-1]) if records and records[-1].has("parent") else 0
 
 
 def _check_fork(run: Run, config: TrainConfig, step: int, num_steps: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, cast
@@ -21,10 +21,11 @@ from flows.one_pass import loss_of
 from flows.plan import Plan
 from flows.prices import price_of
 from flows.progress import Progress
+from flows.promote_if import check_measured
 from flows.reference import open_reference
-from flows.result import TrainResult, finish
+from flows.result import Ended, TrainResult, finish
 from flows.run import Run
-from flows.start import begin
+from flows.start import begin, first_step
 from flows.step import Ahead, Forward, compute_linearized, enqueue_forward_ahead, load_ahead, measure, num_passes
 from flows.stop import Stop, listening_for_stop
 from flows.train_config import TrainConfig
@@ -101,6 +102,7 @@ def train(
     """
     plan = Plan(config, len(source.train))
     start = begin(run, config, plan.steps_per_epoch, plan.num_steps)
+    plan = replace(plan, first=first_step(run.directory))
     load_kept(objective.runner.cache, run.directory)
     reference = open_reference(run, config, objective)
     first = step_of(start) if start else 0
@@ -135,7 +137,7 @@ def train(
         _look_back(loop, plan.num_steps)
         last = checkpoints.settle() if loop.ended else checkpoints.finish()
     assert last is not None
-    return finish(run, config.run_name, last, first, loop.ended)
+    return finish(run, config.run_name, last, first, Ended(loop.ended, checkpoints.refused))
 
 
 def _step(loop: Loop, step: int, stop: Stop) -> dict[str, float]:
@@ -314,7 +316,9 @@ def _evaluate(loop: Loop, step: int) -> dict[str, float]:
     # Submitted, because an async task called by a synchronous flow is never run.
     loop.ledger.add(_held_out_tokens(loop, step))
     with loop.guard.answers(step):
-        return cast("dict[str, float]", evaluate.submit(loop.run.client, loop.evaluators, step).result())
+        metrics = cast("dict[str, float]", evaluate.submit(loop.run.client, loop.evaluators, step).result())
+    check_measured(loop.plan.config.promote_if, metrics)
+    return metrics
 
 
 def _held_out_tokens(loop: Loop, step: int) -> int:

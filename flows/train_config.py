@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from tinker_cookbook.utils.lr_scheduling import LRSchedule
 
 from flows.budget import BudgetConfig
@@ -53,6 +53,7 @@ class TrainConfig(RunConfig):
         title="Evaluators",
         description="tinker-cookbook evaluators beside the held-out `test/nll`.",
     )
+
     granularity: Granularity = Field(
         default="task",
         title="Granularity",
@@ -63,3 +64,10 @@ class TrainConfig(RunConfig):
         default=GuardConfig(), title="Guards", description="What becomes of a step whose loss is not fit to train on."
     )
     budget: BudgetConfig = Field(default=BudgetConfig(), title="Budget", description="Limits in time and dollars.")
+
+    @field_validator("eval_every")
+    @classmethod
+    def _check_eval_every(cls, value: int, info: ValidationInfo) -> int:
+        if value == 0 and info.data.get("promote_if"):
+            raise ValueError("promote_if asks for an evaluation: set it above 0")
+        return value

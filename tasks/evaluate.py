@@ -44,7 +44,7 @@ class HeldOutNLL(TrainingClientEvaluator):
     async def of_sampler(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
         """The same of weights that are there for sampling only."""
         tokens_D = [_whole(datum) for datum in self._datums]
-        scored_D = await asyncio.gather(*(sampling_client.compute_logprobs_async(tokens) for tokens in tokens_D))
+        scored_D = await asyncio.gather(*(sampling_client.compute_logprobs(tokens) for tokens in tokens_D))
         return self._metrics([tinker.TensorData.from_torch(torch.tensor(scored[1:])) for scored in scored_D])
 
     def _metrics(self, logprobs_D: list[tinker.TensorData]) -> dict[str, float]:

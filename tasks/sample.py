@@ -72,7 +72,7 @@ async def sample_answers(
 
     async def answer(index: int, messages: Sequence[Message]) -> list[Answer]:
         prompt = renderer.build_generation_prompt(list(messages))
-        response = await sampler.sample_async(
+        response = await sampler.sample(
             prompt=prompt,
             num_samples=sampling.num_samples,
             sampling_params=types.SamplingParams(
@@ -96,7 +96,7 @@ async def score_answers(sampler: tinker.SamplingClient, answers: Sequence[Answer
 
     async def score(answer: Answer) -> list[float]:
         tokens = types.ModelInput.from_ints([*answer.prompt, *answer.tokens])
-        logprobs = await sampler.compute_logprobs_async(tokens)
+        logprobs = await sampler.compute_logprobs(tokens)
         found = [math.nan if value is None else value for value in logprobs[len(answer.prompt) :]]
         if not all(math.isfinite(value) for value in found):
             raise PoisonedError(
