@@ -17,6 +17,7 @@ from flows.blocks_of import service_of, storage_of
 from flows.config import RunConfig
 from flows.fork import check_lineage, starts_of_fork
 from flows.record import check_config, open_log
+from flows.slot import slot_at
 from tasks.checkpoint import resumable
 from tasks.metrics import MetricsLog
 from tasks.service_errors import service_errors
@@ -60,7 +61,11 @@ def open_run(config: RunConfig, restarts: Sequence[str], *, lora_rank: int, seed
         check_config(directory, config, records[0] if records else None, restarts)
         with service_of(config) as service:
             service.check_model(config.model)
-            with open_log(service, config, directory, records, restarts) as log, service.session() as session:
+            with (
+                slot_at(service.resolved_url),
+                open_log(service, config, directory, records, restarts) as log,
+                service.session() as session,
+            ):
                 if starts:
                     client, start = _resumed_client(session, config, starts)
                 else:

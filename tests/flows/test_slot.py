@@ -1,0 +1,103 @@
+"""Runs wait for a place at their service where the Prefect server has a limit for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from sft_config import sft_fields
+
+from flows.slot import limit_name, slot_at
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_limit(service_url: str) -> None:
+    with get_client(sync_client=True) as client:
+        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=limit_name(service_url), limit=1))
+
+
+def taken(service_url: str) -> int:
+    with get_client(sync_client=True) as client:
+        return client.read_global_concurrency_limit_by_name(limit_name(service_url)).active_slots
+
+
+def test_the_second_run_waits_for_the_first(prefect_server: str) -> None:
+    service = "http://service.example:9000/services/prod"
+    make_limit(service)
+    began, over, order = threading.Event(), threading.Event(), list[str]()
+
+    @flow
+    def first() -> None:
+        with slot_at(service):
+            began.set()
+            over.wait(60)
+            order.append("first")
+
+    @flow
+    def second() -> None:
+        with slot_at(service):
+            order.append("second")
+
+    # Threads have no settings of their own.
+    def run(each) -> None:
+        with temporary_settings({PREFECT_API_URL: prefect_server}):
+            each()
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in (first, second)]
+    threads[0].start()
+    assert began.wait(60)
+    assert taken(service) == 1
+    threads[1].start()
+    threads[1].join(3)  # time in which it could get in
+    over.set()
+    for thread in threads:
+        thread.join(60)
+    assert order == ["first", "second"]
+    assert taken(service) == 0
+
+
+def test_without_a_limit_or_a_server_nobody_waits(prefect_server: str) -> None:
+    @flow
+    def run() -> str:
+        with slot_at("http://unlimited.example:1"):
+            pass
+        with (
+            temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+            slot_at("http://unlimited.example:1"),
+        ):
+            return "ran"
+
+    assert run() == "ran"
+    with pytest.raises(ZeroDivisionError), slot_at("http://unlimited.example:1"):
+        raise ZeroDivisionError
+
+
+@pytest.mark.slow
+def test_two_runs_share_a_service_that_takes_one(tmp_path: Path, prefect_server: str, engine_url: str) -> None:
+    make_limit(engine_url)
+    tracking = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    env = {**os.environ, "PREFECT_API_URL": prefect_server, "TINKER_API_KEY": "tml-test"}
+    runs = []
+    for name in ("one", "other"):
+        config = tmp_path / f"{name}.yaml"
+        config.write_text(yaml.safe_dump(sft_fields(tmp_path, name, tracking, engine_url) | {"num_steps": 2}))
+        command = [sys.executable, "-m", "flows.sft", "--config", str(config)]
+        runs.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL))
+    assert [run.wait(250) for run in runs] == [0, 0]
+    wanted = {"filter": {"event": {"prefix": ["prefect.concurrency-limit."]}, "order": "ASC"}, "limit": 50}
+    found = httpx.post(f"{prefect_server}/events/filter", json=wanted, timeout=30).json()["events"]
+    mine = [each for each in found if limit_name(engine_url) in json.dumps(each["resource"])]
+    kinds = [each["event"].rpartition(".")[2] for each in mine]
+    assert kinds == ["acquired", "released", "acquired", "released"]
