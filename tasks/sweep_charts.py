@@ -20,14 +20,13 @@ _MOST_BINS = 6
 
 
 def draw_effects(found: Sequence[Effect], spreads: Mapping[str, float]) -> Figure:
-    """What each regularizer does to each metric, in standard deviations of that metric over the trials."""
+    """What each regularizer does to each metric that differs, in standard deviations of it over the trials."""
     rows = list(dict.fromkeys((each.regularizer, each.of) for each in found))
-    metrics = list(dict.fromkeys(each.metric for each in found))
+    metrics = [metric for metric in dict.fromkeys(each.metric for each in found) if spreads.get(metric)]
     by = {(each.regularizer, each.of, each.metric): each for each in found}
     scaled = np.full((len(rows), len(metrics)), math.nan)
     for (i, row), (j, metric) in ((a, b) for a in enumerate(rows) for b in enumerate(metrics)):
-        each = by[*row, metric]
-        scaled[i, j] = each.estimate / spreads[metric] if spreads.get(metric) else math.nan
+        scaled[i, j] = by[*row, metric].estimate / spreads[metric]
     figure = Figure(figsize=(3 + 1.3 * max(len(metrics), 3), 1.8 + 0.55 * max(len(rows), 2)), layout="constrained")
     axes = figure.subplots()
     limit = float(np.nanmax(np.abs(scaled))) if np.isfinite(scaled).any() else 1.0
@@ -130,9 +129,11 @@ def _draw_map(figure: Figure, axes: Axes, rows: Sequence[PointRow], pair: tuple[
     axes.set_yticks(range(len(y_labels)), y_labels)
     axes.set_xlabel(short(pair[0]))
     axes.set_ylabel(short(pair[1]))
+    middle = (np.nanmin(means) + np.nanmax(means)) / 2 if np.isfinite(means).any() else 0.0
     for (y, x), value in np.ndenumerate(means):
         if np.isfinite(value):
-            axes.text(x, y, f"{value:.3f}", ha="center", va="center", fontsize=8, color="white")
+            color = "white" if value > middle else "black"
+            axes.text(x, y, f"{value:.3f}", ha="center", va="center", fontsize=8, color=color)
     figure.colorbar(drawn, ax=axes, label=metric, shrink=0.8)
 
 

@@ -94,7 +94,9 @@ def _figures(summary: SweepSummary, metrics: Sequence[str], found: Sequence[Effe
     figures: dict[str, Figure] = {}
     if found:
         values = {metric: [t.metrics[metric] for t in completed if metric in t.metrics] for metric in metrics}
-        figures["effects"] = draw_effects(found, {metric: pstdev(each) for metric, each in values.items() if each})
+        spreads = {metric: pstdev(each) for metric, each in values.items() if each}
+        if any(spreads.values()):
+            figures["effects"] = draw_effects(found, spreads)
     if terms and BASE in metrics:
         figures["pareto"] = draw_pareto(rows, BASE, terms)
     if completed and len(dimensions(rows)) > 1:
