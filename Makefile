@@ -3,10 +3,11 @@ PYTHON ?= python3
 STEPS ?=
 N ?= 50
 SEED ?= 0
+TRIALS ?= 100
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test slow chaos check bench bench-engine bench-objectives format
+.PHONY: install demo test slow chaos check bench bench-engine bench-objectives bench-operate format
 
 install: $(STAMP)
 
@@ -51,3 +52,6 @@ bench-engine: install
 
 bench-objectives: install
 	$(BIN)/python -m benchmarks objective_terms objective_cost
+
+bench-operate: install
+	TRIALS=$(TRIALS) $(BIN)/python -m benchmarks sweep_overhead

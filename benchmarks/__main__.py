@@ -18,8 +18,10 @@ BENCHMARKS = {
     "objective_terms": "eight terms side by side, and their gradients apart, against one callback and one backward",
     "one_pass": "cycles of the service per step where it runs the whole objective, against two passes",
     "long_run": "memory of the flow and of Prefect's database over 10,000 steps, by granularity; only when named",
+    "sweep_overhead": "a hundred short trials in a sweep, against a plain loop; four at once; only when named",
     "objective_cost": "three regularizers and their linearization, against the forward_backward they go with",
 }
+LONG = {"long_run", "sweep_overhead"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         epilog="\n".join(f"  {name:18}{what}" for name, what in BENCHMARKS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="which ones; all but long_run unless given")
-    names = parser.parse_args(argv).names or [name for name in BENCHMARKS if name != "long_run"]
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which ones; unless given, all that are not long")
+    names = parser.parse_args(argv).names or [name for name in BENCHMARKS if name not in LONG]
     if unknown := [name for name in names if name not in BENCHMARKS]:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
     # OpenMP reads it when torch is imported. The engine sets it for itself; its peers get the same.
