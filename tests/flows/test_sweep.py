@@ -1,0 +1,256 @@
+"""A sweep from its space to its report: real trials in processes of their own, on a real engine, MLflow and Prefect."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterKey,
+    FlowRunFilter,
+    FlowRunFilterParentFlowRunId,
+)
+from sft_config import sft_fields
+
+from blocks.errors import ConfigError, ServiceError
+from blocks.local_directory import LocalDirectory
+from flows.config_file import load_config
+from flows.recorded import deliver_events
+from flows.sft import SftConfig, sft
+from flows.sweep import sweep
+from flows.sweep_config import SweepConfig
+from flows.sweep_result import SweepResult
+from tasks.trials import read_trials
+
+ROOT = Path(__file__).parents[2]
+RATE, BATCH = "learning_rate", "data.params.common_config.batch_size"
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sweep")
+
+
+def fields(folder: Path, run_name: str, tracking: str, url: str, **changed: Any) -> dict[str, Any]:
+    """A point that learns, with two seeds; one that does not; and one that has no data."""
+    base = sft_fields(folder, "base", tracking, url) | {"num_steps": 3, "eval_every": 1}
+    base["objective"] = {"regularizers": [{"name": "confidence", "weight": 0.1}]}
+    return {
+        "run_name": run_name,
+        "base": base,
+        "space": {RATE: [1e-2, 1e-7], BATCH: [4, 100_000]},
+        "seeds": [0, 1],
+        "prune": {"rule": "median", "min_trials": 1, "min_steps": 1},
+        "concurrency": 2,
+    } | changed
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path, engine_url: str, mlflow_uri: str) -> SweepConfig:
+    return SweepConfig.model_validate(fields(folder, "whole", mlflow_uri, engine_url))
+
+
+@pytest.fixture(scope="module")
+def finished(config: SweepConfig, prefect_server: str) -> SweepResult:
+    """One whole sweep, looked at by several tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_API_KEY", "tml-test")
+        return sweep(config)
+
+
+def runs_below(result: SweepResult) -> dict[str, Run]:
+    client = MlflowClient(result.tracking_uri)
+    below = f"tags.`mlflow.parentRunId` = '{result.mlflow_run_id}'"
+    return {run.info.run_name or "": run for run in client.search_runs([result.experiment_id], below)}
+
+
+def test_each_trial_ends_as_it_should(finished: SweepResult) -> None:
+    trials = read_trials(LocalDirectory(Path(finished.directory)))
+    ends = {(point, seed): trial.status for (point, seed), trial in trials.ended.items()}
+    assert ends == {
+        **{(1, seed): "completed" for seed in (0, 1)},
+        **{(3, seed): "pruned" for seed in (0, 1)},
+        **{(point, seed): "failed" for point in (2, 4) for seed in (0, 1)},
+    }
+    assert "no whole batch" in trials.ended[2, 0].reason
+    assert trials.ended[3, 0].reason.startswith("Pruned at step 1")
+    assert [step for step, _ in trials.ended[1, 0].curve] == [0, 1, 2, 3]
+    # It was stopped before its end.
+    assert [step for step, _ in trials.ended[3, 1].curve] == [0, 1]
+    assert (finished.num_completed, finished.num_pruned, finished.num_failed) == (2, 2, 4)
+
+
+def test_the_best_point_is_the_one_that_learns(finished: SweepResult) -> None:
+    trials = read_trials(LocalDirectory(Path(finished.directory)))
+    values = [trials.ended[1, seed].value for seed in (0, 1)]
+    assert finished.best_point == 1
+    assert finished.best_value == pytest.approx(sum(value for value in values if value is not None) / 2)
+    assert finished.rows[0][0] == "1"
+    assert "±" in finished.rows[0][4]
+
+
+def test_the_trials_are_below_the_sweep_in_mlflow(finished: SweepResult) -> None:
+    below = runs_below(finished)
+    # Those without data ended before they had a run of their own, or with one that failed.
+    assert {"whole-001-s0", "whole-001-s1", "whole-003-s0", "whole-003-s1"} <= below.keys()
+    assert below["whole-001-s0"].info.status == "FINISHED"
+    assert below["whole-003-s0"].info.status == "KILLED"
+    assert below["whole-001-s1"].data.params["seed"] == "1"
+    parent = MlflowClient(finished.tracking_uri).get_run(finished.mlflow_run_id)
+    assert parent.info.status == "FINISHED"
+    assert parent.data.metrics["best/test/nll"] == pytest.approx(finished.best_value)
+
+
+def test_the_trials_are_flow_runs_below_the_sweep_in_prefect(finished: SweepResult) -> None:
+    deliver_events()
+    below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[UUID(finished.flow_run_id)]))
+    with get_client(sync_client=True) as client:
+        states = {run.name: run.state_name for run in client.read_flow_runs(flow_run_filter=below)}
+    assert states == {
+        **{f"whole-001-s{seed}": "Completed" for seed in (0, 1)},
+        **{f"whole-003-s{seed}": "Cancelled" for seed in (0, 1)},
+        **{f"whole-00{point}-s{seed}": "Failed" for point in (2, 4) for seed in (0, 1)},
+    }
+
+
+def test_the_report_is_a_file_and_an_artifact_of_mlflow_and_prefect(finished: SweepResult) -> None:
+    page = Path(finished.report).read_text()
+    assert page.count("<svg") == 3  # Pareto front, map, parallel coordinates; no regularizer differs
+    assert 'href="http' not in page
+    assert "no whole batch" in page
+    client = MlflowClient(finished.tracking_uri)
+    names = {artifact.path for artifact in client.list_artifacts(finished.mlflow_run_id)}
+    assert {"report.html", "best.yaml", "report"} <= names
+    with get_client(sync_client=True) as prefect:
+        key = ArtifactFilter(key=ArtifactFilterKey(any_=["sweep-whole"]))
+        found = prefect.read_artifacts(artifact_filter=key)
+    assert finished.report in str(found[0].data)
+
+
+def test_the_best_config_runs(finished: SweepResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same values and seed as those of its trial, to the same weights."""
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    best = load_config(SftConfig, Path(finished.best_config), [])
+    assert (best.run_name, best.learning_rate, best.seed) == ("whole-best", 1e-2, 0)
+    result = sft(best)
+    trial = read_trials(LocalDirectory(Path(finished.directory))).ended[1, 0]
+    assert result.metrics["test/nll"] == pytest.approx(trial.value, rel=1e-6)
+
+
+def test_a_finished_sweep_runs_again_only_what_failed(
+    finished: SweepResult, config: SweepConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    again = sweep(config)
+    assert (again.mlflow_run_id, again.best_value) == (finished.mlflow_run_id, finished.best_value)
+    below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[UUID(again.flow_run_id)]))
+    with get_client(sync_client=True) as client:
+        names = sorted(run.name for run in client.read_flow_runs(flow_run_filter=below))
+    assert names == [f"whole-00{point}-s{seed}" for point in (2, 4) for seed in (0, 1)]
+
+
+def test_another_space_under_the_same_name_is_refused(finished: SweepResult, config: SweepConfig) -> None:
+    with pytest.raises(ConfigError, match="was started with another mode, space: restore it"):
+        sweep(config.model_copy(update={"space": {RATE: (1.0,)}, "mode": "max"}))
+    with pytest.raises(ConfigError, match="is that of a run"):
+        sweep(config.model_copy(update={"run_name": "whole-001-s0"}))
+
+
+def test_a_metric_that_nothing_logs_fails_every_trial_with_the_ones_there_are(
+    folder: Path, engine_url: str, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    made = fields(folder, "blind", mlflow_uri, engine_url, metric="test/nil", prune=None, space={}, seeds=[0])
+    made["base"] |= {"num_steps": 1, "eval_every": 0}
+    with pytest.raises(ServiceError, match=r"no value of the metric 'test/nil'; there are .*loss/base"):
+        sweep(SweepConfig.model_validate(made))
+    assert "test/nil" in (folder / "runs" / "blind" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_killed_goes_on(
+    tmp_path: Path, prefect_server: str, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 while one trial is done and others are under way, with an engine that the sweep started for itself."""
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    made = fields(tmp_path, "killed", mlflow_uri, "local", space={RATE: [1e-2, 1e-3]}, prune=None)
+    made["base"] |= {"num_steps": 12, "checkpoint_every": 1, "eval_every": 4}
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(made))
+    record = tmp_path / "runs" / "killed" / "trials.jsonl"
+    command = [sys.executable, "-m", "flows.sweep", "--config", str(path)]
+    environment = {**os.environ, "PREFECT_API_URL": prefect_server, "TINKER_FLOWS_HOME": str(tmp_path / "home")}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+    under_way = tmp_path / "runs" / "killed-002-s0" / "checkpoints.jsonl"
+    wait_for(lambda: record.exists() and '"completed"' in record.read_text() and under_way.exists(), process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = read_trials(LocalDirectory(record.parent))
+    half_done = under_way.read_text().splitlines()
+    assert 0 < len(before.ended) < 4
+
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"Resumed killed: {len(before.ended)} of 4 trials are done." in done.stderr
+    after = read_trials(LocalDirectory(record.parent))
+    assert {trial.status for trial in after.ended.values()} == {"completed"}
+    for key, trial in before.ended.items():
+        assert after.ended[key] == trial  # not run again, and not recorded again
+    lines = record.read_text().splitlines()
+    assert sum('"status"' in line for line in lines) == 4
+    # It went on behind what it had saved.
+    assert under_way.read_text().splitlines()[: len(half_done)] == half_done
+    below = MlflowClient(mlflow_uri).search_runs(
+        [MlflowClient(mlflow_uri).get_experiment_by_name("tinker-flows").experiment_id],  # type: ignore[union-attr]
+        "tags.`tinker_flows.sweep` = 'killed' and tags.`tinker_flows.point` = '2'",
+    )
+    assert len(below) == 2
+    # No engine and no trial is left.
+    assert str(tmp_path / "home") not in subprocess.run(["ps", "axeww"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
+def test_trials_run_by_a_deployment(
+    tmp_path: Path, prefect_server: str, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of their own find the sweep's one engine, and a bad trial is cancelled there."""
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    serve = "from flows.sft import sft; sft.serve(name='trials', print_starting_message=False)"
+    environment = {**os.environ, "PREFECT_API_URL": prefect_server}
+    serving = subprocess.Popen([sys.executable, "-c", serve], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        with get_client(sync_client=True) as client:
+            wait_for(lambda: any(each.name == "trials" for each in client.read_deployments()), serving)
+        made = fields(tmp_path, "sent", mlflow_uri, "local", deployment="sft/trials", concurrency=1, seeds=[0])
+        made["space"] = {RATE: [1e-2, 1e-7]}
+        made["base"] |= {"num_steps": 40}
+        result = sweep(SweepConfig.model_validate(made))
+    finally:
+        serving.terminate()
+        serving.wait(60)
+    assert (result.num_completed, result.num_pruned, result.best_point) == (1, 1, 1)
+    urls = {run.data.tags["tinker.base_url"] for run in runs_below(result).values()}
+    assert len(urls) == 1
+
+
+def wait_for(seen: Any, process: subprocess.Popen[Any]) -> None:
+    deadline = time.monotonic() + 250
+    while time.monotonic() < deadline and process.poll() is None:
+        if seen():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"it ended with {process.poll()}, or took too long")
