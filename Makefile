@@ -54,4 +54,4 @@ bench-objectives: install
 	$(BIN)/python -m benchmarks objective_terms objective_cost
 
 bench-operate: install
-	TRIALS=$(TRIALS) $(BIN)/python -m benchmarks sweep_overhead
+	TRIALS=$(TRIALS) $(BIN)/python -m benchmarks up_ready sweep_overhead

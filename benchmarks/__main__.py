@@ -19,6 +19,7 @@ BENCHMARKS = {
     "one_pass": "cycles of the service per step where it runs the whole objective, against two passes",
     "long_run": "memory of the flow and of Prefect's database over 10,000 steps, by granularity; only when named",
     "sweep_overhead": "a hundred short trials in a sweep, against a plain loop; four at once; only when named",
+    "up_ready": "`tinker-flows up` until all of it is ready, against a Prefect server alone",
     "objective_cost": "three regularizers and their linearization, against the forward_backward they go with",
 }
 LONG = {"long_run", "sweep_overhead"}

@@ -111,13 +111,15 @@ def log_file(name: str) -> Path:
     return Path(path)
 
 
-def supervised(command: Sequence[str], grace_s: float = GRACE_S) -> list[str]:
+def supervised(command: Sequence[str], grace_s: float = GRACE_S, *, children_first: bool = False) -> list[str]:
     """The command that ends another one, and all that it started, when its standard input is closed.
 
     Args:
         grace_s: how long they may take to end in good order, before they are killed.
+        children_first: end what it started before itself, in as long a time.
     """
-    return [sys.executable, str(Path(__file__).with_name("supervise.py")), f"--grace={grace_s:g}", *command]
+    options = [f"--grace={grace_s:g}", *(["--children-first"] if children_first else [])]
+    return [sys.executable, str(Path(__file__).with_name("supervise.py")), *options, *command]
 
 
 @contextmanager

@@ -116,11 +116,11 @@ def show(laptop: Laptop, console: Console) -> None:
     for column in ("service", "where", "log"):
         table.add_column(column, overflow="fold")
     for place in laptop.places:
-        table.add_row(place.name, place.url, place.log)
+        table.add_row(place.name, place.url, Path(place.log).name)
     console.print(table)
-    console.print("In another terminal:")
+    console.print(f"The logs are in {Path(laptop.places[0].log).parent}. In another terminal:", soft_wrap=True)
     for name, value in laptop.exports.items():
-        console.print(f"export {name}={shlex.quote(value)}")
+        console.print(f"export {name}={shlex.quote(value)}", soft_wrap=True)
 
 
 def _take(file: TextIO) -> None:

@@ -6,7 +6,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 import httpx
@@ -85,13 +84,3 @@ def answers(url: str) -> bool:
         return httpx.get(url, timeout=5).is_success
     except httpx.HTTPError:
         return False
-
-
-def is_polling(prefect: str, pool: str, worker: str, since: float) -> bool:
-    """Whether a worker has given a sign of life since a moment; yesterday's of the same name has left one too."""
-    try:
-        found = httpx.post(f"{prefect}/api/work_pools/{pool}/workers/filter", json={}, timeout=5).json()
-    except (httpx.HTTPError, ValueError):
-        return False
-    stamps = [each["last_heartbeat_time"] for each in found if each["name"] == worker]
-    return any(datetime.fromisoformat(stamp).timestamp() > since for stamp in stamps)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowRun
 from rich.console import Console
 from rich.table import Table
@@ -65,7 +67,7 @@ def status_of(run: RecordedRun) -> RunStatus:
     records = read_records(run.directory)
     newest = records.checkpoints[0] if records.checkpoints else None
     writer = run.directory.holder()
-    trouble, found, page = "", None, ""
+    trouble, client, found, page = "", None, None, ""
     try:
         client, found = mlflow_run_of(run, records)
         page = _page(client.tracking_uri, found) if found else ""
@@ -74,8 +76,10 @@ def status_of(run: RecordedRun) -> RunStatus:
     metrics: Mapping[str, float] = found.data.metrics if found else {}
     tags: Mapping[str, str] = found.data.tags if found else {}
     final = bool(newest and newest.final)
-    step = int(metrics.get("progress/batch", -1)) + 1
     at = step_of(newest) if newest else None
+    num_steps = at if final else _num_steps(run, client, found)
+    # The last evaluation is logged at the step behind the last one.
+    step = min(int(metrics.get("progress/batch", -1)) + 1, sys.maxsize if num_steps is None else num_steps)
     metric = _metric(run, metrics)
     return RunStatus(
         run_name=run.name,
@@ -83,7 +87,7 @@ def status_of(run: RecordedRun) -> RunStatus:
         state=_state(writer, final, found, trouble),
         why=tags.get(STOPPED, "") or trouble,
         step=at if final and at is not None else max(step, at or 0),
-        num_steps=at if final else _num_steps(run, metrics),
+        num_steps=num_steps,
         checkpoint_step=at,
         checkpoint=(newest.state_path or "") if newest else "",
         metric=metric,
@@ -157,9 +161,11 @@ def _page(tracking_uri: str, found: MlflowRun) -> str:
     return tracking_uri.rstrip("/") + page if tracking_uri.startswith("http") else tracking_uri
 
 
-def _num_steps(run: RecordedRun, metrics: Mapping[str, float]) -> int | None:
-    if done := metrics.get("progress/done_frac"):
-        return round((metrics["progress/batch"] + 1) / done)
+def _num_steps(run: RecordedRun, client: MlflowClient | None, found: MlflowRun | None) -> int | None:
+    """By how much of the run its last step was; before the first one, what the config says."""
+    if client and found and "progress/done_frac" in found.data.metrics:
+        last = max(client.get_metric_history(found.info.run_id, "progress/done_frac"), key=lambda each: each.step)
+        return round((last.step + 1) / last.value)
     wanted: Any = run.fields.get("num_steps")
     return wanted if isinstance(wanted, int) else None
 

@@ -18,18 +18,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-import httpx
 from rich.console import Console
 from rich.status import Status
 
-from blocks.errors import ServiceError
 from blocks.home import home, one_at_a_time
 from blocks.processes import GRACE_S, log_file, prefect_server, prefect_server_env, running, supervised
 from deployments.laptop import Laptop, Place, engine_key, note, only_one, port_for, show
-from deployments.ready import Service, answers, is_polling, wait_until_ready, watch
+from deployments.pool import POOL, close_pool, give_up_left_runs, is_polling, make_pool
+from deployments.ready import Service, answers, wait_until_ready, watch
 
 ROOT = Path(__file__).parents[1]
-POOL = "tinker-flows"
 WORKER = "tinker-flows-up"
 # A run of the worker ends the step under way and saves it.
 WORKER_GRACE_S = 45.0
@@ -46,7 +44,7 @@ def up(engine_models: Sequence[str] | None, *, with_engine: bool) -> None:
         StorageError: it is running already, or the home cannot be used.
     """
     began = time.monotonic()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     models = (engine_models or _installed_models()) if with_engine else ()
     with _stopped_by_signals(), only_one(home()) as place:
         try:
@@ -69,15 +67,19 @@ class _Starter:
     place: TextIO
 
     def start(
-        self, name: str, url: str, command: Sequence[str], env: Mapping[str, str], grace_s: float = GRACE_S
+        self, name: str, url: str, command: Sequence[str], env: Mapping[str, str], children_grace_s: float = 0.0
     ) -> Service:
         log = log_file(name.partition(" ")[0].lower())
         process = self.stack.enter_context(
             running(
-                supervised([sys.executable, "-m", *command], grace_s),
+                supervised(
+                    [sys.executable, "-m", *command],
+                    children_grace_s or GRACE_S,
+                    children_first=children_grace_s > 0,
+                ),
                 log,
                 {**_import_path(), **env},
-                grace_s=grace_s,
+                grace_s=children_grace_s + GRACE_S,
                 cwd=ROOT,
                 keeps=(self.place.fileno(),),
             )
@@ -103,12 +105,13 @@ def _start_all(starter: _Starter, models: Sequence[str], status: Status) -> tupl
         wait_until_ready(servers, {prefect: partial(answers, f"{prefect.url}/api/health")}, status)
         for each in servers:  # asked together to end, when the worker has ended
             starter.stack.callback(each.let_go)
-        _make_pool(prefect)
+        make_pool(prefect.url)
+        give_up_left_runs(prefect.url)
         since = time.time()
         worker, deploying = _start_worker(starter, prefect, exports), _deploy(starter, prefect, exports)
         health = {servers[0]: "/api/v1/healthz", prefect: "/api/health", mlflow: "/health"}
         checks = {each: partial(answers, each.url + health[each]) for each in servers}
-        polling = partial(is_polling, prefect.url, POOL, WORKER, since)
+        polling = partial(is_polling, prefect.url, WORKER, since)
         wait_until_ready([*servers, worker, deploying], {**checks, worker: polling}, status, ending=deploying)
     services = [*servers, worker]
     places = tuple(Place(each.name, each.url, str(each.log)) for each in (*services, deploying))
@@ -144,23 +147,14 @@ def _start_mlflow(starter: _Starter) -> Service:
 def _start_worker(starter: _Starter, prefect: Service, exports: Mapping[str, str]) -> Service:
     url = f"{prefect.url}/work-pools/work-pool/{POOL}"
     command = ["prefect", "worker", "start", "--pool", POOL, "--name", WORKER]
-    return starter.start("Worker", url, command, {**exports, "PREFECT_WORKER_QUERY_SECONDS": "2"}, WORKER_GRACE_S)
+    env = {**exports, "PREFECT_WORKER_QUERY_SECONDS": "2"}
+    worker = starter.start("Worker", url, command, env, WORKER_GRACE_S)
+    starter.stack.callback(close_pool, prefect.url)
+    return worker
 
 
 def _deploy(starter: _Starter, prefect: Service, exports: Mapping[str, str]) -> Service:
-    file = str(Path(__file__).with_name("prefect.yaml"))
-    command = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", file]
-    return starter.start("Deployments", f"{prefect.url}/deployments", command, exports)
-
-
-def _make_pool(prefect: Service) -> None:
-    """The work pool of the deployments, unless it is there; its worker says what a job of it looks like."""
-    answer = httpx.post(f"{prefect.url}/api/work_pools/", json={"name": POOL, "type": "process"}, timeout=30)
-    if not (answer.is_success or answer.status_code == httpx.codes.CONFLICT):
-        raise ServiceError(
-            f"The Prefect server made no work pool {POOL!r} ({answer.status_code}, {answer.text[:200]}): see its log "
-            f"{prefect.log}."
-        )
+    return starter.start("Deployments", f"{prefect.url}/deployments", ["deployments.apply"], exports)
 
 
 def _installed_models() -> Sequence[str]:

@@ -20,6 +20,7 @@ from benchmarks import (
     objective_terms,
     one_pass,
     step_overhead,
+    up_ready,
 )
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.machine import describe
@@ -105,6 +106,13 @@ def test_one_pass() -> None:
     check(rows, "one_pass", 1)
     # A busy machine may miss a tick, and never has one to spare.
     assert rows[0].ours[0] < rows[0].peer[0]
+
+
+@pytest.mark.slow
+def test_up_ready() -> None:
+    rows = up_ready.measure(repetitions=1)
+    check(rows, "up_ready", 1)
+    assert "budget 30 s" in rows[0].note
 
 
 def test_ratios_are_of_figures_measured_next_to_each_other() -> None:

@@ -1,0 +1,76 @@
+"""The work pool that the deployments are for, on the Prefect server of this machine, by a few requests."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import httpx
+
+from blocks.errors import ServiceError, reason
+
+POOL = "tinker-flows"
+LEFT = ("RUNNING", "PENDING", "CANCELLING")
+
+
+def make_pool(prefect: str) -> None:
+    """Make the work pool, or open the one that is there; its worker says what a job of it looks like.
+
+    Args:
+        prefect: URL of the server.
+
+    Raises:
+        ServiceError: the server did not.
+    """
+    _ask(prefect, "work_pools/", {"name": POOL, "type": "process"}, good=(httpx.codes.CONFLICT,))
+    _change_pool(prefect, {"is_paused": False})
+
+
+def close_pool(prefect: str) -> None:
+    """Let nobody start a run of the pool until the next `make_pool`: what ends now may be scheduled again at once."""
+    try:
+        _change_pool(prefect, {"is_paused": True})
+    except ServiceError:
+        return  # the server is gone, and nobody is given a run
+
+
+def give_up_left_runs(prefect: str) -> None:
+    """Have the runs that ended with the last worker, and could not say so, be Crashed: they keep others from starting.
+
+    The automations start those again whose deployment says so.
+
+    Raises:
+        ServiceError: the server did not.
+    """
+    mine = {"flow_runs": {"state": {"type": {"any_": list(LEFT)}}}, "work_pools": {"name": {"any_": [POOL]}}}
+    for run in _ask(prefect, "flow_runs/filter", mine):
+        state = {"type": "CRASHED", "name": "Crashed", "message": "Its worker ended, and the run with it."}
+        _ask(prefect, f"flow_runs/{run['id']}/set_state", {"state": state, "force": False})
+
+
+def is_polling(prefect: str, worker: str, since: float) -> bool:
+    """Whether a worker has given a sign of life since a moment; yesterday's of the same name has left one too."""
+    try:
+        found = _ask(prefect, f"work_pools/{POOL}/workers/filter", {})
+    except ServiceError:
+        return False
+    stamps = [each["last_heartbeat_time"] for each in found if each["name"] == worker]
+    return any(datetime.fromisoformat(stamp).timestamp() > since for stamp in stamps)
+
+
+def _change_pool(prefect: str, change: dict[str, Any]) -> None:
+    try:
+        httpx.patch(f"{prefect}/api/work_pools/{POOL}", json=change, timeout=10).raise_for_status()
+    except httpx.HTTPError as error:
+        raise ServiceError(f"The Prefect server did not change the work pool {POOL!r} ({reason(error)}).") from error
+
+
+def _ask(prefect: str, path: str, body: dict[str, Any], good: tuple[int, ...] = ()) -> Any:
+    url = f"{prefect}/api/{path}"
+    try:
+        answer = httpx.post(url, json=body, timeout=30)
+        if answer.status_code not in good:
+            answer.raise_for_status()
+        return answer.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise ServiceError(f"The Prefect server did not do {url} ({reason(error)}): see its log.") from error

@@ -1,0 +1,124 @@
+"""`tinker-flows status`, `resume` and `report` on real runs: one under way, finished, failed, killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sft_config import sft_fields
+
+from deployments.command_line import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("status")
+
+
+@pytest.fixture(scope="module")
+def environment(folder: Path, prefect_server: str, engine_url: str) -> Iterator[dict[str, str]]:
+    """What a terminal exports; in force here too."""
+    exports = {
+        "PREFECT_API_URL": prefect_server,
+        "TINKER_BASE_URL": engine_url,
+        "TINKER_API_KEY": "tml-test",
+        "TINKER_FLOWS_HOME": str(folder / "home"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in exports.items():
+            patch.setenv(name, value)
+        yield {**os.environ, **exports}
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path) -> Path:
+    fields = sft_fields(folder, "unnamed", "", "") | {"num_epochs": 40, "eval_every": 0, "checkpoint_every": 1}
+    path = folder / "sft.yaml"
+    path.write_text(yaml.safe_dump(fields | {"storage": "", "objective": {}}))
+    return path
+
+
+def status(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["status", "--json", *arguments])
+    assert ended.value.code == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def tinker_flows(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code
+
+
+@pytest.mark.timeout(900)
+def test_a_run_under_way_then_killed_then_resumed_to_its_end_and_reported(
+    capsys: pytest.CaptureFixture[str], environment: dict[str, str], folder: Path, config: Path
+) -> None:
+    assert status(capsys) == []
+    command = [sys.executable, "-m", "deployments.command_line", "run", "sft", "--config", str(config)]
+    process = subprocess.Popen([*command, "run_name=killed", "num_steps=30"], env=environment, cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 250
+        while not (folder / "home" / "runs" / "killed" / "checkpoints.jsonl").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        running = status(capsys, "killed")
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert running["state"] == "running"
+    assert running["writer"].startswith(f"process {process.pid} on ")
+    assert f"flow run {running['flow_run_id']}" in running["writer"]
+    assert running["num_steps"] == 30
+
+    killed = status(capsys, "killed")
+    assert killed["state"] == "killed"
+    assert killed["writer"] == ""
+    assert 1 <= killed["checkpoint_step"] <= killed["num_steps"] == 30
+    assert killed["checkpoint"].startswith("tinker://")
+    assert killed["mlflow_run_id"]
+
+    assert tinker_flows("resume", "killed", "checkpoint_every=100") == 0
+    assert "killed: 30 steps" in capsys.readouterr().out
+    finished = status(capsys, "killed")
+    assert (finished["state"], finished["step"], finished["num_steps"]) == ("finished", 30, 30)
+    assert finished["mlflow_run_id"] == killed["mlflow_run_id"]
+    assert finished["metric"] == "train_mean_nll"
+    assert finished["value"] > 0
+
+    report = folder / "home" / "runs" / "killed" / "report.html"
+    num_drawings = report.read_text().count("<svg")
+    report.unlink()
+    capsys.readouterr()
+    assert tinker_flows("report", "killed") == 0
+    assert capsys.readouterr().out == f"{report}\n"
+    assert report.read_text().count("<svg") == num_drawings > 0
+
+
+def test_a_failed_run_says_why_and_both_are_listed(
+    capsys: pytest.CaptureFixture[str], environment: dict[str, str], config: Path
+) -> None:
+    code = tinker_flows("run", "sft", "--config", str(config), "run_name=failed", "data.params.nonsense=1")
+    assert str(code).startswith("error: ")
+    failed = status(capsys, "failed")
+    assert (failed["state"], failed["step"], failed["checkpoint_step"]) == ("failed", 0, None)
+    assert {each["run_name"]: each["state"] for each in status(capsys)}["failed"] == "failed"
+    assert tinker_flows("status") == 0
+    shown = capsys.readouterr().out
+    assert "failed" in shown
+    assert tinker_flows("status", "failed") == 0
+    assert str(tinker_flows("report", "failed")).startswith("error: The run 'failed' has logged no step yet")

@@ -1,0 +1,211 @@
+"""`tinker-flows up`: a whole laptop by one command, and nothing left of it but what runs keep."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from chaos.servers import MARK, processes_of
+
+from blocks.errors import StorageError
+from deployments.laptop import Laptop, engine_key, note, only_one, port_for
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A `tinker-flows up` in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    home: Path
+    out: Path
+
+    def noted(self) -> dict[str, Any]:
+        return json.loads((self.home / "up.json").read_text())
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Ask its Prefect server."""
+        url = f"{self.noted()['exports']['PREFECT_API_URL']}/{path}"
+        answer = httpx.request(method, url, json=body, timeout=60)
+        answer.raise_for_status()
+        return answer.json()
+
+    def start_run(self, run_name: str, **fields: Any) -> str:
+        """Start a run of the deployment `sft`, on the services that `up` names; its flow run's id."""
+        deployment = self.ask("GET", "deployments/name/sft/sft")
+        config = deployment["parameters"]["config"] | {"run_name": run_name, "base_url": "", "objective": {}, **fields}
+        body = {"parameters": {"config": config}, "name": run_name}
+        return self.ask("POST", f"deployments/{deployment['id']}/create_flow_run", body)["id"]
+
+    def state(self, flow_run: str) -> str:
+        return self.ask("GET", f"flow_runs/{flow_run}")["state"]["type"]
+
+
+@contextmanager
+def started(home: Path, *arguments: str) -> Iterator[Up]:
+    """Start one, and do not wait for it; whatever is left of it at the end is killed."""
+    home.mkdir(exist_ok=True)
+    out = home.with_suffix(".out")
+    environment = {**os.environ, "TINKER_FLOWS_HOME": str(home), MARK: str(home)}
+    with out.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deployments.command_line", "up", *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        yield Up(process, home, out)
+    finally:
+        process.kill()
+        process.wait()
+        for pid in processes_of(str(home)):
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_for(up: Up, found: Callable[[], T], limit_s: float = 300) -> T:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if result := found():
+            return result
+        assert up.process.poll() is None, up.out.read_text()
+        time.sleep(0.2)
+    raise AssertionError(f"not within {limit_s} s: {up.out.read_text()}")
+
+
+def until_ready(up: Up) -> None:
+    wait_for(up, lambda: "Ready in " in up.out.read_text())
+
+
+def gone(home: Path) -> bool:
+    deadline = time.monotonic() + 120
+    while processes_of(str(home)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return not processes_of(str(home))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_laptop_runs_a_deployment_stops_in_good_order_and_has_it_the_next_day(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with started(home, "--engine-model", "tiny") as up:
+        until_ready(up)
+        exports = up.noted()["exports"]
+        for place in up.noted()["places"]:
+            assert httpx.get(place["url"], timeout=60).status_code == 200, place
+            assert Path(place["log"]).exists()
+        for name, value in exports.items():
+            assert f"export {name}={value}" in up.out.read_text()
+        assert (home / "up.json").stat().st_mode & 0o077 == 0
+
+        with started(home) as second:
+            assert second.process.wait(60) == 1
+            assert f"runs in this home already, as process {up.process.pid}" in second.out.read_text()
+
+        first_run = up.start_run("first", num_steps=2, eval_every=0)
+        wait_for(up, lambda: up.state(first_run) in ("COMPLETED", "FAILED", "CRASHED"))
+        assert up.state(first_run) == "COMPLETED"
+        config = json.loads((home / "runs" / "first" / "config.json").read_text())
+        assert config["base_url"] == config["tracking"] == ""
+        assert mlflow_runs(exports) == {"first": exports["TINKER_BASE_URL"]}
+
+        long_run = up.start_run("long", num_steps=5000, num_epochs=5000, eval_every=0, checkpoint_every=2)
+        checkpoints = home / "runs" / "long" / "checkpoints.jsonl"
+        wait_for(up, checkpoints.exists)
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(120) == 0, up.out.read_text()
+        assert processes_of(str(home)) == []
+        steps = len(checkpoints.read_text().splitlines())
+        assert "All of it is down." in up.out.read_text()
+
+    up.out.unlink()
+    with started(home, "--engine-model", "tiny") as up:
+        until_ready(up)
+        assert up.noted()["exports"]["TINKER_API_KEY"] == exports["TINKER_API_KEY"]
+        assert up.state(first_run) == "COMPLETED"
+        assert set(mlflow_runs(up.noted()["exports"])) == {"first", "long"}
+        # Its deployment has the tag by which a run that ended with its worker goes on.
+        wait_for(up, lambda: len(checkpoints.read_text().splitlines()) > steps)
+        assert up.state(long_run) == "RUNNING"
+        up.process.kill()
+        assert gone(home)
+
+
+def mlflow_runs(exports: dict[str, str]) -> dict[str, str]:
+    """The runs that the MLflow server knows, each with the Tinker service it was on."""
+    uri = f"{exports['MLFLOW_TRACKING_URI']}/api/2.0/mlflow"
+    experiment = httpx.get(f"{uri}/experiments/get-by-name?experiment_name=tinker-flows", timeout=60).json()
+    body = {"experiment_ids": [experiment["experiment"]["experiment_id"]]}
+    runs = httpx.post(f"{uri}/runs/search", json=body, timeout=60).json().get("runs", [])
+    tags = [{tag["key"]: tag["value"] for tag in run["data"]["tags"]} for run in runs]
+    return {run["info"]["run_name"]: each["tinker.base_url"] for run, each in zip(runs, tags, strict=True)}
+
+
+def test_a_service_that_does_not_start_takes_the_others_with_it(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with started(home, "--engine-model", "/absent") as up:
+        assert up.process.wait(200) == 1
+        assert "The local Engine (/absent) did not start: " in up.out.read_text()
+        assert processes_of(str(home)) == []
+    assert (home / "up.json").read_text() == ""
+
+
+def test_a_second_one_is_told_where_the_first_one_is(tmp_path: Path) -> None:
+    with only_one(tmp_path) as place:
+        note(place, Laptop(os.getpid(), (), {}))
+        with pytest.raises(StorageError, match=f"as process {os.getpid()} .and is still starting."), only_one(tmp_path):
+            pass
+    with only_one(tmp_path):
+        assert (tmp_path / "up.json").stat().st_mode & 0o077 == 0
+
+
+def test_the_next_one_waits_for_the_services_of_one_that_was_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "up.json").open("a+") as place:
+        with subprocess.Popen(["true"]) as ended:
+            pass
+        note(place, Laptop(ended.pid, (), {}))
+        hold = (
+            "import fcntl, time; fcntl.flock(int(__import__('sys').argv[1]), fcntl.LOCK_EX); print(); time.sleep(1.5)"
+        )
+        service = subprocess.Popen(
+            [sys.executable, "-c", hold, str(place.fileno())], pass_fds=[place.fileno()], stdout=subprocess.PIPE
+        )
+        assert service.stdout is not None
+        service.stdout.readline()
+    with service, only_one(tmp_path):
+        assert service.poll() is not None
+    assert "are ending; it is waited for them" in capsys.readouterr().err
+
+
+def test_a_taken_port_is_left_to_whoever_has_it() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert port_for(port) != port
+    assert port_for(port) == port
+
+
+def test_the_key_of_the_engine_stays_the_same_and_private(tmp_path: Path) -> None:
+    key = engine_key(tmp_path)
+    assert key.startswith("tml-")
+    assert engine_key(tmp_path) == key
+    assert (tmp_path / "engine.key").stat().st_mode & 0o077 == 0
