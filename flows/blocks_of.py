@@ -12,13 +12,13 @@ from blocks import MLflowTracking, RunStorage, TinkerService
 from blocks.errors import ConfigError
 from blocks.processes import local_engine
 from blocks.service import from_environment
-from flows.config import RunConfig
+from flows.config import PlaceConfig, TrackedConfig
 
 B = TypeVar("B", bound=Block)
 
 
 @contextmanager
-def service_of(config: RunConfig) -> Iterator[TinkerService]:
+def service_of(config: PlaceConfig) -> Iterator[TinkerService]:
     """The Tinker service of a run; one that it starts for itself is stopped at the end."""
     if _runs_its_own(config.base_url):
         engine = config.engine
@@ -39,7 +39,7 @@ def service_url(base_url: str) -> str:
     return service.resolved_url if service else ""
 
 
-def storage_of(config: RunConfig) -> RunStorage:
+def storage_of(config: PlaceConfig) -> RunStorage:
     """Where the run keeps its record."""
     return storage_at(config.storage)
 
@@ -49,7 +49,7 @@ def storage_at(reference: str) -> RunStorage:
     return _block(RunStorage, reference, url=reference)
 
 
-def tracking_of(config: RunConfig) -> MLflowTracking:
+def tracking_of(config: TrackedConfig) -> MLflowTracking:
     """Where the run logs its metrics."""
     return tracking_at(config.tracking, config.experiment)
 

@@ -102,7 +102,7 @@ class NamedConfig(Config):
 
 
 class PlaceConfig(Config):
-    """Where the weights are, and where what belongs to them is kept."""
+    """Where the weights are, and where the records of runs are kept."""
 
     model: str = Field(
         title="Model",
@@ -123,6 +123,11 @@ class PlaceConfig(Config):
         title="Run storage",
         description="A directory, s3://bucket/prefix or `block:NAME`. Empty: `runs` in the project's home.",
     )
+
+
+class TrackedConfig(PlaceConfig):
+    """Where what is measured is logged, too."""
+
     tracking: str = Field(
         default="",
         title="MLflow tracking",
@@ -133,7 +138,7 @@ class PlaceConfig(Config):
     )
 
 
-class RunConfig(PlaceConfig, NamedConfig):
+class RunConfig(TrackedConfig, NamedConfig):
     """Where a run happens, where it is kept, and how it goes on after a stop."""
 
     mlflow_tags: dict[str, str] = Field(

@@ -43,11 +43,11 @@ def starts_of_fork(config: RunConfig, storage: RunStorage) -> list[CheckpointRec
             f"resume is {config.resume!r}, but {name!r} {said}: name another run of the same storage, or give the "
             "tinker:// path of a checkpoint."
         )
-    found = _find(records, at)
+    found = find_at(records, at)
     if not found:
         steps = ", ".join(str(step) for step in sorted({step_of(each) for each in records.checkpoints}))
         raise ConfigError(
-            f"resume is {config.resume!r}, but the run {name!r} {_lack(at)}; it has checkpoints at {steps}: "
+            f"resume is {config.resume!r}, but the run {name!r} {lack_of(at)}; it has checkpoints at {steps}: "
             "name one of them."
         )
     if not all(each.has("step") for each in found):
@@ -78,7 +78,8 @@ def check_lineage(config: RunConfig, records: Sequence[CheckpointRecord]) -> Non
         )
 
 
-def _find(records: Records, at: str) -> list[CheckpointRecord]:
+def find_at(records: Records, at: str) -> list[CheckpointRecord]:
+    """The checkpoints of a run that `STEP`, `best` or `final` names, the first one preferred; all for an empty name."""
     if at == "best":
         return [each for each in records.checkpoints if each.state_path == records.best.get("best")]
     if at == "final":
@@ -86,7 +87,8 @@ def _find(records: Records, at: str) -> list[CheckpointRecord]:
     return [each for each in records.checkpoints if not at or step_of(each) == int(at)]
 
 
-def _lack(at: str) -> str:
+def lack_of(at: str) -> str:
+    """What a run is told that has no such checkpoint."""
     if at == "best":
         return "has noted no best checkpoint, which keep_best asks for"
     return "has no final checkpoint yet" if at == "final" else f"has no checkpoint at step {at}"

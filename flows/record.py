@@ -102,7 +102,7 @@ def open_log(
     with tracking.failures():
         run_id = _mlflow_run(tracking, client, config, directory, records)
         why = {f"tinker_flows.restart.{number}": reason for number, reason in enumerate(restarts, start=1)}
-        for key, value in {**config.mlflow_tags, **_tags(service.resolved_url), **why}.items():
+        for key, value in {**config.mlflow_tags, **origin_tags(service.resolved_url), **why}.items():
             client.set_tag(run_id, key, value)
         client.update_run(run_id, status="RUNNING")
         log = MetricsLog(client, run_id)
@@ -139,7 +139,7 @@ def _mlflow_run(
     found = client.search_runs([experiment], f"tags.`{RECORD_TAG}` = '{tags[RECORD_TAG]}'")
     run = found[0] if found else client.create_run(experiment, run_name=config.run_name, tags=tags)
     if not run.data.params:
-        params = [Param(key, str(value)[:6000]) for key, value in _flatten(config.model_dump(mode="json")).items()]
+        params = [Param(key, str(value)[:6000]) for key, value in flatten(config.model_dump(mode="json")).items()]
         client.log_batch(run.info.run_id, params=params)
     return run.info.run_id
 
@@ -150,7 +150,8 @@ def record_key(directory: RunDirectory) -> str:
     return hashlib.sha256(record).hexdigest()
 
 
-def _tags(service_url: str) -> dict[str, str]:
+def origin_tags(service_url: str) -> dict[str, str]:
+    """What made an MLflow run: the flow run, the service and the commit."""
     tags = {
         "prefect.flow_run_id": flow_run.get_id() or "",
         "prefect.flow_name": flow_run.get_flow_name() or "",
@@ -169,13 +170,14 @@ def _commit() -> str:
         return ""
 
 
-def _flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A config's fields by their dotted paths, entries of a list by their names."""
     flat: dict[str, Any] = {}
     for key, value in fields.items():
         if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            flat |= _flatten({str(item.get("name", i)): item for i, item in enumerate(value)}, f"{prefix}{key}.")
+            flat |= flatten({str(item.get("name", i)): item for i, item in enumerate(value)}, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
