@@ -1,6 +1,6 @@
 """The time until a whole laptop is ready: from typing `tinker-flows up` to every service answering and all deployed.
 
-In a home that was used before, as on every day but the first, with the tiny model. The peer is one of its parts alone: a
+In a home that was used before, as on every day but the first, with the tiny model. The peer is one of its parts: a
 Prefect server until it is healthy.
 """
 
