@@ -15,6 +15,7 @@ from blocks.errors import ConfigError
 from flows.budget import Ledger, spent_before
 from flows.checkpoints import Checkpoints
 from flows.ended import forget_end, note_end
+from flows.events import emit
 from flows.granularity import run_segment, run_step
 from flows.guards import Guard
 from flows.one_pass import loss_of
@@ -171,7 +172,7 @@ def _step(loop: Loop, step: int, stop: Stop) -> dict[str, float]:
     metrics |= loop.guard.metrics(step) | loop.ledger.end_step() | _progress(plan, step)
     metrics["time/step"] = perf_counter() - started
     call(log_metrics, run.log, step, whole(metrics))
-    warn(run.log, objective.watch.take_warnings())
+    warn(run.log, plan.config.run_name, objective.watch.take_warnings())
     show_metrics(step, metrics, stop)
     if sent.saving:
         loop.unseen.append((sent.saving, _state(loop)))
@@ -225,6 +226,7 @@ def _ask(loop: Loop, step: int) -> None:
     if loop.ended:
         loop.following = None
         note_end(loop.run.log, loop.ended)
+        emit("budget", loop.plan.config.run_name, {"step": step, **loop.ledger.state(), "message": loop.ended})
     elif ahead.passes == 2 and not fused:
         loop.forward = enqueue_forward_ahead(loop.run.client, ahead)
         loop.ledger.add(batch.num_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from objectives.regularizer import BASE
 from objectives.spec import WatchSpec
@@ -15,12 +15,23 @@ class Warned:
     """Something that lasted.
 
     Attributes:
-        key: ``dominance.<term>`` or ``conflict.<term>.<term>``.
+        kind: what it is.
+        terms: the one that dominates, or the two that conflict.
+        step: the last one at which it was so.
+        figure: the share of the gradient, or the cosine, of that step.
         text: one sentence for the user.
     """
 
-    key: str
+    kind: Literal["dominance", "conflict"]
+    terms: tuple[str, ...]
+    step: int
+    figure: float
     text: str
+
+    @property
+    def key(self) -> str:
+        """``dominance.<term>`` or ``conflict.<term>.<term>``."""
+        return ".".join([self.kind, *self.terms])
 
 
 class Watch:
@@ -74,13 +85,15 @@ class Watch:
     def _dominance(self, name: str, share: float, step: int) -> None:
         if self._lasts(f"dominance.{name}", share > self._spec.dominance_above):
             said = f"Term {name!r} has had more than {self._spec.dominance_above:.0%} of the gradient"
-            self._warnings.append(Warned(f"dominance.{name}", f"{said} for {self._lasted(step)}: lower its weight."))
+            text = f"{said} for {self._lasted(step)}: lower its weight."
+            self._warnings.append(Warned("dominance", (name,), step, share, text))
 
     def _conflict(self, first: str, second: str, cosine: float, step: int) -> None:
         if self._lasts(f"conflict.{first}.{second}", cosine < self._spec.conflict_below):
             said = f"The gradients of {first!r} and {second!r} have pulled against each other (cosine {cosine:.2f})"
             remedy = "lower the weight of one, or balance them by pcgrad"
-            self._warnings.append(Warned(f"conflict.{first}.{second}", f"{said} for {self._lasted(step)}: {remedy}."))
+            text = f"{said} for {self._lasted(step)}: {remedy}."
+            self._warnings.append(Warned("conflict", (first, second), step, cosine, text))
 
     def _lasts(self, key: str, happens: bool) -> bool:
         """True once, when it has happened often enough on end."""

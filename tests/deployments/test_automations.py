@@ -1,4 +1,4 @@
-"""A run that is killed ends as Crashed, and where its deployment says so, is started again and goes on."""
+"""Runs that are killed, started again, stopped on a warning, and told of, by the automations of a real server."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,13 +18,28 @@ import psutil
 import pytest
 import yaml
 from mlflow import MlflowClient
+from prefect import flow, tags
+from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext, TagsContext
 from prefect.states import Cancelling
+from pydantic import SecretStr
 from sft_config import sft_fields
 
-from deployments.automations import RESTART_TAG, crashed, install, restarted
+from deployments.automations import (
+    NOTIFY_TAG,
+    RESTART_TAG,
+    STOP_TAG,
+    WEBHOOK_BLOCK,
+    crashed,
+    install,
+    install_all,
+    restarted,
+)
+from flows.events import emit
+from flows.sft import SftConfig, sft
 
 T = TypeVar("T")
 
@@ -144,3 +161,98 @@ def test_a_cancelled_run_of_a_deployment_saves_the_step_under_way(
         wait_for(lambda: (r := flow_run(run_name)) and r.state and r.state.is_cancelled(), 60)
     (killed,) = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").search_runs(["1"], "status = 'KILLED'")
     assert checkpoints(tmp_path, run_name)[-1]["step"] == killed.data.metrics["progress/batch"] + 1
+
+
+@contextmanager
+def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The address of a real HTTP server, and what was sent to it."""
+    received: list[dict[str, Any]] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Receiver)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/hook", received
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.slow
+def test_a_webhook_hears_of_warnings_spent_budgets_and_failures(
+    tmp_path: Path, prefect_server: str, engine_url: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    install_all()
+    assert f"save a Webhook block named {WEBHOOK_BLOCK!r}" in capsys.readouterr().out
+    dominant = [{"name": "confidence", "weight": 1.0}]
+    watched = {"regularizers": dominant, "watch": {"dominance_above": 1e-9, "conflict_below": 0, "patience": 1}}
+    # Longer than a step, so that there is a checkpoint to end at, and shorter than the run.
+    spent = {"objective": watched, "budget": {"hours": 20 / 3600}, "checkpoint_every": 1}
+    config = SftConfig.model_validate(fields(tmp_path, "told-of", engine_url) | spent)
+
+    @flow
+    def broken() -> None:
+        raise ValueError('no "quotes" </here>')
+
+    with webhook() as (url, received):
+        Webhook(url=SecretStr(url)).save(WEBHOOK_BLOCK, overwrite=True)
+        install_all()
+        with tags(NOTIFY_TAG):
+            sft(config)
+            broken(return_state=True)
+        broken(return_state=True)  # one that nobody asked to hear of
+
+        def heard() -> list[dict[str, Any]] | None:
+            kinds = {each["event"] for each in received}
+            return received if {"tinker-flows.budget", "prefect.flow-run.Failed"} <= kinds else None
+
+        wait_for(heard, 120)
+        time.sleep(2.0)
+    by_event = {kind: [each for each in received if each["event"] == kind] for kind in {e["event"] for e in received}}
+    assert by_event.keys() == {"tinker-flows.dominance", "tinker-flows.budget", "prefect.flow-run.Failed"}
+    (dominance,) = by_event["tinker-flows.dominance"]
+    assert dominance["run"] == "told-of"
+    assert dominance["message"].startswith("Term 'confidence' has had more than 0% of the gradient")
+    payload = dominance["payload"]
+    assert (payload["run_name"], payload["terms"], payload["step"]) == ("told-of", ["confidence"], 0)
+    assert 0 < payload["share"] <= 1
+    (budget,) = by_event["tinker-flows.budget"]
+    assert budget["message"].startswith("The run ended at a checkpoint before step")
+    assert {"step", "hours", "num_train_tokens"} <= budget["payload"].keys()
+    (failure,) = by_event["prefect.flow-run.Failed"]
+    assert 'no "quotes" </here>' in failure["message"]
+
+
+@pytest.mark.slow
+def test_a_warning_of_a_trial_stops_its_whole_sweep(prefect_server: str) -> None:
+    install_all()
+    install_all()  # a second time changes them
+
+    @flow
+    def trial() -> None:
+        emit("conflict", "a-trial", {"step": 3, "terms": ["a", "b"], "cosine": -0.5, "message": "they conflict"})
+
+    @flow
+    def sweep() -> str:
+        own = FlowRunContext.get()
+        assert own is not None
+        assert own.flow_run is not None
+        with TagsContext(current_tags=set()):  # as a sweep runs its trials
+            trial()
+        with get_client(sync_client=True) as client:
+            wait_for(lambda: (s := client.read_flow_run(own.flow_run.id).state) and s.is_cancelling(), 60)
+        return "stopped"
+
+    with tags(STOP_TAG):
+        assert sweep() == "stopped"
