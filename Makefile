@@ -7,7 +7,7 @@ TRIALS ?= 100
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test slow chaos check bench bench-engine bench-objectives bench-operate format
+.PHONY: install demo test slow chaos check bench bench-engine bench-objectives bench-operate format docs
 
 install: $(STAMP)
 
@@ -39,6 +39,9 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+docs: install
+	$(BIN)/python -m mkdocs build --strict
 
 format: install
 	$(BIN)/ruff format .

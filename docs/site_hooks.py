@@ -1,0 +1,50 @@
+"""What `make docs` adds: README as first page, a navigation that leaves none out, links into the project as text."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?!https?:|#)[^)#]+)(#[^)]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the decisions, and whatever page the navigation does not name."""
+    nav: list[dict[str, Any]] = config.nav or []
+    named = set(re.findall(r"[\w-]+\.md", str(nav)))
+    docs = Path(config.docs_dir)
+    others = [path.name for path in sorted(docs.glob("*.md")) if path.name not in named]
+    decisions = [path.relative_to(docs).as_posix() for path in sorted(docs.glob("decisions/*.md"))]
+    config.nav = [*nav, *([{"More": others}] if others else []), {"Decisions": decisions}]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """README is the first page; its links start one folder higher."""
+    text = (ROOT / "README.md").read_text().replace("](docs/", "](")
+    files.append(File.generated(config, "index.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """A link to a file that is no page becomes its text and its path in the project."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def as_text(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, link[2]))
+        if files.get_file_from_path(target):
+            return link[0]
+        # README's links are relative to the project, those of the pages to docs/.
+        path = target if page.file.src_uri == "index.md" else posixpath.normpath(posixpath.join("docs", target))
+        if not (ROOT / path).exists():
+            return link[0]  # broken: told of by the strict build
+        return link[1] if link[1].strip("`") == path else f"{link[1]} (`{path}`)"
+
+    return LINK.sub(as_text, markdown)
