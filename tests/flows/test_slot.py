@@ -85,6 +85,7 @@ def test_without_a_limit_or_a_server_nobody_waits(prefect_server: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_runs_share_a_service_that_takes_one(tmp_path: Path, prefect_server: str, engine_url: str) -> None:
     make_limit(engine_url)
     tracking = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -95,7 +96,7 @@ def test_two_runs_share_a_service_that_takes_one(tmp_path: Path, prefect_server:
         config.write_text(yaml.safe_dump(sft_fields(tmp_path, name, tracking, engine_url) | {"num_steps": 2}))
         command = [sys.executable, "-m", "flows.sft", "--config", str(config)]
         runs.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL))
-    assert [run.wait(250) for run in runs] == [0, 0]
+    assert [run.wait(400) for run in runs] == [0, 0]
     wanted = {"filter": {"event": {"prefix": ["prefect.concurrency-limit."]}, "order": "ASC"}, "limit": 50}
     found = httpx.post(f"{prefect_server}/events/filter", json=wanted, timeout=30).json()["events"]
     mine = [each for each in found if limit_name(engine_url) in json.dumps(each["resource"])]
