@@ -5,9 +5,11 @@ python -m flows.sweep --config examples/sweep.yaml concurrency=4
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 from functools import partial
+from typing import cast
 
 from prefect import flow
 from prefect.context import TagsContext
+from prefect.states import Cancelled
 from rich.console import Console
 from rich.table import Table
 
@@ -16,6 +18,7 @@ from flows.blocks_of import storage_of
 from flows.command_line import main
 from flows.pruning import Pruning
 from flows.shared_service import shared_service
+from flows.stop import CancelledInTheUI
 from flows.sweep_config import SweepConfig
 from flows.sweep_plan import SweepPlan, make_plan
 from flows.sweep_record import SweepLog, check_sweep, open_sweep_log
@@ -29,14 +32,18 @@ from flows.trial_process import TrialProcess
 def sweep(config: SweepConfig) -> SweepResult:
     """Run a flow at every point of a space, from the start of the sweep or from where it stopped, and compare."""
     plan = make_plan(config)
-    # A tagged task asks the server for a slot before it starts, and fails where the server is away.
-    with TagsContext(current_tags=set()), storage_of(plan.base_config).run_directory(config.run_name) as directory:
+    with storage_of(plan.base_config).run_directory(config.run_name) as directory:
         check_sweep(directory, plan)
         schedule = Schedule(plan, directory)
-        with open_sweep_log(plan, directory) as log:
-            if schedule.num_left:
-                _run_left(plan, directory, log, schedule)
-            return conclude(plan, directory, log, schedule.trials)
+        try:
+            with open_sweep_log(plan, directory) as log:
+                if schedule.num_left:
+                    _run_left(plan, directory, log, schedule)
+                # A tagged task asks the server for a slot before it starts, and fails where the server is away.
+                with TagsContext(current_tags=set()):
+                    return conclude(plan, directory, log, schedule.trials)
+        except CancelledInTheUI as cancelled:
+            return cast(SweepResult, Cancelled(message=str(cancelled)))
 
 
 def _run_left(plan: SweepPlan, directory: RunDirectory, log: SweepLog, schedule: Schedule) -> None:

@@ -97,6 +97,8 @@ def make_plan(config: SweepConfig) -> SweepPlan:
     plan = SweepPlan(config, base, base_config, dimensions, ())
     _check_values(plan)
     if config.search.method != "grid":
+        if not dimensions:
+            raise ConfigError(f"The search is {config.search.method}, and nothing differs: give it a space.")
         return plan
     num = prod(len(each.options) for each in dimensions)
     if num > _MOST_POINTS:

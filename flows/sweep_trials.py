@@ -115,8 +115,9 @@ class Sweeping:
             if end.how == "stopped" and not pruned:
                 return None
             return self._as_trial(trial, end)
-        except (TinkerFlowsError, ValueError) as error:
-            return replace(trial, reason=str(error))
+        except Exception as error:  # noqa: BLE001  # whatever it is, the other trials go on
+            known = isinstance(error, TinkerFlowsError | ValueError)
+            return replace(trial, reason=str(error) if known else f"{type(error).__name__}: {error}")
         finally:
             runners.put(runner)
 

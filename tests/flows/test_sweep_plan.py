@@ -13,6 +13,7 @@ from sft_config import sft_fields
 from blocks.errors import ConfigError
 from blocks.local_directory import LocalDirectory
 from flows.ablation import subsets
+from flows.config_file import load_config
 from flows.pruning import Pruning
 from flows.search import Tried, next_point
 from flows.space import dimensions_of
@@ -80,6 +81,7 @@ def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path: Path) -> None:
         ({"fixed": {"objective.regularizers": []}, "ablation": "leave_one_out"}, "it has none that is enabled"),
         ({"fixed": {WEIGHT.format("logic"): 0}, "weights": "log-grid"}, "that of 'logic' is 0"),
         ({"space": {f"data.params.p{i}": {"low": 0.0, "high": 1.0, "num": 40} for i in range(3)}}, "64,000 points"),
+        ({"search": {"method": "random"}}, "nothing differs"),
         ({"run_name": "n" * 125}, "run_name"),
     ],
 )
@@ -112,6 +114,12 @@ NAMES = ("topology", "logic", "confidence")
 def weights_of(made: SweepPlan, values: Any) -> dict[str, float]:
     regularizers = made.config_of(values, "x", 0).objective.regularizers
     return {each.name: getattr(each.weight, "value", each.weight) for each in regularizers}  # type: ignore[misc]
+
+
+def test_the_example_is_a_sweep() -> None:
+    made = make_plan(load_config(SweepConfig, Path("examples/sweep.yaml"), ["run_name=mine"]))
+    assert made.num_points == 8
+    assert made.base["num_steps"] == 12
 
 
 def test_all_subsets_are_all() -> None:
