@@ -131,7 +131,8 @@ class TrackedConfig(PlaceConfig):
     tracking: str = Field(
         default="",
         title="MLflow tracking",
-        description="A tracking URI or `block:NAME`. Empty: a SQLite file in the project's home.",
+        description="A tracking URI or `block:NAME`. Empty: MLFLOW_TRACKING_URI, else a SQLite file in the project's "
+        "home.",
     )
     experiment: str = Field(
         default="tinker-flows", title="Experiment", description="MLflow experiment of the run.", min_length=1
