@@ -27,7 +27,6 @@ from objectives.evaluate import Evaluation
 from objectives.execution.runner import TermRunner
 from objectives.linearize import Linearized
 from objectives.objective import Objective, Regularizer
-from tasks.data import DataSource, load_batch
 from tasks.forward import PendingOutput, enqueue_forward, forward_logprobs
 from tasks.options import Pending, call, submit, whole
 from tasks.reference import Reference, load_reference
@@ -55,8 +54,9 @@ class Ahead:
 
     def beside(self) -> Outputs:
         """What there is beside the current logprobs, which are 0 here."""
-        shape = self.batch.result().target_tokens_DT.shape
-        return Outputs(torch.zeros(shape), self.reference.result() if self.reference else None)
+        batch = self.batch.result()
+        reference_DT = self.reference.result() if self.reference else None
+        return Outputs(torch.zeros(batch.target_tokens_DT.shape), reference_DT, batch.sampling_logprobs_DT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,10 @@ def num_passes(objective: Objective, step: int, looks_first: bool) -> int:
     return 2 if needs_logprobs or looks_first else 1
 
 
-def load_ahead(source: DataSource, objective: Objective, reference: Reference | None, step: int, passes: int) -> Ahead:
-    """Start on everything of a step that needs no weights."""
-    batch = submit(load_batch, source, step)
+def load_ahead(
+    batch: Pending[Batch], objective: Objective, reference: Reference | None, step: int, passes: int
+) -> Ahead:
+    """Start on everything of a step that needs its batch and no answer to it."""
     loaded = cast(Batch, batch)  # a task is given the result of the future it is given
     due = [each for each in objective.regularizers if passes and each.due_at(step)]
     terms = tuple((each, _prepare(objective.runner, each, loaded) if each.term.prepare else None) for each in due)

@@ -40,13 +40,13 @@ from objectives.objective import Objective
 from objectives.one_pass import OnePass, Uploaded
 from objectives.regularizer import Regularizer
 from tasks.checkpoint import PendingCheckpoint, step_of
-from tasks.data import DataSource
 from tasks.evaluate import HeldOutNLL, evaluate
 from tasks.features import load_kept, save_kept
 from tasks.forward import enqueue_forward, forward_logprobs
 from tasks.metrics import log_metrics
 from tasks.options import call, whole
 from tasks.reference import REFERENCE_NAME, Reference
+from tasks.source import Source
 from tasks.update import PendingUpdate, enqueue_fused_update, enqueue_update, forward_backward, optim_step
 
 
@@ -71,11 +71,12 @@ class Loop:
         trained: the batch of the last update.
         unseen: the saves, each with the state of all else, of weights that nothing has looked at.
         ended: why the budget ends the run before the next step; empty where it does not.
+        began: when the step before was done, by the clock of `perf_counter`.
     """
 
     run: Run
     plan: Plan
-    source: DataSource
+    source: Source
     objective: Objective
     reference: Reference | None
     evaluators: Sequence[Evaluator]
@@ -89,10 +90,11 @@ class Loop:
     trained: Batch | None = None
     unseen: list[tuple[PendingCheckpoint, dict[str, Any]]] = field(default_factory=list)
     ended: str = ""
+    began: float = field(default_factory=perf_counter)
 
 
 def train(
-    run: Run, config: TrainConfig, source: DataSource, objective: Objective, evaluators: Sequence[Evaluator]
+    run: Run, config: TrainConfig, source: Source, objective: Objective, evaluators: Sequence[Evaluator]
 ) -> TrainResult:
     """Run every step that is left, or that the budget allows, then leave a checkpoint and the report.
 
@@ -101,7 +103,7 @@ def train(
         KeyboardInterrupt, TerminationSignal: somebody asked the run to stop; the steps that were begun are done and
             saved.
     """
-    plan = Plan(config, len(source.train))
+    plan = Plan(config, source.steps_per_epoch)
     start = begin(run, config, plan.steps_per_epoch, plan.num_steps)
     plan = replace(plan, first=first_step(run.directory))
     load_kept(objective.runner.cache, run.directory)
@@ -143,7 +145,6 @@ def train(
 
 def _step(loop: Loop, step: int, stop: Stop) -> dict[str, float]:
     """Take a step, and start on the next one; the metrics of the step."""
-    started = perf_counter()
     run, plan, objective = loop.run, loop.plan, loop.objective
     ahead, forward, sent = loop.following, loop.forward, loop.sent
     assert ahead is not None
@@ -151,7 +152,8 @@ def _step(loop: Loop, step: int, stop: Stop) -> dict[str, float]:
     batch = forward.batch if forward else ahead.batch.result()
     # Before the next batch is loaded: evaluators share its tokenizer, which is not to be used by two threads.
     metrics = _evaluate(loop, step) if plan.evaluates_before(step) else {}
-    _load(loop, step + 1)
+    if not loop.source.sampled:
+        _load(loop, step + 1)
 
     if sent is None:
         linearized = None
@@ -161,23 +163,34 @@ def _step(loop: Loop, step: int, stop: Stop) -> dict[str, float]:
         if linearized:
             _seen(loop)
         sent = _send(loop, ahead, linearized)
-    _ask(loop, step + 1)
-    # An update that waits for no forward pass is sent while the one before it is computed, except where an
-    # evaluation or a stop has to find the weights between the two.
-    pipelined = loop.following and not loop.forward and not plan.evaluates_before(step + 1) and not stop.asked
-    loop.sent = _send(loop, loop.following, None) if loop.following and pipelined else None
+    if loop.source.sampled:
+        _load(loop, step + 1)
+    else:
+        _go_ahead(loop, step + 1, stop)
 
     if sent.update:
         metrics |= _answer(loop, ahead, batch, sent.update, sent.linearized)
     metrics |= loop.guard.metrics(step) | loop.ledger.end_step() | _progress(plan, step)
-    metrics["time/step"] = perf_counter() - started
+    began, loop.began = loop.began, perf_counter()
+    metrics["time/step"] = loop.began - began
     call(log_metrics, run.log, step, whole(metrics))
     warn(run.log, plan.config.run_name, objective.watch.take_warnings())
     show_metrics(step, metrics, stop)
     if sent.saving:
         loop.unseen.append((sent.saving, _state(loop)))
     loop.checkpoints.check()
+    if loop.source.sampled:
+        _ask(loop, step + 1)
     return metrics
+
+
+def _go_ahead(loop: Loop, step: int, stop: Stop) -> None:
+    """Send what a step can be sent of before the answers to the one before it."""
+    _ask(loop, step)
+    # An update that waits for no forward pass is sent while the one before it is computed, except where an
+    # evaluation or a stop has to find the weights between the two.
+    pipelined = loop.following and not loop.forward and not loop.plan.evaluates_before(step) and not stop.asked
+    loop.sent = _send(loop, loop.following, None) if loop.following and pipelined else None
 
 
 def _restore(
@@ -207,8 +220,11 @@ def _load(loop: Loop, step: int) -> None:
     """Start on what a step needs of the data, unless there is no such step."""
     passed_over = step in loop.guard.passed_over
     passes = 0 if passed_over else num_passes(loop.objective, step, loop.plan.config.guards.looks_first)
-    there = step < loop.plan.num_steps
-    loop.following = load_ahead(loop.source, loop.objective, loop.reference, step, passes) if there else None
+    if step >= loop.plan.num_steps:
+        loop.following = None
+        return
+    batch = loop.source.load(step, loop.run.client)
+    loop.following = load_ahead(batch, loop.objective, loop.reference, step, passes)
 
 
 def _ask(loop: Loop, step: int) -> None:
@@ -252,6 +268,7 @@ def _answer(
         assert linearized is not None, "what was sent is never skipped"
         _seen(loop)
     nll = compute_mean_nll(outputs.logprobs_DT, batch.weights_DT)
+    metrics |= loop.source.metrics(step, batch, outputs.logprobs_DT)
     return metrics | linearized.metrics | {"train_mean_nll": nll, "num_tokens": batch.num_tokens}
 
 

@@ -29,6 +29,8 @@ class Batch:
         datums: the service's own datums, opaque here; only callables of the SDK's shape read them.
         advantages_DT: float32 ``(N,)``: how much better than expected each sampled token did; 0 outside the
             sampled ones. ``None`` for fixed data.
+        sampling_logprobs_DT: float32 ``(N,)``, nats: of each sampled token under the policy that sampled it; 0 outside
+            the sampled ones. ``None`` for fixed data.
         labels_D: what the data says of each datum beside its tokens, int64 ``(D,)`` by name, such as the pair or the
             group that it belongs to; see `objectives.labels`.
         values_DT: float32 ``(N,)``: what a critic expected to be earned from each sampled token on, in units of reward;
@@ -43,6 +45,7 @@ class Batch:
     features: Any = None
     datums: Any = None
     advantages_DT: Tensor | None = None
+    sampling_logprobs_DT: Tensor | None = None
     labels_D: Mapping[str, Tensor] = field(default_factory=dict)
     values_DT: Tensor | None = None
     returns_DT: Tensor | None = None
@@ -58,7 +61,7 @@ class Batch:
                 "No token of a batch has a non-zero weight, so nothing would be trained: "
                 "check `train_on_what` and `max_length` of the data."
             )
-        for name in ("advantages", "values", "returns"):
+        for name in ("advantages", "sampling_logprobs", "values", "returns"):
             given_DT = getattr(self, f"{name}_DT")
             if given_DT is not None and len(given_DT) != self.num_tokens:
                 raise ObjectiveError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import chz
@@ -12,11 +12,12 @@ import torch
 from chz.blueprint import Castable, ExtraneousBlueprintArg
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from torch import Tensor
 
 from blocks.errors import ConfigError
 from objectives.batch import Batch, pack
 from objectives.labels import read_labels, without_labels
-from tasks.options import retried_task
+from tasks.options import Pending, retried_task, submit
 
 
 class Datums:
@@ -36,6 +37,8 @@ class DataSource:
 
     __slots__ = ("_epoch", "_held", "seed", "test", "tokenizer", "train")
 
+    sampled = False
+
     def __init__(
         self, train: SupervisedDataset, test: SupervisedDataset | None, tokenizer: Tokenizer, seed: int
     ) -> None:
@@ -46,6 +49,17 @@ class DataSource:
         self.train, self.test, self.tokenizer, self.seed = train, test, tokenizer, seed
         self._epoch: int | None = None
         self._held: tuple[int, Batch] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.train)
+
+    def load(self, step: int, client: tinker.TrainingClient) -> Pending[Batch]:
+        """`batch_at` as a task, run ahead of the step that needs it."""
+        return submit(load_batch, self, step)
+
+    def metrics(self, step: int, batch: Batch, logprobs_DT: Tensor) -> dict[str, float]:
+        return {}
 
     def batch_at(self, step: int) -> Batch:
         """The batch of a step: the same for the same data, seed and step, however the run came there.
@@ -71,26 +85,40 @@ class DataSource:
 def build_dataset(builder: str, params: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> DataSource:
     """Construct a `SupervisedDatasetBuilder` by import path and call it.
 
+    Raises:
+        ConfigError: no such builder, wrong parameters, or data that it cannot read.
+    """
+    train, test = build("data", builder, params, tokenizer, lambda made: made())
+    return DataSource(train, test, tokenizer, seed)
+
+
+def build(
+    field: str, builder: str, params: Mapping[str, Any], tokenizer: Tokenizer, call: Callable[[Any], tuple[Any, Any]]
+) -> tuple[Any, Any]:
+    """The datasets of a builder, to train and to test on, by its import path.
+
     `params` may nest; every `model_name_for_tokenizer` they leave out is the tokenizer of the model that is trained.
+
+    Args:
+        field: the field of the config that names it.
+        call: what makes the datasets of the builder.
 
     Raises:
         ConfigError: no such builder, wrong parameters, or data that it cannot read.
     """
-    target = import_object(builder, "data.builder")
+    target = import_object(builder, f"{field}.builder")
     try:
-        blueprint = _blueprint(target, tokenizer.name_or_path).apply(_flatten(params), layer_name="data.params")
-        datasets = blueprint.make()()
+        blueprint = _blueprint(target, tokenizer.name_or_path).apply(_flatten(params), layer_name=f"{field}.params")
+        return call(blueprint.make())
     except FileNotFoundError as error:
         raise ConfigError(
-            f"The data file {error.filename or error} does not exist: set data.params to a file that does."
+            f"The data file {error.filename or error} does not exist: set {field}.params to a file that does."
         ) from error
     except Exception as error:  # a builder is somebody else's code: whatever it raises is about its data
         raise ConfigError(
             f"The data source {builder} could not be read ({type(error).__name__}: {_one_line(error)}): "
-            "check data.params and the file it names."
+            f"check {field}.params and the file it names."
         ) from error
-    train, test = datasets
-    return DataSource(train, test, tokenizer, seed)
 
 
 def import_object(path: str, field: str) -> Any:
@@ -147,7 +175,7 @@ def pack_datums(datums: list[tinker.Datum], tokenizer: Tokenizer) -> Batch:
 
 @retried_task(name="batch", task_run_name="batch-{step}")
 def load_batch(source: DataSource, step: int) -> Batch:
-    """`DataSource.batch_at` as a task, run ahead of the step that needs it."""
+    """`DataSource.batch_at` as a task."""
     return source.batch_at(step)
 
 

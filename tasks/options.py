@@ -25,7 +25,8 @@ T = TypeVar("T")
 Pending = PrefectFuture[T] | Future[T]
 
 _FOLDED = ContextVar("folded", default=False)
-_AHEAD = ThreadPoolExecutor(max_workers=16, thread_name_prefix="ahead")
+# Most of its threads wait, for the service or for each other: with too few they would wait for ever.
+_AHEAD = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="ahead")
 
 # One line per task run in the server's database and over the wire, to say what its state says; a failure still speaks.
 logging.getLogger("prefect.task_runs").addFilter(lambda record: record.getMessage() != "Finished in state Completed()")
@@ -76,10 +77,14 @@ def call(task: Task[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 def submit(task: Task[..., R], *args: Any) -> Pending[R]:
     """Start on a task that is waited for later; an argument may be what another `submit` returned."""
-    if not _FOLDED.get():
+    if not _FOLDED.get() and not any(isinstance(_bare(each), Future) for each in args):
         return task.submit(*args)
 
     def run() -> R:
-        return call(task, *(each.result() if isinstance(each, Future) else each for each in args))
+        return call(task, *(whole(_bare(each).result()) if isinstance(_bare(each), Future) else each for each in args))
 
     return _AHEAD.submit(copy_context().run, run)
+
+
+def _bare(argument: Any) -> Any:
+    return argument.unwrap() if isinstance(argument, opaque) else argument

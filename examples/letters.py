@@ -1,0 +1,99 @@
+"""An environment that any model can learn in minutes: answer a question with one letter, over and over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import chz
+import tinker
+from tinker_cookbook import model_info, renderers
+from tinker_cookbook.completers import StopCondition
+from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.rl.types import (
+    Action,
+    ActionExtra,
+    Env,
+    EnvGroupBuilder,
+    Observation,
+    RLDataset,
+    RLDatasetBuilder,
+    StepResult,
+)
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+
+@dataclass(frozen=True)
+class LetterEnv(Env):
+    """One question; the reward is the share of the answer's characters that are the letter, of as many as asked."""
+
+    renderer: Renderer
+    letter: str
+    num_letters: int
+
+    async def initial_observation(self) -> tuple[Observation, StopCondition]:
+        asked = [renderers.Message(role="user", content=f"Say {self.letter} {self.num_letters} times.")]
+        return self.renderer.build_generation_prompt(asked), self.renderer.get_stop_sequences()
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        said = str(self.renderer.tokenizer.decode(action))
+        return StepResult(
+            reward=said.count(self.letter) / max(self.num_letters, len(said)),
+            episode_done=True,
+            next_observation=tinker.ModelInput.empty(),
+            next_stop_condition=[],
+            metrics={"num_letters": said.count(self.letter)},
+        )
+
+
+@dataclass(frozen=True)
+class LetterGroup(EnvGroupBuilder):
+    """Several answers to one question."""
+
+    env: LetterEnv
+    group_size: int
+
+    async def make_envs(self) -> Sequence[Env]:
+        return [self.env] * self.group_size
+
+    def logging_tags(self) -> list[str]:
+        return [f"letter_{self.env.letter}"]
+
+
+@dataclass(frozen=True)
+class Letters(RLDataset):
+    """The same questions at every step, one for each letter."""
+
+    groups: Sequence[LetterGroup]
+    num_batches: int
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        return self.groups
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+
+@chz.chz
+class LettersBuilder(RLDatasetBuilder):
+    """Questions for some letters.
+
+    Attributes:
+        letters: each a question.
+        num_letters: how often it is to be said.
+    """
+
+    model_name_for_tokenizer: str
+    renderer_name: str | None = None
+    letters: str = "ae"
+    num_letters: int = 8
+    group_size: int = 8
+    num_batches: int = 1000
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        name = self.renderer_name or model_info.get_recommended_renderer_name(self.model_name_for_tokenizer)
+        renderer = renderers.get_renderer(name, get_tokenizer(self.model_name_for_tokenizer))
+        groups = [
+            LetterGroup(LetterEnv(renderer, letter, self.num_letters), self.group_size) for letter in self.letters
+        ]
+        return Letters(groups, self.num_batches), Letters(groups, 1)

@@ -1,0 +1,28 @@
+"""A small reinforcement learning run on the tiny model, as the fields of its config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def rl_fields(folder: Path, run_name: str, tracking: str, base_url: str = "local") -> dict[str, Any]:
+    """Four steps of two groups of four answers; the run's record lies below `folder`."""
+    return {
+        "run_name": run_name,
+        "model": "tiny",
+        "base_url": base_url,
+        "engine": {"threads": 1},
+        "storage": str(folder / "runs"),
+        "tracking": tracking,
+        "lora_rank": 8,
+        "learning_rate": 2e-2,
+        "num_steps": 4,
+        "eval_every": 4,
+        "checkpoint_every": 2,
+        "rollout": {"max_tokens": 8},
+        "environment": {
+            "builder": "examples.letters:LettersBuilder",
+            "params": {"renderer_name": "role_colon", "group_size": 4},
+        },
+    }
