@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from mlflow import MlflowClient
-from mlflow.entities import LifecycleStage
+from mlflow.entities import LifecycleStage, Run
 from mlflow.exceptions import MlflowException
 from mlflow.store.db.db_types import DATABASE_ENGINES
 from prefect.blocks.core import Block
@@ -23,6 +23,9 @@ from blocks.reach import check_answers
 
 _FIRST_ANSWER_S = 20.0
 _REMEDY = "check tracking.uri, or leave it out for a local SQLite file"
+
+# Of a run: which record it belongs to.
+RECORD_TAG = "tinker_flows.record"
 
 
 class MLflowTracking(Block):
@@ -82,6 +85,30 @@ class MLflowTracking(Block):
         """
         with self.failures():
             return self._experiment_id(client)
+
+    def recorded_run(self, client: MlflowClient, run_name: str, record: str, tags: Mapping[str, str]) -> Run:
+        """The one run of a record, found by its tag and made with it when missing.
+
+        MLflow's client asks again for a run when the answer was lost on its way, and then has made two: the one that
+        nobody logs to is deleted.
+
+        Raises:
+            ServiceError: the server does not answer.
+        """
+        with self.failures():
+            experiment = self._experiment_id(client)
+
+            def find() -> list[Run]:
+                found = client.search_runs([experiment], f"tags.`{RECORD_TAG}` = '{record}'")
+                return sorted(found, key=lambda run: (not run.data.metrics, run.info.start_time, run.info.run_id))
+
+            if not (runs := find()):
+                client.create_run(experiment, run_name=run_name, tags={**tags, RECORD_TAG: record})
+                runs = find()
+            for other in runs[1:]:
+                if not other.data.metrics:
+                    client.delete_run(other.info.run_id)
+            return runs[0]
 
     def _experiment_id(self, client: MlflowClient) -> str:
         found = client.get_experiment_by_name(self.experiment)

@@ -16,11 +16,12 @@ from mlflow.exceptions import MlflowException
 
 from blocks.errors import ConfigError, TinkerFlowsError
 from blocks.storage import CONFIG, RunDirectory
+from blocks.tracking import RECORD_TAG
 from deployments.methods import METHODS, config_type_of
 from flows.blocks_of import storage_at, tracking_at
 from flows.config import RunConfig
 from flows.config_file import set_field, validate_fields
-from flows.record import RECORD_TAG, record_key
+from flows.record import record_key
 from tasks.checkpoint import Records
 
 

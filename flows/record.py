@@ -26,8 +26,6 @@ from flows.stop import CancelledInTheUI
 from tasks.checkpoint import step_of
 from tasks.metrics import MetricsLog
 
-RECORD_TAG = "tinker_flows.record"
-
 # What may differ between the parts of one run: where it computes and how often it looks, never what it trains.
 _MAY_CHANGE = {
     "base_url",
@@ -129,15 +127,12 @@ def _mlflow_run(
     directory: RunDirectory,
     records: Sequence[CheckpointRecord],
 ) -> str:
-    """The MLflow run of the newest checkpoint, or the one with this record's tag: made with it, so never made twice."""
+    """The MLflow run of the newest checkpoint, or the one of this record."""
     known = next((each.extra["mlflow_run_id"] for each in records if each.has("mlflow_run_id")), None)
     if known:
         with suppress(MlflowException):  # another tracking store than before does not have it
             return client.get_run(str(known)).info.run_id
-    tags = {RECORD_TAG: record_key(directory)}
-    experiment = tracking.experiment_id(client)
-    found = client.search_runs([experiment], f"tags.`{RECORD_TAG}` = '{tags[RECORD_TAG]}'")
-    run = found[0] if found else client.create_run(experiment, run_name=config.run_name, tags=tags)
+    run = tracking.recorded_run(client, config.run_name, record_key(directory), {})
     if not run.data.params:
         params = [Param(key, str(value)[:6000]) for key, value in flatten(config.model_dump(mode="json")).items()]
         client.log_batch(run.info.run_id, params=params)
@@ -145,7 +140,7 @@ def _mlflow_run(
 
 
 def record_key(directory: RunDirectory) -> str:
-    """What the tag `RECORD_TAG` of a run's MLflow run says: which record it belongs to."""
+    """Which record a run's MLflow run belongs to, as its tag says."""
     record = directory.location.encode() + (directory.read_bytes(CONFIG) or b"")
     return hashlib.sha256(record).hexdigest()
 

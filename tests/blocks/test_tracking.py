@@ -17,6 +17,7 @@ import pytest
 from blocks import MLflowTracking
 from blocks.errors import ServiceError
 from blocks.processes import free_port
+from blocks.tracking import RECORD_TAG
 
 PRINT_EXPERIMENT = """
 from blocks import MLflowTracking
@@ -122,6 +123,22 @@ def test_a_server_keeps_metrics_and_reports(server_url: str, shared_home: Path) 
     client.log_text(run.info.run_id, "report", "report.html")
     assert client.get_run(run.info.run_id).data.metrics == {"loss/total": 1.5}
     assert [path.read_text() for path in (shared_home / "served").rglob("report.html")] == ["report"]
+
+
+def test_a_run_that_was_made_twice_is_one(tracking: MLflowTracking) -> None:
+    """As where the answer to the request was lost, and MLflow's client asked again."""
+    client = tracking.get_client()
+    experiment = tracking.experiment_id(client)
+    for _ in range(2):
+        client.create_run(experiment, run_name="twice", tags={RECORD_TAG: "a record"})
+    run = tracking.recorded_run(client, "twice", "a record", {})
+    client.log_metric(run.info.run_id, "loss", 1.0, step=0)
+    client.create_run(experiment, run_name="twice", tags={RECORD_TAG: "a record"})
+    assert tracking.recorded_run(client, "twice", "a record", {}).info.run_id == run.info.run_id
+    found = client.search_runs([experiment], "attributes.run_name = 'twice'")
+    assert [each.info.run_id for each in found] == [run.info.run_id]
+    other = tracking.recorded_run(client, "other", "another record", {"mine": "1"})
+    assert other.data.tags["mine"] == "1"
 
 
 def test_runs_that_begin_at_once_share_one_experiment(server_url: str) -> None:
