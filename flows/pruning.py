@@ -26,13 +26,13 @@ class Pruning:
         direction = "minimize" if mode == "min" else "maximize"
         self._study = optuna.create_study(pruner=_pruner(config), direction=direction)
         self._min_steps = config.min_steps
-        self._trials: dict[str, optuna.Trial] = {}
+        self._trials: dict[str, tuple[optuna.Trial, set[int]]] = {}
         self._lock = threading.Lock()  # several trials log at once
 
     def begin(self, name: str, curve: Curve) -> None:
         """A trial begins, or goes on behind what it came to so far."""
         with self._lock:
-            self._trials[name] = self._study.ask()
+            self._trials[name] = self._study.ask(), set()
         for step, value in curve:
             self.should_stop(name, step, value)
 
@@ -41,15 +41,18 @@ class Pruning:
         if step < self._min_steps or not math.isfinite(value):
             return False
         with self._lock:
-            trial = self._trials[name]
-            trial.report(value, step)
+            trial, steps = self._trials[name]
+            if step not in steps:  # a trial that goes on from a checkpoint comes by the steps behind it again
+                trial.report(value, step)
+                steps.add(step)
             return trial.should_prune()
 
     def end(self, name: str, value: float | None, *, pruned: bool) -> None:
         """A trial has ended, with its last value, or None where it failed."""
         state = TrialState.PRUNED if pruned else TrialState.FAIL if value is None else TrialState.COMPLETE
         with self._lock:
-            self._study.tell(self._trials.pop(name), None if value is None or pruned else value, state=state)
+            trial, _ = self._trials.pop(name)
+            self._study.tell(trial, None if value is None or pruned else value, state=state)
 
 
 def _pruner(config: PruneConfig) -> BasePruner:

@@ -23,7 +23,8 @@ from flows.sweep_config import SweepConfig
 from flows.sweep_plan import SweepPlan, make_plan
 from flows.sweep_record import SweepLog, check_sweep, open_sweep_log
 from flows.sweep_result import SweepResult, conclude
-from flows.sweep_trials import Runner, Schedule, Sweeping, run_trials
+from flows.sweep_schedule import Schedule
+from flows.sweep_trials import Runner, Sweeping, run_trials
 from flows.trial_deployment import TrialDeployment, check_deployment
 from flows.trial_process import TrialProcess
 

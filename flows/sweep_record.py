@@ -21,7 +21,6 @@ from blocks.storage import RunDirectory
 from flows.blocks_of import tracking_of
 from flows.stop import CancelledInTheUI
 from flows.sweep_plan import SweepPlan
-from tasks.trials import Trial
 
 CONFIG_NAME = "sweep.json"
 
@@ -109,12 +108,11 @@ def last_values(run: Run | None) -> dict[str, float]:
     return dict(run.data.metrics) if run else {}
 
 
-def log_best(log: SweepLog, best: Trial | None, mean: float | None, metric: str) -> None:
-    """Put the best point's mean on the sweep's run, where MLflow sorts by it."""
-    if best is not None and mean is not None:
-        with log.tracking.failures():
-            log.client.log_metric(log.run_id, f"best/{metric}", mean)
-            log.client.set_tag(log.run_id, "tinker_flows.best_point", str(best.point))
+def log_best(log: SweepLog, point: int, mean: float, metric: str) -> None:
+    """Put the best point and its mean on the sweep's run, where MLflow sorts by it."""
+    with log.tracking.failures():
+        log.client.log_metric(log.run_id, f"best/{metric}", mean)
+        log.client.set_tag(log.run_id, "tinker_flows.best_point", str(point))
 
 
 def _as_recorded(plan: SweepPlan) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from prefect.runtime import flow_run
 from blocks.errors import ServiceError
 from blocks.storage import RunDirectory
 from flows.ablation import weighted_of
-from flows.space import apply
 from flows.sweep_plan import SweepPlan
-from flows.sweep_record import SweepLog
+from flows.sweep_record import SweepLog, log_best
 from objectives.schedule import WeightSchedule
 from tasks.sweep_report import SweepSummary, write_sweep_report
 from tasks.sweep_table import PointRow, columns_of, point_rows, row_cells
@@ -79,9 +78,7 @@ def conclude(plan: SweepPlan, directory: RunDirectory, log: SweepLog, trials: Tr
     report = write_sweep_report(directory, log.client, log.run_id, summary)
     if best is None or best.mean is None:
         raise ServiceError(_nothing_completed(plan, trials, report))
-    with log.tracking.failures():
-        log.client.log_metric(log.run_id, f"best/{config.metric}", best.mean)
-        log.client.set_tag(log.run_id, "tinker_flows.best_point", str(best.point.number))
+    log_best(log, best.point.number, best.mean, config.metric)
     statuses = [trial.status for trial in trials.ended.values()]
     return SweepResult(
         run_name=config.run_name,
@@ -107,10 +104,9 @@ def _write_best(plan: SweepPlan, directory: RunDirectory, best: PointRow) -> str
     """The config of the best point, as YAML, with a head that says how to run it."""
     config = plan.config
     fields = plan.fields_of(best.point.values, f"{config.run_name}-best", config.seeds[0])
-    plan.config_of(best.point.values, f"{config.run_name}-best", config.seeds[0])
     head = f"# The best of {config.run_name}: point {best.point.number}, {config.metric} {best.mean:.6g}.\n"
     how = f"#   python -m flows.{config.flow} --config {BEST_NAME}\n" if ":" not in config.flow else ""
-    text = head + how + yaml.safe_dump(apply(fields, {}), sort_keys=False)
+    text = head + how + yaml.safe_dump(fields, sort_keys=False)
     directory.write_bytes(BEST_NAME, text.encode())
     return text
 

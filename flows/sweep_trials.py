@@ -1,4 +1,4 @@
-"""The trials of a sweep: which one is next, its attempts, and what it came to."""
+"""The trials of a sweep: so many at once, each in as many attempts as it may have, and what it came to."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean
 from typing import NoReturn, Protocol
 
 from tqdm import tqdm
 
 from blocks.errors import TinkerFlowsError
-from blocks.storage import RunDirectory
 from flows.config import RunConfig
 from flows.pruning import Pruning
-from flows.search import Tried
 from flows.stop import Stop, listening_for_stop
 from flows.sweep_plan import SweepPlan
 from flows.sweep_record import SweepLog, last_values
+from flows.sweep_schedule import Schedule
 from flows.trial_process import End
-from tasks.trials import Point, Trial, Trials, read_trials, record_point, record_trial
+from tasks.trials import Point, Trial, Trials
+
+CANCELLED = "It was cancelled before its end."
 
 
 class Runner(Protocol):
@@ -35,53 +35,6 @@ class Runner(Protocol):
     def run(self, config: RunConfig, watch: Callable[[int, Mapping[str, float]], str]) -> End: ...
     def ask_to_stop(self) -> None: ...
     def close(self, *, kill: bool = False) -> None: ...
-
-
-class Schedule:
-    """Which trial is next: those of the points that are recorded, in order, and then those of the next point."""
-
-    def __init__(self, plan: SweepPlan, directory: RunDirectory) -> None:
-        self._plan, self._directory = plan, directory
-        recorded = read_trials(directory)
-        self._points, self._ended = list(recorded.points), dict(recorded.ended)
-        # A trial that failed before is tried again: whoever starts a sweep again may have mended what it failed of.
-        self._taken = {key for key, trial in self._ended.items() if trial.status != "failed"}
-
-    @property
-    def trials(self) -> Trials:
-        return Trials(tuple(self._points), dict(self._ended))
-
-    @property
-    def num_trials(self) -> int:
-        return max(self._plan.num_points, len(self._points)) * len(self._plan.config.seeds)
-
-    @property
-    def num_left(self) -> int:
-        return self.num_trials - sum(seed in self._plan.config.seeds for _, seed in self._taken)
-
-    def take(self) -> tuple[Point, int] | None:
-        """The next trial, whose point is recorded before it begins; None where there is no more."""
-        for point in self._points:
-            for seed in self._plan.config.seeds:
-                if (point.number, seed) not in self._taken:
-                    self._taken.add((point.number, seed))
-                    return point, seed
-        point = self._plan.next_point([self._tried(each) for each in self._points])
-        if point is None:
-            return None
-        record_point(self._directory, point)
-        self._points.append(point)
-        return self.take()
-
-    def end(self, trial: Trial) -> None:
-        """Keep how a trial ended."""
-        record_trial(self._directory, trial)
-        self._ended[trial.point, trial.seed] = trial
-
-    def _tried(self, point: Point) -> Tried:
-        trials = [self._ended.get((point.number, seed)) for seed in self._plan.config.seeds]
-        values = [each.value for each in trials if each and each.value is not None]
-        return Tried(point.values, fmean(values) if values else None, all(each is not None for each in trials))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +47,8 @@ class Sweeping:
     pruning: Pruning | None
     new_runner: Callable[[], Runner]
 
-    def run(self, runners: queue.SimpleQueue[Runner], point: Point, seed: int) -> Trial | None:
-        """Run a trial to its end, in as many attempts as it may have; None where it was stopped with the sweep."""
+    def run(self, runners: queue.SimpleQueue[Runner], point: Point, seed: int) -> Trial:
+        """Run a trial to its end, in as many attempts as it may have."""
         name = self.plan.trial_name(point.number, seed)
         trial = Trial(point.number, seed, name, "failed")
         runner = runners.get()
@@ -113,7 +66,7 @@ class Sweeping:
             else:
                 raise AssertionError("unreachable: the last attempt ends the loop")
             if end.how == "stopped" and not pruned:
-                return None
+                return replace(trial, reason=CANCELLED)
             return self._as_trial(trial, end)
         except Exception as error:  # noqa: BLE001  # whatever it is, the other trials go on
             known = isinstance(error, TinkerFlowsError | ValueError)
@@ -178,7 +131,7 @@ def _run_all(sweeping: Sweeping, schedule: Schedule, runners: list[Runner], stop
     idle: queue.SimpleQueue[Runner] = queue.SimpleQueue()
     for runner in runners:
         idle.put(runner)
-    running: set[Future[Trial | None]] = set()
+    running: set[Future[Trial]] = set()
     with ThreadPoolExecutor(len(runners), thread_name_prefix="trial") as threads, _killed_on_error(runners):
         told = False
         while True:
@@ -187,9 +140,10 @@ def _run_all(sweeping: Sweeping, schedule: Schedule, runners: list[Runner], stop
             if not running:
                 return
             done, running = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
-            for trial in filter(None, [each.result() for each in done]):
-                schedule.end(trial)
-                _tell(bar, schedule, trial)
+            for trial in (each.result() for each in done):
+                if not (stop.asked and trial.reason == CANCELLED):  # which the sweep itself is, and goes on with
+                    schedule.end(trial)
+                    _tell(bar, schedule, trial)
             if stop.asked and not told:
                 told = True
                 _ask_to_stop(runners)

@@ -19,7 +19,7 @@ from flows.search import Tried, next_point
 from flows.space import dimensions_of
 from flows.sweep_config import PruneConfig, SearchConfig, SweepConfig
 from flows.sweep_plan import SweepPlan, make_plan
-from flows.sweep_trials import Schedule
+from flows.sweep_schedule import Schedule
 from tasks.trials import Trial, read_trials
 
 WEIGHT = "objective.regularizers.{}.weight"
