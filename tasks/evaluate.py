@@ -18,6 +18,7 @@ from objectives.labels import without_labels
 from tasks.data import import_object
 from tasks.options import retried_task
 from tasks.service_errors import service_errors
+from tasks.tokenized import TokenizedEvaluator
 
 
 class HeldOutNLL(TrainingClientEvaluator):
@@ -83,6 +84,17 @@ def build_evaluator(builder: str, params: dict[str, object]) -> Evaluator:
     return evaluator
 
 
+async def _sample(
+    evaluator: SamplingClientEvaluator,
+    sampler: tinker.SamplingClient,
+    client: tinker.TrainingClient | tinker.SamplingClient,
+) -> dict[str, float]:
+    """The metrics of an evaluator, with the tokenizer that a client knows."""
+    if isinstance(evaluator, TokenizedEvaluator):
+        return await evaluator.measure(sampler, client.get_tokenizer())
+    return await evaluator(sampler)
+
+
 def _whole(datum: tinker.Datum) -> tinker.ModelInput:
     """A datum's input and the target of its last position, which are all tokens that its logprobs are of."""
     last = int(datum.loss_fn_inputs["target_tokens"].data[-1])
@@ -111,7 +123,7 @@ async def evaluate(client: tinker.TrainingClient, evaluators: Sequence[Evaluator
                 metrics |= await evaluator(client)
             else:
                 sampler = sampler or await client.save_weights_and_get_sampling_client()
-                metrics |= await evaluator(sampler)
+                metrics |= await _sample(evaluator, sampler, client)
     return metrics
 
 
@@ -128,7 +140,7 @@ async def evaluate_sampler(sampler: tinker.SamplingClient, evaluators: Sequence[
             if isinstance(evaluator, HeldOutNLL):
                 metrics |= await evaluator.of_sampler(sampler)
             elif isinstance(evaluator, SamplingClientEvaluator):
-                metrics |= await evaluator(sampler)
+                metrics |= await _sample(evaluator, sampler, sampler)
             else:
                 raise ConfigError(
                     f"The evaluator {type(evaluator).__name__} needs a training client, and these weights are there "

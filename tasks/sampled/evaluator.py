@@ -10,16 +10,17 @@ from typing import ClassVar
 
 import tinker
 from pydantic.dataclasses import dataclass
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.renderers import Message
+from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from tasks.rows import read_rows
 from tasks.sample import Answer, Sampling, open_renderer, sample_answers
 from tasks.sampled.summary import Graded, check_pass_at, summarize
+from tasks.tokenized import TokenizedEvaluator
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledEvaluator(SamplingClientEvaluator):
+class SampledEvaluator(TokenizedEvaluator):
     """Asks the problems of a JSONL file; a subclass says how, and what is right.
 
     Attributes:
@@ -52,10 +53,10 @@ class SampledEvaluator(SamplingClientEvaluator):
         """The problems."""
         return read_rows(self.path, self.required, self.limit)
 
-    async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
-        renderer = open_renderer(self.renderer_name, sampling_client.get_tokenizer())
+    async def measure(self, sampler: tinker.SamplingClient, tokenizer: Tokenizer) -> dict[str, float]:
+        renderer = open_renderer(self.renderer_name, tokenizer)
         conversations = [[Message(role="user", content=self.question(row))] for row in self.rows]
-        answers_PG = await sample_answers(sampling_client, renderer, conversations, self.sampling)
+        answers_PG = await sample_answers(sampler, renderer, conversations, self.sampling)
         graded_PG = [
             list(await asyncio.gather(*(self.grade(answer, row) for answer in answers_G)))
             for row, answers_G in zip(self.rows, answers_PG, strict=True)

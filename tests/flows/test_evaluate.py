@@ -1,0 +1,223 @@
+"""Evaluation and comparison of a real run's checkpoints: in the run, on their own, and side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_process import API_KEY
+from mlflow import MlflowClient
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from pydantic import ValidationError
+from sft_config import sft_fields
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
+
+from blocks.errors import ConfigError
+from flows.compare import CompareConfig, CompareResult, compare
+from flows.evaluate import EvaluateConfig, EvaluateResult, evaluate
+from flows.result import TrainResult
+from flows.sft import SftConfig, sft
+from tasks.evaluate import build_evaluator
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+DATA = Path(__file__).parents[2] / "examples" / "data"
+SHORT = {"limit": 2, "renderer_name": "qwen3_instruct", "sampling": {"max_tokens": 8, "num_samples": 2}, "pass_at": [2]}
+SAMPLED = [
+    {"builder": "tasks.sampled.exact_match:ExactMatch", "params": {"path": str(DATA / "gsm8k_test.jsonl"), **SHORT}},
+    {"builder": "tasks.sampled.code_tests:CodeTests", "params": {"path": str(DATA / "humaneval.jsonl"), **SHORT}},
+]
+PLACES = ("model", "base_url", "storage", "tracking")
+
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory: pytest.TempPathFactory, mlflow_uri: str, engine_url: str) -> Iterator[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_API_KEY", API_KEY)
+        few = {"objective": {}, "num_steps": 3, "eval_every": 3, "checkpoint_every": 2, "evaluators": SAMPLED}
+        yield sft_fields(tmp_path_factory.mktemp("evaluate"), "trained", mlflow_uri, engine_url) | few
+
+
+@pytest.fixture(scope="module")
+def trained(prefect_server: str, fields: dict[str, Any]) -> TrainResult:
+    return sft(SftConfig.model_validate(fields))
+
+
+def evaluation(fields: dict[str, Any], **changes: object) -> EvaluateResult:
+    places = {key: fields[key] for key in (*PLACES[1:], "data")}
+    own = {"run_name": "evaluated", "checkpoint": "trained@final"}
+    return evaluate(EvaluateConfig.model_validate({**places, **own, **changes}))
+
+
+@pytest.fixture(scope="module")
+def evaluated(trained: TrainResult, fields: dict[str, Any]) -> EvaluateResult:
+    """With the evaluators of the run, beside the base model."""
+    gate = {"promote_if": "test/nll < baseline", "register_as": "evaluated"}
+    return evaluation(fields, evaluators=SAMPLED, baseline="base", **gate)
+
+
+@pytest.fixture(scope="module")
+def compared(trained: TrainResult, fields: dict[str, Any]) -> CompareResult:
+    places = {key: fields[key] for key in PLACES}
+    what = {"path": str(DATA / "gsm8k_test.jsonl"), "renderer_name": "qwen3_instruct", "limit": 3, "max_tokens": 12}
+    judge = {"judge": {"builder": f"{__name__}:shorter"}}
+    own = {"run_name": "compared", "checkpoint": "trained", "num_samples": 2}
+    return compare(CompareConfig.model_validate({**places, **what, **judge, **own}))
+
+
+def shorter(row: dict[str, str], first: str, second: str) -> float:
+    return (1 + (len(first) < len(second)) - (len(second) < len(first))) / 2
+
+
+def at_step(mlflow_uri: str, run_id: str, step: int) -> dict[str, float]:
+    client = MlflowClient(mlflow_uri)
+    keys = client.get_run(run_id).data.metrics
+    points = [point for key in keys for point in client.get_metric_history(run_id, key)]
+    return {point.key: point.value for point in points if point.step == step and point.key.startswith("test/")}
+
+
+def artifact(key: str) -> list[dict[str, Any]]:
+    with get_client(sync_client=True) as client:
+        (found,) = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])))
+    return json.loads(str(found.data))
+
+
+def test_a_flow_measures_what_the_run_measured_and_the_base_model_what_it_began_with(
+    trained: TrainResult, evaluated: EvaluateResult, mlflow_uri: str
+) -> None:
+    assert evaluated.metrics == pytest.approx(at_step(mlflow_uri, trained.mlflow_run_id, 3), abs=1e-5)
+    assert evaluated.baseline == pytest.approx(at_step(mlflow_uri, trained.mlflow_run_id, 0), abs=1e-5)
+    assert {
+        "test/nll",
+        "test/bits_per_byte",
+        "test/exact_match",
+        "test/code_tests_pass_at_2",
+    } < evaluated.metrics.keys()
+    assert 0 <= evaluated.metrics["test/exact_match"] <= 1
+
+
+def test_bits_per_byte_are_the_nll_in_bits_where_every_token_is_a_byte(evaluated: EvaluateResult) -> None:
+    """As with the tiny model, but for the one token per answer that ends it."""
+    bits = evaluated.metrics["test/nll"] / math.log(2)
+    assert bits < evaluated.metrics["test/bits_per_byte"] < 1.02 * bits
+
+
+def test_what_is_measured_is_in_mlflow_and_in_a_table(evaluated: EvaluateResult, mlflow_uri: str) -> None:
+    client = MlflowClient(mlflow_uri)
+    run = client.get_run(evaluated.mlflow_run_id)
+    assert (run.info.run_name, run.info.status) == ("evaluated", "FINISHED")
+    assert run.data.metrics["test/nll"] == evaluated.metrics["test/nll"]
+    assert run.data.metrics["baseline/test/nll"] == evaluated.baseline["test/nll"]
+    table = artifact("evaluation-evaluated")
+    rows = {row["metric"]: row for row in table}
+    assert rows["test/nll"] == {
+        "metric": "test/nll",
+        "trained@final": evaluated.metrics["test/nll"],
+        "base": evaluated.baseline["test/nll"],
+    }
+    assert [each.path for each in client.list_artifacts(evaluated.mlflow_run_id)] == ["evaluation.json"]
+
+
+def test_the_gate_registers_and_refuses(
+    trained: TrainResult, evaluated: EvaluateResult, fields: dict[str, Any], mlflow_uri: str
+) -> None:
+    client = MlflowClient(mlflow_uri)
+    (version,) = client.search_model_versions("name = 'evaluated'")
+    assert (str(version.version), version.tags["tinker.state_path"]) == (evaluated.version, trained.state_path)
+    assert str(client.get_model_version_by_alias("evaluated", "final").version) == evaluated.version
+
+    gate = {"promote_if": "test/nll < 0.1 * baseline", "baseline": "trained@2", "register_as": "refused"}
+    refused = evaluation(fields, run_name="refused", **gate)
+    assert "trained@final is not promoted: test/nll is " in refused.not_promoted
+    assert client.search_model_versions("name = 'refused'") == []
+    with get_client(sync_client=True) as prefect:
+        state = prefect.read_flow_run(refused.flow_run_id).state
+    assert state is not None
+    assert (state.name, state.message) == ("NotPromoted", refused.not_promoted)
+
+
+def test_weights_for_sampling_alone_give_the_same(
+    trained: TrainResult, evaluated: EvaluateResult, fields: dict[str, Any]
+) -> None:
+    alone = evaluation(
+        fields, checkpoint=trained.sampler_path, model="tiny", run_name="sampler", evaluators=SAMPLED[:1]
+    )
+    assert alone.metrics == pytest.approx({key: evaluated.metrics[key] for key in alone.metrics}, abs=1e-4)
+
+
+def test_a_comparison_has_every_figure_of_both(compared: CompareResult, mlflow_uri: str) -> None:
+    metrics = compared.metrics
+    for name in ("checkpoint", "against"):
+        assert metrics[f"kl_per_token/{name}"] > 0
+        assert metrics[f"entropy_per_token/{name}"] > 0
+        assert metrics[f"perplexity/{name}"] > 1
+        assert 0 < metrics[f"distinct_1/{name}"] <= 1
+        assert 1 <= metrics[f"vendi/{name}"] <= 2.0 + 1e-9
+    assert metrics["perplexity/checkpoint"] < metrics["perplexity/against"], "it was trained on such answers"
+    assert metrics["win_rate/checkpoint"] + metrics["win_rate/against"] == pytest.approx(1)
+    assert (
+        MlflowClient(mlflow_uri).get_run(compared.mlflow_run_id).data.metrics["vendi/against"]
+        == metrics["vendi/against"]
+    )
+    rows = {row["metric"]: row for row in artifact("comparison-compared")}
+    assert rows["perplexity"]["trained"] == metrics["perplexity/checkpoint"]
+    assert rows["perplexity"]["base"] == metrics["perplexity/against"]
+    names = [each.path for each in MlflowClient(mlflow_uri).list_artifacts(compared.mlflow_run_id)]
+    assert sorted(names) == ["comparison.json", "samples.json"]
+
+
+@pytest.mark.slow
+def test_a_policy_does_not_differ_from_itself(fields: dict[str, Any], trained: TrainResult) -> None:
+    places = {key: fields[key] for key in PLACES}
+    what = {"path": str(DATA / "gsm8k_test.jsonl"), "renderer_name": "qwen3_instruct", "limit": 2, "max_tokens": 8}
+    same = {"run_name": "same", "checkpoint": "trained", "against": "trained@final"}
+    metrics = compare(CompareConfig.model_validate({**places, **what, **same})).metrics
+    for name in ("checkpoint", "against"):
+        assert metrics[f"kl_per_token/{name}"] == pytest.approx(0, abs=1e-8)
+        assert metrics[f"kl_per_answer/{name}"] == pytest.approx(0, abs=1e-4)
+    assert metrics["perplexity/checkpoint"] == pytest.approx(metrics["perplexity/against"])
+
+
+class NeedsTraining(TrainingClientEvaluator):
+    pass
+
+
+def test_evaluations_that_cannot_be(trained: TrainResult, fields: dict[str, Any]) -> None:
+    needs = [{"builder": f"{__name__}:NeedsTraining"}]
+    for changes, expected in (
+        ({"checkpoint": "nobody@best"}, "There is no 'nobody@best': the run 'nobody' has no checkpoint in"),
+        ({"checkpoint": "base", "register_as": "x", "model": "tiny"}, "has nothing to register"),
+        ({"data": None}, "nothing to evaluate with"),
+        ({"checkpoint": trained.sampler_path, "model": "tiny", "evaluators": needs}, "needs a training client"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            evaluation(fields, **changes)
+    with pytest.raises(ValidationError, match="set baseline too"):
+        evaluation(fields, promote_if="test/nll < baseline")
+
+
+class Builder:
+    """As tinker-cookbook's: made with its parameters, then called for the evaluator."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def __call__(self) -> SamplingClientEvaluator:
+        return SamplingClientEvaluator()
+
+
+def test_evaluators_are_built_from_classes_and_builders_of_either_kind(tmp_path: Path) -> None:
+    assert isinstance(build_evaluator(f"{__name__}:Builder", {"limit": 3}), SamplingClientEvaluator)
+    params = {"path": str(tmp_path / "none.jsonl"), "renderer_name": "x"}
+    for wrong, expected in (
+        (params, "none.jsonl could not be read"),
+        ({**params, "pass_at": [2]}, "pass_at has 2, and num_samples is 1"),
+        ({**params, "limits": 1}, "could not be built"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            build_evaluator("tasks.sampled.exact_match:ExactMatch", wrong)
