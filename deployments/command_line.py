@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from blocks.errors import TinkerFlowsError
-from deployments.cli import comparisons, plans, runs, servers
+from deployments.cli import comparisons, plans, runs, servers, weights
 
 
 class _Commands(TyperGroup):
@@ -52,7 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _group in (servers, runs, plans, comparisons):
+for _group in (servers, runs, plans, comparisons, weights):
     _group.add_to(app)
 
 

@@ -32,6 +32,7 @@ class Method:
 
 METHODS: Mapping[str, Method] = {
     "sft": Method("supervised fine-tuning", "flows.sft:sft", "flows.sft:SftConfig"),
+    "rl": Method("reinforcement learning on the rewards of environments", "flows.rl:rl", "flows.rl:RlConfig"),
 }
 
 
