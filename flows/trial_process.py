@@ -118,7 +118,7 @@ def _serve(connection: Connection, alive: Connection, flow: str, told: bytes, lo
     os.environ.clear()
     os.environ.update(environment)
     Path(log).parent.mkdir(exist_ok=True)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
     signal.signal(signal.SIGINT, signal.default_int_handler)

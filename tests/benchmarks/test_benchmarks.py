@@ -20,6 +20,7 @@ from benchmarks import (
     objective_terms,
     one_pass,
     step_overhead,
+    sweep_overhead,
     up_ready,
 )
 from benchmarks.__main__ import BENCHMARKS
@@ -113,6 +114,15 @@ def test_up_ready() -> None:
     rows = up_ready.measure(repetitions=1)
     check(rows, "up_ready", 1)
     assert "budget 30 s" in rows[0].note
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sweep_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    rows = sweep_overhead.measure(num_trials=8, num_steps=2)
+    check(rows, "sweep_overhead", 2)
+    assert "budget 1.5 s" in rows[0].note
 
 
 def test_ratios_are_of_figures_measured_next_to_each_other() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from flows.sft import SftConfig, sft
 from flows.sweep import sweep
 from flows.sweep_config import SweepConfig
 from flows.sweep_result import SweepResult
+from flows.trial_process import TrialProcess
 from tasks.trials import read_trials
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +182,24 @@ def test_a_metric_that_nothing_logs_fails_every_trial_with_the_ones_there_are(
     with pytest.raises(ServiceError, match=r"no value of the metric 'test/nil'; there are .*loss/base"):
         sweep(SweepConfig.model_validate(made))
     assert "test/nil" in (folder / "runs" / "blind" / "report.html").read_text()
+
+
+def test_a_trial_whose_process_is_killed_fails_and_the_next_one_has_another(folder: Path, mlflow_uri: str) -> None:
+    """The process waits for a service that takes the connection and never answers; then for one that is not there."""
+    process = TrialProcess("sft")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        made = sft_fields(folder, "lost", mlflow_uri, f"http://127.0.0.1:{port}")
+        killer = threading.Thread(target=lambda: (silent.accept(), process._process.kill()))
+        killer.start()
+        end = process.run(SftConfig.model_validate(made), lambda *_: "")
+        killer.join()
+    assert (end.how, end.may_pass) == ("failed", True)
+    assert end.reason.startswith("Its process ended with status -9")
+    end = process.run(SftConfig.model_validate(made), lambda *_: "")
+    assert end.how == "failed"
+    assert f"127.0.0.1:{port}" in end.reason
+    process.close()
 
 
 @pytest.mark.slow
