@@ -38,7 +38,8 @@ step_task = partial(task, cache_policy=NO_CACHE, persist_result=False, log_print
 
 def _may_pass(task: object, task_run: object, state: State[object]) -> bool:
     """What a user has to mend, or a guard to treat, does not pass by waiting."""
-    error = state.result(raise_on_failure=False)
+    # Of an async task it would be a coroutine, which nobody awaits.
+    error = state.result(raise_on_failure=False, _sync=True)  # pyright: ignore[reportCallIssue]
     return not isinstance(error, ConfigError | ObjectiveError | NotFiniteError)
 
 
