@@ -24,9 +24,14 @@ OF_A_SERVICE = ("TINKER_API_KEY", "TINKER_BASE_URL")
 
 def deploy_all(api: str) -> None:
     """Make the work pool and deploy, in a process of its own as a user does."""
+    deploy(api, "--all")
+
+
+def deploy(api: str, *which: str) -> None:
+    """The same, for `--all` or one by `--name`."""
     with get_client(sync_client=True) as client, suppress(ObjectAlreadyExists):
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
-    prefect(api, "--no-prompt", "deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
+    prefect(api, "--no-prompt", "deploy", *which, "--prefect-file", "deployments/prefect.yaml")
 
 
 def prefect(api: str, *arguments: str) -> str:

@@ -20,7 +20,7 @@ import pytest
 from browser import RunForm, browser, page_text, screenshot, wait_for, wait_for_text
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
-from prefect_deployments import deploy_all, process_worker, run_to_its_end, wait_for_end
+from prefect_deployments import deploy, process_worker, run_to_its_end, wait_for_end
 from pydantic import SecretStr
 from selenium.webdriver.remote.webdriver import WebDriver
 
@@ -66,7 +66,7 @@ def servers(prefect_server: str, engine_url: str, tmp_path_factory: pytest.TempP
     """Everything that a run from the form needs; the key to the service is in a block and nowhere else."""
     folder = tmp_path_factory.mktemp("ui")
     TinkerService(base_url=engine_url, api_key=SecretStr("tml-test")).save("of-the-team", overwrite=True)
-    deploy_all(prefect_server)
+    deploy(prefect_server, "--name", "sft")
     with mlflow_server(folder) as mlflow, process_worker(prefect_server, folder / "home", folder / "worker.log"):
         yield {"ui": prefect_server.removesuffix("/api"), "mlflow": mlflow, "worker": str(folder / "worker.log")}
 
@@ -124,20 +124,33 @@ def test_a_run_is_started_from_its_form_and_seen_to_complete(servers: dict[str, 
         form.fill_in("MLflow tracking", servers["mlflow"])
         flow_run_id = submitted(form, driver, deployment)
 
-        driver.get(f"{servers['ui']}/v2/runs/flow-run/{flow_run_id}?tab=Artifacts")
-        wait_for_text(driver, "progress-from-the-form", 300)
+        page = f"{servers['ui']}/v2/runs/flow-run/{flow_run_id}?tab=Artifacts"
+        wait_for(lambda: artifacts(servers["ui"], flow_run_id), "artifacts of the run under way", 400)
+        see(driver, page, ["progress-from-the-form"])
         keep(driver, "running", 1000)
-        run = wait_for_end(flow_run_id)
+        run = wait_for_end(flow_run_id, 600)
         assert run.state is not None
         assert run.state.is_completed(), (run.state.message, Path(servers["worker"]).read_text()[-3000:])
-        driver.refresh()
-        for key in ("progress", "terms", "mlflow", "report"):
-            wait_for_text(driver, f"{key}-from-the-form")
+        see(driver, page, [f"{kind}-from-the-form" for kind in ("progress", "terms", "mlflow", "report")])
         assert "Completed" in page_text(driver)
         keep(driver, "artifacts", 1000)
         see_artifacts(driver, servers, flow_run_id)
     spec = run.parameters["config"]["objective"]["regularizers"]
     assert [(each["name"], each["weight"]) for each in spec] == [("topology", 3.5), ("logic", 2), ("confidence", 0.5)]
+
+
+def see(driver: WebDriver, page: str, texts: list[str]) -> None:
+    """Open a page; it does not follow its run, so that a person would load it again, too."""
+
+    def shown() -> bool:
+        driver.get(page)
+        try:
+            wait_for_text(driver, texts[-1], 20)
+        except AssertionError:
+            return False
+        return all(text in page_text(driver) for text in texts)
+
+    wait_for(shown, repr(texts), 200)
 
 
 def see_artifacts(driver: WebDriver, servers: dict[str, str], flow_run_id: UUID) -> None:
