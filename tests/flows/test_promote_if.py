@@ -59,7 +59,7 @@ def test_a_condition_holds_or_says_why_not(text: str, value: Any, baseline: Any,
 def test_what_is_no_condition_is_told_before_the_run(text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(sft_fields(tmp_path, "run", "") | {"register_as": "m", "promote_if": text}))
-    with pytest.raises(ConfigError, match="'promote_if' is .*give a "):
+    with pytest.raises(ConfigError, match=r"'promote_if' is .*give a "):
         load_config(SftConfig, path, [])
 
 
@@ -68,7 +68,7 @@ def test_a_condition_needs_a_model_and_evaluations(tmp_path: Path) -> None:
     path.write_text(json.dumps(sft_fields(tmp_path, "run", "") | {"promote_if": "test/nll < 3"}))
     with pytest.raises(ConfigError, match="set register_as too"):
         load_config(SftConfig, path, [])
-    with pytest.raises(ConfigError, match="'eval_every' is 0, but .*promote_if asks for an evaluation"):
+    with pytest.raises(ConfigError, match=r"'eval_every' is 0, but .*promote_if asks for an evaluation"):
         load_config(SftConfig, path, ["register_as=m", "eval_every=0"])
 
 
