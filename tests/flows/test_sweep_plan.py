@@ -236,3 +236,11 @@ def test_a_schedule_goes_on_where_it_stopped(tmp_path: Path) -> None:
     left = [(point.number, seed) for point, seed in iter(again.take, None)]
     assert left == [(1, 1), (2, 1)]
     assert read_trials(directory).ended[1, 0].curve == [(0, 2.0), (4, 1.0)]
+
+
+def test_every_field_of_the_form_has_a_title_and_a_description() -> None:
+    schema = SweepConfig.model_json_schema()
+    for name, model in {"SweepConfig": schema, **schema["$defs"]}.items():
+        for field, properties in model["properties"].items():
+            assert properties.get("title"), (name, field)
+            assert properties.get("description"), (name, field)
