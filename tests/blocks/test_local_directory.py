@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from blocks import RunStorage
 from blocks.errors import StorageError
 from blocks.local_directory import LocalDirectory
 
@@ -168,3 +170,38 @@ def test_a_file_that_cannot_be_used_is_named(
     (tmp_path / "taken").mkdir()
     with pytest.raises(StorageError, match=rf"Could not {verb} .*taken \(Is a directory\)"):
         use(LocalDirectory(tmp_path))
+
+
+def test_who_holds_a_run_is_told_without_hindering_anybody(tmp_path: Path) -> None:
+    looking, directory = LocalDirectory(tmp_path / "a"), LocalDirectory(tmp_path / "a")
+    assert looking.holder() == ""
+    with directory:
+        assert looking.holder().startswith(f"process {os.getpid()} on ")
+    assert looking.holder() == ""
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            looking.holder()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    try:
+        for _ in range(200):  # refused by no look
+            with directory:
+                pass
+    finally:
+        stop.set()
+        looker.join()
+
+
+def test_the_runs_of_a_storage_are_listed(tmp_path: Path) -> None:
+    storage = RunStorage(url=str(tmp_path / "runs"))
+    assert storage.run_names() == []
+    for name in ("b", "a"):
+        storage.run_directory(name).write_bytes("config.json", b"{}")
+    storage.run_directory("no-run").write_bytes("sweep.json", b"{}")
+    (tmp_path / "runs" / "file").touch()
+    assert storage.run_names() == ["a", "b"]
+    with pytest.raises(StorageError, match="Could not list"):
+        RunStorage(url=str(tmp_path / "runs" / "file")).run_names()

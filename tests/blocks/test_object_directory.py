@@ -22,6 +22,7 @@ from s3_server import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
 
 from blocks import RunStorage, lease, objects
 from blocks.errors import StorageError
+from blocks.object_directory import ObjectDirectory
 from blocks.processes import free_port
 from blocks.storage import RunDirectory
 
@@ -329,3 +330,29 @@ def test_other_kinds_of_storage_are_refused(url: str) -> None:
 
 def test_the_default_is_in_the_home(home: Path) -> None:
     assert RunStorage().run_directory("run").location == str(home / "runs" / "run")
+
+
+def test_who_holds_a_run_is_told_and_the_runs_are_listed(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = replace_url(storage_on(s3), f"s3://{s3.bucket}/listed")
+    assert storage.run_names() == []
+    looking = storage.run_directory("held")
+    with storage.run_directory("held") as directory:
+        directory.write_bytes("config.json", b"{}")
+        assert looking.holder().startswith(f"process {os.getpid()} on ")
+        monkeypatch.setattr(lease, "LEASE_S", -1.0)  # older than that is every lease
+        assert looking.holder() == ""
+        monkeypatch.undo()
+    assert looking.holder() == ""
+    storage.run_directory("no-run").write_bytes("sweep.json", b"{}")
+    assert storage.run_names() == ["held"]
+
+
+def test_a_server_that_writes_under_conditions_is_known(s3: S3Server) -> None:
+    directory = storage_on(s3).run_directory("conditions")
+    assert isinstance(directory, ObjectDirectory)
+    assert directory.writes_conditionally()
+    assert directory.read_bytes(".probe") is None
+
+
+def replace_url(storage: RunStorage, url: str) -> RunStorage:
+    return RunStorage.model_validate({**dict(storage), "url": url})
