@@ -133,7 +133,6 @@ def test_a_run_is_started_from_its_form_and_seen_to_complete(servers: dict[str, 
         assert run.state.is_completed(), (run.state.message, Path(servers["worker"]).read_text()[-3000:])
         see(driver, page, [f"{kind}-from-the-form" for kind in ("progress", "terms", "mlflow", "report")])
         assert "Completed" in page_text(driver)
-        keep(driver, "artifacts", 1000)
         see_artifacts(driver, servers, flow_run_id)
     spec = run.parameters["config"]["objective"]["regularizers"]
     assert [(each["name"], each["weight"]) for each in spec] == [("topology", 3.5), ("logic", 2), ("confidence", 0.5)]
