@@ -1,10 +1,10 @@
 """What a sweep costs beside its trials, and how much of the machine four trials at once use.
 
 The trials are supervised runs of a few steps on the tiny model, each with another seed, on one engine, one Prefect
-server and one MLflow store. The peer is a plain loop that calls the same flow with the same configs, one after the other; the
-sweep runs one at a time too, and its whole time counts: its process, its record, its report. Then it runs four at once,
-and what is counted is how much of the machine's processors was busy, whoever with, while four trials were under way:
-a figure that only an idle machine gives.
+server and one MLflow store. The peer is a plain loop that calls the same flow with the same configs, one after the
+other; the sweep runs one at a time too, and its whole time counts: its process, its record, its report. Then it runs
+four at once, and what is counted is how much of the machine's processors was busy, whoever with, while four trials were
+under way: a figure that only an idle machine gives.
 """
 
 from __future__ import annotations
