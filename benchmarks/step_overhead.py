@@ -159,7 +159,7 @@ def _step(bench: Bench, cold: bool) -> Times:
     """One step as the flow does it."""
     step = next(bench.numbers)
     started = perf_counter()
-    ahead = load_ahead(bench.source, bench.objective, None, step, passes=2)
+    ahead = load_ahead(bench.source.load(step, bench.client), bench.objective, None, step, passes=2)
     forward = enqueue_forward_ahead(bench.client, ahead)
     batch = forward.batch
     if not cold:

@@ -33,7 +33,7 @@ def serve(connection: Connection) -> None:
         n_workers=num_workers(),
         threads_per_worker=1,
         host="127.0.0.1",
-        dashboard_address=None,
+        dashboard_address=None,  # pyright: ignore[reportArgumentType]  # its annotation lacks it
         security=security,
         silence_logs=logging.ERROR,
     )
