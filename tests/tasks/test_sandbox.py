@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,10 @@ def test_a_program_runs_with_packages_and_a_place_to_write() -> None:
         ("open('big', 'wb').write(bytes(20_000_000))", "File too large"),
         ("for i in range(9): open(f'big{i}', 'wb').write(bytes(15_000_000))", "No space left"),
         ("import socket; socket.create_connection(('127.0.0.1', 22), 2)", "unreachable"),
-        ("import socket; socket.create_connection(('1.1.1.1', 53), 2)", "unreachable"),
         ("bytes(1_000_000_000)", "MemoryError"),
         (FORKS, "Resource temporarily unavailable"),
         ("files = [open(f'{i}', 'w') for i in range(99)]", "Too many open files"),
-        (f"import os; os.kill({os.getpid()}, 0)", "No such process"),
+        pytest.param(f"import os; os.kill({os.getpid()}, 0)", "No such process", id="this process"),
         ("import os; os.setuid(0)", "Operation not permitted"),
     ],
 )
@@ -67,8 +67,14 @@ def test_time_is_limited_and_whatever_was_started_ends_with_it() -> None:
     assert outcome.output == f"{mark}\n{mark}\n"
     left = run_program("import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)")
     assert left.exit_code == 0
-    children = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert f"{sys.executable} -I -" not in children.splitlines()
+    deadline = time.monotonic() + 30  # other tests may have programs of their own, for a moment
+    while f"{sys.executable} -I -" in running() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert f"{sys.executable} -I -" not in running()
+
+
+def running() -> list[str]:
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def test_nothing_of_the_environment_comes_in(monkeypatch: pytest.MonkeyPatch) -> None:
