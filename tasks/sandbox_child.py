@@ -77,6 +77,9 @@ def _leave(settings: dict[str, Any]) -> None:
 
 def _build_root(root: Path, memory_mb: int) -> None:
     _mount("tmpfs", str(root), "tmpfs", NO_SUID | NO_DEV, "size=1m,mode=755")
+    # Before Python's folders, one of which may be below it.
+    (root / "tmp").mkdir()
+    _mount("tmpfs", str(root / "tmp"), "tmpfs", NO_SUID | NO_DEV, f"size={memory_mb}m,nr_inodes=10k,mode=1777")
     for source in _python_folders():
         target = root / source.relative_to("/")
         target.mkdir(parents=True, exist_ok=True)
@@ -86,8 +89,6 @@ def _build_root(root: Path, memory_mb: int) -> None:
         link = Path("/", name)
         if link.is_symlink() and not (root / name).exists():
             (root / name).symlink_to(link.readlink())
-    (root / "tmp").mkdir()
-    _mount("tmpfs", str(root / "tmp"), "tmpfs", NO_SUID | NO_DEV, f"size={memory_mb}m,nr_inodes=10k,mode=1777")
     (root / "before").mkdir()
     os.chdir(root)
     _call("pivot_root", b".", b"before")

@@ -131,7 +131,8 @@ def test_a_run_ends_within_its_budget_and_goes_on_with_a_higher_one(
     config = tmp_path / "run.yaml"
     fields |= {"run_name": "budget", "num_steps": 6, "eval_every": 3, "budget": {"prices": prices}}
     config.write_text(yaml.safe_dump(fields))
-    main(["estimate", "--config", str(config), "--json"])
+    with pytest.raises(SystemExit, match="0"):
+        main(["estimate", "--config", str(config), "--json"])
     estimated = json.loads(capsys.readouterr().out)
     assert (estimated["num_steps"], estimated["num_forward_backwards"], estimated["num_evaluations"]) == (6, 6, 3)
     assert estimated["usd"] == pytest.approx(estimated["num_train_tokens"] * 2000 / 1e6)

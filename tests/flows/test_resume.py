@@ -99,35 +99,36 @@ def test_killed_and_resumed_equals_never_stopped(
 ) -> None:
     home = tmp_path / "home"
     config = tmp_path / "config.yaml"
+    never, often = (f"{how}-{kind.replace(' ', '-')}-{num_kills}" for how in ("never-killed", "killed"))
     method, fields = ("rl", rl_fields) if kind == "rl" else ("sft", sft_fields)
     changes = {"num_steps": NUM_STEPS, "eval_every": 4, "objective": OBJECTIVES[kind]}
-    config.write_text(yaml.safe_dump(fields(tmp_path, "whole", mlflow_uri) | changes))
-    finish(start(config, "whole", home, prefect_server, method))
-    whole = final_weights(tmp_path / "runs" / "whole", home)
+    config.write_text(yaml.safe_dump(fields(tmp_path, never, mlflow_uri) | changes))
+    finish(start(config, never, home, prefect_server, method))
+    whole = final_weights(tmp_path / "runs" / never, home)
 
     seed = random.SystemRandom().randrange(10**6)
     print(f"moments drawn with seed {seed}")
     moments = random.Random(seed)
-    directory = tmp_path / "runs" / "killed"
+    directory = tmp_path / "runs" / often
     for step in sorted(moments.sample(range(-1, NUM_STEPS - 6), num_kills)):
-        process = start(config, "killed", home, prefect_server, method)
-        wait_for_step("killed", process, mlflow_uri, step)
+        process = start(config, often, home, prefect_server, method)
+        wait_for_step(often, process, mlflow_uri, step)
         time.sleep(moments.uniform(0, 0.3))  # anywhere between one step's log and a later one's
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    output = finish(start(config, "killed", home, prefect_server, method))
+    output = finish(start(config, often, home, prefect_server, method))
 
     assert final_weights(directory, home) == whole
     assert len(whole) > 0
-    (never,) = find_run("whole", mlflow_uri)
-    (run,) = find_run("killed", mlflow_uri)  # one, whenever it was killed
-    assert run.data.params["learning_rate"] == never.data.params["learning_rate"]
+    (undisturbed,) = find_run(never, mlflow_uri)
+    (run,) = find_run(often, mlflow_uri)  # one, whenever it was killed
+    assert run.data.params["learning_rate"] == undisturbed.data.params["learning_rate"]
     client = MlflowClient(mlflow_uri)
-    for key in never.data.metrics:
+    for key in undisturbed.data.metrics:
         if not key.startswith(("time/", "cost/", "system/")) and not key.endswith("duration_s"):
             ours, theirs = (
                 sorted((point.step, point.value) for point in client.get_metric_history(each.info.run_id, key))
-                for each in (run, never)
+                for each in (run, undisturbed)
             )
             assert ours == theirs, key
     assert "Resumed" in output

@@ -15,6 +15,9 @@ from blocks.errors import ConfigError
 from tasks.evaluate import build_evaluator
 from tasks.tokenized import TokenizedEvaluator
 
+# `make slow` installs Inspect AI.
+pytestmark = pytest.mark.slow
+
 PATH = "tasks.sampled.inspect_task:InspectTask"
 
 
