@@ -108,7 +108,7 @@ def test_a_laptop_runs_a_deployment_stops_in_good_order_and_has_it_the_next_day(
         until_ready(up)
         exports = up.noted()["exports"]
         for place in up.noted()["places"]:
-            page = httpx.get(place["url"], headers={"Accept": "text/html"}, timeout=60)  # as a browser asks
+            page = httpx.get(place["url"], headers={"Accept": "text/html"}, follow_redirects=True, timeout=60)
             assert page.status_code == 200, place
             assert Path(place["log"]).exists()
         for name, value in exports.items():

@@ -101,4 +101,4 @@ def test_two_runs_share_a_service_that_takes_one(tmp_path: Path, prefect_server:
     found = httpx.post(f"{prefect_server}/events/filter", json=wanted, timeout=30).json()["events"]
     mine = [each for each in found if limit_name(engine_url) in json.dumps(each["resource"])]
     kinds = [each["event"].rpartition(".")[2] for each in mine]
-    assert kinds == ["acquired", "released", "acquired", "released"]
+    assert [each for each in kinds if each != "created"] == ["acquired", "released", "acquired", "released"]
