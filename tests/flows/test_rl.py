@@ -57,8 +57,19 @@ def test_each_step_is_sampled_from_the_weights_it_trains(
 
 
 @pytest.mark.slow
-def test_it_learns(tmp_path: Path, prefect_server: str, engine_url: str, mlflow_uri: str) -> None:
-    config = rl_fields(tmp_path, "learns", mlflow_uri, engine_url) | {"num_steps": 40, "checkpoint_every": 40}
+@pytest.mark.parametrize("seed", range(3))
+def test_it_learns(tmp_path: Path, prefect_server: str, engine_url: str, mlflow_uri: str, seed: int) -> None:
+    config = rl_fields(tmp_path, f"learns-{seed}", mlflow_uri, engine_url) | {
+        "seed": seed,
+        "num_steps": 60,
+        "eval_every": 0,
+        "checkpoint_every": 60,
+        "learning_rate": 1e-2,
+        "lr_schedule": "constant",
+        # Without it seed 0 settles on one letter and an end.
+        "objective": {"base_loss": "importance_sampling", "regularizers": [{"name": "kl", "weight": 0.3}]},
+    }
+    config["environment"]["params"] |= {"letters": "a", "group_size": 16}
     rewards = curve(rl(RlConfig.model_validate(config)), mlflow_uri, "env/all/reward/total")
-    assert sum(rewards[:3]) / 3 < 0.2
-    assert sum(rewards[-3:]) / 3 > 0.8
+    assert sum(rewards[:3]) / 3 < 0.1
+    assert sum(rewards[-3:]) / 3 > 0.9
