@@ -5,10 +5,10 @@ python -m flows.rl --config examples/rl.yaml learning_rate=1e-4
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 from prefect import flow
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from blocks.errors import ConfigError
 from flows.command_line import main
@@ -69,6 +69,12 @@ class AdvantageConfig(Config):
         title="Drop constant groups",
         description="Leave out groups whose members all earned the same, which teach nothing by themselves.",
     )
+
+    @model_validator(mode="after")
+    def _check_scale(self) -> Self:
+        if self.scale and self.baseline != "group_mean":
+            raise ValueError("scale goes with the baseline group_mean alone: leave it out, or take that baseline")
+        return self
 
 
 class RlConfig(TrainConfig):

@@ -56,6 +56,12 @@ def test_each_step_is_sampled_from_the_weights_it_trains(
     assert len(curve(result, mlflow_uri, "test/env/all/reward/total")) == 2
 
 
+def test_a_scale_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
+    wrong = rl_fields(tmp_path, "wrong", "") | {"advantage": {"baseline": "leave_one_out", "scale": True}}
+    with pytest.raises(ValueError, match="scale goes with the baseline group_mean alone"):
+        RlConfig.model_validate(wrong)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_it_learns(tmp_path: Path, prefect_server: str, engine_url: str, mlflow_uri: str, seed: int) -> None:
