@@ -18,6 +18,7 @@ PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 @contextmanager
 def running_postgres() -> Iterator[str]:
     """A server on a new cluster; where it answers, as `user@host:port`."""
+    assert PROGRAMS, "There is no PostgreSQL in /usr/lib/postgresql: install Debian's package postgresql."
     programs, port = PROGRAMS[-1], free_port()
     # PostgreSQL refuses to run as root, and who else it runs as cannot look into pytest's folders.
     user = "postgres" if os.getuid() == 0 else None

@@ -15,7 +15,7 @@ import httpx
 import psycopg
 import pytest
 import yaml
-from postgres_server import PROGRAMS, running_postgres
+from postgres_server import running_postgres
 from sft_config import sft_fields
 
 from blocks.processes import free_port, prefect_server_env
@@ -23,7 +23,6 @@ from blocks.processes import free_port, prefect_server_env
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not PROGRAMS, reason="Debian's package postgresql is not installed")
 def test_a_run_with_prefect_and_mlflow_on_postgresql(
     tmp_path: Path, engine_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
