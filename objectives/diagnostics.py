@@ -51,13 +51,8 @@ def scalar_products(gradients_KDT: Tensor) -> Tensor:
     tensor([[25.,  4.],
             [ 4.,  1.]])
     """
-    # No matrix product: on cores that something else keeps busy, its threads cost fifty times these sums.
     flat_KN = gradients_KDT.flatten(1)
-    products_KK = flat_KN.new_zeros(len(flat_KN), len(flat_KN))
-    for k, gradient in enumerate(flat_KN):
-        for other in range(k + 1):
-            products_KK[k, other] = products_KK[other, k] = torch.dot(gradient, flat_KN[other])
-    return products_KK
+    return flat_KN @ flat_KN.T
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -64,7 +64,7 @@ def linearize(
         names, values = [row.name for row, _ in rows], [row.value for row, _ in rows]
         weights_K = balance.weights(names, values, weights_K, products_KK, step)
         balanced = {f"term/{name}/weight_balanced": w for name, w in zip(names, weights_K.tolist(), strict=True)}
-    # One after the other, in float64: a matrix product may round differently from run to run.
+    # One after the other: the bits of what is trained on are not to depend on how a matrix product was cut up.
     total_DT = gradients_KDT[0] * weights_K[0]
     for gradient_DT, weight in zip(gradients_KDT[1:], weights_K[1:].tolist(), strict=True):
         total_DT.add_(gradient_DT, alpha=weight)
