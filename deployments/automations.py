@@ -80,7 +80,7 @@ def stopped() -> AutomationCore:
     """Cancels a run, or the sweep that it is a trial of, at a warning of its terms, where it has the tag."""
     return AutomationCore(
         name="tinker-flows: stop on a warning",
-        description=f"What has the tag {STOP_TAG} is saved and cancelled when a term dominates or two conflict.",
+        description=f"What has the tag {STOP_TAG} is saved and cancelled when its terms warn.",
         trigger=EventTrigger(
             match={"prefect.resource.id": f"{PREFIX}.run.*"},
             match_related=_tagged(STOP_TAG),

@@ -32,6 +32,7 @@ class Method:
 
 METHODS: Mapping[str, Method] = {
     "sft": Method("supervised fine-tuning", "flows.sft:sft", "flows.sft:SftConfig"),
+    "dpo": Method("learning from preferences between answers", "flows.dpo:dpo", "flows.dpo:DpoConfig"),
     "rl": Method("reinforcement learning on the rewards of environments", "flows.rl:rl", "flows.rl:RlConfig"),
 }
 

@@ -13,7 +13,7 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-Kind = Literal["dominance", "conflict", "budget"]
+Kind = Literal["dominance", "conflict", "explosion", "chance", "length", "budget"]
 PREFIX = "tinker-flows"
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from flows.run import Run
 from flows.train_config import BASE_MODEL, TrainConfig
 from objectives.objective import Objective
+from tasks.checkpoint import resumable
 from tasks.features import load_kept
 from tasks.reference import REFERENCE_NAME, Reference
 from tasks.service_errors import service_errors
+
+# What the run started from.
+START = "start"
 
 
 def open_reference(run: Run, config: TrainConfig, objective: Objective) -> Reference | None:
@@ -18,12 +22,20 @@ def open_reference(run: Run, config: TrainConfig, objective: Objective) -> Refer
     """
     if not objective.needs("ref_logprobs"):
         return None
-    with service_errors(f"open the reference {config.reference}"):
-        if config.reference == BASE_MODEL:
+    name = _started_from(run) if config.reference == START else config.reference
+    with service_errors(f"open the reference {name}"):
+        if name == BASE_MODEL:
             # An adapter that was never trained adds nothing to the model it is on.
             client = run.session.create_lora_training_client(config.model, rank=config.lora_rank).result()
         else:
-            client = run.session.create_training_client_from_state(config.reference).result()
-    reference = Reference(client, config.reference)
+            client = run.session.create_training_client_from_state(name).result()
+    reference = Reference(client, name)
     load_kept(reference.kept, run.directory, REFERENCE_NAME)
     return reference
+
+
+def _started_from(run: Run) -> str:
+    """The same for every part of a run: the record of a fork begins with its parent."""
+    records = resumable(run.directory)
+    first = records[-1] if records else run.start
+    return first.extra["parent"]["state_path"] if first and first.has("parent") else BASE_MODEL

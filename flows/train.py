@@ -45,6 +45,7 @@ from tasks.features import load_kept, save_kept
 from tasks.forward import enqueue_forward, forward_logprobs
 from tasks.metrics import log_metrics
 from tasks.options import call, whole
+from tasks.pairs import HeldOutPairs
 from tasks.reference import REFERENCE_NAME, Reference
 from tasks.source import Source
 from tasks.update import PendingUpdate, enqueue_fused_update, enqueue_update, forward_backward, optim_step
@@ -94,9 +95,17 @@ class Loop:
 
 
 def train(
-    run: Run, config: TrainConfig, source: Source, objective: Objective, evaluators: Sequence[Evaluator]
+    run: Run,
+    config: TrainConfig,
+    source: Source,
+    objective: Objective,
+    evaluators: Sequence[Evaluator],
+    reference: Reference | None = None,
 ) -> TrainResult:
     """Run every step that is left, or that the budget allows, then leave a checkpoint and the report.
+
+    Args:
+        reference: of the terms that measure from one, where the flow has opened it.
 
     Raises:
         GuardError: a step was not fit to be trained on, and the config says what becomes of it.
@@ -107,7 +116,7 @@ def train(
     start = begin(run, config, plan.steps_per_epoch, plan.num_steps)
     plan = replace(plan, first=first_step(run.directory))
     load_kept(objective.runner.cache, run.directory)
-    reference = open_reference(run, config, objective)
+    reference = reference or open_reference(run, config, objective)
     first = step_of(start) if start else 0
     checkpoints = Checkpoints(run, config, plan.steps_per_epoch, start)
     guard, ledger = _restore(run, config, objective, start)
@@ -268,7 +277,7 @@ def _answer(
         assert linearized is not None, "what was sent is never skipped"
         _seen(loop)
     nll = compute_mean_nll(outputs.logprobs_DT, batch.weights_DT)
-    metrics |= loop.source.metrics(step, batch, outputs.logprobs_DT)
+    metrics |= loop.source.metrics(step, batch, outputs.logprobs_DT, linearized.metrics)
     return metrics | linearized.metrics | {"train_mean_nll": nll, "num_tokens": batch.num_tokens}
 
 
@@ -343,7 +352,7 @@ def _evaluate(loop: Loop, step: int) -> dict[str, float]:
 def _held_out_tokens(loop: Loop, step: int) -> int:
     """The tokens that an evaluation before a step takes, as far as they are known: not what evaluators sample."""
     due = loop.plan.evaluates_before(step)
-    return sum(each.num_tokens for each in loop.evaluators if due and isinstance(each, HeldOutNLL))
+    return sum(each.num_tokens for each in loop.evaluators if due and isinstance(each, HeldOutNLL | HeldOutPairs))
 
 
 def _progress(plan: Plan, step: int) -> dict[str, float]:

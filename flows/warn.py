@@ -11,6 +11,7 @@ from objectives.watch import Warned
 from tasks.metrics import MetricsLog
 
 TAG = "tinker_flows.warning"
+_FIGURES = {"dominance": "share", "conflict": "cosine", "explosion": "margin", "chance": "accuracy"}
 
 
 def warn(log: MetricsLog, run_name: str, warnings: Sequence[Warned]) -> None:
@@ -18,5 +19,5 @@ def warn(log: MetricsLog, run_name: str, warnings: Sequence[Warned]) -> None:
     for warning in warnings:
         get_run_logger().warning("%s", warning.text)
         log.tag(f"{TAG}.{warning.key}", warning.text)
-        figure = {"share" if warning.kind == "dominance" else "cosine": warning.figure}
+        figure = {_FIGURES.get(warning.kind, "correlation"): warning.figure}
         emit(warning.kind, run_name, {"step": warning.step, "terms": warning.terms, **figure, "message": warning.text})

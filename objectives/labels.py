@@ -88,6 +88,31 @@ def pairs_of(batch: Batch, name: str) -> Pairs:
     return Pairs(ordered[::2], ordered[1::2])
 
 
+def better_first(batch: Batch) -> Pairs:
+    """The pairs of the label ``pair``, the better one first.
+
+    Which one that is the label ``desirable`` says, 1 of the better one and 0 of the other; where the data has no such
+    label, the order in the batch.
+
+    Raises:
+        ObjectiveError: as `pairs_of` does; or a pair has two better ones, or none.
+
+    >>> labels_D = {"pair": torch.tensor([3, 3]), "desirable": torch.tensor([0, 1])}
+    >>> better_first(Batch(torch.zeros(2).long(), torch.ones(2), torch.arange(3), labels_D=labels_D))
+    Pairs(first_P=tensor([1]), second_P=tensor([0]))
+    """
+    pairs = pairs_of(batch, "pair")
+    if "desirable" not in batch.labels_D:
+        return pairs
+    first_P, second_P = (batch.labels_D["desirable"][each_P] for each_P in pairs)
+    if not bool(((first_P + second_P == 1) & (first_P * second_P == 0)).all()):
+        raise ObjectiveError(
+            "each pair has one answer with the label 'desirable' 1 and one with 0, and a pair of this batch has not: "
+            "let the dataset say which answer is the better one, and leave out ties"
+        )
+    return Pairs(torch.where(first_P == 1, *pairs), torch.where(first_P == 1, pairs.second_P, pairs.first_P))
+
+
 def _read(index: int, datum: Any, key: str) -> int:
     if key not in datum.loss_fn_inputs:
         return NONE

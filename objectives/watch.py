@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from objectives.collapse import FIGURES, collapses
 from objectives.regularizer import BASE
 from objectives.spec import WatchSpec
 
@@ -16,13 +17,13 @@ class Warned:
 
     Attributes:
         kind: what it is.
-        terms: the one that dominates, or the two that conflict.
+        terms: the one that dominates or collapses, or the two that conflict.
         step: the last one at which it was so.
-        figure: the share of the gradient, or the cosine, of that step.
+        figure: the share of the gradient, or the cosine, of that step; the average of what a collapse shows in.
         text: one sentence for the user.
     """
 
-    kind: Literal["dominance", "conflict"]
+    kind: Literal["dominance", "conflict", "explosion", "chance", "length"]
     terms: tuple[str, ...]
     step: int
     figure: float
@@ -30,7 +31,7 @@ class Warned:
 
     @property
     def key(self) -> str:
-        """``dominance.<term>`` or ``conflict.<term>.<term>``."""
+        """``dominance.<term>``, ``conflict.<term>.<term>`` or ``<kind>.<term>``."""
         return ".".join([self.kind, *self.terms])
 
 
@@ -39,6 +40,7 @@ class Watch:
 
     - Dominance: a term's share of the gradient is above a threshold. The base loss may have any share.
     - Conflict: the cosine of two gradients, the base loss's among them, is below a threshold.
+    - Collapse of a preference loss: its margin explodes, its accuracy stays at chance, its rewards go with the lengths.
 
     Each is warned of when it has lasted for `patience` steps at which it was evaluated, and again only after it ended.
     """
@@ -51,20 +53,20 @@ class Watch:
 
     def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """``term/<name>/grad_share_ema``, exponential moving averages, from the metrics of a step."""
-        spec = self._spec
         made: dict[str, float] = {}
         for key, figure in metrics.items():
             match key.split("/"):
                 case ["term", name, "grad_share"]:
-                    before = self._smoothed.get(name, figure)
-                    self._smoothed[name] = spec.share_decay * before + (1 - spec.share_decay) * figure
-                    made[f"term/{name}/grad_share_ema"] = self._smoothed[name]
+                    made[f"term/{name}/grad_share_ema"] = self._smooth(name, figure)
                     if name != BASE:
                         self._dominance(name, figure, step)
                 case ["term", name, "cosine_to_base"] if name != BASE:
                     self._conflict(BASE, name, figure, step)
                 case ["cosine", first, second]:
                     self._conflict(first, second, figure, step)
+                case ["term", name, "length_correlation"]:
+                    figures = {each: metrics.get(f"term/{name}/{each}") for each in FIGURES}
+                    self._collapse(name, {key: figure for key, figure in figures.items() if figure is not None}, step)
         return made
 
     def take_warnings(self) -> list[Warned]:
@@ -95,13 +97,27 @@ class Watch:
             text = f"{said} for {self._lasted(step)}: {remedy}."
             self._warnings.append(Warned("conflict", (first, second), step, cosine, text))
 
-    def _lasts(self, key: str, happens: bool) -> bool:
+    def _collapse(self, name: str, figures: Mapping[str, float], step: int) -> None:
+        if len(figures) < len(FIGURES):
+            return  # somebody else's term, which calls one of its metrics so
+        for each in collapses(name, {key: self._smooth(f"{name}/{key}", figure) for key, figure in figures.items()}):
+            if self._lasts(f"{each.kind}.{name}", each.happens, each.patience):
+                text = f"{each.said} for {self._lasted(step, each.patience)}: {each.remedy}."
+                self._warnings.append(Warned(each.kind, (name,), step, each.figure, text))
+
+    def _smooth(self, key: str, figure: float) -> float:
+        """The moving average of a figure with its value at this step."""
+        decay = self._spec.share_decay
+        self._smoothed[key] = decay * self._smoothed.get(key, figure) + (1 - decay) * figure
+        return self._smoothed[key]
+
+    def _lasts(self, key: str, happens: bool, patience: int = 1) -> bool:
         """True once, when it has happened often enough on end."""
         if not happens:
             self._lasting.pop(key, None)
             return False
         self._lasting[key] = self._lasting.get(key, 0) + 1
-        return self._lasting[key] == self._spec.patience
+        return self._lasting[key] == patience * self._spec.patience
 
-    def _lasted(self, step: int) -> str:
-        return f"{self._spec.patience} steps on end, up to step {step}"
+    def _lasted(self, step: int, patience: int = 1) -> str:
+        return f"{patience * self._spec.patience} steps on end, up to step {step}"

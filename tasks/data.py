@@ -58,7 +58,7 @@ class DataSource:
         """`batch_at` as a task, run ahead of the step that needs it."""
         return submit(load_batch, self, step)
 
-    def metrics(self, step: int, batch: Batch, logprobs_DT: Tensor) -> dict[str, float]:
+    def metrics(self, step: int, batch: Batch, logprobs_DT: Tensor, terms: Mapping[str, float]) -> dict[str, float]:
         return {}
 
     def batch_at(self, step: int) -> Batch:

@@ -88,7 +88,7 @@ class RolloutSource:
 
         return _GATHERING.submit(copy_context().run, play)
 
-    def metrics(self, step: int, batch: Batch, logprobs_DT: Tensor) -> dict[str, float]:
+    def metrics(self, step: int, batch: Batch, logprobs_DT: Tensor, terms: Mapping[str, float]) -> dict[str, float]:
         return compute_group_metrics(self._groups.pop(step)) | compute_policy_metrics(batch, logprobs_DT)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import tinker
@@ -26,10 +27,11 @@ class Source(Protocol):
         """Start on the batch of a step, by the weights of every update that the client was sent before."""
         ...
 
-    def metrics(self, step: int, batch: Batch, logprobs_DT: Tensor) -> dict[str, float]:
+    def metrics(self, step: int, batch: Batch, logprobs_DT: Tensor, terms: Mapping[str, float]) -> dict[str, float]:
         """What there is to say of the batch of a step; once.
 
         Args:
             logprobs_DT: nats, of its targets under the weights that the step starts from.
+            terms: what the objective's terms say of it, as it is logged.
         """
         ...

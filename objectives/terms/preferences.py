@@ -1,7 +1,8 @@
 """Preferences between answers as terms: alone as base loss, or beside another one.
 
-The two answers to one prompt share the label ``pair`` (`objectives.labels`), the better one first in the batch. Each
-term is a mean over the pairs; the formulas are those of `objectives.losses`.
+The two answers to one prompt share the label ``pair`` (`objectives.labels`). The better one has the label ``desirable``
+1 and the other one 0; where the data has no such label, the better one is the first in the batch. Each term is a mean
+over the pairs; the formulas are those of `objectives.losses`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from objectives import losses
 from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError
-from objectives.labels import NONE, label_of, pairs_of
+from objectives.labels import NONE, better_first, label_of
 from objectives.losses import PairLogprobs
 from objectives.reductions import sum_by_datum, trained_datums
 from objectives.term import regularizer
@@ -36,7 +37,8 @@ def dpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Result:
 
     Metrics:
         accuracy: the share of pairs whose better answer has the higher reward; margin, chosen_reward,
-        rejected_reward: means of ``beta (log p - log ref)``, and of its difference in a pair.
+        rejected_reward: means of ``beta (log p - log ref)``, and of its difference in a pair; length_correlation: of
+        the rewards of all answers with their numbers of tokens, 0 where either is constant.
     """
     policy, reference = _pairs(outputs.logprobs_DT, batch), _reference(outputs, batch)
     return losses.dpo(policy, reference, beta=beta).mean(), _implicit_rewards(policy, reference, beta)
@@ -73,7 +75,7 @@ def simpo(outputs: Outputs, batch: Batch, *, beta: Positive = 2.0, gamma: AtLeas
     """
     policy = _pairs(outputs.logprobs_DT, batch)
     value = losses.simpo(policy, beta=beta, gamma=gamma).mean()
-    return value, _rewards(beta * policy.chosen_mean_P, beta * policy.rejected_mean_P)
+    return value, _rewards(policy, beta * policy.chosen_mean_P, beta * policy.rejected_mean_P)
 
 
 @regularizer("orpo", reduction="none")
@@ -90,7 +92,7 @@ def orpo(outputs: Outputs, batch: Batch, *, odds_weight: AtLeastZero = 0.1) -> R
     """
     policy = _pairs(outputs.logprobs_DT, batch)
     value = losses.orpo(policy, weight=odds_weight).mean()
-    return value, _rewards(policy.chosen_mean_P, policy.rejected_mean_P)
+    return value, _rewards(policy, policy.chosen_mean_P, policy.rejected_mean_P)
 
 
 @regularizer("bradley_terry", reduction="none")
@@ -106,7 +108,8 @@ def bradley_terry(outputs: Outputs, batch: Batch) -> Result:
         as those of ``dpo``, with s for the reward.
     """
     policy = _pairs(outputs.logprobs_DT, batch)
-    return losses.bradley_terry(policy.chosen_P, policy.rejected_P).mean(), _rewards(policy.chosen_P, policy.rejected_P)
+    value = losses.bradley_terry(policy.chosen_P, policy.rejected_P).mean()
+    return value, _rewards(policy, policy.chosen_P, policy.rejected_P)
 
 
 @regularizer("kto", reduction="none", needs=("ref_logprobs",))
@@ -132,8 +135,9 @@ def kto(
         undesirable_weight: weight of the others.
 
     Metrics:
-        z: nats; chosen_reward, rejected_reward: means of ``beta log r`` of the desirable and of the other answers, 0
-        where there are none.
+        z: nats; accuracy: the share of judged answers with ``log r`` on the side of z that their verdict asks for;
+        chosen_reward, rejected_reward: means of ``beta log r`` of the desirable and of the other answers, 0 where there
+        are none; margin: their difference; length_correlation: as of ``dpo``.
     """
     assert outputs.ref_logprobs_DT is not None, "held by needs"
     verdict_D, trained_D = label_of(batch, "desirable"), trained_datums(batch)
@@ -156,15 +160,21 @@ def kto(
         desirable_weight=desirable_weight,
         undesirable_weight=undesirable_weight,
     )
+    chosen = float(rewards_D[desirable_D].sum() / desirable_D.sum().clamp(min=1))
+    rejected = float(rewards_D[~desirable_D].sum() / (~desirable_D).sum().clamp(min=1))
+    lengths_D = sum_by_datum(torch.ones_like(outputs.logprobs_DT), batch)[judged_D]
     return value_D.mean(), {
         "z": float(z),
-        "chosen_reward": float(rewards_D[desirable_D].sum() / desirable_D.sum().clamp(min=1)),
-        "rejected_reward": float(rewards_D[~desirable_D].sum() / (~desirable_D).sum().clamp(min=1)),
+        "accuracy": float(((rewards_D > beta * z) == desirable_D).to(torch.float64).mean()),
+        "margin": chosen - rejected,
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+        "length_correlation": _correlation(rewards_D, lengths_D),
     }
 
 
 def _pairs(logprobs_DT: Tensor, batch: Batch) -> PairLogprobs:
-    pairs = pairs_of(batch, "pair")
+    pairs = better_first(batch)
     sums_D, lengths_D = sum_by_datum(logprobs_DT, batch), sum_by_datum(torch.ones_like(logprobs_DT), batch)
     first_P, second_P = pairs
     return PairLogprobs(sums_D[first_P], sums_D[second_P], lengths_D[first_P], lengths_D[second_P])
@@ -176,14 +186,26 @@ def _reference(outputs: Outputs, batch: Batch) -> PairLogprobs:
 
 
 def _implicit_rewards(policy: PairLogprobs, reference: PairLogprobs, beta: float) -> dict[str, float]:
-    return _rewards(beta * (policy.chosen_P - reference.chosen_P), beta * (policy.rejected_P - reference.rejected_P))
+    chosen_P, rejected_P = policy.chosen_P - reference.chosen_P, policy.rejected_P - reference.rejected_P
+    return _rewards(policy, beta * chosen_P, beta * rejected_P)
 
 
-def _rewards(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, float]:
+def _rewards(policy: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> dict[str, float]:
     chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
     return {
         "accuracy": float((chosen_P > rejected_P).to(torch.float64).mean()),
         "margin": float((chosen_P - rejected_P).mean()),
         "chosen_reward": float(chosen_P.mean()),
         "rejected_reward": float(rejected_P.mean()),
+        "length_correlation": _correlation(
+            torch.cat([chosen_P, rejected_P]), torch.cat([policy.chosen_lengths_P, policy.rejected_lengths_P])
+        ),
     }
+
+
+def _correlation(rewards_D: Tensor, lengths_D: Tensor) -> float:
+    """Pearson's, 0 where either does not vary."""
+    both_2D = torch.stack([rewards_D, lengths_D]).to(torch.float64)
+    apart_2D = both_2D - both_2D.mean(1, keepdim=True)
+    scale = float(apart_2D.square().sum(1).prod().sqrt())
+    return float(apart_2D.prod(0).sum()) / scale if scale else 0.0

@@ -10,6 +10,7 @@ from ragged_batches import datums, make_batch, with_policies
 from test_evaluate import bind, evaluate
 
 from objectives import Batch, Objective, ObjectiveError, ObjectiveSpec, Outputs, evaluate_base, evaluate_term, linearize
+from objectives.labels import better_first
 from objectives.losses import PairLogprobs, bradley_terry, dpo, ipo, kto, orpo, simpo
 
 MASKS = [False, True, True, True, False, True, True, False, True, True, True]
@@ -56,6 +57,7 @@ def test_a_term_is_the_mean_of_its_loss_over_the_pairs(name):
 
 def test_metrics_of_dpo_are_its_rewards():
     batch, outputs = case()
+    assert outputs.ref_logprobs_DT is not None
     policy, reference = pairs(outputs.logprobs_DT, batch), pairs(outputs.ref_logprobs_DT, batch)
     chosen, rejected = 0.3 * (policy.chosen_P - reference.chosen_P), 0.3 * (policy.rejected_P - reference.rejected_P)
     assert evaluate(bind("dpo", params={"beta": 0.3}), outputs, batch).metrics == pytest.approx(
@@ -64,8 +66,30 @@ def test_metrics_of_dpo_are_its_rewards():
             "margin": float((chosen - rejected).mean()),
             "chosen_reward": float(chosen.mean()),
             "rejected_reward": float(rejected.mean()),
+            "length_correlation": correlation([*chosen, *rejected], [3, 2, 1, 2]),
         }
     )
+
+
+def correlation(rewards: list[torch.Tensor], lengths: list[int]) -> float:
+    return float(torch.corrcoef(torch.stack([torch.stack(rewards), torch.tensor(lengths).double()]))[0, 1])
+
+
+def test_the_label_desirable_says_which_answer_is_the_better_one():
+    batch, outputs = case()
+    swapped, ordered = (labelled(batch, desirable) for desirable in ([0, 1, 1, 0], [1, 1, 0, 0]))
+    found, other = (evaluate(bind("dpo"), outputs, each) for each in (ordered, swapped))
+    by_order = evaluate(bind("dpo"), outputs, batch)
+    assert (found.value, found.metrics) == (by_order.value, by_order.metrics)
+    assert better_first(swapped).first_P.tolist() == [1, 2]
+    assert other.value != found.value
+    for wrong in ([1, 1, 1, 0], [0, 1, 0, 0], [-1, 1, 2, 0]):
+        with pytest.raises(ObjectiveError, match="one answer with the label 'desirable' 1 and one with 0"):
+            better_first(labelled(batch, wrong))
+
+
+def labelled(batch: Batch, desirable: list[int]) -> Batch:
+    return replace(batch, labels_D={**batch.labels_D, "desirable": torch.tensor(desirable)})
 
 
 def test_kto_takes_its_divergence_from_the_answers_of_others():
@@ -79,6 +103,8 @@ def test_kto_takes_its_divergence_from_the_answers_of_others():
     found = evaluate(bind("kto", params={"beta": 0.3, "undesirable_weight": 2.0}), outputs, batch)
     assert found.value == pytest.approx(plain.mean().item(), rel=1e-6)
     assert found.metrics["z"] == pytest.approx(z.item(), rel=1e-6)
+    assert found.metrics["accuracy"] == ((log_ratio[0] > z).float() + (log_ratio[1] <= z).float()) / 2
+    assert found.metrics["margin"] == pytest.approx(0.3 * float(log_ratio[0] - log_ratio[1]), rel=1e-6)
     assert not found.gradient_DT[7:].any()
     with pytest.raises(ObjectiveError, match="no datum of a batch has a label 'desirable' and a trained token"):
         evaluate(bind("kto"), outputs, replace(batch, labels_D={"desirable": torch.full((4,), -1)}))

@@ -80,3 +80,33 @@ def test_a_resumed_run_warns_when_the_first_would_have():
     second.restore(json.loads(json.dumps(first.state())))
     assert look(second, steps[2:], first=2) == look(whole, steps) == [(2, "dominance.a")]
     assert second.look(4, metrics(0.1)) == whole.look(4, metrics(0.1))
+
+
+def preference(accuracy: float = 0.8, margin: float = 1.0, correlation: float = 0.0) -> dict[str, float]:
+    figures = {"accuracy": accuracy, "margin": margin, "length_correlation": correlation}
+    return {f"term/base/{key}": figure for key, figure in figures.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "figures", "num_steps"),
+    [
+        ("explosion", preference(margin=16.0), 3),
+        ("length", preference(correlation=-0.95), 3),
+        ("chance", preference(accuracy=0.5), 15),
+    ],
+)
+def test_a_collapse_of_a_preference_loss_is_warned_of(kind, figures, num_steps):
+    watch = Watch(WatchSpec(patience=3))
+    assert look(watch, [figures] * 30) == [(num_steps - 1, f"{kind}.base")]
+    assert look(Watch(WatchSpec(patience=3)), [preference()] * 30) == []
+    again = Watch(WatchSpec(patience=3))
+    again.look(0, figures)
+    resumed = Watch(WatchSpec(patience=3))
+    resumed.restore(json.loads(json.dumps(again.state())))
+    assert look(resumed, [figures] * 30, first=1) == [(num_steps - 1, f"{kind}.base")]
+
+
+def test_one_step_is_no_collapse_and_a_metric_of_that_name_no_preference():
+    steps = [preference()] * 9 + [preference(accuracy=0.0, margin=40.0, correlation=1.0)]
+    assert look(Watch(WatchSpec(patience=1)), steps) == []
+    assert look(Watch(WatchSpec(patience=1)), [{"term/mine/length_correlation": 1.0}]) == []

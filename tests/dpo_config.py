@@ -1,0 +1,32 @@
+"""A small run on preferences with the tiny model, as the fields of its config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def dpo_fields(folder: Path, run_name: str, tracking: str, base_url: str = "local") -> dict[str, Any]:
+    """Four steps of four pairs; the run's record lies below `folder`."""
+    return {
+        "run_name": run_name,
+        "model": "tiny",
+        "base_url": base_url,
+        "engine": {"threads": 1},
+        "storage": str(folder / "runs"),
+        "tracking": tracking,
+        "lora_rank": 4,
+        "learning_rate": 3e-3,
+        "num_steps": 4,
+        "eval_every": 4,
+        "checkpoint_every": 2,
+        "renderer_name": "role_colon",
+        "batch_size": 4,
+        "comparisons": {
+            "builder": "tinker_cookbook.preference.preference_datasets:ComparisonBuilderFromJsonl",
+            "params": {
+                "train_path": "examples/data/preferences_train.jsonl",
+                "test_path": "examples/data/preferences_test.jsonl",
+            },
+        },
+    }

@@ -1,0 +1,98 @@
+"""The dpo flow on the tiny model: real engine, real Prefect server, real MLflow store."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dpo_config import dpo_fields
+from mlflow import MlflowClient
+
+from blocks import RunStorage
+from blocks.errors import ConfigError
+from flows.dpo import DpoConfig, dpo
+from flows.result import TrainResult
+from tasks.checkpoint import read_records
+from tasks.reference import REFERENCE_NAME
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+FIGURES = {"dpo_loss", "accuracy", "margin", "chosen_reward", "rejected_reward"}
+
+
+@pytest.fixture(autouse=True)
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+
+
+def run(folder: Path, name: str, mlflow_uri: str, engine_url: str, **changes: Any) -> TrainResult:
+    return dpo(DpoConfig.model_validate(dpo_fields(folder, name, mlflow_uri, engine_url) | changes))
+
+
+def curve(result: TrainResult, tracking: str, key: str) -> list[float]:
+    points = MlflowClient(tracking).get_metric_history(result.mlflow_run_id, key)
+    return [point.value for point in sorted(points, key=lambda point: point.step)]
+
+
+def kept(folder: Path, name: str) -> dict[str, str]:
+    """What the reference was asked for, by a key of the reference and the answer."""
+    lines = (folder / "runs" / name / REFERENCE_NAME).read_text().splitlines()
+    return {key: found for line in lines for key, found in json.loads(line.partition(" ")[2]).items()}
+
+
+def test_the_rewards_are_measured_from_the_start_whatever_part_of_a_run_it_is(
+    tmp_path: Path, engine_url: str, mlflow_uri: str
+) -> None:
+    first = run(tmp_path, "preferences", mlflow_uri, engine_url)
+    assert first.metrics.keys() >= FIGURES | {f"test/{key}" for key in FIGURES}
+    assert curve(first, mlflow_uri, "dpo_loss")[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert curve(first, mlflow_uri, "margin")[0] == pytest.approx(0, abs=1e-5)
+    assert curve(first, mlflow_uri, "test/margin")[1] > 0.1
+    assert len(kept(tmp_path, "preferences")) == 2 * (4 * 4 + 64)
+
+    # A fork measures from where it began, and so does its second part.
+    directory = RunStorage(url=str(tmp_path / "runs")).run_directory("preferences")
+    path = read_records(directory).checkpoints[0].state_path
+    fork = {"resume": path, "eval_every": 0, "num_steps": 3, "checkpoint_every": 1}
+    forked = run(tmp_path, "further", mlflow_uri, engine_url, **fork)
+    margins = curve(forked, mlflow_uri, "margin")
+    assert margins[0] == pytest.approx(0, abs=1e-5)
+    assert margins[2] > 0.01
+    before = kept(tmp_path, "further")
+    assert len(before) == 2 * 3 * 4
+    assert not before.keys() & kept(tmp_path, "preferences").keys()
+    checkpoints = tmp_path / "runs" / "further" / "checkpoints.jsonl"
+    checkpoints.write_text("".join(checkpoints.read_text().splitlines(keepends=True)[:2]))  # killed behind step 0
+    (tmp_path / "runs" / "further" / REFERENCE_NAME).unlink()
+    assert run(tmp_path, "further", mlflow_uri, engine_url, **fork).resumed_from == 1
+    again = kept(tmp_path, "further")
+    assert len(again) == 2 * 2 * 4
+    assert again.items() <= before.items()
+
+
+def test_a_loss_that_does_not_know_which_answer_is_better_is_refused(tmp_path: Path) -> None:
+    config = dpo_fields(tmp_path, "wrong", "") | {"objective": {"base_loss": "cross_entropy"}}
+    with pytest.raises(ConfigError, match="cross_entropy, which would learn the worse answers"):
+        dpo(DpoConfig.model_validate(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_it_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int) -> None:
+    learned = run(
+        tmp_path, f"sure-{seed}", mlflow_uri, engine_url, seed=seed, learning_rate=1e-3, num_steps=48, eval_every=48
+    )
+    before, after = curve(learned, mlflow_uri, "test/accuracy")
+    assert before < 0.6
+    assert after > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["ipo", "kto", "simpo", "orpo", "bradley_terry"])
+def test_every_other_loss_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, loss: str) -> None:
+    changes = {"objective": {"base_loss": loss}, "num_steps": 48, "eval_every": 48, "batch_size": 8, "num_epochs": 2}
+    learned = run(tmp_path, loss, mlflow_uri, engine_url, **changes)
+    assert curve(learned, mlflow_uri, "test/accuracy")[-1] > 0.9
+    assert f"{loss}_loss" in learned.metrics
