@@ -33,6 +33,26 @@ class Method:
 METHODS: Mapping[str, Method] = {
     "sft": Method("supervised fine-tuning", "flows.sft:sft", "flows.sft:SftConfig"),
     "dpo": Method("learning from preferences between answers", "flows.dpo:dpo", "flows.dpo:DpoConfig"),
+    "on_policy_distillation": Method(
+        "learning how likely a teacher finds what the student samples",
+        "flows.distill:on_policy_distillation",
+        "flows.distill_config:OnPolicyConfig",
+    ),
+    "off_policy_distillation": Method(
+        "learning what a teacher writes, or its likeliest tokens",
+        "flows.distill:off_policy_distillation",
+        "flows.distill_config:OffPolicyConfig",
+    ),
+    "self_distillation": Method(
+        "learning from earlier weights that are shown more",
+        "flows.distill:self_distillation",
+        "flows.distill_config:SelfConfig",
+    ),
+    "prompt_distillation": Method(
+        "learning to answer without a long prompt as with it",
+        "flows.distill:prompt_distillation",
+        "flows.distill_config:PromptConfig",
+    ),
     "rl": Method("reinforcement learning on the rewards of environments", "flows.rl:rl", "flows.rl:RlConfig"),
 }
 

@@ -6,20 +6,19 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import tinker
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.types import RLDataset
-from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
+from tinker_cookbook.tokenizer_utils import Tokenizer
 from torch import Tensor
 
 from blocks.errors import ConfigError
 from objectives.batch import Batch
 from tasks.data import build
-from tasks.locked import lock
 from tasks.options import Pending, call, step_task, submit, whole
 from tasks.policy import Policy
 from tasks.rollout import Group, Patient, rollout
@@ -85,9 +84,13 @@ class RolloutSource:
                 for index, each in enumerate(builders)
             ]
             self._groups[step] = [each.result() for each in playing]
-            return call(gather, whole(self._groups[step]), self._shape, self._tokenizer)
+            return self.gather(step, self._groups[step])
 
         return _GATHERING.submit(copy_context().run, play)
+
+    def gather(self, step: int, groups: Sequence[Group]) -> Batch:
+        """The batch of a step, of what became of its groups."""
+        return call(gather, whole(groups), self._shape, self._tokenizer)
 
     def metrics(self, step: int, batch: Batch, logprobs_DT: Tensor, terms: Mapping[str, float]) -> dict[str, float]:
         return compute_group_metrics(self._groups.pop(step)) | compute_policy_metrics(batch, logprobs_DT)
@@ -101,8 +104,7 @@ class HeldOutEnvironments(SamplingClientEvaluator):
         self._play = play
 
     async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
-        # All groups share it, and with the same draws for each would be right or wrong together.
-        return await self._evaluator.eval_token_completer(replace(self._play.policy(sampling_client), by_prompt=True))
+        return await self._evaluator.eval_token_completer(self._play.policy(sampling_client))
 
 
 def build_environments(
@@ -113,7 +115,6 @@ def build_environments(
     Raises:
         ConfigError: no such builder, wrong parameters, or problems that it cannot read.
     """
-    lock(get_tokenizer(tokenizer.name_or_path))  # theirs, which is another object
     train, test = build("environment", builder, params, tokenizer, lambda made: asyncio.run(made()))
     return RolloutSource(train, test, tokenizer, play, shape)
 

@@ -1,0 +1,70 @@
+"""Small distillation runs on the tiny model, as the fields of their configs, and a teacher for them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import tinker
+from tinker import types
+from tinker_cookbook.renderers import get_renderer
+
+from flows.distill_config import QUESTIONS
+from tasks.teacher import hard_datum
+
+END = 258
+
+
+def distill_fields(folder: Path, run_name: str, tracking: str, base_url: str = "local") -> dict[str, Any]:
+    """Two steps of four questions."""
+    return {
+        "run_name": run_name,
+        "model": "tiny",
+        "base_url": base_url,
+        "engine": {"threads": 1},
+        "storage": str(folder / "runs"),
+        "tracking": tracking,
+        "lora_rank": 8,
+        "learning_rate": 1e-2,
+        "lr_schedule": "constant",
+        "num_epochs": 1000,
+        "num_steps": 2,
+        "eval_every": 2,
+        "checkpoint_every": 2,
+        "batch_size": 4,
+        "rollout": {"max_tokens": 12},
+    }
+
+
+def questions(folder: Path, num_train: int = 16, num_test: int = 16) -> dict[str, Any]:
+    """Files of questions, half for an answer of many a and half for one of many b, as fields of a config."""
+    numbers = {"train": range(num_train), "test": range(100, 100 + num_test)}
+    for name, range_of in numbers.items():
+        rows = [json.dumps({"question": f"Say {'ab'[number % 2]}.{number // 2}"}) for number in range_of]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+    return {"path": str(folder / "train.jsonl"), "test_path": str(folder / "test.jsonl")}
+
+
+def environment(folder: Path, **params: Any) -> dict[str, Any]:
+    return {"builder": QUESTIONS, "params": questions(folder) | {"batch_size": 4, **params}}
+
+
+def make_teacher(base_url: str, num_steps: int = 40) -> str:
+    """The path of weights that answer with eight letters, three of four of which are the one that is asked for."""
+    service = tinker.ServiceClient(base_url=base_url)
+    client = service.create_lora_training_client("tiny", rank=8, seed=7).result()
+    renderer = get_renderer("qwen3_instruct", client.get_tokenizer())
+    generator = random.Random(0)
+    for _ in range(num_steps):
+        data = []
+        for asked, letters in [("a", "aaab"), ("b", "abbb")] * 8:
+            question = {"role": "user", "content": f"Say {asked}.{generator.randrange(60)}"}
+            prompt = renderer.build_generation_prompt([question]).to_ints()  # type: ignore[list-item]
+            answer = [*(ord(generator.choice(letters)) for _ in range(8)), END]
+            data.append(hard_datum([*prompt, *answer], [0.0] * len(prompt) + [1.0] * len(answer)))
+        pending = client.forward_backward(data, "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=2e-2)).result()
+        pending.result()
+    return client.save_weights_for_sampler("teacher").result().path

@@ -1,0 +1,126 @@
+"""The flows of distillation on the tiny model: real engine, real Prefect server, real MLflow store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from distill_config import distill_fields, environment, make_teacher, questions
+from mlflow import MlflowClient
+
+from blocks import RunStorage
+from deployments.methods import config_type_of, flow_of
+from flows.distill import off_policy_distillation, on_policy_distillation, prompt_distillation
+from flows.distill_config import OffPolicyConfig, OnPolicyConfig, PromptConfig
+from flows.result import TrainResult
+from flows.teachers import TEACHERS
+from tasks.lessons import TAUGHT_NAME
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ("on_policy_distillation", "off_policy_distillation", "prompt_distillation", "self_distillation")
+PROMPT = "Say nothing but the letters a and b, eight of them, as in abababab."
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@pytest.fixture(autouse=True)
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+
+
+def curve(result: TrainResult, tracking: str, key: str) -> list[float]:
+    points = MlflowClient(tracking).get_metric_history(result.mlflow_run_id, key)
+    return [point.value for point in sorted(points, key=lambda point: point.step)]
+
+
+def test_the_student_is_scored_by_the_teacher_of_each_dataset(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    plain = {"environment": environment(tmp_path)}
+    hinted = {"environment": environment(tmp_path, shown=PROMPT), "weight": 3.0}
+    fields = distill_fields(tmp_path, "two-teachers", mlflow_uri, engine_url) | {"datasets": [plain, hinted]}
+    result = on_policy_distillation(OnPolicyConfig.model_validate(fields))
+    # Its own base weights are the teacher: at first they differ by nothing but what they are shown.
+    assert curve(result, mlflow_uri, "teacher_kl/dataset_0")[0] == pytest.approx(0.0, abs=1e-4)
+    assert curve(result, mlflow_uri, "teacher_kl/dataset_1")[0] > 0.1
+    assert curve(result, mlflow_uri, "env/all/total_episodes") == [4.0, 4.0]
+    assert len(curve(result, mlflow_uri, "test/teacher_kl")) == 2
+
+
+def test_the_answers_with_a_prompt_are_kept_and_learned_without_it(
+    tmp_path: Path, engine_url: str, mlflow_uri: str
+) -> None:
+    fields = distill_fields(tmp_path, "prompted", mlflow_uri, engine_url)
+    fields |= {"questions": questions(tmp_path, num_train=4), "prompt": PROMPT, "top_k": 8}
+    result = prompt_distillation(PromptConfig.model_validate(fields))
+    directory = RunStorage(url=fields["storage"]).run_directory("prompted")
+    lines = (directory.read_bytes(TAUGHT_NAME) or b"").splitlines()
+    assert [len(json.loads(line.partition(b" ")[2])) for line in lines] == [16, 4]  # held out; and once, for two epochs
+    assert json.loads(directory.read_bytes(TEACHERS) or b"") == {" base": ["tiny", ""]}
+    assert len(set(curve(result, mlflow_uri, "test/nll_teacher"))) == 1
+    assert len(curve(result, mlflow_uri, "test/nll")) == 2
+    first, last = curve(result, mlflow_uri, "teacher_kl/forward")
+    assert 0 < last < first
+
+
+@pytest.mark.parametrize(
+    ("datasets", "said"),
+    [
+        ([], "at least 1 item"),
+        ([{}], "give either an environment, for the teacher to answer, or data"),
+        ([{"data": {"builder": "a:b"}}], "data without top_k needs no teacher"),
+    ],
+)
+def test_what_teaches_nothing_is_refused(tmp_path: Path, datasets: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        OffPolicyConfig.model_validate(distill_fields(tmp_path, "wrong", "") | {"datasets": datasets})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_on_policy_comes_nearer_to_the_teacher_than_off_policy(
+    tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int
+) -> None:
+    """From the same start, which is near enough to the teacher that the student's samples teach something."""
+    taught = {"environment": environment(tmp_path, group_size=2), "teacher": {"checkpoint": make_teacher(engine_url)}}
+
+    def run(name: str, on_policy: bool, **changes: Any) -> TrainResult:
+        fields = distill_fields(tmp_path, f"{name}-{seed}", mlflow_uri, engine_url)
+        fields |= {"seed": seed, "batch_size": 8, "granularity": "segment", "checkpoint_every": 40}
+        fields |= {"eval_every": 40, "datasets": [taught], **changes}
+        if on_policy:
+            return on_policy_distillation(OnPolicyConfig.model_validate(fields))
+        return off_policy_distillation(OffPolicyConfig.model_validate(fields))
+
+    start = run("near", False, num_steps=8).state_path
+    student, reader = (run(f"on-{on}", on, num_steps=40, resume=start) for on in (True, False))
+    before, after = curve(student, mlflow_uri, "test/teacher_kl")
+    assert before > 0.1
+    assert after < 0.05
+    assert after < curve(reader, mlflow_uri, "test/teacher_kl")[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_prompt_is_learned(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int) -> None:
+    fields = distill_fields(tmp_path, f"learned-{seed}", mlflow_uri, engine_url)
+    fields |= {"questions": questions(tmp_path, num_train=64), "prompt": PROMPT, "top_k": 16, "seed": seed}
+    fields |= {"num_steps": 60, "eval_every": 60, "checkpoint_every": 60, "batch_size": 8, "granularity": "segment"}
+    result = prompt_distillation(PromptConfig.model_validate(fields))
+    first, last = curve(result, mlflow_uri, "test/nll")
+    with_prompt = curve(result, mlflow_uri, "test/nll_teacher")[0]
+    assert last - with_prompt < 0.2 * (first - with_prompt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_runs_to_its_end(
+    tmp_path: Path, engine_url: str, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    place = {"model": "tiny", "base_url": engine_url, "storage": str(tmp_path), "tracking": mlflow_uri}
+    fields = yaml.safe_load((ROOT / "examples" / f"{recipe}.yaml").read_text()) | place
+    result = flow_of(recipe)(config_type_of(recipe).model_validate(fields))
+    assert not result.stopped
+    assert result.num_steps == fields["num_steps"]
