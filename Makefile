@@ -28,7 +28,7 @@ test: install
 	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --durations=10
 
 slow: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dask,ray,inspect]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dask,ray,inspect,gym,arena]'
 	$(BIN)/python -m pytest -m slow --durations=10
 
 chaos: install

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import chz
@@ -17,6 +18,7 @@ from torch import Tensor
 from blocks.errors import ConfigError
 from objectives.batch import Batch, pack
 from objectives.labels import read_labels, without_labels
+from tasks.given import given
 from tasks.options import Pending, retried_task, submit
 
 
@@ -97,7 +99,7 @@ def build(
 ) -> tuple[Any, Any]:
     """The datasets of a builder, to train and to test on, by its import path.
 
-    `params` may nest; every `model_name_for_tokenizer` they leave out is the tokenizer of the model that is trained.
+    `params` may nest; a tokenizer's name or a renderer that they leave out is that of the model that is trained.
 
     Args:
         field: the field of the config that names it.
@@ -108,12 +110,14 @@ def build(
     """
     target = import_object(builder, f"{field}.builder")
     try:
-        blueprint = _blueprint(target, tokenizer.name_or_path).apply(_flatten(params), layer_name=f"{field}.params")
+        blueprint = _blueprint(target, given(tokenizer)).apply(_flatten(params), layer_name=f"{field}.params")
         return call(blueprint.make())
     except FileNotFoundError as error:
         raise ConfigError(
             f"The data file {error.filename or error} does not exist: set {field}.params to a file that does."
         ) from error
+    except ConfigError:
+        raise
     except Exception as error:  # a builder is somebody else's code: whatever it raises is about its data
         raise ConfigError(
             f"The data source {builder} could not be read ({type(error).__name__}: {_one_line(error)}): "
@@ -179,12 +183,13 @@ def load_batch(source: DataSource, step: int) -> Batch:
     return source.batch_at(step)
 
 
-def _blueprint(target: Any, tokenizer_name: str) -> chz.Blueprint[Any]:
-    default = {"...model_name_for_tokenizer": tokenizer_name}
-    try:
-        return chz.Blueprint(target).apply(default, layer_name="the model's tokenizer", strict=True)
-    except ExtraneousBlueprintArg:  # a builder that needs no tokenizer's name
-        return chz.Blueprint(target)
+def _blueprint(target: Any, defaults: Mapping[str, str]) -> chz.Blueprint[Any]:
+    blueprint = chz.Blueprint(target)
+    for name, value in defaults.items():
+        # A builder has some of these parameters, or none.
+        with suppress(ExtraneousBlueprintArg):
+            blueprint = blueprint.clone().apply({name: value}, layer_name="the model's", strict=True)
+    return blueprint
 
 
 def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

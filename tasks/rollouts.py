@@ -6,19 +6,20 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tinker
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.types import RLDataset
-from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 from torch import Tensor
 
 from blocks.errors import ConfigError
 from objectives.batch import Batch
 from tasks.data import build
+from tasks.locked import lock
 from tasks.options import Pending, call, step_task, submit, whole
 from tasks.policy import Policy
 from tasks.rollout import Group, Patient, rollout
@@ -104,7 +105,8 @@ class HeldOutEnvironments(SamplingClientEvaluator):
         self._play = play
 
     async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
-        return await self._evaluator.eval_token_completer(self._play.policy(sampling_client))
+        # All groups share it, and with the same draws for each would be right or wrong together.
+        return await self._evaluator.eval_token_completer(replace(self._play.policy(sampling_client), by_prompt=True))
 
 
 def build_environments(
@@ -115,6 +117,7 @@ def build_environments(
     Raises:
         ConfigError: no such builder, wrong parameters, or problems that it cannot read.
     """
+    lock(get_tokenizer(tokenizer.name_or_path))  # theirs, which is another object
     train, test = build("environment", builder, params, tokenizer, lambda made: asyncio.run(made()))
     return RolloutSource(train, test, tokenizer, play, shape)
 

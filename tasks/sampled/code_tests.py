@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
 from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from tasks.graders import run_tests
+from tasks.code_runs import run_tests_apart
 from tasks.sample import Answer, Sampling
 from tasks.sampled.evaluator import SampledEvaluator
 from tasks.sampled.summary import Graded
 from tasks.sandbox import Limits
-
-_RUNNERS = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="sandbox")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +34,5 @@ class CodeTests(SampledEvaluator):
         return f"{self.instruction}\n\n```python\n{row['prompt']}```"
 
     async def grade(self, answer: Answer, row: Mapping[str, str]) -> Graded:
-        loop = asyncio.get_running_loop()
-        passed, outcome = await loop.run_in_executor(_RUNNERS, run_tests, answer.text, row, self.limits)
+        passed, outcome = await run_tests_apart(answer.text, row, self.limits)
         return Graded(passed, answer.truncated, outcome.timed_out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, 
 
 from blocks.errors import ConfigError, ServiceError
 from tasks.policy import Policy
-from tasks.rollout import Group, Patient, rollout
+from tasks.rollout import Group, Patient, rollout, run_coroutine
 from tasks.trajectories import Shape, compute_group_metrics, compute_policy_metrics, pack_groups
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -100,6 +101,27 @@ def test_seeds_follow_from_the_place_of_a_turn(sampler: tinker.SamplingClient) -
     assert tokens_of(first) == tokens_of(again)
     turns = [str(turn) for each in (first, other) for member in tokens_of(each) for turn in member]
     assert len(set(turns)) == len(turns)
+
+
+def test_groups_of_one_key_draw_by_what_they_are_asked() -> None:
+    seeds: list[int] = []
+
+    class Sampler:
+        async def sample(self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams) -> Any:
+            assert params.seed is not None
+            seeds.append(params.seed)
+            return SimpleNamespace(sequences=[SimpleNamespace(tokens=[1], logprobs=[0.0], stop_reason="stop")])
+
+    async def ask(by_prompt: bool) -> None:
+        for prompt in (PROMPT, PROMPT, types.ModelInput.from_ints([5])):
+            sampler: Any = Sampler()
+            await Policy(sampler, 4, 1.0, (0,), by_prompt).member(0, 0)(prompt, [])
+
+    run_coroutine(ask(by_prompt=True))
+    assert seeds[0] == seeds[1] != seeds[2]
+    seeds.clear()
+    run_coroutine(ask(by_prompt=False))
+    assert len(set(seeds)) == 1
 
 
 def test_a_group_with_a_failure_is_played_again_with_fresh_environments(sampler: tinker.SamplingClient) -> None:
