@@ -21,6 +21,7 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from blocks.errors import ConfigError
 from engine.tiny import byte_tokenizer
 from examples.search_tool import Town
+from flows.config_file import read_yaml
 from tasks.given import recommended_renderer
 from tasks.locked import lock
 from tasks.rollout import Patient
@@ -151,6 +152,12 @@ def test_a_game_of_twenty_questions_ends_with_the_right_guess(tokenizer: Any) ->
     won, lost = (each.transitions for each in group.trajectories.trajectories_G)
     assert (len(won), len(lost)) == (2, 20)
     assert [tokenizer.decode(each[1].ob.to_ints()).count("user\nyes<") for each in (won, lost)] == [1, 0]
+
+
+def test_the_shorter_answers_of_a_group_win(tokenizer: Any) -> None:
+    environment = read_yaml(DATA.parent / "shorter.yaml")["environment"]
+    source = build(tokenizer, environment["builder"], **environment["params"] | {"group_size": 3})
+    assert rewards(play(source.train.get_batch(0)[0], [["I am"], ["I"], ["I am he"]])) == [0.0, 1.0, -1.0]
 
 
 @pytest.mark.parametrize(("reward", "wanted"), [("each", [1.0, 0.75, 0.5, 0.0]), ("all", [1.0, 0.0, 0.0, 0.0])])
