@@ -7,7 +7,7 @@ TRIALS ?= 100
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test slow chaos check bench bench-engine bench-objectives bench-operate format docs
+.PHONY: install demo test slow chaos check bench bench-engine bench-objectives bench-operate bench-preference format docs
 
 install: $(STAMP)
 
@@ -55,6 +55,9 @@ bench-engine: install
 
 bench-objectives: install
 	$(BIN)/python -m benchmarks objective_terms objective_cost
+
+bench-preference: install
+	$(BIN)/python -m benchmarks dpo_vs_cookbook
 
 bench-operate: install
 	TRIALS=$(TRIALS) $(BIN)/python -m benchmarks up_ready sweep_overhead

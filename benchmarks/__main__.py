@@ -15,6 +15,7 @@ BENCHMARKS = {
     "engine_service": "an almost empty training step through SDK and engine, against its computation in process",
     "engine_tenants": "eight training clients in turns, against one; and the memory of each",
     "flow_vs_cookbook": "the sft flow, against tinker-cookbook's supervised loop on the same engine",
+    "dpo_vs_cookbook": "the dpo flow, against tinker-cookbook's DPO loop, with the losses of both; only when named",
     "objective_terms": "eight terms side by side, and their gradients apart, against one callback and one backward",
     "one_pass": "cycles of the service per step where it runs the whole objective, against two passes",
     "long_run": "memory of the flow and of Prefect's database over 10,000 steps, by granularity; only when named",
@@ -22,7 +23,7 @@ BENCHMARKS = {
     "up_ready": "`tinker-flows up` until all of it is ready, against a Prefect server alone",
     "objective_cost": "three regularizers and their linearization, against the forward_backward they go with",
 }
-LONG = {"long_run", "sweep_overhead"}
+LONG = {"dpo_vs_cookbook", "long_run", "sweep_overhead"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

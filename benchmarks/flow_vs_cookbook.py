@@ -8,9 +8,6 @@ step, and start-up, final save and report with them. A second row has whole proc
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +17,7 @@ from mlflow import MlflowClient
 from tqdm import tqdm
 
 from benchmarks.rows import Row
-from benchmarks.scratch import environment, scratch_home
+from benchmarks.scratch import environment, run_module, scratch_home
 from blocks.home import home
 from blocks.processes import local_engine
 from engine.models import resolve_model
@@ -90,7 +87,7 @@ def _run_flow(folder: Path, model: str, steps: int) -> Trained:
         "data": {"builder": "benchmarks.timed_gsm8k:TimedGsm8kBuilder", "params": _data(model, times)},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    whole_s = _run(["flows.sft", "--config", str(folder / "config.yaml")], folder / "log")
+    whole_s = run_module(["flows.sft", "--config", str(folder / "config.yaml")], folder / "log")
     checkpoint = json.loads((folder / "bench" / "checkpoints.jsonl").read_text().splitlines()[-1])
     history = MlflowClient(tracking).get_metric_history(checkpoint["mlflow_run_id"], "train_mean_nll")
     return Trained(_step_ms(times), whole_s, max(history, key=lambda point: point.step).value)
@@ -113,7 +110,7 @@ def _run_cookbook(folder: Path, model: str, steps: int) -> Trained:
         **{f"dataset_builder.{key}": value for key, value in _data(model, times).items()},
     }
     arguments = [f"{key}={value}" for key, value in options.items()]
-    whole_s = _run(["benchmarks.cookbook_sft", *arguments], folder / "log")
+    whole_s = run_module(["benchmarks.cookbook_sft", *arguments], folder / "log")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return Trained(_step_ms(times), whole_s, json.loads(lines[-1])["train_mean_nll"])
 
@@ -126,22 +123,6 @@ def _data(model: str, times: Path) -> Mapping[str, str | int]:
         "common_config.max_length": 256,
         "common_config.batch_size": BATCH_SIZE,
     }
-
-
-def _run(arguments: list[str], log: Path) -> float:
-    """Run a module to its end; seconds."""
-    started = time.monotonic()
-    with log.open("w") as output:
-        finished = subprocess.run(
-            [sys.executable, "-m", *arguments],
-            stdout=output,
-            stderr=output,
-            cwd=Path(__file__).parent.parent,
-            check=False,
-        )
-    if finished.returncode:
-        raise RuntimeError(f"{arguments[0]} ended with {finished.returncode}: {log.read_text()[-2000:]}")
-    return time.monotonic() - started
 
 
 def _step_ms(times: Path) -> float:

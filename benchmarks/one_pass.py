@@ -6,26 +6,19 @@ to the first; one pass needs one. The engine's `--clock-cycle` makes that show.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter
 
 import tinker
 from tqdm import tqdm
 
 from benchmarks.rows import Row
-from benchmarks.scratch import scratch_home, solutions
+from benchmarks.scratch import KEY, bench_engine, scratch_home, solutions
 from objectives.objective import Objective
 from objectives.one_pass import OnePass
 from objectives.sdk_loop import forward_backward_regularized
 
 ADAM = tinker.AdamParams(learning_rate=1e-4)
 TERMS = ({"name": "confidence", "weight": 0.1}, {"name": "magnitude", "weight": 0.1})
-KEY = "tml-bench"
 
 
 def measure(*, repetitions: int = 3, steps: int = 5, cycle_s: float = 1.0) -> list[Row]:
@@ -33,7 +26,7 @@ def measure(*, repetitions: int = 3, steps: int = 5, cycle_s: float = 1.0) -> li
     ours, peer = [], []
     with (
         scratch_home() as folder,
-        _engine(folder, cycle_s) as url,
+        bench_engine(folder, "tiny", cycle_s) as url,
         tinker.ServiceClient(base_url=url, api_key=KEY) as session,
     ):
         one, two = (
@@ -63,21 +56,3 @@ def _cycles(trainer: tinker.TrainingClient, objective: OnePass, *, steps: int, c
         pending.result()
         updated.result()
     return (perf_counter() - started) / cycle_s / steps
-
-
-@contextmanager
-def _engine(folder: Path, cycle_s: float) -> Iterator[str]:
-    """The URL of an engine whose work starts on ticks."""
-    command = [sys.executable, "-m", "engine", "--port", "0", "--exit-with-stdin", "--model", "tiny", "--threads", "1"]
-    command += ["--state", str(folder / "engine"), "--clock-cycle", str(cycle_s)]
-    environment = {**os.environ, "TINKER_ENGINE_API_KEY": KEY}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as engine:
-        assert engine.stdout is not None
-        assert engine.stdin is not None
-        try:
-            url = engine.stdout.readline().strip()
-            if not url:
-                raise RuntimeError("The engine ended before it said where it listens: what it printed above says why.")
-            yield url
-        finally:
-            engine.stdin.close()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle
@@ -19,6 +22,8 @@ import examples
 from blocks.home import home
 from examples.gsm8k import read_problems
 
+# Any that begins like one is good for a local engine.
+KEY = "tml-bench"
 GSM8K = Path(examples.__path__[0]) / "data" / "gsm8k_train.jsonl"
 
 
@@ -43,6 +48,41 @@ def environment(**variables: str) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def bench_engine(folder: Path, model: str, cycle_s: float | None = None) -> Iterator[str]:
+    """The URL of an engine that the key `KEY` opens; with a cycle its training starts on ticks alone."""
+    command = [sys.executable, "-m", "engine", "--port", "0", "--exit-with-stdin", "--model", model, "--threads", "1"]
+    command += ["--state", str(folder / "engine")]
+    command += ["--clock-cycle", str(cycle_s)] if cycle_s else []
+    environment = {**os.environ, "TINKER_ENGINE_API_KEY": KEY}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as engine:
+        assert engine.stdout is not None
+        assert engine.stdin is not None
+        try:
+            url = engine.stdout.readline().strip()
+            if not url:
+                raise RuntimeError("The engine ended before it said where it listens: what it printed above says why.")
+            yield url
+        finally:
+            engine.stdin.close()
+
+
+def run_module(arguments: list[str], log: Path) -> float:
+    """Run a module as a process of its own, to its end; seconds."""
+    started = time.monotonic()
+    with log.open("w") as output:
+        finished = subprocess.run(
+            [sys.executable, "-m", *arguments],
+            stdout=output,
+            stderr=output,
+            cwd=Path(__file__).parent.parent,
+            check=False,
+        )
+    if finished.returncode:
+        raise RuntimeError(f"{arguments[0]} ended with {finished.returncode}: {log.read_text()[-2000:]}")
+    return time.monotonic() - started
 
 
 def solutions(tokenizer: Tokenizer, num_datums: int, num_tokens: int) -> list[tinker.Datum]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import (
+    dpo_vs_cookbook,
     engine_sampling,
     engine_service,
     engine_tenants,
@@ -79,6 +81,19 @@ def test_engine_tenants() -> None:
 def test_flow_vs_cookbook(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", prefect_server)
     check(flow_vs_cookbook.measure(repetitions=1, steps=4), "flow_vs_cookbook", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_dpo_vs_cookbook(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", prefect_server)
+    rows = dpo_vs_cookbook.measure(repetitions=1, epochs=1, cycle_s=0.5)
+    check(rows, "dpo_vs_cookbook", 2)
+    for row in rows:
+        apart = re.search(r"losses of the first 16 steps at most (\S+) apart: ours (.*); theirs (.*)", row.note)
+        assert apart
+        assert float(apart[1]) < 1e-4
+        assert len(apart[2].split()) == len(apart[3].split()) == 16
 
 
 @pytest.mark.slow

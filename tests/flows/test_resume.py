@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from dpo_config import dpo_fields
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from prefect.client.orchestration import get_client
@@ -82,6 +83,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "one pass": {
         "regularizers": [{"name": "confidence", "weight": SCHEDULE}, {"name": "l2", "weight": 0.01, "every": 3}]
     },
+    "dpo": {"base_loss": "dpo", "regularizers": [{"name": "kl", "weight": 0.01}]},
     "rl": {"base_loss": "importance_sampling", "regularizers": [{"name": "kl", "weight": 0.1}, {"name": "length"}]},
 }
 
@@ -93,6 +95,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         ("two passes", 1),
         pytest.param("two passes", 3, marks=pytest.mark.slow),
         pytest.param("one pass", 2, marks=pytest.mark.slow),
+        pytest.param("dpo", 2, marks=pytest.mark.slow),
     ],
 )
 def test_killed_and_resumed_equals_never_stopped(
@@ -132,7 +135,7 @@ def play(tmp_path: Path, prefect_server: str, mlflow_uri: str, kind: str, num_ki
     home = tmp_path / "home"
     config = tmp_path / "config.yaml"
     never, often = (f"{how}-{kind.replace(' ', '-')}-{num_kills}" for how in ("never-killed", "killed"))
-    method, fields = ("rl", rl_fields) if kind == "rl" else ("sft", sft_fields)
+    method, fields = {"rl": ("rl", rl_fields), "dpo": ("dpo", dpo_fields)}.get(kind, ("sft", sft_fields))
     changes = {"num_steps": NUM_STEPS, "eval_every": 4, "objective": OBJECTIVES[kind]}
     config.write_text(yaml.safe_dump(fields(tmp_path, never, mlflow_uri) | changes))
     finish(start(config, never, home, prefect_server, method))
