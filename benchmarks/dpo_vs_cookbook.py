@@ -2,7 +2,8 @@
 
 Both run as processes of their own, on the same engine, the same rows and the same adapter to begin with, so that they
 train on the same batches and have to have the same losses. A step's time is what each loop notes of itself; the first
-steps are left out. The second row is of an engine that works in cycles, as the hosted service does.
+steps are left out. The flow has one task run for all its steps (`granularity: segment`). The second row is of an engine
+that works in cycles, as the hosted service does.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ def _run_flow(folder: Path, model: str, start: str, epochs: int) -> Trained:
         "num_epochs": epochs,
         "eval_every": 0,
         "checkpoint_every": 1000,
+        "granularity": "segment",
         "storage": str(folder),
         "tracking": tracking,
         "renderer_name": RENDERER,

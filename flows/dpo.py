@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from prefect import flow
 from pydantic import Field
-from tinker_cookbook.model_info import get_recommended_renderer_name
-from tinker_cookbook.renderers import Renderer, get_renderer
+from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
@@ -28,6 +27,8 @@ from objectives.spec import ObjectiveSpec
 from tasks.comparisons import Rendering, build_comparisons
 from tasks.evaluate import build_evaluator
 from tasks.pairs import HeldOutPairs, Pairs, PairSource
+from tasks.renderer import renderer_of
+from tasks.sample import open_renderer
 
 # Beside the logprobs of the data under the current weights.
 GIVEN = ("ref_logprobs",)
@@ -42,7 +43,7 @@ class DpoConfig(TrainConfig):
     renderer_name: str | None = Field(
         default=None,
         title="Renderer",
-        description="Of tinker-cookbook, which makes messages into tokens; unset is the one recommended for the model.",
+        description="The chat format of tinker-cookbook; unset is the one that the model was made with.",
     )
     batch_size: int = Field(default=32, ge=1, title="Batch size", description="Pairs of one step.")
     max_length: int | None = Field(
@@ -100,13 +101,7 @@ def _preference_loss(objective: Objective) -> Regularizer:
 
 
 def _renderer(config: DpoConfig, tokenizer: Tokenizer) -> Renderer:
-    try:
-        return get_renderer(config.renderer_name or get_recommended_renderer_name(config.model), tokenizer)
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"There is no renderer {config.renderer_name or 'recommended'!r} for the model {config.model!r} ({error}): "
-            "set renderer_name to one of tinker-cookbook, such as qwen3_instruct or role_colon."
-        ) from error
+    return open_renderer(config.renderer_name or renderer_of(config.model, tokenizer), tokenizer)
 
 
 if __name__ == "__main__":
