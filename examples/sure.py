@@ -1,4 +1,4 @@
-"""SmolLM2 learns to be sure of its sums: DPO on the pairs of `examples.preferences`, and its curve on held-out ones.
+"""SmolLM2 learns to be sure of its sums: DPO on the pairs of `examples.preferences`, and its curve.
 
 python -m examples.sure [--plot sure.png] [field=value ...]
 """
@@ -18,8 +18,8 @@ from flows.result import TrainResult
 
 CONFIG = Path(__file__).with_name("sure.yaml")
 CURVES = {
-    "share of pairs": ("test/accuracy",),
-    "reward of held-out answers": ("test/chosen_reward", "test/rejected_reward"),
+    "share of pairs": ("accuracy", "test/accuracy"),
+    "reward": ("chosen_reward", "rejected_reward", "test/chosen_reward", "test/rejected_reward"),
 }
 
 
@@ -35,13 +35,14 @@ def main() -> None:
 
 
 def draw(result: TrainResult, path: Path) -> None:
-    """Accuracy and rewards of held-out pairs over the steps, as PNG."""
+    """Accuracy and rewards over the steps, of the batches and of held-out pairs, as PNG."""
     figure = Figure(figsize=(8, 3), dpi=110, layout="constrained")
     panels = figure.subplots(1, 2)
     for panel, (label, metrics) in zip(panels, CURVES.items(), strict=True):
         for metric in metrics:
             points = sorted(history(result, metric).items())
-            panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=metric)
+            style = "o" if metric.startswith("test/") else "-"
+            panel.plot(*zip(*points, strict=True), style, markersize=5, label=metric)
         panel.set(xlabel="step", ylabel=label)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False)
