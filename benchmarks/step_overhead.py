@@ -159,7 +159,7 @@ def _step(bench: Bench, cold: bool) -> Times:
     """One step as the flow does it."""
     step = next(bench.numbers)
     started = perf_counter()
-    ahead = load_ahead(bench.source.load(step, bench.client), bench.objective, None, step, passes=2)
+    ahead = load_ahead(bench.source.load(step, bench.client)[0], bench.objective, None, step, passes=2, share=1.0)
     forward = enqueue_forward_ahead(bench.client, ahead)
     batch = forward.batch
     if not cold:
@@ -169,6 +169,7 @@ def _step(bench: Bench, cold: bool) -> Times:
         started = perf_counter()
     linearized = compute_linearized(bench.objective, ahead, forward, NUM_STEPS, first=False)
     update = enqueue_update(bench.client, batch, linearized.loss_weights_DT, ADAM)
+    assert update.optim_step is not None
     sent = perf_counter()
     outputs = forward_backward(update.forward_backward, whole(batch))
     metrics = optim_step(update.optim_step) | linearized.metrics
@@ -196,6 +197,7 @@ def _plain_step(bench: Bench, cold: bool) -> Times:
     ]
     linearized = linearize_terms.fn(bench.objective, outputs, batch, evaluated, step)
     update = enqueue_update(bench.client, batch, linearized.loss_weights_DT, ADAM)
+    assert update.optim_step is not None
     sent = perf_counter()
     outputs = forward_backward.fn(update.forward_backward, batch)
     metrics = optim_step.fn(update.optim_step) | linearized.metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from time import monotonic
 from typing import Any
 
@@ -12,6 +13,9 @@ from blocks.errors import ConfigError
 from flows.config import Config
 from flows.prices import Price
 from tasks.metrics import MetricsLog
+from tasks.source import Sampled
+
+_SAMPLED = [each.name for each in fields(Sampled)]
 
 
 class BudgetConfig(Config):
@@ -47,6 +51,7 @@ class Ledger:
             )
         self._config, self._price = config, price
         self._num_tokens, self._usd = int(spent.get("num_train_tokens", 0)), spent.get("usd", 0.0)
+        self._sampled = Sampled(*(int(spent.get(key, 0)) for key in _SAMPLED))
         self._hours_before, self._began = spent.get("hours", 0.0), monotonic()
         self._step_began, self._step_hours = self._began, 0.0
 
@@ -59,6 +64,11 @@ class Ledger:
         """Count a pass of the training client over so many tokens, when it is asked for."""
         self._num_tokens += num_tokens
         self._usd += self._price.of_training(num_tokens) if self._price else 0.0
+
+    def add_sampled(self, sampled: Sampled) -> None:
+        """Count what was sampled, when the service has answered."""
+        self._sampled += sampled
+        self._usd += self._price.of_sampling(sampled) if self._price else 0.0
 
     def end_before(self, step: int, num_tokens: int) -> str:
         """Why the run is to end before a step whose passes have so many tokens; empty where it is not.
@@ -95,7 +105,8 @@ class Ledger:
     def state(self) -> dict[str, Any]:
         """What a later part of the run counts on from, as plain data; without dollars where nobody said a price."""
         usd = {"usd": self._usd} if self._price else {}
-        return {"num_train_tokens": self._num_tokens, "hours": self.hours, **usd}
+        sampled = asdict(self._sampled) if self._sampled != Sampled() else {}
+        return {"num_train_tokens": self._num_tokens, **sampled, "hours": self.hours, **usd}
 
 
 def spent_before(log: MetricsLog, state: Mapping[str, float]) -> dict[str, float]:
@@ -104,6 +115,5 @@ def spent_before(log: MetricsLog, state: Mapping[str, float]) -> dict[str, float
     The chart also knows of the steps behind the checkpoint, which a crash has lost and somebody has paid for.
     """
     charted = log.client.get_run(log.run_id).data.metrics
-    return {
-        key: max(state.get(key, 0.0), charted.get(f"cost/{key}", 0.0)) for key in ("num_train_tokens", "hours", "usd")
-    }
+    keys = ("num_train_tokens", *_SAMPLED, "hours", "usd")
+    return {key: max(state.get(key, 0.0), charted.get(f"cost/{key}", 0.0)) for key in keys}

@@ -31,6 +31,7 @@ from flows.teachers import open_teachers
 from flows.train import train
 from objectives.batch import TOPK
 from objectives.objective import Objective
+from tasks.advantages import Shape
 from tasks.data import build
 from tasks.distilled import DistilledSource, TeacherDistance
 from tasks.evaluate import build_evaluator
@@ -140,4 +141,5 @@ def _build_lessons(run: Run, config: LessonsConfig) -> tuple[Any, Any]:
 def _play(config: DistillConfig) -> Play:
     rollouts = config.rollout
     strategy = Patient(rollouts.max_retries, rollouts.min_successful, rollouts.timeout_s)
-    return Play(config.seed, rollouts.max_tokens, rollouts.temperature, strategy)
+    # Rewards play no part.
+    return Play(config.seed, rollouts.max_tokens, rollouts.temperature, strategy, Shape())

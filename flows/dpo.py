@@ -84,7 +84,7 @@ def dpo(config: DpoConfig) -> TrainResult:
                 rendering = Rendering(_renderer(config, tokenizer), config.max_length)
                 pairs = Pairs(data, rendering, tokenizer, unrelated=loss.term.name == "kto")
                 source = PairSource(pairs, config.batch_size, config.seed, loss.term.name)
-                reference = open_reference(run, config, objective)
+                reference = open_reference(run, config) if objective.needs("ref_logprobs") else None
                 held_out = [HeldOutPairs(replace(pairs, comparisons=test), loss, reference)] if test else []
                 return as_state(train(run, config, source, objective, [*held_out, *evaluators], reference))
 

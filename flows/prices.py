@@ -11,6 +11,7 @@ import yaml
 
 from blocks.errors import ConfigError
 from flows.blocks_of import service_url
+from tasks.source import Sampled
 
 TABLE = Path(__file__).with_name("prices.yaml")
 
@@ -39,6 +40,14 @@ class Price:
         0.88
         """
         return num_tokens * self.train / 1e6
+
+    def of_sampling(self, sampled: Sampled) -> float:
+        """Dollars for what was sampled, every prompt as if the service saw it first.
+
+        >>> Price(prefill=0.2, sample=0.6, train=0.44).of_sampling(Sampled(1_000_000, 500_000))
+        0.5
+        """
+        return (sampled.num_prefill_tokens * self.prefill + sampled.num_sample_tokens * self.sample) / 1e6
 
 
 FREE = Price(0.0, 0.0, 0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flows.run import Run
 from flows.train_config import BASE_MODEL, TrainConfig
-from objectives.objective import Objective
 from tasks.checkpoint import resumable
 from tasks.features import load_kept
 from tasks.reference import REFERENCE_NAME, Reference
@@ -14,14 +13,15 @@ from tasks.service_errors import service_errors
 START = "start"
 
 
-def open_reference(run: Run, config: TrainConfig, objective: Objective) -> Reference | None:
-    """The reference, with what the run kept of it; None where nothing of the objective needs one.
+def open_reference(run: Run, config: TrainConfig, *, keeps: bool = True) -> Reference:
+    """The reference, with what the run kept of it.
+
+    Args:
+        keeps: whether the data comes again, and what is asked once is kept.
 
     Raises:
         ServiceError: the service has no such checkpoint, or does not answer.
     """
-    if not objective.needs("ref_logprobs"):
-        return None
     name = _started_from(run) if config.reference == START else config.reference
     with service_errors(f"open the reference {name}"):
         if name == BASE_MODEL:
@@ -29,7 +29,7 @@ def open_reference(run: Run, config: TrainConfig, objective: Objective) -> Refer
             client = run.session.create_lora_training_client(config.model, rank=config.lora_rank).result()
         else:
             client = run.session.create_training_client_from_state(name).result()
-    reference = Reference(client, name)
+    reference = Reference(client, name, keeps=keeps)
     load_kept(reference.kept, run.directory, REFERENCE_NAME)
     return reference
 

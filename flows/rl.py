@@ -5,14 +5,17 @@ python -m flows.rl --config examples/rl.yaml learning_rate=1e-4
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Literal, Self
 
 from prefect import flow
 from pydantic import Field, model_validator
+from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from flows.command_line import main
 from flows.config import BuilderConfig, Config
+from flows.reference import open_reference
 from flows.result import TrainResult, as_state
 from flows.run import open_run
 from flows.segments import in_segments
@@ -20,13 +23,14 @@ from flows.train import train
 from flows.train_config import TrainConfig
 from objectives.objective import Objective
 from objectives.spec import ObjectiveSpec
+from tasks.advantages import Shape
 from tasks.evaluate import build_evaluator
+from tasks.off_policy import OffPolicySource
 from tasks.rollout import Patient
-from tasks.rollouts import HeldOutEnvironments, Play, build_environments
-from tasks.trajectories import Shape
+from tasks.rollouts import Cut, HeldOutEnvironments, Play, RolloutSource, build_environments
 
 # Beside the logprobs of the sampled tokens under the current weights.
-GIVEN = ("ref_logprobs", "sampling_logprobs", "advantages")
+GIVEN = ("ref_logprobs", "sampling_logprobs", "advantages", "values", "returns")
 
 
 class RolloutConfig(Config):
@@ -54,31 +58,91 @@ class RolloutConfig(Config):
 class AdvantageConfig(Config):
     """How rewards become advantages."""
 
-    baseline: Literal["group_mean", "leave_one_out"] = Field(
+    estimator: Literal["group_mean", "leave_one_out", "discounted", "gae"] = Field(
         default="group_mean",
-        title="Baseline",
-        description="What a reward is compared with: the mean of its group, or of the group's other members.",
+        title="Estimator",
+        description="An answer's whole reward less the mean of its group, or of the group's other members, for each of "
+        "its tokens; or each token's discounted return less the group's mean; or generalized advantage estimation with "
+        "the mean of the others as critic.",
     )
     scale: bool = Field(
         default=False,
         title="Scale",
         description="Divide by the standard deviation of the group, as GRPO does; for `group_mean`.",
     )
+    discount: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        title="Discount",
+        description="What a reward is worth one token earlier; for `discounted` and `gae`.",
+    )
+    decay: float = Field(default=0.95, ge=0, le=1, title="Decay", description="Lambda of `gae`.")
     drop_constant: bool = Field(
         default=False,
         title="Drop constant groups",
         description="Leave out groups whose members all earned the same, which teach nothing by themselves.",
     )
+    kl_coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        title="KL in the reward",
+        description="What a nat of distance from `reference` costs; the regularizer `kl` has it in the loss instead.",
+    )
 
     @model_validator(mode="after")
-    def _check_scale(self) -> Self:
-        if self.scale and self.baseline != "group_mean":
-            raise ValueError("scale goes with the baseline group_mean alone: leave it out, or take that baseline")
+    def _check_estimator(self) -> Self:
+        if self.scale and self.estimator != "group_mean":
+            raise ValueError("scale goes with the estimator group_mean alone: leave it out, or take that one")
+        if "discount" in self.model_fields_set and self.estimator not in ("discounted", "gae"):
+            raise ValueError("discount goes with the estimators discounted and gae: leave it out, or take one of them")
+        if "decay" in self.model_fields_set and self.estimator != "gae":
+            raise ValueError("decay goes with the estimator gae alone: leave it out, or take that one")
+        return self
+
+
+class ModeConfig(Config):
+    """When groups are played, and how those of a step are trained on."""
+
+    mode: Literal["sync", "stream", "async"] = Field(
+        default="sync",
+        title="Mode",
+        description="`sync` plays all groups of a step, then trains; `stream` trains on each minibatch as soon as its "
+        "groups are played; `async` plays the groups of later steps meanwhile, with older weights.",
+    )
+    groups_per_batch: int | None = Field(
+        default=None,
+        ge=1,
+        title="Groups of a step",
+        description="Taken from the environments one after the other; unset means a batch of theirs.",
+    )
+    num_minibatches: int = Field(
+        default=1, ge=1, title="Minibatches", description="Of an update, whose gradients add up; not in mode `sync`."
+    )
+    num_substeps: int = Field(
+        default=1, ge=1, title="Updates", description="Of a step, each on its share of the groups, one after the other."
+    )
+    max_steps_off_policy: int = Field(
+        default=1,
+        ge=1,
+        title="Steps off-policy",
+        description="How many updates old the weights may be that played what a step trains on, in mode `async`; older "
+        "groups are played again.",
+    )
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> Self:
+        if self.mode == "sync" and self.num_minibatches > 1:
+            raise ValueError("num_minibatches goes with the modes stream and async: leave it out, or take one of them")
+        if self.mode == "stream" and self.num_minibatches == 1:
+            raise ValueError("the mode stream trains on several minibatches: set num_minibatches to 2 or more")
+        if self.mode != "async" and "max_steps_off_policy" in self.model_fields_set:
+            raise ValueError("max_steps_off_policy goes with the mode async alone: leave it out, or take that mode")
         return self
 
 
 class RlConfig(TrainConfig):
-    """A reinforcement learning run, on-policy."""
+    """A reinforcement learning run."""
 
     environment: BuilderConfig = Field(
         title="Environment", description="A tinker-cookbook RLDatasetBuilder and its parameters."
@@ -89,20 +153,30 @@ class RlConfig(TrainConfig):
     advantage: AdvantageConfig = Field(
         default=AdvantageConfig(), title="Advantages", description="How rewards become what is trained on."
     )
+    schedule: ModeConfig = Field(
+        default=ModeConfig(), title="Schedule", description="When groups are played, and how they are trained on."
+    )
     objective: ObjectiveSpec = Field(
         default=ObjectiveSpec.model_validate({"base_loss": "importance_sampling"}),
         title="Objective",
         description="The base loss, of those that read advantages, and its weighted regularizers.",
     )
 
+    @model_validator(mode="after")
+    def _check_guards(self) -> Self:
+        cut = self.schedule
+        if self.guards.looks_first and cut.num_minibatches * cut.num_substeps > 1:
+            raise ValueError(
+                "guards.skip leaves out a whole step, and one of several minibatches or updates is trained on by then: "
+                "take rollback or stop"
+            )
+        return self
+
 
 @flow(name="rl", flow_run_name="{config.run_name}")
 def rl(config: RlConfig) -> TrainResult:
     """Train a model on the rewards of environments, from the start of the run or its last checkpoint."""
-    rollouts = config.rollout
-    strategy = Patient(rollouts.max_retries, rollouts.min_successful, rollouts.timeout_s)
-    play = Play(config.seed, rollouts.max_tokens, rollouts.temperature, strategy)
-    shape = Shape(config.advantage.baseline, config.advantage.scale, config.advantage.drop_constant)
+    play = _play(config)
     with Objective.from_spec(config.objective) as objective:
         objective.check_needs(GIVEN)
         if objective.base is None:
@@ -113,15 +187,34 @@ def rl(config: RlConfig) -> TrainResult:
         evaluators = [build_evaluator(each.builder, each.params) for each in config.evaluators]
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
-            with open_run(config, restarts, lora_rank=config.lora_rank, seed=config.seed) as run:
-                environment = config.environment
-                source = build_environments(
-                    environment.builder, environment.params, run.client.get_tokenizer(), play, shape
-                )
+            with (
+                open_run(config, restarts, lora_rank=config.lora_rank, seed=config.seed) as run,
+                closing(_open_source(config, play, run.client.get_tokenizer())) as source,
+            ):
                 held_out = [HeldOutEnvironments(source.test, play)] if source.test is not None else []
-                return as_state(train(run, config, source, objective, [*held_out, *evaluators]))
+                reference = None
+                if config.advantage.kl_coefficient or objective.needs("ref_logprobs"):
+                    reference = open_reference(run, config, keeps=False)
+                source.reference = reference if config.advantage.kl_coefficient else None
+                return as_state(train(run, config, source, objective, [*held_out, *evaluators], reference))
 
         return in_segments(config, attempt)
+
+
+def _play(config: RlConfig) -> Play:
+    rollouts, advantage = config.rollout, config.advantage
+    strategy = Patient(rollouts.max_retries, rollouts.min_successful, rollouts.timeout_s)
+    shape = Shape(**advantage.model_dump())
+    return Play(config.seed, rollouts.max_tokens, rollouts.temperature, strategy, shape)
+
+
+def _open_source(config: RlConfig, play: Play, tokenizer: Tokenizer) -> RolloutSource:
+    schedule = config.schedule
+    train_on, test = build_environments(config.environment.builder, config.environment.params, tokenizer)
+    cut = Cut(schedule.groups_per_batch, schedule.num_substeps, schedule.num_minibatches)
+    if schedule.mode == "async":
+        return OffPolicySource(train_on, test, tokenizer, play, cut, schedule.max_steps_off_policy)
+    return RolloutSource(train_on, test, tokenizer, play, cut)
 
 
 if __name__ == "__main__":

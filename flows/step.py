@@ -43,11 +43,13 @@ _TERMS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="term")
 class Ahead:
     """A step before its turn: its batch, the reference's logprobs, the features of the terms that are due, under way.
 
-    `passes` is how often the service goes over the batch: not at all where the step is passed over.
+    `passes` is how often the service goes over the batch: not at all where the step is passed over; `share` its part in
+    its update, of which it may be one of several minibatches.
     """
 
     step: int
     passes: int
+    share: float
     batch: Pending[Batch]
     reference: Pending[Tensor] | None
     terms: tuple[tuple[Regularizer, Pending[Any] | None], ...]
@@ -74,14 +76,14 @@ def num_passes(objective: Objective, step: int, looks_first: bool) -> int:
 
 
 def load_ahead(
-    batch: Pending[Batch], objective: Objective, reference: Reference | None, step: int, passes: int
+    batch: Pending[Batch], objective: Objective, reference: Reference | None, step: int, passes: int, share: float
 ) -> Ahead:
     """Start on everything of a step that needs its batch and no answer to it."""
     loaded = cast(Batch, batch)  # a task is given the result of the future it is given
     due = [each for each in objective.regularizers if passes and each.due_at(step)]
     terms = tuple((each, _prepare(objective.runner, each, loaded) if each.term.prepare else None) for each in due)
     asked = submit(load_reference, reference, whole(loaded)) if reference and passes else None
-    return Ahead(step, passes, batch, asked, terms)
+    return Ahead(step, passes, share, batch, asked, terms)
 
 
 def enqueue_forward_ahead(client: tinker.TrainingClient, ahead: Ahead) -> Forward:
@@ -114,10 +116,12 @@ def measure(
             get_run_logger().warning("Step %d goes on without a term. %s", ahead.step, error)
             skipped[f"term/{regularizer.name}/skipped"] = 1.0
         if evaluation:
-            evaluated.append((evaluation, regularizer.weight_at(ahead.step, num_steps)))
-    linearized = call(linearize_terms, objective, outputs, whole(batch), evaluated, ahead.step)
-    smoothed = objective.watch.look(ahead.step, linearized.metrics)
-    return Linearized(linearized.loss_weights_DT, {**linearized.metrics, **smoothed, **skipped})
+            evaluated.append((evaluation, regularizer.weight_at(ahead.step, num_steps, ahead.share)))
+    linearized = call(linearize_terms, objective, outputs, whole(batch), evaluated, ahead.step, ahead.share)
+    # As the config has them, whatever the share of a minibatch.
+    whole_weights = {f"term/{each.name}/weight": each.weight_at(ahead.step, num_steps) for each, _ in ahead.terms}
+    metrics = {key: whole_weights.get(key, figure) for key, figure in linearized.metrics.items()}
+    return Linearized(linearized.loss_weights_DT, metrics | skipped)
 
 
 def _prepare(runner: TermRunner, regularizer: Regularizer, batch: Batch) -> Pending[Any]:

@@ -40,6 +40,11 @@ class PolicyLoss:
     def needs(self) -> tuple[Need, ...]:
         return tuple(_NEEDS[name] for name in self.loss.needed(self.params) if name in _NEEDS)
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether it is a sum over the datums, as the service's losses are."""
+        return self.loss.name in BUILT_IN
+
     def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         if outputs.logprobs_DT.ndim != 1:
             raise ObjectiveError("it takes one target at each position: only cross_entropy and callables take several")
@@ -64,7 +69,7 @@ class PolicyLoss:
         Raises:
             UntraceableError: a loss of the client that is no sum over the datums.
         """
-        if self.loss.name not in BUILT_IN:
+        if not self.adds_up:
             raise UntraceableError(f"the loss {self.loss.name!r} is no sum over datums")
         return self.loss.compute(outputs.logprobs_DT[datum.mask_DT], self._trained(outputs, datum), None, self.params)
 

@@ -7,7 +7,7 @@ the gradients of an objective's terms are computed apart and added up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -35,14 +35,19 @@ class Linearized:
 
 
 def linearize(
-    base: Evaluation, terms: Sequence[tuple[Evaluation, float]], balance: Balance | None = None, step: int = 0
+    base: Evaluation,
+    terms: Sequence[tuple[Evaluation, float]],
+    balance: Balance | None = None,
+    step: int = 0,
+    base_weight: float = 1.0,
 ) -> Linearized:
     """Add up a base loss and its weighted terms.
 
     Args:
-        base: the base loss, of weight 1.
+        base: the base loss.
         terms: each term with its weight at this step; those that are not due are left out.
         balance: what gives them other weights to be trained with, at this step; the base loss among them.
+        base_weight: 1, but for a minibatch of a loss that is a mean.
 
     Raises:
         NotFiniteError: the sum is beyond the range of its dtype.
@@ -53,7 +58,7 @@ def linearize(
     >>> linear.loss_weights_DT, linear.metrics["loss/total"]
     (tensor([ 1., -1.]), 2.25)
     """
-    rows = [(base, 1.0), *terms]
+    rows = [(base, base_weight), *terms]
     gradients_KDT = base.gradient_DT.new_empty((len(rows), *base.gradient_DT.shape), dtype=torch.float64)
     for gradient_DT, (row, _) in zip(gradients_KDT, rows, strict=True):
         gradient_DT.copy_(row.gradient_DT)
@@ -75,6 +80,22 @@ def linearize(
             f"{base.gradient_DT.dtype} holds: lower the weight of the greatest."
         )
     return Linearized(loss_weights_DT, _metrics(rows, compare_gradients(products_KK, weights_K)) | balanced)
+
+
+def join_metrics(metrics_of_parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of an update from those of its minibatches: losses and contributions add up, the rest are means.
+
+    >>> join_metrics([{"loss/total": 1.0, "term/a/value": 2.0}, {"loss/total": 2.0, "term/a/value": 4.0}])
+    {'loss/total': 3.0, 'term/a/value': 3.0}
+    """
+    figures: dict[str, list[float]] = {}
+    for metrics in metrics_of_parts:
+        for key, figure in metrics.items():
+            figures.setdefault(key, []).append(figure)
+    return {
+        key: sum(each) if key.startswith("loss/") or key.endswith("/contribution") else sum(each) / len(each)
+        for key, each in figures.items()
+    }
 
 
 def _metrics(rows: Sequence[tuple[Evaluation, float]], stats: GradientStats) -> dict[str, float]:

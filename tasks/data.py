@@ -13,13 +13,13 @@ import torch
 from chz.blueprint import Castable, ExtraneousBlueprintArg
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
-from torch import Tensor
 
 from blocks.errors import ConfigError
 from objectives.batch import Batch, pack
 from objectives.labels import read_labels, without_labels
 from tasks.given import given
 from tasks.options import Pending, retried_task, submit
+from tasks.source import Source
 
 
 class Datums:
@@ -34,12 +34,8 @@ class Datums:
         return iter(self._datums)
 
 
-class DataSource:
+class DataSource(Source):
     """The datasets of a run and the tokenizer they were made with."""
-
-    __slots__ = ("_epoch", "_held", "seed", "test", "tokenizer", "train")
-
-    sampled = False
 
     def __init__(
         self, train: SupervisedDataset, test: SupervisedDataset | None, tokenizer: Tokenizer, seed: int
@@ -56,12 +52,9 @@ class DataSource:
     def steps_per_epoch(self) -> int:
         return len(self.train)
 
-    def load(self, step: int, client: tinker.TrainingClient) -> Pending[Batch]:
+    def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
         """`batch_at` as a task, run ahead of the step that needs it."""
-        return submit(load_batch, self, step)
-
-    def metrics(self, step: int, batch: Batch, logprobs_DT: Tensor, terms: Mapping[str, float]) -> dict[str, float]:
-        return {}
+        return [submit(load_batch, self, step)]
 
     def batch_at(self, step: int) -> Batch:
         """The batch of a step: the same for the same data, seed and step, however the run came there.

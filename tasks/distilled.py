@@ -19,12 +19,10 @@ from tasks.mixture import Mixture
 from tasks.options import call, whole
 from tasks.questions import QuestionGroup
 from tasks.rollout import Group
-from tasks.rollouts import Play, RolloutSource
+from tasks.rollouts import Cut, Play, RolloutSource
+from tasks.source import Trained
 from tasks.teacher import Asked, Teacher, behind, score, score_all
-from tasks.trajectories import Shape, pack_groups
-
-# Rewards play no part.
-_SHAPE = Shape(baseline="group_mean", scale=False, drop_constant=False)
+from tasks.trajectories import pack_groups
 
 
 class DistilledSource(RolloutSource):
@@ -37,7 +35,7 @@ class DistilledSource(RolloutSource):
     def __init__(
         self, mixture: Mixture[EnvGroupBuilder], teachers: Sequence[Teacher], tokenizer: Tokenizer, play: Play
     ) -> None:
-        super().__init__(_Mixed(mixture), None, tokenizer, play, _SHAPE)
+        super().__init__(_Mixed(mixture), None, tokenizer, play, Cut())
         self._mixture, self._teachers = mixture, teachers
 
     def gather(self, step: int, groups: Sequence[Group]) -> Batch:
@@ -53,13 +51,14 @@ class DistilledSource(RolloutSource):
         advantages_DT = _distance(batch, call(score, whole(asked_D)))
         return replace(batch, advantages_DT=advantages_DT, labels_D=labels_D)
 
-    def metrics(self, step: int, batch: Batch, logprobs_DT: Tensor, terms: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, step: int, trained: Sequence[Trained], terms: Mapping[str, float]) -> dict[str, float]:
         """Beside those of rollouts, the reverse KL by the sampled tokens, under tinker-cookbook's names."""
+        (batch,) = (each.batch for each in trained)
         assert batch.advantages_DT is not None
         kl_M = -batch.advantages_DT[batch.mask_DT]
         dataset_M = batch.labels_D["dataset"][batch.datum_of_DT][batch.mask_DT]
         each = {f"teacher_kl/dataset_{k}": kl_M[dataset_M == k].mean().item() for k in dataset_M.unique().tolist()}
-        return super().metrics(step, batch, logprobs_DT, terms) | {"teacher_kl": kl_M.mean().item()} | each
+        return super().metrics(step, trained, terms) | {"teacher_kl": kl_M.mean().item()} | each
 
 
 class TeacherDistance(SamplingClientEvaluator):
@@ -84,7 +83,7 @@ class TeacherDistance(SamplingClientEvaluator):
                 for index, (_, builder) in enumerate(self._asked)
             )
         )
-        batch = pack_groups([Group((), each, ()) for each in groups], _SHAPE, self._tokenizer)
+        batch = pack_groups([Group((), each, ()) for each in groups], self._play.shape, self._tokenizer)
         asked = [self._asked[index] for index in batch.labels_D["group"].tolist()]
         asked_D = [
             Asked(teacher, as_teacher_sees(builder, datum))

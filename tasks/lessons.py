@@ -13,7 +13,6 @@ import tinker
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer
-from torch import Tensor
 
 from blocks.errors import ConfigError
 from blocks.storage import RunDirectory
@@ -27,6 +26,7 @@ from tasks.options import Pending, call, step_task, submit, whole
 from tasks.questions import QuestionGroup
 from tasks.rollout import Group, rollout
 from tasks.rollouts import Play
+from tasks.source import Source, Trained
 from tasks.taught import Taught, compute_forward_kl, pack_taught
 from tasks.teacher import Asked, Teacher, behind, score, soften
 from tasks.teacher_nll import TeacherNLL
@@ -53,10 +53,8 @@ class Lessons:
     top_k: int
 
 
-class TaughtSource:
+class TaughtSource(Source):
     """The sequences of several datasets, each with its teacher, who answers the groups and rates what there is."""
-
-    sampled = False
 
     def __init__(
         self,
@@ -75,12 +73,13 @@ class TaughtSource:
     def steps_per_epoch(self) -> int:
         return len(self._mixture)
 
-    def load(self, step: int, client: tinker.TrainingClient) -> Pending[Batch]:
+    def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
         """Start on the sequences of a step; they do not depend on the student."""
-        return _PREPARING.submit(copy_context().run, self._load, step)
+        return [_PREPARING.submit(copy_context().run, self._load, step)]
 
-    def metrics(self, step: int, batch: Batch, logprobs_DT: Tensor, terms: Mapping[str, float]) -> dict[str, float]:
-        return {"teacher_kl/forward": compute_forward_kl(batch, logprobs_DT)} if self._lessons.top_k else {}
+    def metrics(self, step: int, trained: Sequence[Trained], terms: Mapping[str, float]) -> dict[str, float]:
+        (found,) = trained
+        return {"teacher_kl/forward": compute_forward_kl(found.batch, found.logprobs_DT)} if self._lessons.top_k else {}
 
     def held_out(self, tests: Sequence[Batched[Lesson] | None]) -> TeacherNLL | None:
         """What measures the student on held-out sequences, by dataset, and on the teachers' answers to such groups."""

@@ -10,7 +10,6 @@ import numpy as np
 import tinker
 from tinker_cookbook.eval.evaluators import TrainingClientEvaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer
-from torch import Tensor
 
 from blocks.errors import ConfigError
 from objectives.batch import Batch
@@ -21,6 +20,7 @@ from tasks.data import pack_datums
 from tasks.forward import enqueue_forward, read_outputs
 from tasks.options import Pending, retried_task, submit
 from tasks.reference import Reference
+from tasks.source import Source, Trained
 
 # Of what a preference loss says of a batch, under tinker-cookbook's names.
 _FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward")
@@ -61,10 +61,8 @@ class Pairs:
         return pack_datums(datums, self.tokenizer)
 
 
-class PairSource:
+class PairSource(Source):
     """Comparisons as the batches of a run: a pure function of data, seed and step."""
-
-    sampled = False
 
     def __init__(self, pairs: Pairs, batch_size: int, seed: int, loss: str) -> None:
         """Batches of `batch_size` pairs.
@@ -86,14 +84,15 @@ class PairSource:
     def steps_per_epoch(self) -> int:
         return len(self._pairs.comparisons) // self._batch_size
 
-    def load(self, step: int, client: tinker.TrainingClient) -> Pending[Batch]:
+    def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
         """`batch_at` as a task, run ahead of the step that needs it."""
-        return submit(load_pairs, self, step)
+        return [submit(load_pairs, self, step)]
 
-    def metrics(self, step: int, batch: Batch, logprobs_DT: Tensor, terms: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, step: int, trained: Sequence[Trained], terms: Mapping[str, float]) -> dict[str, float]:
         prefix = f"term/{BASE}/"
         said = {key.removeprefix(prefix): figure for key, figure in terms.items() if key.startswith(prefix)}
-        return _named(self._loss, said["value"], said) | {"num_pairs": float((batch.labels_D["desirable"] == 1).sum())}
+        num_pairs = sum(int((each.batch.labels_D["desirable"] == 1).sum()) for each in trained)
+        return _named(self._loss, said["value"], said) | {"num_pairs": float(num_pairs)}
 
     def batch_at(self, step: int) -> Batch:
         """The batch of a step; an epoch has the order in which `datasets` shuffles its rows by the same seed."""

@@ -26,11 +26,15 @@ class Reference:
         kept: its logprobs by the content of the datum.
     """
 
-    __slots__ = ("_client", "_name", "_num_tokens", "kept")
+    __slots__ = ("_client", "_keeps", "_name", "_num_tokens", "kept")
 
-    def __init__(self, client: tinker.TrainingClient, name: str) -> None:
-        """A client of its own, which nothing updates, and what the config calls it."""
-        self._client, self._name, self.kept = client, name, Kept()
+    def __init__(self, client: tinker.TrainingClient, name: str, *, keeps: bool = True) -> None:
+        """A client of its own, which nothing updates, and what the config calls it.
+
+        Args:
+            keeps: whether the data comes again; samples do not.
+        """
+        self._client, self._name, self._keeps, self.kept = client, name, keeps, Kept()
         self._num_tokens = 0
 
     def take_num_tokens(self) -> int:
@@ -61,8 +65,10 @@ class Reference:
                         "choose another reference, or report this to whoever runs the service."
                     )
             self._num_tokens += sum(len(found) for found in found_D)
-            self.kept.keep({key: _write(found) for key, found in zip(new, found_D, strict=True)})
-            known = self.kept.find(keys_D)
+            made = {key: _write(found) for key, found in zip(new, found_D, strict=True)}
+            if self._keeps:
+                self.kept.keep(made)
+            known = {**known, **made}
         logprobs_D = [_read(known[key]).reshape(targets.shape) for key, targets in zip(keys_D, targets_D, strict=True)]
         return pack(logprobs_D)[0]
 

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import tinker
+from tinker.lib.public_interfaces.backcompat_sampling_client_future import BackcompatSamplingClientFuture
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.types import RLDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
-from torch import Tensor
 
 from blocks.errors import ConfigError
 from objectives.batch import Batch
+from tasks.advantages import Shape
 from tasks.data import build
 from tasks.locked import lock
 from tasks.options import Pending, call, step_task, submit, whole
 from tasks.policy import Policy
-from tasks.rollout import Group, Patient, rollout
+from tasks.problems import Problems, split
+from tasks.reference import Reference, load_reference
+from tasks.rollout import Group, Patient, cancel_coroutines, rollout
 from tasks.service_errors import service_errors
-from tasks.trajectories import Shape, compute_group_metrics, compute_policy_metrics, pack_groups
+from tasks.source import Sampled, Source, Trained
+from tasks.trajectories import (
+    compute_critic_metrics,
+    compute_group_metrics,
+    compute_policy_metrics,
+    count_tokens,
+    pack_groups,
+    penalize_distance,
+)
 
+# One waits for a step's groups while another already plays those of the next.
 _GATHERING = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rollouts")
 
 
@@ -38,63 +51,133 @@ class Play:
         max_tokens: the most that the policy says in one turn.
         temperature: of its sampling.
         strategy: what becomes of a rollout that fails.
+        shape: how rewards become what is trained on.
     """
 
     seed: int
     max_tokens: int
     temperature: float
     strategy: Patient
+    shape: Shape
 
     def policy(self, sampler: tinker.SamplingClient, *key: int) -> Policy:
         return Policy(sampler, self.max_tokens, self.temperature, (self.seed, *key))
 
 
-class RolloutSource:
-    """The environments of a run.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the groups of a step are cut up.
 
     Attributes:
-        train: the groups of each step.
+        groups_per_batch: groups of a step; None for those of a batch of the dataset.
+        num_substeps: updates of a step, one after the other.
+        num_minibatches: of an update, each trained on as soon as its groups are played.
+    """
+
+    groups_per_batch: int | None = None
+    num_substeps: int = 1
+    num_minibatches: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        return self.num_substeps * self.num_minibatches
+
+
+class RolloutSource(Source):
+    """The environments of a run, played by the weights that each step starts from.
+
+    Attributes:
+        problems: the groups of each step.
         test: held-out groups; None without.
+        reference: what the reward loses with the distance from it; None where it does not.
     """
 
     sampled = True
+    reference: Reference | None = None
 
-    def __init__(
-        self, train: RLDataset, test: RLDataset | None, tokenizer: Tokenizer, play: Play, shape: Shape
-    ) -> None:
-        if len(train) == 0:
-            raise ConfigError("The environments have no whole batch: give them more problems or a smaller batch_size.")
-        self.train, self.test = train, test
-        self._tokenizer, self._play, self._shape = tokenizer, play, shape
-        self._groups: dict[int, Sequence[Group]] = {}
+    def __init__(self, train: RLDataset, test: RLDataset | None, tokenizer: Tokenizer, play: Play, cut: Cut) -> None:
+        self.problems = Problems(train, cut.groups_per_batch)
+        self.test = test
+        self.num_minibatches = cut.num_minibatches
+        self.tokenizer, self.play, self.num_parts = tokenizer, play, cut.num_parts
+        # A step's groups are asked for once more when the next one's are played already.
+        self._groups: dict[int, list[Group]] = {}
+        self._distances: dict[int, list[float]] = {}
+        self._sampled = Sampled()
 
     @property
     def steps_per_epoch(self) -> int:
-        return len(self.train)
+        return self.problems.num_steps
 
-    def load(self, step: int, client: tinker.TrainingClient) -> Pending[Batch]:
-        """Take a snapshot of the weights, and play the groups of a step with it, each as a task."""
+    def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
+        """Take a snapshot of the weights, and play the groups of a step with it, each as a task.
+
+        A minibatch is complete with its own groups, whichever are played first: a run that is resumed cuts as it did.
+        """
         snapshot = client.save_weights_and_get_sampling_client()
-        builders = self.train.get_batch(step % len(self.train))
+        builders = self.problems.of_step(step)
+        parts = split(len(builders), self.num_parts)
 
-        def play() -> Batch:
-            with service_errors("take a snapshot of the weights to sample from"):
-                sampler = snapshot.result()
-            playing = [
-                submit(rollout, whole(each), self._play.policy(sampler, step, index), self._play.strategy, step, index)
+        def start() -> list[Pending[Group]]:
+            sampler = wait_for_snapshot(snapshot)
+            return [
+                submit(rollout, whole(each), self.play.policy(sampler, step, index), self.play.strategy, step, index)
                 for index, each in enumerate(builders)
             ]
-            self._groups[step] = [each.result() for each in playing]
-            return self.gather(step, self._groups[step])
 
-        return _GATHERING.submit(copy_context().run, play)
+        playing = _GATHERING.submit(copy_context().run, start)
+
+        def wait(part: range) -> list[Group]:
+            return [playing.result()[index].result() for index in part]
+
+        return [self.start_gathering(step, partial(wait, part)) for part in parts]
+
+    def start_gathering(self, step: int, wait: Callable[[], list[Group]]) -> Pending[Batch]:
+        """Start on the batch of groups that are waited for."""
+        groups_of_step = self._groups.setdefault(step, [])
+
+        def gather_groups() -> Batch:
+            groups = wait()
+            groups_of_step.extend(groups)
+            return self.gather(step, groups)
+
+        return _GATHERING.submit(copy_context().run, gather_groups)
 
     def gather(self, step: int, groups: Sequence[Group]) -> Batch:
-        """The batch of a step, of what became of its groups."""
-        return call(gather, whole(groups), self._shape, self._tokenizer)
+        """The batch, or one minibatch, of a step, of what became of its groups."""
+        batch = call(gather, whole(groups), self.play.shape, self.tokenizer)
+        if self.reference is None:
+            return batch
+        reference_DT = call(load_reference, self.reference, whole(batch))
+        batch, distance = penalize_distance(batch, reference_DT, self.play.shape.kl_coefficient)
+        self._distances.setdefault(step, []).append(distance)
+        return batch
 
-    def metrics(self, step: int, batch: Batch, logprobs_DT: Tensor, terms: Mapping[str, float]) -> dict[str, float]:
-        return compute_group_metrics(self._groups.pop(step)) | compute_policy_metrics(batch, logprobs_DT)
+    def metrics(self, step: int, trained: Sequence[Trained], terms: Mapping[str, float]) -> dict[str, float]:
+        groups = self._groups.pop(step)
+        self._sampled += count_tokens(groups)
+        distances = self._distances.pop(step, [])
+        return (
+            compute_group_metrics(groups)
+            | compute_policy_metrics(trained)
+            | compute_critic_metrics(trained)
+            | {"policy_loss": terms["loss/base"]}
+            | {name: terms[f"term/base/{name}"] for name in ("clip_fraction",) if f"term/base/{name}" in terms}
+            | ({"kl_policy_base": sum(distances) / len(distances)} if distances else {})
+        )
+
+    def take_sampled(self) -> Sampled:
+        taken, self._sampled = self._sampled, Sampled()
+        return taken
+
+    def close(self) -> None:
+        cancel_coroutines()
+
+
+def wait_for_snapshot(snapshot: BackcompatSamplingClientFuture) -> tinker.SamplingClient:
+    """Raises: ServiceError, the service could not take it."""
+    with service_errors("take a snapshot of the weights to sample from"):
+        return snapshot.result()
 
 
 class HeldOutEnvironments(SamplingClientEvaluator):
@@ -110,16 +193,18 @@ class HeldOutEnvironments(SamplingClientEvaluator):
 
 
 def build_environments(
-    builder: str, params: Mapping[str, Any], tokenizer: Tokenizer, play: Play, shape: Shape
-) -> RolloutSource:
-    """Construct an `RLDatasetBuilder` by import path and call it.
+    builder: str, params: Mapping[str, Any], tokenizer: Tokenizer
+) -> tuple[RLDataset, RLDataset | None]:
+    """Construct an `RLDatasetBuilder` by import path and call it: the groups to train on, and those held out.
 
     Raises:
         ConfigError: no such builder, wrong parameters, or problems that it cannot read.
     """
     lock(get_tokenizer(tokenizer.name_or_path))  # theirs, which is another object
     train, test = build("environment", builder, params, tokenizer, lambda made: asyncio.run(made()))
-    return RolloutSource(train, test, tokenizer, play, shape)
+    if len(train) == 0:
+        raise ConfigError("The environments have no whole batch: give them more problems or a smaller batch_size.")
+    return train, test
 
 
 @step_task(name="batch")

@@ -30,7 +30,18 @@ def compute_term(
 
 @step_task(name="linearize")
 def linearize_terms(
-    objective: Objective, outputs: Outputs, batch: Batch, terms: Sequence[tuple[Evaluation, float]], step: int
+    objective: Objective,
+    outputs: Outputs,
+    batch: Batch,
+    terms: Sequence[tuple[Evaluation, float]],
+    step: int,
+    share: float = 1.0,
 ) -> Linearized:
-    """Evaluate the base loss and sum all weighted gradients into the loss weights that the service takes."""
-    return linearize(evaluate_base(objective, outputs, batch, step == 0), terms, objective.balance, step)
+    """Evaluate the base loss and sum all weighted gradients into the loss weights that the service takes.
+
+    Args:
+        share: of the batch in its update.
+    """
+    base_weight = objective.base.weight_at(step, 1, share) if objective.base else 1.0
+    base = evaluate_base(objective, outputs, batch, step == 0)
+    return linearize(base, terms, objective.balance, step, base_weight)

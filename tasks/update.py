@@ -19,26 +19,30 @@ from tasks.options import step_task
 
 @dataclass(frozen=True, slots=True)
 class PendingUpdate:
-    """One update under way: both requests are sent, neither is answered."""
+    """One update under way: both requests are sent, neither is answered.
+
+    `optim_step` is None where the gradients of more minibatches are to come.
+    """
 
     forward_backward: PendingOutput
-    optim_step: tinker.APIFuture[types.OptimStepResponse]
+    optim_step: tinker.APIFuture[types.OptimStepResponse] | None
 
 
 def enqueue_update(
-    client: tinker.TrainingClient, batch: Batch, loss_weights_DT: Tensor, adam: types.AdamParams
+    client: tinker.TrainingClient, batch: Batch, loss_weights_DT: Tensor, adam: types.AdamParams | None
 ) -> PendingUpdate:
     """Send `forward_backward` and `optim_step` back to back.
 
     Args:
         loss_weights_DT: the weight of each target token in the service's cross-entropy: minus the gradient of the
             objective with respect to its logprob (see `objectives.linearize`).
+        adam: None leaves the optimizer step to a later minibatch.
     """
     data = [
         replace(datum, loss_fn_inputs={**datum.loss_fn_inputs, "weights": types.TensorData.from_torch(weights)})
         for datum, weights in zip(batch.datums, unpack(loss_weights_DT, batch.offsets_D), strict=True)
     ]
-    return PendingUpdate(client.forward_backward(data, "cross_entropy"), client.optim_step(adam))
+    return PendingUpdate(client.forward_backward(data, "cross_entropy"), client.optim_step(adam) if adam else None)
 
 
 def enqueue_fused_update(
@@ -47,16 +51,17 @@ def enqueue_fused_update(
     beside: Outputs,
     loss: Uploaded,
     weight_of: Callable[[Regularizer], float],
-    adam: types.AdamParams,
+    adam: types.AdamParams | None,
 ) -> PendingUpdate:
     """Send `forward_backward` with a loss that the service has, and `optim_step`, back to back.
 
     Args:
         beside: what there is beside the current logprobs.
         weight_of: the weight of a term at the step.
+        adam: as in `enqueue_update`.
     """
     data = loss.fused.data_at(beside, batch, weight_of)
-    return PendingUpdate(client.forward_backward_custom(data, loss.handle), client.optim_step(adam))
+    return PendingUpdate(client.forward_backward_custom(data, loss.handle), client.optim_step(adam) if adam else None)
 
 
 @step_task(name="forward_backward")

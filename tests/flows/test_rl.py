@@ -56,9 +56,70 @@ def test_each_step_is_sampled_from_the_weights_it_trains(
     assert len(curve(result, mlflow_uri, "test/env/all/reward/total")) == 2
 
 
+def test_a_stream_of_minibatches_trains_as_their_whole_does(
+    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
+) -> None:
+    _, config, whole = run
+    schedule = {"mode": "stream", "num_minibatches": 2}
+    result = rl(RlConfig.model_validate(config | {"run_name": "stream", "schedule": schedule, "num_steps": 2}))
+    for key in ("term/kl/weight", "cost/num_prefill_tokens", "env/all/reward/total", "loss/total", "term/length/value"):
+        got, wanted = (curve(each, mlflow_uri, key)[:2] for each in (result, whole))
+        assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5), key
+
+
+def test_the_second_update_of_a_step_is_off_policy_by_the_first(
+    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
+) -> None:
+    _, config, _ = run
+    changed = {
+        "run_name": "substeps",
+        "schedule": {"num_substeps": 2, "groups_per_batch": 4},
+        "num_steps": 2,
+        "eval_every": 0,
+        # Its gradient is never 0, as that of the rewards may be.
+        "objective": {"base_loss": "enhanced_ppo", "regularizers": [{"name": "confidence", "weight": 0.1}]},
+        "advantage": {"estimator": "gae", "kl_coefficient": 0.01},
+    }
+    result = rl(RlConfig.model_validate(config | changed))
+    assert curve(result, mlflow_uri, "env/all/total_episodes") == [16.0] * 2
+    assert min(curve(result, mlflow_uri, "optim/kl_sample_train_v2")) > 1e-6
+    at_base, moved = curve(result, mlflow_uri, "kl_policy_base")
+    assert abs(at_base) < 1e-4 < abs(moved)
+    for key in ("policy_loss", "value_loss", "clip_fraction", "advantage/std"):
+        assert len(curve(result, mlflow_uri, key)) == 2
+
+
+def test_an_async_run_is_off_policy_within_its_bound(
+    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
+) -> None:
+    _, config, _ = run
+    schedule = {"mode": "async", "max_steps_off_policy": 2}
+    first = config | {"run_name": "async", "schedule": schedule, "num_steps": 3, "eval_every": 0}
+    rl(RlConfig.model_validate(first))
+    later = {"run_name": "async-on", "resume": "async@3", "num_steps": 6}
+    result = rl(RlConfig.model_validate(first | later))
+    staleness = curve(result, mlflow_uri, "async/staleness_max")
+    assert staleness[0] == 0
+    assert 0 < max(staleness) <= 2
+    assert curve(result, mlflow_uri, "env/all/total_episodes") == [8.0] * 3
+
+
+def test_a_mode_refuses_what_it_does_not_have(tmp_path: Path) -> None:
+    fields = rl_fields(tmp_path, "wrong", "")
+    for schedule, said in (
+        ({"num_minibatches": 2}, "num_minibatches goes with the modes stream and async"),
+        ({"mode": "stream"}, "set num_minibatches to 2 or more"),
+        ({"max_steps_off_policy": 2}, "max_steps_off_policy goes with the mode async"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            RlConfig.model_validate(fields | {"schedule": schedule})
+    with pytest.raises(ValueError, match=r"guards.skip leaves out a whole step"):
+        RlConfig.model_validate(fields | {"schedule": {"num_substeps": 2}, "guards": {"spike": "skip"}})
+
+
 def test_a_scale_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
-    wrong = rl_fields(tmp_path, "wrong", "") | {"advantage": {"baseline": "leave_one_out", "scale": True}}
-    with pytest.raises(ValueError, match="scale goes with the baseline group_mean alone"):
+    wrong = rl_fields(tmp_path, "wrong", "") | {"advantage": {"estimator": "leave_one_out", "scale": True}}
+    with pytest.raises(ValueError, match="scale goes with the estimator group_mean alone"):
         RlConfig.model_validate(wrong)
 
 

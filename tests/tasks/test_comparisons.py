@@ -26,6 +26,7 @@ from objectives.labels import better_first
 from objectives.objective import Objective
 from tasks.comparisons import Comparisons, Rendering, build_comparisons
 from tasks.pairs import Pairs, PairSource
+from tasks.source import Trained
 
 JSONL = "tinker_cookbook.preference.preference_datasets:ComparisonBuilderFromJsonl"
 KNOWN = "tinker_cookbook.recipes.preference.datasets"
@@ -118,7 +119,7 @@ def test_every_preference_loss_pulls_the_better_answers_up(name: str, tokenizer:
     assert (pulled_D[:8:2] > 0).all()
     assert (pulled_D[1:8:2] < 0).all()
     terms = {f"term/base/{key}": figure for key, figure in ({"value": found.value} | found.metrics).items()}
-    metrics = pairs.metrics(0, batch, logprobs_DT, terms)
+    metrics = pairs.metrics(0, [Trained(batch, logprobs_DT)], terms)
     assert metrics.keys() == {
         f"{name}_loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "num_pairs"
     }  # fmt: skip

@@ -9,27 +9,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from scripted import last_metrics, play, rewards
 from tinker import types
 from tinker_cookbook.completers import StopCondition
-from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, StepResult
+from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, RLDataset, StepResult
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 from blocks.errors import ConfigError
 from engine.tiny import byte_tokenizer
 from examples.search_tool import Town
 from flows.config_file import read_yaml
+from tasks.advantages import Shape
 from tasks.given import recommended_renderer
 from tasks.locked import lock
-from tasks.rollout import Patient
-from tasks.rollouts import Play, RolloutSource, build_environments
-from tasks.trajectories import Shape, pack_groups
+from tasks.rollouts import build_environments
+from tasks.trajectories import pack_groups
 
 DATA = Path(__file__).parents[2] / "examples" / "data"
-SHAPE = Shape("group_mean", scale=False, drop_constant=False)
+SHAPE = Shape()
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get_tokenizer(str(folder))
 
 
-def build(tokenizer: Any, builder: str, **params: Any) -> RolloutSource:
-    return build_environments(builder, params, tokenizer, Play(0, 64, 1.0, Patient()), SHAPE)
+class Built(NamedTuple):
+    train: RLDataset
+    test: RLDataset | None
+
+
+def build(tokenizer: Any, builder: str, **params: Any) -> Built:
+    return Built(*build_environments(builder, params, tokenizer))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +114,7 @@ def test_code_is_run_apart_and_within_its_limits(tokenizer: Any) -> None:
     row = json.loads(path.read_text().splitlines()[0])
     right = f"```python\n{row['prompt']}{row['canonical_solution']}```"
     endless = f"```python\n{row['prompt']}    while True: pass\n```"
-    params = {"train_path": str(path), "limit": 1, "limits": {"seconds": 2}}
+    params = {"train_path": str(path), "limit": 1, "limits": {"seconds": 5}}
     source = build(tokenizer, "tasks.environments.humaneval:HumanEvalBuilder", batch_size=1, group_size=3, **params)
     group = play(source.train.get_batch(0)[0], [[right], [endless], ["I cannot."]])
     assert rewards(group) == pytest.approx([1.0, 0.0, -0.1])

@@ -16,12 +16,14 @@ from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, Metrics, StepResult, Trajectory
 
 from blocks.errors import ConfigError, ServiceError
+from tasks.advantages import Shape
 from tasks.policy import Policy
 from tasks.rollout import Group, Patient, rollout, run_coroutine
-from tasks.trajectories import Shape, compute_group_metrics, compute_policy_metrics, pack_groups
+from tasks.source import Trained
+from tasks.trajectories import compute_group_metrics, compute_policy_metrics, pack_groups
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
-SHAPE = Shape("group_mean", scale=False, drop_constant=True)
+SHAPE = Shape(drop_constant=True)
 
 
 class Broken(Exception):
@@ -181,7 +183,7 @@ def test_metrics_and_tags_stay_together_where_groups_are_dropped(sampler: tinker
     assert batch.advantages_DT[batch.mask_DT].tolist() == pytest.approx(wanted)
     assert not bool(batch.advantages_DT[~batch.mask_DT].any())
     assert batch.sampling_logprobs_DT is not None
-    figures = compute_policy_metrics(batch, batch.sampling_logprobs_DT + 0.5)
+    figures = compute_policy_metrics([Trained(batch, batch.sampling_logprobs_DT + 0.5)])
     assert figures["optim/kl_sample_train_v1"] == pytest.approx(-0.5)
     assert figures["optim/kl_sample_train_v2"] == pytest.approx(0.125)
     assert figures["advantage/mean"] == pytest.approx(sum(wanted) / len(wanted), abs=1e-6)
