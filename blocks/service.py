@@ -107,10 +107,18 @@ class TinkerService(Block):
         Raises:
             ServiceError: no answer within `connect_timeout_s`, or the key is refused.
         """
+        return sorted(self.context_lengths())
+
+    def context_lengths(self) -> dict[str, int | None]:
+        """The longest sequence, in tokens, of each of them; None where the service does not say.
+
+        Raises:
+            ServiceError: no answer within `connect_timeout_s`, or the key is refused.
+        """
         capabilities = self._ask(
             lambda: tinker.RestClient(base_url=self.resolved_url, api_key=self._key).get_server_capabilities().result()
         )
-        return sorted(each.model_name for each in capabilities.supported_models if each.model_name)
+        return {each.model_name: each.max_context_length for each in capabilities.supported_models if each.model_name}
 
     @property
     def _key(self) -> str | None:

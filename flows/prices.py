@@ -74,6 +74,11 @@ def price_of(model: str, base_url: str, table: str = "") -> Price | None:
     return _read(TABLE).get(model) if host.endswith(_HOSTED) else None
 
 
+def priced_models() -> dict[str, Price]:
+    """The models of the hosted service whose prices the project has."""
+    return _read(TABLE)
+
+
 def _read(path: Path) -> dict[str, Price]:
     try:
         rows = yaml.safe_load(path.read_text())

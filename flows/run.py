@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import tinker
 import torch
-from tinker_cookbook.checkpoint_utils import CheckpointRecord
+from tinker_cookbook.checkpoint_utils import CheckpointRecord, add_renderer_name_to_user_metadata
 
 from blocks.errors import ServiceError, ServiceLostError, reason
 from blocks.storage import RunDirectory
@@ -17,6 +17,7 @@ from flows.blocks_of import service_of, storage_of
 from flows.config import RunConfig
 from flows.fork import check_lineage, starts_of_fork
 from flows.record import check_config, open_log
+from flows.renderers import renderer_names
 from flows.slot import slot_at
 from tasks.checkpoint import resumable
 from tasks.metrics import MetricsLog
@@ -117,4 +118,6 @@ def _resumed_client(
 
 
 def _metadata(config: RunConfig) -> dict[str, str]:
-    return {"tinker_flows_run": config.run_name}
+    metadata = {"tinker_flows_run": config.run_name}
+    add_renderer_name_to_user_metadata(metadata, next(iter(renderer_names(config)), None))
+    return metadata

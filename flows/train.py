@@ -18,6 +18,7 @@ from flows.events import emit
 from flows.granularity import run_segment, run_step
 from flows.guards import Guard
 from flows.loop import Loop
+from flows.pitfalls import warn_of_pitfalls
 from flows.plan import Plan
 from flows.prices import price_of
 from flows.progress import Progress
@@ -66,6 +67,7 @@ def train(
     plan = Plan(config, source.steps_per_epoch)
     start = begin(run, config, plan.steps_per_epoch, plan.num_steps)
     plan = replace(plan, first=first_step(run.directory))
+    warn_of_pitfalls(run, config)
     load_kept(objective.runner.cache, run.directory)
     if reference is None and objective.needs("ref_logprobs"):
         reference = open_reference(run, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pydantic import Field, ValidationInfo, field_validator
+from pydantic.config import JsonDict
 from tinker_cookbook.utils.lr_scheduling import LRSchedule
 
 from flows.budget import BudgetConfig
@@ -12,6 +13,11 @@ from flows.guards import GuardConfig
 from objectives.spec import ObjectiveSpec
 
 BASE_MODEL = "base"
+
+
+def _or_auto(schema: JsonDict) -> None:
+    """Have a form take the word for the number that it stands for."""
+    schema["anyOf"] = [{"type": schema.pop("type")}, {"type": "string", "enum": ["auto"], "title": "By the model"}]
 
 
 class TrainConfig(RunConfig):
@@ -30,7 +36,14 @@ class TrainConfig(RunConfig):
     )
     lora_rank: int = Field(default=32, ge=1, title="LoRA rank", description="Rank of the trained adapter.")
     seed: int = Field(default=0, ge=0, title="Seed", description="Of the adapter's start and the order of the data.")
-    learning_rate: float = Field(default=1e-4, gt=0, title="Learning rate", description="At the first step.")
+    learning_rate: float = Field(
+        default=1e-4,
+        gt=0,
+        title="Learning rate",
+        description="At the first step. `auto` is the published rate for LoRA, by the model's family and hidden size; "
+        "the run keeps the number.",
+        json_schema_extra=_or_auto,
+    )
     lr_schedule: LRSchedule = Field(
         default="linear", title="Learning-rate schedule", description="How it falls to the last step."
     )
@@ -64,6 +77,15 @@ class TrainConfig(RunConfig):
         default=GuardConfig(), title="Guards", description="What becomes of a step whose loss is not fit to train on."
     )
     budget: BudgetConfig = Field(default=BudgetConfig(), title="Budget", description="Limits in time and dollars.")
+
+    @field_validator("learning_rate", mode="before")
+    @classmethod
+    def _find_rate(cls, value: object, info: ValidationInfo) -> object:
+        if value != "auto" or "model" not in info.data:
+            return value
+        from flows.learning_rate import recommended_rate  # it takes a second, and few configs ask for it
+
+        return recommended_rate(info.data["model"])
 
     @field_validator("eval_every")
     @classmethod

@@ -38,9 +38,9 @@ def distill_fields(folder: Path, run_name: str, tracking: str, base_url: str = "
     }
 
 
-def questions(folder: Path, num_train: int = 16, num_test: int = 16) -> dict[str, Any]:
+def questions(folder: Path, num_train: int = 32, num_test: int = 16) -> dict[str, Any]:
     """Files of questions, half for an answer of many a and half for one of many b, as fields of a config."""
-    numbers = {"train": range(num_train), "test": range(100, 100 + num_test)}
+    numbers = {"train": range(num_train), "test": range(40, 40 + num_test)}
     for name, range_of in numbers.items():
         rows = [json.dumps({"question": f"Say {'ab'[number % 2]}.{number // 2}"}) for number in range_of]
         (folder / f"{name}.jsonl").write_text("\n".join(rows))

@@ -52,7 +52,7 @@ def test_the_answers_with_a_prompt_are_kept_and_learned_without_it(
     tmp_path: Path, engine_url: str, mlflow_uri: str
 ) -> None:
     fields = distill_fields(tmp_path, "prompted", mlflow_uri, engine_url)
-    fields |= {"questions": questions(tmp_path, num_train=4), "prompt": PROMPT, "top_k": 8}
+    fields |= {"questions": questions(tmp_path, num_train=4), "prompt": PROMPT, "top_k": 8, "learning_rate": 1e-3}
     result = prompt_distillation(PromptConfig.model_validate(fields))
     directory = RunStorage(url=fields["storage"]).run_directory("prompted")
     lines = (directory.read_bytes(TAUGHT_NAME) or b"").splitlines()
@@ -62,6 +62,8 @@ def test_the_answers_with_a_prompt_are_kept_and_learned_without_it(
     assert len(curve(result, mlflow_uri, "test/nll")) == 2
     first, last = curve(result, mlflow_uri, "teacher_kl/forward")
     assert 0 < last < first
+    tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
+    assert "as for full fine-tuning" in tags["tinker_flows.warning.pitfall.learning_rate"]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,7 @@ def test_what_teaches_nothing_is_refused(tmp_path: Path, datasets: list[dict[str
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(3))
 def test_on_policy_comes_nearer_to_the_teacher_than_off_policy(
     tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int
@@ -87,14 +90,14 @@ def test_on_policy_comes_nearer_to_the_teacher_than_off_policy(
 
     def run(name: str, on_policy: bool, **changes: Any) -> TrainResult:
         fields = distill_fields(tmp_path, f"{name}-{seed}", mlflow_uri, engine_url)
-        fields |= {"seed": seed, "batch_size": 8, "granularity": "segment", "checkpoint_every": 40}
-        fields |= {"eval_every": 40, "datasets": [taught], **changes}
+        fields |= {"seed": seed, "batch_size": 8, "granularity": "segment", "checkpoint_every": 32}
+        fields |= {"eval_every": 32, "datasets": [taught], **changes}
         if on_policy:
             return on_policy_distillation(OnPolicyConfig.model_validate(fields))
         return off_policy_distillation(OffPolicyConfig.model_validate(fields))
 
     start = run("near", False, num_steps=8).state_path
-    student, reader = (run(f"on-{on}", on, num_steps=40, resume=start) for on in (True, False))
+    student, reader = (run(f"on-{on}", on, num_steps=32, resume=start) for on in (True, False))
     before, after = curve(student, mlflow_uri, "test/teacher_kl")
     assert before > 0.1
     assert after < 0.05
@@ -102,11 +105,12 @@ def test_on_policy_comes_nearer_to_the_teacher_than_off_policy(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_prompt_is_learned(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int) -> None:
     fields = distill_fields(tmp_path, f"learned-{seed}", mlflow_uri, engine_url)
     fields |= {"questions": questions(tmp_path, num_train=64), "prompt": PROMPT, "top_k": 16, "seed": seed}
-    fields |= {"num_steps": 60, "eval_every": 60, "checkpoint_every": 60, "batch_size": 8, "granularity": "segment"}
+    fields |= {"num_steps": 40, "eval_every": 40, "checkpoint_every": 40, "batch_size": 8, "granularity": "segment"}
     result = prompt_distillation(PromptConfig.model_validate(fields))
     first, last = curve(result, mlflow_uri, "test/nll")
     with_prompt = curve(result, mlflow_uri, "test/nll_teacher")[0]
@@ -114,6 +118,7 @@ def test_a_prompt_is_learned(tmp_path: Path, engine_url: str, mlflow_uri: str, s
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs_to_its_end(
     tmp_path: Path, engine_url: str, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, recipe: str
