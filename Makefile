@@ -57,7 +57,7 @@ bench-objectives: install
 	$(BIN)/python -m benchmarks objective_terms objective_cost
 
 bench-preference: install
-	$(BIN)/python -m benchmarks dpo_vs_cookbook
+	$(BIN)/python -m benchmarks dpo_vs_cookbook distill_vs_cookbook
 
 bench-operate: install
 	TRIALS=$(TRIALS) $(BIN)/python -m benchmarks up_ready sweep_overhead

@@ -15,6 +15,7 @@ BENCHMARKS = {
     "engine_service": "an almost empty training step through SDK and engine, against its computation in process",
     "engine_tenants": "eight training clients in turns, against one; and the memory of each",
     "flow_vs_cookbook": "the sft flow, against tinker-cookbook's supervised loop on the same engine",
+    "distill_vs_cookbook": "the on-policy distillation flow, against tinker-cookbook's loop; only when named",
     "dpo_vs_cookbook": "the dpo flow, against tinker-cookbook's DPO loop, with the losses of both; only when named",
     "objective_terms": "eight terms side by side, and their gradients apart, against one callback and one backward",
     "one_pass": "cycles of the service per step where it runs the whole objective, against two passes",
@@ -23,7 +24,7 @@ BENCHMARKS = {
     "up_ready": "`tinker-flows up` until all of it is ready, against a Prefect server alone",
     "objective_cost": "three regularizers and their linearization, against the forward_backward they go with",
 }
-LONG = {"dpo_vs_cookbook", "long_run", "sweep_overhead"}
+LONG = {"distill_vs_cookbook", "dpo_vs_cookbook", "long_run", "sweep_overhead"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
-        epilog="\n".join(f"  {name:18}{what}" for name, what in BENCHMARKS.items()),
+        epilog="\n".join(f"  {name:20}{what}" for name, what in BENCHMARKS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="which ones; unless given, all that are not long")

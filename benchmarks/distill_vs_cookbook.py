@@ -1,0 +1,91 @@
+"""The on-policy distillation flow, against tinker-cookbook's `distillation/train_on_policy.py`.
+
+Both run as processes of their own, on the same engine, questions, teacher and number of steps. The questions note when
+a batch is asked for, once per step in both loops; the first and last steps are left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from benchmarks.rows import Row
+from benchmarks.scratch import KEY, bench_engine, environment, run_module, scratch_home
+from blocks.home import home
+from engine.models import resolve_model
+
+BATCH_SIZE = 8
+GROUP_SIZE = 4
+MAX_TOKENS = 32
+RANK = 8
+LEARNING_RATE = 1e-3
+_QUESTIONS = Path(__file__).parent.parent / "examples" / "data" / "gsm8k_train.jsonl"
+
+
+def measure(*, repetitions: int = 3, steps: int = 24) -> list[Row]:
+    """A row for the steps per second."""
+    ours, peer = [], []
+    with scratch_home() as folder:
+        model = str(resolve_model("tiny", home() / "cache"))
+        with bench_engine(folder, model) as url, environment(TINKER_BASE_URL=url, TINKER_API_KEY=KEY):
+            for number in tqdm(range(repetitions), desc="distill_vs_cookbook"):
+                ours.append(_run_flow(folder / f"flow-{number}", model, steps))
+                peer.append(_run_cookbook(folder / f"cookbook-{number}", model, steps))
+    size = f"tiny, {BATCH_SIZE} groups of {GROUP_SIZE} answers of {MAX_TOKENS} tokens"
+    name = f"distill_vs_cookbook: on-policy distillation, {size}"
+    return [Row(name, "steps/s", ours, peer, peer_name="tinker_cookbook.distillation.train_on_policy")]
+
+
+def question_params(times: str) -> dict[str, Any]:
+    """The questions of both loops, which note when they are asked for."""
+    return {
+        "path": str(_QUESTIONS),
+        "renderer_name": "qwen3_instruct",
+        "batch_size": BATCH_SIZE,
+        "group_size": GROUP_SIZE,
+        "times": times,
+    }
+
+
+def _run_flow(folder: Path, model: str, steps: int) -> float:
+    folder.mkdir()
+    times = str(folder / "times")
+    builder = {
+        "builder": "benchmarks.timed_questions:TimedQuestionsBuilder",
+        "params": question_params(times),
+    }
+    config = {
+        "run_name": "bench",
+        "model": model,
+        "lora_rank": RANK,
+        "learning_rate": LEARNING_RATE,
+        "lr_schedule": "constant",
+        "num_steps": steps,
+        "eval_every": 0,
+        "checkpoint_every": steps,
+        "storage": str(folder),
+        "tracking": f"sqlite:///{folder / 'mlflow.db'}",
+        "batch_size": BATCH_SIZE,
+        "rollout": {"max_tokens": MAX_TOKENS},
+        "datasets": [{"environment": builder, "teacher": {"model": model}}],
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    command = ["deployments.command_line", "run", "on_policy_distillation", "--config", str(folder / "config.yaml")]
+    run_module(command, folder / "log")
+    return _rate(Path(times))
+
+
+def _run_cookbook(folder: Path, model: str, steps: int) -> float:
+    folder.mkdir()
+    run_module(["benchmarks.cookbook_distill", model, str(folder), str(steps)], folder / "log")
+    return _rate(folder / "times")
+
+
+def _rate(times: Path) -> float:
+    """Steps per second, without the first four and the last."""
+    asked = [float(line) for line in times.read_text().splitlines()]
+    steady = asked[4:-1]
+    return (len(steady) - 1) / (steady[-1] - steady[0])
