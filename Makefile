@@ -7,7 +7,7 @@ TRIALS ?= 100
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test slow chaos check bench bench-engine bench-objectives bench-operate bench-preference format docs
+.PHONY: install demo test slow chaos check bench bench-engine bench-objectives bench-operate bench-preference bench-rl format docs
 
 install: $(STAMP)
 
@@ -58,6 +58,9 @@ bench-objectives: install
 
 bench-preference: install
 	$(BIN)/python -m benchmarks dpo_vs_cookbook distill_vs_cookbook
+
+bench-rl: install
+	$(BIN)/python -m benchmarks rl_vs_cookbook
 
 bench-operate: install
 	TRIALS=$(TRIALS) $(BIN)/python -m benchmarks up_ready sweep_overhead

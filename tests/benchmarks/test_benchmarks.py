@@ -21,6 +21,7 @@ from benchmarks import (
     objective_cost,
     objective_terms,
     one_pass,
+    rl_vs_cookbook,
     step_overhead,
     sweep_overhead,
     up_ready,
@@ -81,6 +82,13 @@ def test_engine_tenants() -> None:
 def test_flow_vs_cookbook(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", prefect_server)
     check(flow_vs_cookbook.measure(repetitions=1, steps=4), "flow_vs_cookbook", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rl_vs_cookbook(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", prefect_server)
+    check(rl_vs_cookbook.measure(repetitions=1, steps=6), "rl_vs_cookbook", 4)
 
 
 @pytest.mark.slow

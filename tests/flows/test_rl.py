@@ -123,11 +123,21 @@ def test_a_scale_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
         RlConfig.model_validate(wrong)
 
 
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "stream": {"mode": "stream", "num_minibatches": 2, "groups_per_batch": 2},
+    "async": {"mode": "async", "max_steps_off_policy": 1},
+}
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("prefect_server")
 @pytest.mark.parametrize("seed", range(3))
-def test_it_learns(tmp_path: Path, prefect_server: str, engine_url: str, mlflow_uri: str, seed: int) -> None:
-    config = rl_fields(tmp_path, f"learns-{seed}", mlflow_uri, engine_url) | {
+@pytest.mark.parametrize("mode", SCHEDULES)
+def test_it_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, mode: str, seed: int) -> None:
+    config = rl_fields(tmp_path, f"learns-{mode}-{seed}", mlflow_uri, engine_url) | {
         "seed": seed,
+        "schedule": SCHEDULES[mode],
         "num_steps": 60,
         "eval_every": 0,
         "checkpoint_every": 60,

@@ -1,0 +1,127 @@
+"""The rl flow in its three modes, against tinker-cookbook's own RL loop in the same.
+
+Both run as processes of their own, on the same engine, environments and settings. A step's time is what passes between
+the metrics of two steps, so that what a loop does beside its steps counts; the first steps are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from mlflow import MlflowClient
+from tqdm import tqdm
+
+from benchmarks.rows import Row
+from benchmarks.scratch import KEY, bench_engine, environment, run_module, scratch_home
+from blocks.home import home
+from engine.models import resolve_model
+
+WARM_UP = 4
+LETTERS = "abcdefgh"
+GROUP_SIZE = 4
+RANK = 8
+MAX_TOKENS = 16
+RENDERER = "role_colon"
+BUILDER = "examples.letters:LettersBuilder"
+SLOW_BUILDER = "benchmarks.slow_letters:SlowLettersBuilder"
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "stream": {"mode": "stream", "num_minibatches": 2, "groups_per_batch": len(LETTERS)},
+    "async": {"mode": "async", "max_steps_off_policy": 1, "groups_per_batch": len(LETTERS)},
+}
+
+
+def measure(*, repetitions: int = 3, steps: int = 24) -> list[Row]:
+    """A row for each mode, and one for async against sync where each answer waits half a second for a tool."""
+    with scratch_home() as folder:
+        model = str(resolve_model("tiny", home() / "cache"))
+        with bench_engine(folder, model) as url, environment(TINKER_BASE_URL=url, TINKER_API_KEY=KEY):
+            rows = [_row(folder, model, mode, repetitions, steps) for mode in MODES]
+            return [*rows, _tools(folder, model, repetitions, steps)]
+
+
+def _row(folder: Path, model: str, mode: str, repetitions: int, steps: int) -> Row:
+    ours, theirs = [], []
+    for number in tqdm(range(repetitions), desc=f"rl_vs_cookbook: {mode}"):
+        ours.append(_run_flow(folder / f"flow-{mode}-{number}", model, mode, BUILDER, steps))
+        theirs.append(_run_cookbook(folder / f"cookbook-{mode}-{number}", model, mode, steps))
+    size = f"{len(LETTERS)} groups of {GROUP_SIZE}, {MAX_TOKENS} tokens"
+    return Row(f"rl_vs_cookbook: {mode}, tiny, {size}", "steps/s", ours, theirs, "tinker_cookbook.rl.train")
+
+
+def _tools(folder: Path, model: str, repetitions: int, steps: int) -> Row:
+    beside, in_turn = [], []
+    for number in tqdm(range(repetitions), desc="rl_vs_cookbook: tools"):
+        beside.append(_run_flow(folder / f"tools-async-{number}", model, "async", SLOW_BUILDER, steps))
+        in_turn.append(_run_flow(folder / f"tools-sync-{number}", model, "sync", SLOW_BUILDER, steps))
+    return Row("rl_vs_cookbook: async where a tool takes 0.5 s", "steps/s", beside, in_turn, "the flow's own sync mode")
+
+
+def _run_flow(folder: Path, model: str, mode: str, builder: str, steps: int) -> float:
+    folder.mkdir()
+    tracking = f"sqlite:///{folder / 'mlflow.db'}"
+    config = {
+        "run_name": "bench",
+        "model": model,
+        "lora_rank": RANK,
+        "learning_rate": 1e-4,
+        "num_steps": steps,
+        "eval_every": 0,
+        "checkpoint_every": 1000,
+        "granularity": "segment",
+        "storage": str(folder),
+        "tracking": tracking,
+        "schedule": MODES[mode],
+        "rollout": {"max_tokens": MAX_TOKENS},
+        "environment": {
+            "builder": builder,
+            "params": {"renderer_name": RENDERER, "letters": LETTERS, "group_size": GROUP_SIZE},
+        },
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    run_module(["flows.rl", "--config", str(folder / "config.yaml")], folder / "log")
+    record = json.loads((folder / "bench" / "checkpoints.jsonl").read_text().splitlines()[-1])
+    points = MlflowClient(tracking).get_metric_history(record["mlflow_run_id"], "loss/total")
+    return _rate([point.timestamp / 1000 for point in points])
+
+
+def _run_cookbook(folder: Path, model: str, mode: str, steps: int) -> float:
+    folder.mkdir()
+    groups = {"groups_per_batch": len(LETTERS)}
+    modes: dict[str, dict[str, Any]] = {
+        "sync": {},
+        "stream": {"stream_minibatch_config": groups | {"num_minibatches": 2}},
+        "async": {"async_config": groups | {"max_steps_off_policy": 1}},
+    }
+    nested = {f"{part}.{key}": value for part, fields in modes[mode].items() for key, value in fields.items()}
+    options = {
+        "log_path": folder,
+        "model_name": model,
+        "recipe_name": "bench",
+        "renderer_name": RENDERER,
+        "lora_rank": RANK,
+        "learning_rate": 1e-4,
+        "max_tokens": MAX_TOKENS,
+        "max_steps": steps,
+        "eval_every": 0,
+        "save_every": 0,
+        "num_groups_to_log": 0,
+        "dataset_builder": BUILDER,
+        "dataset_builder.model_name_for_tokenizer": model,
+        "dataset_builder.renderer_name": RENDERER,
+        "dataset_builder.letters": LETTERS,
+        "dataset_builder.group_size": GROUP_SIZE,
+        **nested,
+    }
+    run_module(["benchmarks.cookbook_rl", *(f"{key}={value}" for key, value in options.items())], folder / "log")
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return _rate([each["logged_at"] for each in logged if "progress/done_frac" in each])
+
+
+def _rate(moments: list[float]) -> float:
+    """Steps per second, from when each was logged."""
+    steady = sorted(moments)[min(WARM_UP, len(moments) // 2) :]
+    return (len(steady) - 1) / (steady[-1] - steady[0])
