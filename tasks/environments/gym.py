@@ -33,7 +33,7 @@ class GymEnv(MessageEnv):
         return [*self.before, Message(role="user", content=self.entry["question"])]
 
     async def step(self, message: Message) -> MessageStepResult:
-        from reasoning_gym.utils import extract_answer
+        from reasoning_gym.utils import extract_answer  # pyright: ignore[reportMissingImports]
 
         said = get_text_content(message)
         answer = extract_answer(said) if self.tags else said.strip()
@@ -121,10 +121,10 @@ def create(name: str, config: Mapping[str, Any]) -> tuple[Any, str]:
         ConfigError: reasoning-gym is not installed, or has no such dataset.
     """
     try:
-        import reasoning_gym
-        from reasoning_gym.composite import DatasetSpec
-        from reasoning_gym.factory import DATASETS
-        from reasoning_gym.utils import SYSTEM_PROMPTS
+        import reasoning_gym  # pyright: ignore[reportMissingImports]
+        from reasoning_gym.composite import DatasetSpec  # pyright: ignore[reportMissingImports]
+        from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
+        from reasoning_gym.utils import SYSTEM_PROMPTS  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
             f"The datasets of reasoning-gym need it ({reason(error)}): install it with pip install 'tinker-flows[gym]'."
