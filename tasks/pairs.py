@@ -105,8 +105,7 @@ class HeldOutPairs(TrainingClientEvaluator):
     """What the preference loss says of held-out pairs: its metrics are `test/accuracy`, `test/margin` and so on."""
 
     def __init__(self, pairs: Pairs, loss: Regularizer, reference: Reference | None) -> None:
-        held_out = replace(pairs, unrelated=False)
-        self._batch, self._loss, self._reference = held_out.batch(range(len(pairs.comparisons))), loss, reference
+        self._batch, self._loss, self._reference = pairs.batch(range(len(pairs.comparisons))), loss, reference
         self.num_tokens = self._batch.num_tokens
 
     async def __call__(self, training_client: tinker.TrainingClient) -> dict[str, float]:
