@@ -23,8 +23,8 @@ from engine.tiny import byte_tokenizer
 from examples.search_tool import Town
 from flows.config_file import read_yaml
 from tasks.advantages import Shape
-from tasks.given import recommended_renderer
 from tasks.locked import lock
+from tasks.renderer import find_renderer
 from tasks.rollouts import build_environments
 from tasks.trajectories import pack_groups
 
@@ -80,7 +80,7 @@ def test_builders_of_the_cookbook_are_given_what_follows_from_the_model(
 )
 def test_a_renderer_follows_from_the_model(name: str, template: str | None, renderer: str | None) -> None:
     model: Any = SimpleNamespace(name_or_path=name, chat_template=template)
-    assert recommended_renderer(model) == renderer
+    assert find_renderer(name, model) == renderer
 
 
 def test_gsm8k_rewards_the_number_and_the_form(tokenizer: Any) -> None:
