@@ -35,7 +35,7 @@ def recommended_rate(model: str) -> float:
         ConfigError: there is no rule for the model's family.
 
     >>> round(recommended_rate("Qwen/Qwen3-8B"), 6), round(recommended_rate("smollm2-135m"), 6)
-    (0.000474, 0.001322)
+    (0.000473, 0.001322)
     """
     family, hidden_size = _BUILT_IN.get(model) or _read(model) or ("", 0)
     try:

@@ -6,6 +6,7 @@ python -m flows.rl --config examples/rl.yaml learning_rate=1e-4
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import Literal, Self
 
 from prefect import flow
@@ -17,7 +18,7 @@ from flows.command_line import main
 from flows.config import BuilderConfig, Config
 from flows.reference import open_reference
 from flows.result import TrainResult, as_state
-from flows.run import open_run
+from flows.run import Run, open_run
 from flows.segments import in_segments
 from flows.train import train
 from flows.train_config import TrainConfig
@@ -26,8 +27,10 @@ from objectives.spec import ObjectiveSpec
 from tasks.advantages import Shape
 from tasks.evaluate import build_evaluator
 from tasks.off_policy import OffPolicySource
-from tasks.rollout import Patient
+from tasks.options import call, whole
+from tasks.rollout import Group, Patient
 from tasks.rollouts import Cut, HeldOutEnvironments, Play, RolloutSource, build_environments
+from tasks.transcripts import write_transcripts
 
 # Beside the logprobs of the sampled tokens under the current weights.
 GIVEN = ("ref_logprobs", "sampling_logprobs", "advantages", "values", "returns")
@@ -52,6 +55,12 @@ class RolloutConfig(Config):
     )
     timeout_s: float | None = Field(
         default=None, gt=0, title="Time limit (s)", description="Of one attempt at a group; unset is no limit."
+    )
+    transcripts_every: int = Field(
+        default=20,
+        ge=0,
+        title="Transcripts every",
+        description="Steps between pages of what was played, in the run's directory and in MLflow; 0 is never.",
     )
 
 
@@ -196,6 +205,7 @@ def rl(config: RlConfig) -> TrainResult:
                 if config.advantage.kl_coefficient or objective.needs("ref_logprobs"):
                     reference = open_reference(run, config, keeps=False)
                 source.reference = reference if config.advantage.kl_coefficient else None
+                source.show = partial(_show, config, run)
                 return as_state(train(run, config, source, objective, [*held_out, *evaluators], reference))
 
         return in_segments(config, attempt)
@@ -206,6 +216,12 @@ def _play(config: RlConfig) -> Play:
     strategy = Patient(rollouts.max_retries, rollouts.min_successful, rollouts.timeout_s)
     shape = Shape(**advantage.model_dump())
     return Play(config.seed, rollouts.max_tokens, rollouts.temperature, strategy, shape)
+
+
+def _show(config: RlConfig, run: Run, step: int, groups: Sequence[Group]) -> None:
+    every = config.rollout.transcripts_every
+    if every and step % every == 0:
+        call(write_transcripts, run.directory, run.log, run.client.get_tokenizer(), step, whole(groups))
 
 
 def _open_source(config: RlConfig, play: Play, tokenizer: Tokenizer) -> RolloutSource:

@@ -90,10 +90,12 @@ class RolloutSource(Source):
         problems: the groups of each step.
         test: held-out groups; None without.
         reference: what the reward loses with the distance from it; None where it does not.
+        show: what is done with the groups of a step when it was trained on; None for nothing.
     """
 
     sampled = True
     reference: Reference | None = None
+    show: Callable[[int, Sequence[Group]], None] | None = None
 
     def __init__(self, train: RLDataset, test: RLDataset | None, tokenizer: Tokenizer, play: Play, cut: Cut) -> None:
         self.problems = Problems(train, cut.groups_per_batch)
@@ -156,6 +158,8 @@ class RolloutSource(Source):
     def metrics(self, step: int, trained: Sequence[Trained], terms: Mapping[str, float]) -> dict[str, float]:
         groups = self._groups.pop(step)
         self._sampled += count_tokens(groups)
+        if self.show:
+            self.show(step, groups)
         distances = self._distances.pop(step, [])
         return (
             compute_group_metrics(groups)

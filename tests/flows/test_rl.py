@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,19 @@ def test_each_step_is_sampled_from_the_weights_it_trains(
     assert [sum(each) / 2 for each in zip(*tags, strict=True)] == pytest.approx(total)
     assert curve(result, mlflow_uri, "term/kl/value")[0] == 0
     assert len(curve(result, mlflow_uri, "test/env/all/reward/total")) == 2
+
+
+def test_what_was_played_is_to_be_read(run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str) -> None:
+    folder, _, result = run
+    page = (folder / "runs" / "rl" / "transcripts-000000.html").read_text()
+    assert page.count("<details>") == 2
+    assert page.count("<h3>Answer ") == 8
+    assert "Say a 8 times." in page
+    assert "Group 0 letter_a" in page
+    assert "num_letters" in page
+    assert re.search(r'<span title="-\d\.\d\d" style="background: rgba\(220, 90, 0, 0\.\d\d\)">', page)
+    artifacts = MlflowClient(mlflow_uri).list_artifacts(result.mlflow_run_id, "transcripts")
+    assert [each.path for each in artifacts] == ["transcripts/000000.html"]
 
 
 def test_a_stream_of_minibatches_trains_as_their_whole_does(
