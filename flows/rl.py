@@ -56,12 +56,6 @@ class RolloutConfig(Config):
     timeout_s: float | None = Field(
         default=None, gt=0, title="Time limit (s)", description="Of one attempt at a group; unset is no limit."
     )
-    transcripts_every: int = Field(
-        default=20,
-        ge=0,
-        title="Transcripts every",
-        description="Steps between pages of what was played, in the run's directory and in MLflow; 0 is never.",
-    )
 
 
 class AdvantageConfig(Config):
@@ -165,6 +159,12 @@ class RlConfig(TrainConfig):
     schedule: ModeConfig = Field(
         default=ModeConfig(), title="Schedule", description="When groups are played, and how they are trained on."
     )
+    transcripts_every: int = Field(
+        default=20,
+        ge=0,
+        title="Transcripts every",
+        description="Steps between pages of what was played, in the run's directory and in MLflow; 0 is never.",
+    )
     objective: ObjectiveSpec = Field(
         default=ObjectiveSpec.model_validate({"base_loss": "importance_sampling"}),
         title="Objective",
@@ -219,7 +219,7 @@ def _play(config: RlConfig) -> Play:
 
 
 def _show(config: RlConfig, run: Run, step: int, groups: Sequence[Group]) -> None:
-    every = config.rollout.transcripts_every
+    every = config.transcripts_every
     if every and step % every == 0:
         call(write_transcripts, run.directory, run.log, run.client.get_tokenizer(), step, whole(groups))
 

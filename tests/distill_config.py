@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tinker
+from run_config import run_fields
 from tinker import types
 from tinker_cookbook.renderers import get_renderer
 
@@ -19,13 +20,7 @@ END = 258
 
 def distill_fields(folder: Path, run_name: str, tracking: str, base_url: str = "local") -> dict[str, Any]:
     """Two steps of four questions."""
-    return {
-        "run_name": run_name,
-        "model": "tiny",
-        "base_url": base_url,
-        "engine": {"threads": 1},
-        "storage": str(folder / "runs"),
-        "tracking": tracking,
+    return run_fields(folder, run_name, tracking, base_url) | {
         "lora_rank": 8,
         "learning_rate": 1e-2,
         "lr_schedule": "constant",

@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from run_config import run_fields
+
 
 def sft_fields(folder: Path, run_name: str, tracking: str, base_url: str = "local") -> dict[str, Any]:
     """Eight steps of GSM8K with three regularizers; the run's record lies below `folder`."""
-    return {
-        "run_name": run_name,
-        "model": "tiny",
-        "base_url": base_url,
-        "engine": {"threads": 1},
-        "storage": str(folder / "runs"),
-        "tracking": tracking,
+    return run_fields(folder, run_name, tracking, base_url) | {
         "lora_rank": 4,
         "learning_rate": 1e-2,
         "num_steps": 8,
