@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import PrefectHTTPStatusError
 from sft_config import sft_fields
 
@@ -43,7 +44,7 @@ def test_run_from_a_deployment(tmp_path: Path, prefect_server: str, engine_url: 
     )
     try:
         with get_client(sync_client=True) as client:
-            deployment = wait_for(lambda: next(iter(client.read_deployments()), None), process)
+            deployment = wait_for(lambda: deployment_called(client, "small"), process)
             changed = {"config": fields | {"run_name": "from-the-form", "num_steps": 2, "eval_every": 0}}
             run = client.create_flow_run_from_deployment(deployment.id, parameters=changed)
             state = wait_for(lambda: (s := client.read_flow_run(run.id).state) and s.is_final() and s, process)
@@ -58,6 +59,10 @@ def test_run_from_a_deployment(tmp_path: Path, prefect_server: str, engine_url: 
     records = (tmp_path / "runs" / "from-the-form" / "checkpoints.jsonl").read_text().splitlines()
     assert json.loads(records[-1])["batch"] == 2
     assert sft.name == "sft"
+
+
+def deployment_called(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
+    return next((each for each in client.read_deployments() if each.name == name), None)
 
 
 def wait_for(found, process: subprocess.Popen[bytes]):
