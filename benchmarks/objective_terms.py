@@ -2,7 +2,8 @@
 
 A loss for the SDK's `forward_backward_custom` calls its terms one after the other. Here each has its place: those that
 wait are in threads, those that compute in processes of their own. The second row is the price of knowing every term's
-gradient: eight differentiable terms evaluated apart, summed and compared, against one backward of their plain sum.
+gradient: eight differentiable terms evaluated apart, in threads as in a run, summed and compared, against one backward
+of their plain sum.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def _apart(batch: Batch, outputs: Outputs, repetitions: int) -> Row:
     terms: Sequence[Regularizer] = objective.regularizers
 
     def ours() -> Tensor:
-        rows = [(objective.runner.evaluate(each, outputs, batch, False), 0.1) for each in terms]
+        found = pool.map(objective.runner.evaluate, terms, repeat(outputs), repeat(batch), repeat(False))
+        rows = [(each, 0.1) for each in found]
         return linearize(evaluate_base(objective, outputs, batch, False), rows).loss_weights_DT
 
     def peer() -> Tensor:
@@ -121,8 +123,10 @@ def _apart(batch: Batch, outputs: Outputs, repetitions: int) -> Row:
             total = total + 0.1 * reduce(each.term(leaf, batch, **each.params), batch, "token_mean")
         return -torch.autograd.grad(total, logprobs_DT)[0]
 
-    torch.testing.assert_close(ours(), peer())
-    figures = [(1000 * _seconds(ours), 1000 * _seconds(peer)) for _ in range(4 * repetitions)]
+    # As in a run, which has threads for its terms, and one for each of their tensors.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        torch.testing.assert_close(ours(), peer())
+        figures = [(1000 * _seconds(ours), 1000 * _seconds(peer)) for _ in range(4 * repetitions)]
     took, plain = (list(column) for column in zip(*figures, strict=True))
     row = Row(
         f"objective_terms: 8 gradients apart and compared, {batch.num_datums} x {batch.num_tokens // batch.num_datums}",
