@@ -72,8 +72,10 @@ def run_program(program: str, limits: Limits = Limits()) -> Outcome:
     Raises:
         ConfigError: the kernel refuses what keeps the program apart.
     """
+    # By the name that its folder is mounted under in there, where a link leads to it.
+    python = Path(sys.executable).parent.resolve() / Path(sys.executable).name
     with tempfile.TemporaryDirectory(prefix="tinker-flows-sandbox-") as folder, tempfile.TemporaryFile() as output:
-        command = [sys.executable, "-I", "-S", str(_CHILD), json.dumps({**asdict(limits), "folder": folder})]
+        command = [str(python), "-I", "-S", str(_CHILD), json.dumps({**asdict(limits), "folder": folder})]
         started = time.monotonic()
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=folder, env={}, start_new_session=True

@@ -96,3 +96,10 @@ def test_a_kernel_that_refuses_is_told_and_runs_nothing(tmp_path: Path, monkeypa
         run_program(f"open({str(mark)!r}, 'w')")
     run_program(f"open({str(mark)!r}, 'w')", Limits(network="allow"))
     assert mark.exists()
+
+
+def test_python_may_be_reached_by_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").symlink_to(Path(sys.executable).parent)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / Path(sys.executable).name))
+    outcome = run_program("print(6 * 7)", Limits())
+    assert (outcome.exit_code, outcome.output) == (0, "42\n")
