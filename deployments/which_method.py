@@ -75,7 +75,7 @@ class Advice(NamedTuple):
 
     Attributes:
         method, why, command: what to run and for which reason; empty where nothing suits.
-        before: another method that makes a better start for it.
+        before: what to run first, for a better start; empty for nothing.
     """
 
     method: str
@@ -88,14 +88,15 @@ def advise(has: Mapping[str, bool]) -> Advice:
     """The method for what a user has.
 
     >>> advise({"reward": True, "demonstrations": True})[::3]
-    ('rl', 'sft')
+    ('rl', 'tinker-flows run sft --config examples/sft.yaml')
     """
     chosen = next((each for each in HAVE if has.get(each.name)), None)
     if chosen is None:
         return Advice("", "Without examples, pairs, a check, a teacher or a prompt there is nothing to learn from.", "")
     # What was imitated first needs less luck to be rewarded, or preferred.
-    before = "sft" if has.get("demonstrations") and chosen.name in ("reward", "teacher", "preferences") else ""
-    return Advice(chosen.method, chosen.why, f"tinker-flows run {chosen.method} --config {chosen.example}", before)
+    imitates_first = has.get("demonstrations") and chosen.name in ("reward", "teacher", "preferences")
+    before = next(each for each in HAVE if each.name == "demonstrations") if imitates_first else None
+    return Advice(chosen.method, chosen.why, _command(chosen), _command(before) if before else "")
 
 
 def show_advice(has: Mapping[str, bool], as_json: bool) -> None:
@@ -109,10 +110,12 @@ def show_advice(has: Mapping[str, bool], as_json: bool) -> None:
         return
     print(f"{advice.method}: {METHODS[advice.method].what}.\n{advice.why}\n\n  {advice.command}")
     if advice.before:
-        print(
-            f"\nFirst imitate the answers that you have, and fork from that run:\n\n  tinker-flows run {advice.before}"
-        )
-        print(f"  {advice.command} resume=THAT_RUN@final")
+        print("\nFirst imitate the answers that you have, and fork from that run:\n")
+        print(f"  {advice.before}\n  {advice.command} resume=THAT_RUN@final")
+
+
+def _command(have: Have) -> str:
+    return f"tinker-flows run {have.method} --config {have.example}"
 
 
 def asked() -> list[Have]:

@@ -30,7 +30,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_answers_first_where_there_is_a_reward_too(capsys: pytest.CaptureFixture[str]) -> None:
     advice = json.loads(printed(capsys, "which-method", "--demonstrations", "--reward", "--json"))
-    assert (advice["method"], advice["before"]) == ("rl", "sft")
+    assert (advice["method"], advice["before"]) == ("rl", "tinker-flows run sft --config examples/sft.yaml")
     assert "nothing to learn from" in printed(capsys, "which-method", "--no-reward")
 
 
