@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
 from tqdm import tqdm
 
+from benchmarks.flow_run import run_flow
 from benchmarks.rows import Row
 from benchmarks.scratch import KEY, bench_engine, environment, run_module, scratch_home
 from blocks.home import home
@@ -51,31 +51,21 @@ def question_params(times: str) -> dict[str, Any]:
 
 
 def _run_flow(folder: Path, model: str, steps: int) -> float:
-    folder.mkdir()
-    times = str(folder / "times")
-    builder = {
-        "builder": "benchmarks.timed_questions:TimedQuestionsBuilder",
-        "params": question_params(times),
-    }
+    times = folder / "times"
+    builder = {"builder": "benchmarks.timed_questions:TimedQuestionsBuilder", "params": question_params(str(times))}
     config = {
-        "run_name": "bench",
         "model": model,
         "lora_rank": RANK,
         "learning_rate": LEARNING_RATE,
         "lr_schedule": "constant",
         "num_steps": steps,
-        "eval_every": 0,
         "checkpoint_every": steps,
-        "storage": str(folder),
-        "tracking": f"sqlite:///{folder / 'mlflow.db'}",
         "batch_size": BATCH_SIZE,
         "rollout": {"max_tokens": MAX_TOKENS},
         "datasets": [{"environment": builder, "teacher": {"model": model}}],
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    command = ["deployments.command_line", "run", "on_policy_distillation", "--config", str(folder / "config.yaml")]
-    run_module(command, folder / "log")
-    return _rate(Path(times))
+    run_flow(["deployments.command_line", "run", "on_policy_distillation"], folder, config)
+    return _rate(times)
 
 
 def _run_cookbook(folder: Path, model: str, steps: int) -> float:

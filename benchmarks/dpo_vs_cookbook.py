@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tinker
-import yaml
-from mlflow import MlflowClient
 from tqdm import tqdm
 
+from benchmarks.flow_run import run_flow
 from benchmarks.rows import Row
 from benchmarks.scratch import KEY, bench_engine, environment, run_module, scratch_home
 from blocks.home import home
@@ -79,33 +78,21 @@ def _compared(ours: list[float], theirs: list[float]) -> str:
 
 
 def _run_flow(folder: Path, model: str, start: str, epochs: int) -> Trained:
-    folder.mkdir()
-    tracking = f"sqlite:///{folder / 'mlflow.db'}"
     config = {
-        "run_name": "bench",
         "model": model,
         "lora_rank": RANK,
         "resume": start,
         "learning_rate": LEARNING_RATE,
         "num_epochs": epochs,
-        "eval_every": 0,
         "checkpoint_every": 1000,
         "granularity": "segment",
-        "storage": str(folder),
-        "tracking": tracking,
         "renderer_name": RENDERER,
         "batch_size": BATCH_SIZE,
         "max_length": MAX_LENGTH,
         "comparisons": {"builder": JSONL, "params": {"train_path": str(DATA / "preferences_train.jsonl")}},
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    run_module(["flows.dpo", "--config", str(folder / "config.yaml")], folder / "log")
-    checkpoint = json.loads((folder / "bench" / "checkpoints.jsonl").read_text().splitlines()[-1])
-    client = MlflowClient(tracking)
-    losses, times = (
-        [point.value for point in sorted(client.get_metric_history(checkpoint["mlflow_run_id"], key), key=_step)]
-        for key in ("dpo_loss", "time/step")
-    )
+    run = run_flow(["flows.dpo"], folder, config)
+    losses, times = ([point.value for point in run.points(key)] for key in ("dpo_loss", "time/step"))
     return Trained(_rate(times), losses)
 
 
@@ -142,7 +129,3 @@ def _run_cookbook(folder: Path, model: str, start: str, epochs: int) -> Trained:
 def _rate(times: list[float]) -> float:
     steady = times[min(WARM_UP, len(times) // 2) :]
     return len(steady) / sum(steady)
-
-
-def _step(point: object) -> int:
-    return point.step  # pyright: ignore[reportAttributeAccessIssue]

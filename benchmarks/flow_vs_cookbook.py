@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-from mlflow import MlflowClient
 from tqdm import tqdm
 
+from benchmarks.flow_run import run_flow
 from benchmarks.rows import Row
 from benchmarks.scratch import environment, run_module, scratch_home
 from blocks.home import home
@@ -71,26 +70,17 @@ def measure(*, repetitions: int = 3, steps: int = 40) -> list[Row]:
 
 
 def _run_flow(folder: Path, model: str, steps: int) -> Trained:
-    folder.mkdir()
     times = folder / "times"
-    tracking = f"sqlite:///{folder / 'mlflow.db'}"
     config = {
-        "run_name": "bench",
         "model": model,
         "lora_rank": RANK,
         "learning_rate": LEARNING_RATE,
         "num_steps": steps,
-        "eval_every": 0,
         "checkpoint_every": steps,
-        "storage": str(folder),
-        "tracking": tracking,
         "data": {"builder": "benchmarks.timed_gsm8k:TimedGsm8kBuilder", "params": _data(model, times)},
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    whole_s = run_module(["flows.sft", "--config", str(folder / "config.yaml")], folder / "log")
-    checkpoint = json.loads((folder / "bench" / "checkpoints.jsonl").read_text().splitlines()[-1])
-    history = MlflowClient(tracking).get_metric_history(checkpoint["mlflow_run_id"], "train_mean_nll")
-    return Trained(_step_ms(times), whole_s, max(history, key=lambda point: point.step).value)
+    run = run_flow(["flows.sft"], folder, config)
+    return Trained(_step_ms(times), run.whole_s, run.points("train_mean_nll")[-1].value)
 
 
 def _run_cookbook(folder: Path, model: str, steps: int) -> Trained:

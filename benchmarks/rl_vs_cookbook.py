@@ -10,10 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-from mlflow import MlflowClient
 from tqdm import tqdm
 
+from benchmarks.flow_run import run_flow
 from benchmarks.rows import Row
 from benchmarks.scratch import KEY, bench_engine, environment, run_module, scratch_home
 from blocks.home import home
@@ -61,19 +60,13 @@ def _tools(folder: Path, model: str, repetitions: int, steps: int) -> Row:
 
 
 def _run_flow(folder: Path, model: str, mode: str, builder: str, steps: int) -> float:
-    folder.mkdir()
-    tracking = f"sqlite:///{folder / 'mlflow.db'}"
     config = {
-        "run_name": "bench",
         "model": model,
         "lora_rank": RANK,
         "learning_rate": 1e-4,
         "num_steps": steps,
-        "eval_every": 0,
         "checkpoint_every": 1000,
         "granularity": "segment",
-        "storage": str(folder),
-        "tracking": tracking,
         "schedule": MODES[mode],
         "rollout": {"max_tokens": MAX_TOKENS},
         "environment": {
@@ -81,11 +74,8 @@ def _run_flow(folder: Path, model: str, mode: str, builder: str, steps: int) -> 
             "params": {"renderer_name": RENDERER, "letters": LETTERS, "group_size": GROUP_SIZE},
         },
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    run_module(["flows.rl", "--config", str(folder / "config.yaml")], folder / "log")
-    record = json.loads((folder / "bench" / "checkpoints.jsonl").read_text().splitlines()[-1])
-    points = MlflowClient(tracking).get_metric_history(record["mlflow_run_id"], "loss/total")
-    return _rate([point.timestamp / 1000 for point in points])
+    run = run_flow(["flows.rl"], folder, config)
+    return _rate([point.timestamp / 1000 for point in run.points("loss/total")])
 
 
 def _run_cookbook(folder: Path, model: str, mode: str, steps: int) -> float:
