@@ -4,9 +4,9 @@ tinker-flows run on_policy_distillation --config examples/on_policy_distillation
 """
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
-import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 from prefect import flow
@@ -37,10 +37,11 @@ from tasks.distilled import DistilledSource, TeacherDistance
 from tasks.evaluate import build_evaluator
 from tasks.lessons import Lessons, TaughtSource
 from tasks.mixture import Mixture
-from tasks.rollout import Patient
-from tasks.rollouts import Play
+from tasks.rollouts import build_environments
 from tasks.source import Source
 
+# Rewards play no part.
+NO_REWARD = Shape()
 _ON_POLICY = ("ref_logprobs", "sampling_logprobs", "advantages")
 
 Made = tuple[Source, Sequence[Evaluator]]
@@ -86,7 +87,8 @@ def _run(config: DistillConfig, given: Sequence[str], make: Callable[[Run], Made
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with open_run(config, restarts, lora_rank=config.lora_rank, seed=config.seed) as run:
                 source, held_out = make(run)
-                return as_state(train(run, config, source, objective, [*held_out, *evaluators]))
+                with closing(source):
+                    return as_state(train(run, config, source, objective, [*held_out, *evaluators]))
 
         return in_segments(config, attempt)
 
@@ -101,7 +103,7 @@ def _check_base(objective: Objective, *, on_policy: bool) -> None:
 
 def _on_policy(run: Run, config: DistillConfig, datasets: Sequence[GroupsConfig]) -> Made:
     teachers = open_teachers(run, config, [each.teacher for each in datasets])
-    tokenizer, play = run.client.get_tokenizer(), _play(config)
+    tokenizer, play = run.client.get_tokenizer(), config.rollout.play(config.seed, NO_REWARD)
     built = [_build_groups(run, each.environment) for each in datasets]
     weights = [each.weight for each in datasets]
     mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
@@ -112,7 +114,7 @@ def _on_policy(run: Run, config: DistillConfig, datasets: Sequence[GroupsConfig]
 
 def _off_policy(run: Run, config: DistillConfig, datasets: Sequence[LessonsConfig], top_k: int) -> Made:
     teachers = open_teachers(run, config, [each.teacher for each in datasets])
-    tokenizer, play = run.client.get_tokenizer(), _play(config)
+    tokenizer, play = run.client.get_tokenizer(), config.rollout.play(config.seed, NO_REWARD)
     built = [_build_lessons(run, each) for each in datasets]
     weights = [each.weight for each in datasets]
     mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
@@ -127,8 +129,7 @@ def _off_policy(run: Run, config: DistillConfig, datasets: Sequence[LessonsConfi
 
 
 def _build_groups(run: Run, config: BuilderConfig) -> tuple[RLDataset, RLDataset | None]:
-    tokenizer = run.client.get_tokenizer()
-    return build("environment", config.builder, config.params, tokenizer, lambda made: asyncio.run(made()))
+    return build_environments(config.builder, config.params, run.client.get_tokenizer())
 
 
 def _build_lessons(run: Run, config: LessonsConfig) -> tuple[Any, Any]:
@@ -136,10 +137,3 @@ def _build_lessons(run: Run, config: LessonsConfig) -> tuple[Any, Any]:
         return _build_groups(run, config.environment)
     assert config.data is not None
     return build("data", config.data.builder, config.data.params, run.client.get_tokenizer(), lambda made: made())
-
-
-def _play(config: DistillConfig) -> Play:
-    rollouts = config.rollout
-    strategy = Patient(rollouts.max_retries, rollouts.min_successful, rollouts.timeout_s)
-    # Rewards play no part.
-    return Play(config.seed, rollouts.max_tokens, rollouts.temperature, strategy, Shape())

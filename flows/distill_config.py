@@ -7,7 +7,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from flows.config import BuilderConfig, Config
-from flows.rl import RolloutConfig
+from flows.rollout_config import POLICY_LOSS, RolloutConfig
 from flows.teachers import TeacherConfig
 from flows.train_config import TrainConfig
 from objectives.spec import ObjectiveSpec
@@ -70,25 +70,19 @@ class DistillConfig(TrainConfig):
     )
 
 
-class OnPolicyConfig(DistillConfig):
-    """On-policy distillation: the student samples, the teacher says how likely it finds each token."""
+class SamplingConfig(DistillConfig):
+    """A run whose student samples what it learns from."""
 
-    datasets: tuple[GroupsConfig, ...] = Field(
-        min_length=1, title="Datasets", description="Each with its teacher, mixed by weight."
-    )
     objective: ObjectiveSpec = Field(
-        default=ObjectiveSpec.model_validate({"base_loss": "importance_sampling"}),
+        default=POLICY_LOSS,
         title="Objective",
         description="The base loss, of those that read advantages, and its weighted regularizers.",
     )
 
 
-class OffPolicyConfig(DistillConfig):
-    """Off-policy distillation: the student learns sequences of the teacher's, or the teacher's view of any."""
+class TaughtConfig(DistillConfig):
+    """A run whose teacher says what is learned."""
 
-    datasets: tuple[LessonsConfig, ...] = Field(
-        min_length=1, title="Datasets", description="Each with its teacher, mixed by weight."
-    )
     top_k: int = Field(
         default=0,
         ge=0,
@@ -96,6 +90,22 @@ class OffPolicyConfig(DistillConfig):
         title="Top K",
         description="Learn so many of the teacher's likeliest tokens at each position, by their probabilities; 0 "
         "learns the tokens that it sampled.",
+    )
+
+
+class OnPolicyConfig(SamplingConfig):
+    """On-policy distillation: the student samples, the teacher says how likely it finds each token."""
+
+    datasets: tuple[GroupsConfig, ...] = Field(
+        min_length=1, title="Datasets", description="Each with its teacher, mixed by weight."
+    )
+
+
+class OffPolicyConfig(TaughtConfig):
+    """Off-policy distillation: the student learns sequences of the teacher's, or the teacher's view of any."""
+
+    datasets: tuple[LessonsConfig, ...] = Field(
+        min_length=1, title="Datasets", description="Each with its teacher, mixed by weight."
     )
 
     @model_validator(mode="after")
@@ -129,7 +139,7 @@ class QuestionsConfig(Config):
         return BuilderConfig(builder=QUESTIONS, params=params | {"shown": shown, "batch_size": batch_size})
 
 
-class SelfConfig(DistillConfig):
+class SelfConfig(SamplingConfig):
     """Self-distillation: earlier weights of the model, which are shown more, teach it on what it samples."""
 
     questions: QuestionsConfig = Field(title="Questions", description="What is answered.")
@@ -144,14 +154,9 @@ class SelfConfig(DistillConfig):
         title="Teacher",
         description="Earlier weights of the model: `base`, or a checkpoint that this run goes on from.",
     )
-    objective: ObjectiveSpec = Field(
-        default=ObjectiveSpec.model_validate({"base_loss": "importance_sampling"}),
-        title="Objective",
-        description="The base loss, of those that read advantages, and its weighted regularizers.",
-    )
 
 
-class PromptConfig(DistillConfig):
+class PromptConfig(TaughtConfig):
     """Prompt distillation: the teacher answers with a long prompt, the student learns to do so without it."""
 
     questions: QuestionsConfig = Field(title="Questions", description="What is answered.")
@@ -163,12 +168,4 @@ class PromptConfig(DistillConfig):
     )
     teacher: TeacherConfig = Field(
         default=TeacherConfig(), title="Teacher", description="Who answers with the prompt; the base model by default."
-    )
-    top_k: int = Field(
-        default=0,
-        ge=0,
-        le=64,
-        title="Top K",
-        description="Learn so many of the teacher's likeliest tokens at each position, by their probabilities; 0 "
-        "learns the tokens that it sampled.",
     )

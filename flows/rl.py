@@ -18,6 +18,7 @@ from flows.command_line import main
 from flows.config import BuilderConfig, Config
 from flows.reference import open_reference
 from flows.result import TrainResult, as_state
+from flows.rollout_config import POLICY_LOSS, RolloutConfig
 from flows.run import Run, open_run
 from flows.segments import in_segments
 from flows.train import train
@@ -28,34 +29,12 @@ from tasks.advantages import Shape
 from tasks.evaluate import build_evaluator
 from tasks.off_policy import OffPolicySource
 from tasks.options import call, whole
-from tasks.rollout import Group, Patient
+from tasks.rollout import Group
 from tasks.rollouts import Cut, HeldOutEnvironments, Play, RolloutSource, build_environments
 from tasks.transcripts import write_transcripts
 
 # Beside the logprobs of the sampled tokens under the current weights.
 GIVEN = ("ref_logprobs", "sampling_logprobs", "advantages", "values", "returns")
-
-
-class RolloutConfig(Config):
-    """How environments are played."""
-
-    max_tokens: int = Field(default=256, ge=1, title="Tokens", description="The most that are sampled in one turn.")
-    temperature: float = Field(default=1.0, gt=0, le=10, title="Temperature", description="Of the sampling.")
-    max_retries: int = Field(
-        default=2,
-        ge=0,
-        title="Retries",
-        description="How often a group with too few successes is played again, with fresh environments.",
-    )
-    min_successful: int | None = Field(
-        default=None,
-        ge=1,
-        title="Enough members",
-        description="Rollouts of a group that are enough where others fail; unset means all of them.",
-    )
-    timeout_s: float | None = Field(
-        default=None, gt=0, title="Time limit (s)", description="Of one attempt at a group; unset is no limit."
-    )
 
 
 class AdvantageConfig(Config):
@@ -166,7 +145,7 @@ class RlConfig(TrainConfig):
         description="Steps between pages of what was played, in the run's directory and in MLflow; 0 is never.",
     )
     objective: ObjectiveSpec = Field(
-        default=ObjectiveSpec.model_validate({"base_loss": "importance_sampling"}),
+        default=POLICY_LOSS,
         title="Objective",
         description="The base loss, of those that read advantages, and its weighted regularizers.",
     )
@@ -185,7 +164,7 @@ class RlConfig(TrainConfig):
 @flow(name="rl", flow_run_name="{config.run_name}")
 def rl(config: RlConfig) -> TrainResult:
     """Train a model on the rewards of environments, from the start of the run or its last checkpoint."""
-    play = _play(config)
+    play = config.rollout.play(config.seed, Shape(**config.advantage.model_dump()))
     with Objective.from_spec(config.objective) as objective:
         objective.check_needs(GIVEN)
         if objective.base is None:
@@ -209,13 +188,6 @@ def rl(config: RlConfig) -> TrainResult:
                 return as_state(train(run, config, source, objective, [*held_out, *evaluators], reference))
 
         return in_segments(config, attempt)
-
-
-def _play(config: RlConfig) -> Play:
-    rollouts, advantage = config.rollout, config.advantage
-    strategy = Patient(rollouts.max_retries, rollouts.min_successful, rollouts.timeout_s)
-    shape = Shape(**advantage.model_dump())
-    return Play(config.seed, rollouts.max_tokens, rollouts.temperature, strategy, shape)
 
 
 def _show(config: RlConfig, run: Run, step: int, groups: Sequence[Group]) -> None:

@@ -43,8 +43,8 @@ _TERMS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="term")
 class Ahead:
     """A step before its turn: its batch, the reference's logprobs, the features of the terms that are due, under way.
 
-    `passes` is how often the service goes over the batch: not at all where the step is passed over; `share` its part in
-    its update, of which it may be one of several minibatches.
+    `passes` is how often the service goes over the batch; `share` its part in its update, of which it may be one of
+    several minibatches.
     """
 
     step: int
@@ -80,9 +80,9 @@ def load_ahead(
 ) -> Ahead:
     """Start on everything of a step that needs its batch and no answer to it."""
     loaded = cast(Batch, batch)  # a task is given the result of the future it is given
-    due = [each for each in objective.regularizers if passes and each.due_at(step)]
+    due = [each for each in objective.regularizers if each.due_at(step)]
     terms = tuple((each, _prepare(objective.runner, each, loaded) if each.term.prepare else None) for each in due)
-    asked = submit(load_reference, reference, whole(loaded)) if reference and passes else None
+    asked = submit(load_reference, reference, whole(loaded)) if reference else None
     return Ahead(step, passes, share, batch, asked, terms)
 
 

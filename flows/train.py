@@ -30,7 +30,7 @@ from flows.start import begin, first_step
 from flows.step import load_ahead, num_passes
 from flows.stop import Stop, listening_for_stop
 from flows.train_config import TrainConfig
-from flows.updates import ask_forward, loss_ahead, read_answers, record_seen, send
+from flows.updates import ask_forward, looks_ahead, read_answers, record_seen, send
 from flows.warn import warn
 from flows.watched import show_metrics
 from objectives.objective import Objective
@@ -199,11 +199,11 @@ def _ask(loop: Loop, step: int) -> None:
         return
     ahead = loop.following[0]
     batch = ahead.batch.result()
-    fused = ahead.passes == 2 and loss_ahead(loop, ahead) is not None
+    looks = looks_ahead(loop, ahead)
     loop.ledger.add(loop.reference.take_num_tokens() if loop.reference else 0)
     # And what it takes to look back at its update, and at the run's last weights. Other minibatches are taken to be as
     # long as the first.
-    num_tokens = ((1 if fused else ahead.passes) + 1) * batch.num_tokens * len(loop.following)
+    num_tokens = (3 if looks else 2) * batch.num_tokens * len(loop.following)
     num_tokens += _held_out_tokens(loop, step)
     num_tokens += _held_out_tokens(loop, step + 1) if step + 1 == loop.plan.num_steps else 0
     loop.ended = loop.ledger.end_before(step, num_tokens)
@@ -211,7 +211,7 @@ def _ask(loop: Loop, step: int) -> None:
         loop.following = None
         note_end(loop.run.log, loop.ended)
         emit("budget", loop.plan.config.run_name, {"step": step, **loop.ledger.state(), "message": loop.ended})
-    else:
+    elif looks:
         loop.forward = ask_forward(loop, ahead)
 
 

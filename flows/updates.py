@@ -29,7 +29,7 @@ def send(loop: Loop, step: int, parts: Sequence[Ahead], forward: Forward | None)
     batches: list[SentBatch] = []
     for number, ahead in enumerate(parts, start=1):
         if number > 1:
-            forward = ask_forward(loop, ahead)
+            forward = ask_forward(loop, ahead) if looks_ahead(loop, ahead) else None
         linearized = None
         if forward:
             compute = partial(compute_linearized, loop.objective, ahead, forward, plan.num_steps, step == 0)
@@ -73,10 +73,13 @@ def read_answers(loop: Loop, step: int, batches: Sequence[SentBatch]) -> dict[st
     )
 
 
-def ask_forward(loop: Loop, ahead: Ahead) -> Forward | None:
-    """Ask for a batch's forward pass; None where its update needs to know nothing before."""
-    if ahead.passes != 2 or loss_ahead(loop, ahead) is not None:
-        return None
+def looks_ahead(loop: Loop, ahead: Ahead) -> bool:
+    """Whether the update of a batch has to know its logprobs."""
+    return ahead.passes == 2 and _loss_of(loop, ahead) is None
+
+
+def ask_forward(loop: Loop, ahead: Ahead) -> Forward:
+    """Ask for a batch's forward pass."""
     forward = enqueue_forward_ahead(loop.run.client, ahead)
     loop.ledger.add(forward.batch.num_tokens)
     return forward
@@ -96,7 +99,7 @@ def _send_batch(loop: Loop, ahead: Ahead, linearized: Linearized | None, *, is_l
     """Ask for the gradient of a minibatch, and behind the last one of an update for its optimizer step."""
     plan, client, step, batch = loop.plan, loop.run.client, ahead.step, ahead.batch.result()
     adam = plan.config.adam.at(plan.learning_rate_at(step)) if is_last else None
-    loss = None if linearized else loss_ahead(loop, ahead)
+    loss = None if linearized else _loss_of(loop, ahead)
     loop.trained = batch
     loop.ledger.add(batch.num_tokens)
     if loss:
@@ -105,7 +108,7 @@ def _send_batch(loop: Loop, ahead: Ahead, linearized: Linearized | None, *, is_l
     return enqueue_update(client, batch, linearized.loss_weights_DT if linearized else batch.weights_DT, adam)
 
 
-def loss_ahead(loop: Loop, ahead: Ahead) -> Uploaded | None:
+def _loss_of(loop: Loop, ahead: Ahead) -> Uploaded | None:
     """The loss that the service has for a step in one pass; None where the guards look at a forward pass first."""
     first = loop.plan.config.guards.looks_first
     return None if first else loss_of(loop.run, loop.one_pass, ahead.step, ahead.beside(), ahead.batch.result())

@@ -19,6 +19,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 
 from blocks.errors import ConfigError
 from objectives.batch import Batch
+from objectives.regularizer import BASE
 from tasks.advantages import Shape
 from tasks.data import build
 from tasks.locked import lock
@@ -38,6 +39,7 @@ from tasks.trajectories import (
     penalize_distance,
 )
 
+_CLIPPED = f"term/{BASE}/clip_fraction"
 # One waits for a step's groups while another already plays those of the next.
 _GATHERING = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rollouts")
 
@@ -166,7 +168,7 @@ class RolloutSource(Source):
             | compute_policy_metrics(trained)
             | compute_critic_metrics(trained)
             | {"policy_loss": terms["loss/base"]}
-            | {name: terms[f"term/base/{name}"] for name in ("clip_fraction",) if f"term/base/{name}" in terms}
+            | ({"clip_fraction": terms[_CLIPPED]} if _CLIPPED in terms else {})
             | ({"kl_policy_base": sum(distances) / len(distances)} if distances else {})
         )
 
