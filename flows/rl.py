@@ -76,9 +76,9 @@ class AdvantageConfig(Config):
     def _check_estimator(self) -> Self:
         if self.scale and self.estimator != "group_mean":
             raise ValueError("scale goes with the estimator group_mean alone: leave it out, or take that one")
-        if "discount" in self.model_fields_set and self.estimator not in ("discounted", "gae"):
+        if self.discount != 1 and self.estimator not in ("discounted", "gae"):
             raise ValueError("discount goes with the estimators discounted and gae: leave it out, or take one of them")
-        if "decay" in self.model_fields_set and self.estimator != "gae":
+        if self.decay != type(self).model_fields["decay"].default and self.estimator != "gae":
             raise ValueError("decay goes with the estimator gae alone: leave it out, or take that one")
         return self
 
@@ -118,7 +118,7 @@ class ModeConfig(Config):
             raise ValueError("num_minibatches goes with the modes stream and async: leave it out, or take one of them")
         if self.mode == "stream" and self.num_minibatches == 1:
             raise ValueError("the mode stream trains on several minibatches: set num_minibatches to 2 or more")
-        if self.mode != "async" and "max_steps_off_policy" in self.model_fields_set:
+        if self.mode != "async" and self.max_steps_off_policy > 1:
             raise ValueError("max_steps_off_policy goes with the mode async alone: leave it out, or take that mode")
         return self
 

@@ -131,6 +131,12 @@ def test_a_mode_refuses_what_it_does_not_have(tmp_path: Path) -> None:
         RlConfig.model_validate(fields | {"schedule": {"num_substeps": 2}, "guards": {"spike": "skip"}})
 
 
+def test_a_config_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """A run that goes on is held to the config of its record."""
+    config = RlConfig.model_validate(rl_fields(tmp_path, "again", ""))
+    assert RlConfig.model_validate_json(config.model_dump_json()) == config
+
+
 def test_a_scale_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
     wrong = rl_fields(tmp_path, "wrong", "") | {"advantage": {"estimator": "leave_one_out", "scale": True}}
     with pytest.raises(ValueError, match="scale goes with the estimator group_mean alone"):
