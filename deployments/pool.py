@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime
 from typing import Any
 
 import httpx
 
 from blocks.errors import ServiceError, reason
+from deployments.ready import CLIENT, answers
 
 POOL = "tinker-flows"
 LEFT = ("RUNNING", "PENDING", "CANCELLING")
+# A server that has just started is busy with what it left undone, and says so.
+BUSY_S = 20.0
 
 
 def make_pool(prefect: str) -> None:
@@ -24,6 +28,12 @@ def make_pool(prefect: str) -> None:
     """
     _ask(prefect, "work_pools/", {"name": POOL, "type": "process"}, good=(httpx.codes.CONFLICT,))
     _change_pool(prefect, {"is_paused": False})
+
+
+def wait_for_pool(prefect: str) -> None:
+    """Wait until the server answers and has the pool; whoever starts both knows when that has taken too long."""
+    while not answers(f"{prefect}/api/work_pools/{POOL}"):
+        time.sleep(0.2)
 
 
 def close_pool(prefect: str) -> None:
@@ -59,18 +69,23 @@ def is_polling(prefect: str, worker: str, since: float) -> bool:
 
 
 def _change_pool(prefect: str, change: dict[str, Any]) -> None:
-    try:
-        httpx.patch(f"{prefect}/api/work_pools/{POOL}", json=change, timeout=10).raise_for_status()
-    except httpx.HTTPError as error:
-        raise ServiceError(f"The Prefect server did not change the work pool {POOL!r} ({reason(error)}).") from error
+    _send("PATCH", f"{prefect}/api/work_pools/{POOL}", change)
 
 
 def _ask(prefect: str, path: str, body: dict[str, Any], good: tuple[int, ...] = ()) -> Any:
-    url = f"{prefect}/api/{path}"
+    return _send("POST", f"{prefect}/api/{path}", body, good).json()
+
+
+def _send(method: str, url: str, body: dict[str, Any], good: tuple[int, ...] = ()) -> httpx.Response:
+    deadline = time.monotonic() + BUSY_S
     try:
-        answer = httpx.post(url, json=body, timeout=30)
+        while True:
+            answer = CLIENT.request(method, url, json=body)
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
+                break
+            time.sleep(0.5)
         if answer.status_code not in good:
             answer.raise_for_status()
-        return answer.json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise ServiceError(f"The Prefect server did not do {url} ({reason(error)}): see its log.") from error
+        return answer
+    except httpx.HTTPError as error:
+        raise ServiceError(f"The Prefect server did not do {method} {url} ({reason(error)}): see its log.") from error

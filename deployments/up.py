@@ -102,13 +102,14 @@ def _start_all(starter: _Starter, models: Sequence[str], status: Status) -> tupl
         prefect, mlflow = _start_prefect(starter), _start_mlflow(starter)
         servers += [prefect, mlflow]
         exports |= {"PREFECT_API_URL": f"{prefect.url}/api", "MLFLOW_TRACKING_URI": mlflow.url}
+        deploying = _deploy(starter, prefect, exports)  # imports the flows meanwhile
         wait_until_ready(servers, {prefect: partial(answers, f"{prefect.url}/api/health")}, status)
         for each in servers:  # asked together to end, when the worker has ended
             starter.stack.callback(each.let_go)
         make_pool(prefect.url)
         give_up_left_runs(prefect.url)
         since = time.time()
-        worker, deploying = _start_worker(starter, prefect, exports), _deploy(starter, prefect, exports)
+        worker = _start_worker(starter, prefect, exports)
         health = {servers[0]: "/api/v1/healthz", prefect: "/api/health", mlflow: "/health"}
         checks = {each: partial(answers, each.url + health[each]) for each in servers}
         polling = partial(is_polling, prefect.url, WORKER, since)

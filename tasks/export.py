@@ -17,7 +17,6 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tinker_cookbook import weights
 from tinker_cookbook.exceptions import TinkerCookbookError
 
 from blocks.errors import ConfigError, ServiceError, StorageError, reason, storage_error
@@ -38,6 +37,8 @@ def download_adapter(service: TinkerService, path: str, folder: Path) -> None:
     Raises:
         ServiceError: the service has no such checkpoint, or could not hand it over.
     """
+    from tinker_cookbook import weights  # with transformers, which takes seconds
+
     with _key_of(service), service_errors(f"hand over {path}"):
         try:
             weights.download(tinker_path=path, output_dir=str(folder), base_url=service.resolved_url)
@@ -56,6 +57,8 @@ def build_adapter(base_model: str, downloaded: Path, output: Path) -> None:
         ConfigError: the base model is not there, or the adapter is none for it.
         StorageError: the output cannot be written, or is there already.
     """
+    from tinker_cookbook import weights
+
     base_folder(base_model)
     with _building(output) as folder:
         weights.build_lora_adapter(base_model=base_model, adapter_path=str(downloaded), output_path=str(folder))
@@ -69,6 +72,8 @@ def build_merged(base_model: str, downloaded: Path, output: Path) -> None:
         ConfigError: the base model is not there, or the adapter is none for it.
         StorageError: the output cannot be written, or is there already.
     """
+    from tinker_cookbook import weights
+
     with _building(output) as folder, _untied(base_folder(base_model), downloaded) as base:
         weights.build_hf_model(base_model=str(base), adapter_path=str(downloaded), output_path=str(folder))
 
@@ -82,9 +87,7 @@ def base_folder(base_model: str) -> Path:
     if Path(base_model).is_dir():
         return Path(base_model)
     try:
-        return Path(
-            snapshot_download(base_model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"])
-        )
+        return Path(snapshot_download(base_model, allow_patterns=_MODEL_FILES))
     except (HFValidationError, httpx.HTTPError, OSError) as error:
         raise ConfigError(
             f"The base model {base_model!r} is no directory and could not be downloaded ({reason(error)}): set "
