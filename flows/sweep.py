@@ -25,6 +25,7 @@ from flows.sweep_record import SweepLog, check_sweep, open_sweep_log
 from flows.sweep_result import SweepResult, conclude
 from flows.sweep_schedule import Schedule
 from flows.sweep_trials import Runner, Sweeping, run_trials
+from flows.trial_cluster import TrialCluster
 from flows.trial_deployment import TrialDeployment, check_deployment
 from flows.trial_process import TrialProcess
 
@@ -52,6 +53,8 @@ def _run_left(plan: SweepPlan, directory: RunDirectory, log: SweepLog, schedule:
     if config.deployment:
         check_deployment(config.deployment)
         new_runner: partial[Runner] = partial(TrialDeployment, config.deployment, log, config.metric)
+    elif config.cluster:
+        new_runner = partial(TrialCluster, config.cluster, config.flow, log, config.metric)
     else:
         new_runner = partial(TrialProcess, config.flow)
     pruning = Pruning(config.prune, config.mode) if config.prune else None

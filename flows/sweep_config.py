@@ -146,9 +146,21 @@ class SweepConfig(NamedConfig):
         description="`FLOW/NAME` of a deployment whose workers run the trials. Empty: processes of the sweep's own.",
         pattern=r"^([^/]+/[^/]+)?$",
     )
+    cluster: Literal["dask", "ray"] | None = Field(
+        default=None,
+        title="Cluster",
+        description="Workers of which cluster run the trials instead: the one that DASK_SCHEDULER_ADDRESS or "
+        "RAY_ADDRESS names, else one that the sweep starts. Each needs its extra installed.",
+    )
 
     @model_validator(mode="after")
     def _check_seeds(self) -> Self:
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds holds one of them twice")
+        return self
+
+    @model_validator(mode="after")
+    def _check_cluster(self) -> Self:
+        if self.deployment and self.cluster:
+            raise ValueError("deployment and cluster both say who runs the trials: leave one of them out")
         return self

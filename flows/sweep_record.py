@@ -25,7 +25,7 @@ from flows.sweep_plan import SweepPlan
 CONFIG_NAME = "sweep.json"
 
 # What may differ between the parts of one sweep: how it runs and how far, never what its points are.
-_MAY_CHANGE = {"concurrency", "retries", "deployment", "seeds", "prune"}
+_MAY_CHANGE = {"concurrency", "retries", "deployment", "cluster", "seeds", "prune"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,21 +10,16 @@ from itertools import count
 from typing import cast
 from uuid import UUID
 
-import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
-from prefect.exceptions import ObjectNotFound, PrefectException
-from prefect.states import Cancelling
+from prefect.exceptions import ObjectNotFound
 
 from blocks.errors import ConfigError, ServiceError
 from flows.config import RunConfig
 from flows.sweep_record import SweepLog
 from flows.trial_process import End
-
-LOOK_EVERY_S = 2.0
-# A Prefect server that is away or answers what is no server's.
-_PASSING = (httpx.HTTPError, PrefectException, RuntimeError, ValueError)
+from flows.trial_watch import LOOK_EVERY_S, PASSING, Watched, cancel
 
 
 def check_deployment(name: str) -> None:
@@ -55,8 +50,8 @@ class TrialDeployment:
         try:
             run = self._begin(config)
             self._running = run.id
-            return self._wait(run.id, config.run_name, watch)
-        except (*_PASSING, ServiceError) as error:
+            return self._wait(run.id, Watched(self._log, config.run_name, self._metric, watch))
+        except (*PASSING, ServiceError) as error:
             return End("failed", f"Its deployment could not run: {error}", True)
         finally:
             self._running = None
@@ -65,7 +60,7 @@ class TrialDeployment:
         """Cancel the run under way, which then ends its step and saves it."""
         self._stopping = True
         if self._running:
-            _cancel(self._running)
+            cancel(self._running)
 
     def close(self, *, kill: bool = False) -> None:
         """Nothing is held open; what still runs is cancelled."""
@@ -84,31 +79,17 @@ class TrialDeployment:
                 return run
         raise AssertionError("unreachable: some attempt is new")
 
-    def _wait(self, run_id: UUID, run_name: str, watch: Callable[[int, Mapping[str, float]], str]) -> End:
-        seen: set[int] = set()
-        asked = ""
+    def _wait(self, run_id: UUID, watched: Watched) -> End:
         while True:
-            with suppress(*_PASSING), get_client(sync_client=True) as client:
+            with suppress(*PASSING), get_client(sync_client=True) as client:
                 state = client.read_flow_run(run_id).state
                 if state and state.is_final():
                     break
-            with suppress(ServiceError):
-                for step, value in self._log.curve(self._log.trial(run_name), self._metric):
-                    if step not in seen and not asked:
-                        asked = watch(step, {self._metric: value})
-                    seen.add(step)
-            if asked:
-                _cancel(run_id)
+            if watched.look():
+                cancel(run_id)
             time.sleep(LOOK_EVERY_S)
         if state.is_completed():
             return End("completed")
-        if state.is_cancelled() or asked or self._stopping:
-            return End("stopped", asked)
+        if state.is_cancelled() or watched.asked or self._stopping:
+            return End("stopped", watched.asked)
         return End("failed", state.message or f"It ended as {state.name}.", True)
-
-
-def _cancel(run_id: UUID) -> None:
-    with suppress(*_PASSING), get_client(sync_client=True) as client:
-        state = client.read_flow_run(run_id).state
-        if state and not state.is_final() and not state.is_cancelling():
-            client.set_flow_run_state(run_id, Cancelling())

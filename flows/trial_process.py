@@ -132,7 +132,7 @@ def _serve(connection: Connection, alive: Connection, flow: str, told: bytes, lo
     try:
         with hydrated_context(context), watched_by(watch):
             while True:
-                connection.send(_run(partial(found.flow, connection.recv(), return_state=True)))
+                connection.send(end_of(partial(found.flow, connection.recv(), return_state=True)))
     except (EOFError, OSError, KeyboardInterrupt):
         deliver_events()
 
@@ -144,7 +144,7 @@ def _end_with(alive: Connection) -> None:
     os._exit(1)
 
 
-def _run(run: Callable[[], State[Any]]) -> End:
+def end_of(run: Callable[[], State[Any]]) -> End:
     try:
         state = run()
     except (KeyboardInterrupt, TerminationSignal):

@@ -122,7 +122,7 @@ class TermTasks:
                 the term, or an argument cannot be pickled.
         """
         body = body_of(regularizer, arguments)
-        cluster = _CLUSTER.use(self)
+        cluster = DASK.use(self)
         key = f"term-{regularizer.name}-{doing}-{uuid4().hex}"
         news = cluster.news[key] = queue.SimpleQueue()
         try:
@@ -144,7 +144,7 @@ class TermTasks:
 
     def close(self) -> None:
         """Let go of the cluster."""
-        _CLUSTER.leave(self)
+        DASK.leave(self)
 
 
 def answer_task(topic: str, key: str, module: str, name: str, doing: str, body: bytes) -> bytes:
@@ -209,4 +209,4 @@ def _open() -> DaskCluster:
     return cluster
 
 
-_CLUSTER = Shared(_open, DaskCluster.works, DaskCluster.close)
+DASK = Shared(_open, DaskCluster.works, DaskCluster.close)

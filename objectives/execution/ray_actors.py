@@ -90,10 +90,10 @@ class TermActor:
         with self._lock:
             if self._actor is not None:
                 self._kill()
-            _CLUSTER.leave(self)
+            RAY.leave(self)
 
     def _start(self) -> None:
-        cluster = _CLUSTER.use(self)
+        cluster = RAY.use(self)
         if self._actor is not None and self._cluster is cluster:
             return
         self._cluster = cluster
@@ -182,4 +182,4 @@ def _start_local(ray: Any) -> Callable[[], None]:
     return end
 
 
-_CLUSTER = Shared(_open, RayCluster.works, RayCluster.close)
+RAY = Shared(_open, RayCluster.works, RayCluster.close)

@@ -24,6 +24,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterParentFlowRunId,
 )
+from prefect.client.schemas.objects import FlowRun
 from sft_config import sft_fields
 
 from blocks.errors import ConfigError, ServiceError
@@ -75,6 +76,13 @@ def finished(config: SweepConfig, prefect_server: str) -> SweepResult:
         return sweep(config)
 
 
+def flow_runs_below(result: SweepResult) -> list[FlowRun]:
+    deliver_events()
+    below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[UUID(result.flow_run_id)]))
+    with get_client(sync_client=True) as client:
+        return client.read_flow_runs(flow_run_filter=below)
+
+
 def runs_below(result: SweepResult) -> dict[str, Run]:
     client = MlflowClient(result.tracking_uri)
     below = f"tags.`mlflow.parentRunId` = '{result.mlflow_run_id}'"
@@ -119,10 +127,7 @@ def test_the_trials_are_below_the_sweep_in_mlflow(finished: SweepResult) -> None
 
 
 def test_the_trials_are_flow_runs_below_the_sweep_in_prefect(finished: SweepResult) -> None:
-    deliver_events()
-    below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[UUID(finished.flow_run_id)]))
-    with get_client(sync_client=True) as client:
-        states = {run.name: run.state_name for run in client.read_flow_runs(flow_run_filter=below)}
+    states = {run.name: run.state_name for run in flow_runs_below(finished)}
     assert states == {
         **{f"whole-001-s{seed}": "Completed" for seed in (0, 1)},
         **{f"whole-003-s{seed}": "Cancelled" for seed in (0, 1)},
@@ -270,6 +275,40 @@ def test_trials_run_by_a_deployment(
     assert (result.num_completed, result.num_pruned, result.best_point) == (1, 1, 1)
     urls = {run.data.tags["tinker.base_url"] for run in runs_below(result).values()}
     assert len(urls) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cluster", ["dask", "ray"])
+def test_trials_run_by_a_cluster(
+    tmp_path: Path, cluster: str, mlflow_uri: str, engine_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial on a worker is pruned there, and one whose process is killed is tried again from its checkpoint."""
+    pytest.importorskip(
+        {"dask": "distributed"}.get(cluster, cluster), reason=f"pip install -c constraints.txt -e '.[{cluster}]'"
+    )
+    for name in ("RAY_ADDRESS", "DASK_SCHEDULER_ADDRESS", "DASK_SCHEDULER__ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    made = fields(tmp_path, f"sent-{cluster}", mlflow_uri, engine_url, cluster=cluster, concurrency=1, seeds=[0])
+    made["space"] = {RATE: [1e-2, 1e-7]}
+    made["base"] |= {"num_steps": 24, "checkpoint_every": 4}
+    killer = threading.Thread(target=kill_one, args=("flows.trial_on_worker",))
+    killer.start()
+    result = sweep(SweepConfig.model_validate(made))
+    killer.join()
+    assert (result.num_completed, result.num_pruned, result.best_point) == (1, 1, 1)
+    assert len(flow_runs_below(result)) == 3
+    left = subprocess.run(["ps", "axww"], capture_output=True, text=True).stdout
+    assert "flows.trial_on_worker" not in left
+
+
+def kill_one(command: str) -> None:
+    """Kill the first process of a command that is well under way."""
+    while not (found := subprocess.run(["pgrep", "-f", command], capture_output=True, text=True).stdout.split()):
+        time.sleep(0.1)
+    time.sleep(15)
+    os.kill(int(found[0]), signal.SIGKILL)
 
 
 def wait_for(seen: Any, process: subprocess.Popen[Any]) -> None:
