@@ -1,7 +1,8 @@
 """Samples through the SDK and the engine, against `transformers.generate` on the same prompts as one batch.
 
 Both draw 32 tokens per prompt at temperature 1 from SmolLM2 in float32, on as many threads. Ours are separate requests
-that the engine puts together; the peer is given all of them at once. A last row has a single request.
+that the engine puts together; the peer is given all of them at once. Another row has a single request. Then both again
+by an engine that samples to the same bits whatever the company, against the one before.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Generate = Callable[[Prompts], float]
 
 
 def measure(*, model: str = "smollm2-135m", repetitions: int = 3, num_prompts: int = 64) -> list[Row]:
-    """A row for all prompts at once and one for a single prompt."""
+    """A row for all prompts at once and one for a single prompt; and two for what determinism costs."""
     with scratch_home():
         path = str(resolve_model(model, home() / "cache"))
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -45,18 +46,25 @@ def measure(*, model: str = "smollm2-135m", repetitions: int = 3, num_prompts: i
                 for _ in tqdm(range(repetitions), desc=f"engine_sampling: {len(some)} at once"):
                     ours.append(sides[0](some))
                     peer.append(sides[1](some))
-                rows.append(_row(model, some, ours, peer))
+                rows.append(_row(model, some, ours, peer, "transformers.generate, one batch, float32"))
+            plain = sides[0]
+            with (
+                local_engine(model=model, dtype="float32", threads=threads, deterministic=True) as other,
+                other.get_client() as its_session,
+            ):
+                exact = _sdk(its_session.create_sampling_client(base_model=model).result())
+                for some in (prompts, prompts[:1]):
+                    exact(some[:2])
+                    pairs = [(exact(some), plain(some)) for _ in range(repetitions)]
+                    ours, peer = ([pair[side] for pair in pairs] for side in (0, 1))
+                    rows.append(_row(f"{model}, --deterministic", some, ours, peer, "the engine without it"))
     return rows
 
 
-def _row(model: str, prompts: Prompts, ours: Sequence[float], peer: Sequence[float]) -> Row:
+def _row(what: str, prompts: Prompts, ours: Sequence[float], peer: Sequence[float], peer_name: str) -> Row:
     requests = "1 request" if len(prompts) == 1 else f"{len(prompts)} concurrent requests"
     return Row(
-        f"engine_sampling: {requests} of {NUM_TOKENS} tokens, {model}",
-        "tokens/s",
-        ours,
-        peer,
-        peer_name="transformers.generate, one batch, float32",
+        f"engine_sampling: {requests} of {NUM_TOKENS} tokens, {what}", "tokens/s", ours, peer, peer_name=peer_name
     )
 
 

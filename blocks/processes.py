@@ -37,8 +37,13 @@ _PREFECT_SERVER = {
 
 
 @contextmanager
-def local_engine(*, model: str, dtype: str, threads: int | None) -> Iterator[TinkerService]:
+def local_engine(
+    *, model: str, dtype: str, threads: int | None, deterministic: bool = False
+) -> Iterator[TinkerService]:
     """A local Tinker service for one model, up until the block ends, under a key that nobody else has.
+
+    Args:
+        deterministic: whether what it samples is the same to the bit whatever it samples beside it.
 
     Raises:
         ServiceError: it could not start; the message holds the last line of its log.
@@ -47,6 +52,7 @@ def local_engine(*, model: str, dtype: str, threads: int | None) -> Iterator[Tin
     command = [sys.executable, "-m", "engine", "--port", "0", "--exit-with-stdin", "--model", model, "--dtype", dtype]
     command += ["--state", str(home() / "engine")]
     command += ["--threads", str(threads)] if threads else []
+    command += ["--deterministic"] if deterministic else []
     log = log_file("engine")
     print(f"Starting the local engine with {model} (log: {log})", file=sys.stderr)
     with running(command, log, {"TINKER_ENGINE_API_KEY": key}) as process:

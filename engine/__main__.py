@@ -79,6 +79,11 @@ def _arguments() -> argparse.ArgumentParser:
     compute.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "autocast-bf16"))
     compute.add_argument("--threads", type=int, help="of torch (default: torch's own choice)")
     compute.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="sample to the same bits whatever is sampled beside it, at up to three times the time",
+    )
+    compute.add_argument(
         "--memory-limit",
         type=_megabytes,
         metavar="MB",
@@ -138,6 +143,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         device=options.device,
         dtype=options.dtype,
         threads=options.threads,
+        deterministic=options.deterministic,
         api_key=key,
         retrieve_futures=options.retrieve_futures,
         memory_limit_bytes=options.memory_limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2,

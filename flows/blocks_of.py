@@ -21,8 +21,7 @@ B = TypeVar("B", bound=Block)
 def service_of(config: PlaceConfig) -> Iterator[TinkerService]:
     """The Tinker service of a run; one that it starts for itself is stopped at the end."""
     if _runs_its_own(config.base_url):
-        engine = config.engine
-        with local_engine(model=config.model, dtype=engine.dtype, threads=engine.threads) as service:
+        with local_engine(model=config.model, **config.engine.model_dump()) as service:
             yield service
     else:
         yield _block(TinkerService, config.base_url, base_url=config.base_url or None)

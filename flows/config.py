@@ -50,6 +50,12 @@ class EngineConfig(Config):
     threads: int | None = Field(
         default=None, ge=1, title="Threads", description="CPU threads; unset means one per core."
     )
+    deterministic: bool = Field(
+        default=False,
+        title="Deterministic",
+        description="Sample each answer to the same bits whatever else is sampled beside it, at up to three times the "
+        "time: a killed run that samples from its weights then ends as one that nobody stopped.",
+    )
 
 
 class AdamConfig(Config):

@@ -125,7 +125,7 @@ class OffPolicySource(RolloutSource):
             ages = [step - each.version for each in self._taken[step]]
             failed, self._failed = self._failed, []
             stale, self._stale = self._stale, []
-        self._groups[step] += failed
+        self._groups[step].append(failed)
         self._sampled += count_tokens(stale)
         return super().metrics(step, trained, terms) | {
             "async/staleness_mean": sum(ages) / len(ages),

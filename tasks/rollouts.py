@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
+from math import fsum
 from typing import Any
 
 import tinker
@@ -104,8 +105,8 @@ class RolloutSource(Source):
         self.test = test
         self.num_minibatches = cut.num_minibatches
         self.tokenizer, self.play, self.num_parts = tokenizer, play, cut.num_parts
-        # A step's groups are asked for once more when the next one's are played already.
-        self._groups: dict[int, list[Group]] = {}
+        # A step's groups, by minibatch, are asked for once more when the next one's are played already.
+        self._groups: dict[int, list[list[Group]]] = {}
         self._distances: dict[int, list[float]] = {}
         self._sampled = Sampled()
 
@@ -138,11 +139,12 @@ class RolloutSource(Source):
 
     def start_gathering(self, step: int, wait: Callable[[], list[Group]]) -> Pending[Batch]:
         """Start on the batch of groups that are waited for."""
-        groups_of_step = self._groups.setdefault(step, [])
+        played: list[Group] = []
+        self._groups.setdefault(step, []).append(played)
 
         def gather_groups() -> Batch:
             groups = wait()
-            groups_of_step.extend(groups)
+            played.extend(groups)
             return self.gather(step, groups)
 
         return _GATHERING.submit(copy_context().run, gather_groups)
@@ -158,7 +160,7 @@ class RolloutSource(Source):
         return batch
 
     def metrics(self, step: int, trained: Sequence[Trained], terms: Mapping[str, float]) -> dict[str, float]:
-        groups = self._groups.pop(step)
+        groups = [each for part in self._groups.pop(step) for each in part]
         self._sampled += count_tokens(groups)
         if self.show:
             self.show(step, groups)
@@ -169,7 +171,7 @@ class RolloutSource(Source):
             | compute_critic_metrics(trained)
             | {"policy_loss": terms["loss/base"]}
             | ({"clip_fraction": terms[_CLIPPED]} if _CLIPPED in terms else {})
-            | ({"kl_policy_base": sum(distances) / len(distances)} if distances else {})
+            | ({"kl_policy_base": fsum(distances) / len(distances)} if distances else {})
         )
 
     def take_sampled(self) -> Sampled:

@@ -19,6 +19,15 @@ ATTENTION = "slots"
 STEP = 128  # tokens by which slots grow
 
 
+def rounded_up(num_tokens: int) -> int:
+    """To where slots grow next.
+
+    >>> rounded_up(128), rounded_up(129)
+    (128, 256)
+    """
+    return -(-num_tokens // STEP) * STEP
+
+
 class Slots(Cache):
     """Keys and values per layer, ``(rows, heads, tokens, width)``; the first `num_rows` rows are in use."""
 
@@ -29,6 +38,7 @@ class Slots(Cache):
         self._lengths_R = torch.empty(0, dtype=torch.int64)
         self._masks: dict[int | None, Tensor] = {}
         self._index_R = self._lengths_R
+        self._copies = False
 
     @property
     def num_rows(self) -> int:
@@ -66,14 +76,22 @@ class Slots(Cache):
             self._keys, self._values = [], []
         return left
 
-    def begin_step(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Make room for one more token per row; its positions ``(R, 1)`` and the mask ``(R, 1, 1, T)`` of a step."""
-        positions_R = self._lengths_R
+    def begin_step(self) -> None:
+        """Make room for one more token per row."""
         self._lengths_R = self._lengths_R + 1
         self._make_room()
-        self._positions_R = positions_R.to(device)
-        self._index_R = torch.arange(self.num_rows, device=device)
-        self._width = int(self._lengths_R.max())
+
+    def turn_to(self, rows_R: Tensor, width: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Let the next pass be over some rows; the positions ``(R, 1)`` of their new tokens, and its mask.
+
+        Args:
+            rows_R: int64, one of them more than once where the pass has room; all rows, in their order, cost no copy.
+            width: how many tokens of each slot are looked at; None for as many as the longest row has.
+        """
+        self._index_R = rows_R.to(device)
+        self._positions_R = (self._lengths_R[rows_R] - 1).to(device)
+        self._width = width or int(self._lengths_R.max())
+        self._copies = width is not None
         self._masks = {}
         return self._positions_R[:, None], self.mask(None)
 
@@ -94,14 +112,15 @@ class Slots(Cache):
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         keys[self._index_R, :, self._positions_R] = key_states[:, :, 0].to(keys.dtype)
         values[self._index_R, :, self._positions_R] = value_states[:, :, 0].to(values.dtype)
-        return keys[: self.num_rows, :, : self._width], values[: self.num_rows, :, : self._width]
+        rows = self._index_R if self._copies else slice(self.num_rows)
+        return keys[rows, :, : self._width], values[rows, :, : self._width]
 
     def _make_room(self) -> None:
         rows, tokens = self.num_rows, int(self._lengths_R.max())
         held_rows, _, held_tokens, _ = self._keys[0].shape
         if rows <= held_rows and tokens <= held_tokens:
             return
-        tokens = -(-tokens // STEP) * STEP
+        tokens = rounded_up(tokens)
         kept_rows, kept_tokens = min(rows, held_rows), min(tokens, held_tokens)
         for buffers in (self._keys, self._values):
             for layer, old in enumerate(buffers):

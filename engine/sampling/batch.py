@@ -1,7 +1,8 @@
 """The running batch: rows join it, grow by a token per step, and leave it when they are done.
 
 Rows of different lengths and adapters share a step: the base model's weights are read once for all of them. What a
-row draws depends on its own seed and logits alone, so its company changes no more than the logits' last bits.
+row draws depends on its own seed and logits alone, so its company changes no more than the logits' last bits; and not
+even these where the batch is deterministic (`engine.sampling.company`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from transformers import DynamicCache
 
 from engine.compute.base import BaseModel
 from engine.compute.batches import micro_batches, pad_right
-from engine.compute.lora import Share
 from engine.compute.slots import STEP, Slots
 from engine.sampling.choose import Choice, choose_tokens
+from engine.sampling.company import Company, equal_companies, one_company
 from engine.sampling.job import TopTokens
-from engine.sampling.request import Request, Row
+from engine.sampling.request import Row
 from engine.sampling.score import score_prompts
 from engine.sampling.stops import is_stopped
 
@@ -26,23 +27,26 @@ from engine.sampling.stops import is_stopped
 class Batch:
     """All rows in generation on one base model; only the compute thread changes it."""
 
-    def __init__(self, base: BaseModel, cache_bytes: int, prefill_tokens: int) -> None:
+    def __init__(self, base: BaseModel, cache_bytes: int, prefill_tokens: int, *, deterministic: bool = False) -> None:
         """Args:
         cache_bytes: how much memory keys and values may take.
         prefill_tokens: of one forward pass over prompts, padding included, unless it has one prompt.
+        deterministic: whether a row's numbers are, to the bit, those that it would have in any other company.
         """
         self.base = base
         self.rows: list[Row] = []
         self._max_tokens = cache_bytes // bytes_per_token(base)
-        self._prefill_tokens = prefill_tokens
+        self._prefill_tokens = 0 if deterministic else prefill_tokens
+        self._deterministic = deterministic
         self._slots = Slots()
         self._choice: Choice | None = None
-        self._shares: list[Share] = []
+        self._everyone: Company | None = None
 
     def fits(self, newcomers: Sequence[Row]) -> bool:
         """Whether the keys and values of more rows have room; a row alone always has."""
         rows = [*self.rows, *newcomers]
-        longest = max(row.num_tokens for row in rows)
+        # A row that steps aside reads its own tokens anew, which gives other bits than writing them did.
+        longest = max(row.max_tokens if self._deterministic else row.num_tokens for row in rows)
         return len(rows) == 1 or len(rows) * (longest + STEP) <= self._max_tokens
 
     def make_room(self) -> list[Row]:
@@ -59,7 +63,7 @@ class Batch:
             # Rows of one prompt are read once.
             groups: dict[object, list[Row]] = {}
             for row in (row for row in rows if row.request.adapter is adapter):
-                groups.setdefault(row if row.tokens else row.request, []).append(row)
+                groups.setdefault(row if row.tokens else row.request.prompt_key, []).append(row)
             prompts = list(groups.values())
             for indices in micro_batches([shared[0].num_tokens for shared in prompts], self._prefill_tokens):
                 with self.base.using(adapter), torch.inference_mode():
@@ -67,19 +71,29 @@ class Batch:
 
     def step(self) -> None:
         """One more token for every row."""
-        with self.base.sharing(self._shares), torch.inference_mode():
-            positions_R1, mask = self._slots.begin_step(self.base.device)
+        assert self._everyone is not None
+        companies = list(equal_companies(self.rows)) if self._deterministic else [self._everyone]
+        with torch.inference_mode():
+            self._slots.begin_step()
+            for company in companies:
+                self._step(company)
+        self.leave(lambda row: row.done)
+
+    def _step(self, company: Company) -> None:
+        rows = [self.rows[index] for index in company.rows_C.tolist()]
+        assert self._choice is not None
+        with self.base.sharing(company.shares):
+            positions_R1, mask = self._slots.turn_to(company.rows_C, company.width, self.base.device)
             hidden_R1H = self.base.decoder(
-                input_ids=torch.tensor([[row.tokens[-1]] for row in self.rows], device=self.base.device),
+                input_ids=torch.tensor([[row.tokens[-1]] for row in rows], device=self.base.device),
                 attention_mask=mask,
                 position_ids=positions_R1,
                 past_key_values=self._slots,
                 use_cache=True,
                 slots=self._slots,
             ).last_hidden_state
-            assert self._choice is not None
-            self._choose(self.rows, hidden_R1H[:, 0], self._choice)
-        self.leave(lambda row: row.done)
+            some = slice(company.num_rows)
+            self._choose(rows[some], hidden_R1H[:, 0], some, self._choice.select(company.rows_C[some]))
 
     def leave(self, goes: Callable[[Row], bool]) -> None:
         """Drop the rows that ``goes`` says."""
@@ -97,30 +111,33 @@ class Batch:
         hidden_BTH = self.base.decoder(
             input_ids=pad_right(contexts)[0].to(self.base.device), past_key_values=cache, use_cache=True
         ).last_hidden_state
-        self._score(hidden_BTH, [rows[0].request for rows in groups])
+        self._score(hidden_BTH, groups)
         rows = [row for group in groups for row in group]
-        group_of_R = [index for index, group in enumerate(groups) for _ in group]
+        group_of_R = torch.tensor([index for index, group in enumerate(groups) for _ in group])
         last_BH = hidden_BTH[torch.arange(len(groups)), torch.tensor(lengths) - 1]
-        self._choose(rows, last_BH[torch.tensor(group_of_R)], _choice(rows, self.base.device))
+        self._choose(rows, last_BH, group_of_R, _choice(rows, self.base.device))
         staying = [index for index, row in enumerate(rows) if not row.done]
         if staying:
-            kept = [group_of_R[index] for index in staying]
+            kept = group_of_R[staying].tolist()
             self._slots.add(cache, kept, [lengths[group] for group in kept])
             self.rows = [*self.rows, *(rows[index] for index in staying)]
             self._regroup()
 
-    def _score(self, hidden_BTH: Tensor, requests: Sequence[Request]) -> None:
-        new = [index for index, request in enumerate(requests) if request.prompt is None]
+    def _score(self, hidden_BTH: Tensor, groups: Sequence[Sequence[Row]]) -> None:
+        new = [index for index, rows in enumerate(groups) if any(row.request.prompt is None for row in rows)]
         if new:
-            scores = score_prompts(self.base, hidden_BTH[torch.tensor(new)], [requests[index].job for index in new])
+            jobs = [groups[index][0].request.job for index in new]
+            scores = score_prompts(self.base, hidden_BTH[torch.tensor(new)], jobs)
             for index, prompt in zip(new, scores, strict=True):
-                requests[index].prompt = prompt
+                for row in groups[index]:
+                    row.request.prompt = prompt
 
-    def _choose(self, rows: Sequence[Row], hidden_RH: Tensor, choice: Choice) -> None:
-        logits_RV = self.base.logits(hidden_RH)
+    def _choose(self, rows: Sequence[Row], hidden_NH: Tensor, of_R: Tensor | slice, choice: Choice) -> None:
+        """The next token of each row, whose hidden state is that of ``of_R``."""
+        logits_NV = self.base.logits(hidden_NH)
+        logits_RV, normalizer_R = logits_NV[of_R], logits_NV.logsumexp(dim=1)[of_R]
         uniform_R = torch.tensor([row.random.random() for row in rows], dtype=torch.float64)
         tokens_R = choose_tokens(logits_RV, choice, uniform_R.to(self.base.device))
-        normalizer_R = logits_RV.logsumexp(dim=1)
         logprobs_R = logits_RV.gather(1, tokens_R[:, None])[:, 0] - normalizer_R
         for index, row in enumerate(rows):
             if k := min(row.request.job.topk_sample, logits_RV.shape[1]):
@@ -134,13 +151,7 @@ class Batch:
     def _regroup(self) -> None:
         """How the rows choose, and which of them each adapter has."""
         self._choice = _choice(self.rows, self.base.device)
-        adapters = [row.request.adapter for row in self.rows]
-        self._shares = []
-        for adapter in dict.fromkeys(adapters):
-            if adapter is not None:
-                rows = [index for index, other in enumerate(adapters) if other is adapter]
-                rows_S = None if len(rows) == len(adapters) else torch.tensor(rows, device=self.base.device)
-                self._shares.append(Share(adapter, rows_S))
+        self._everyone = one_company(self.rows, self.base.device)
 
 
 def bytes_per_token(base: BaseModel) -> int:

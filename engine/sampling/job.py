@@ -51,6 +51,11 @@ class SampleJob:
     prompt_targets: Tensor | None = None
     prompt_draws: int = 0
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether anything is asked about the prompt."""
+        return bool(self.prompt_logprobs or self.topk_prompt or self.prompt_draws or self.prompt_targets is not None)
+
 
 class TopTokens(NamedTuple):
     """The ``k`` likeliest tokens at each of ``L`` positions, likeliest first.

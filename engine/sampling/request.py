@@ -27,6 +27,11 @@ class Row:
         return len(self.request.job.prompt_T) + len(self.tokens)
 
     @property
+    def max_tokens(self) -> int:
+        """That it may come to, with the prompt's."""
+        return len(self.request.job.prompt_T) + self.request.job.max_tokens
+
+    @property
     def done(self) -> bool:
         return self.stopped or len(self.tokens) >= self.request.job.max_tokens
 
@@ -49,6 +54,8 @@ class Request:
         self.adapter = adapter
         self.prompt: PromptScores | None = None
         self.rows = [Row(self, sample) for sample in range(job.num_samples)]
+        # Requests of one key read the same prompt, and ask nothing about it: a group's members come one by one.
+        self.prompt_key: object = self if job.scores_prompt else tuple(job.prompt_T.tolist())
 
     @property
     def done(self) -> bool:

@@ -37,7 +37,13 @@ class SamplingQueue:
         self._runner: asyncio.Task[None] | None = None
 
     def _new_batch(self) -> Batch:
-        return Batch(self.base, self._settings.sampling_cache_bytes, self._settings.micro_batch_tokens)
+        settings = self._settings
+        return Batch(
+            self.base,
+            settings.sampling_cache_bytes,
+            settings.micro_batch_tokens,
+            deterministic=settings.deterministic,
+        )
 
     @property
     def is_busy(self) -> bool:

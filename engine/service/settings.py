@@ -30,6 +30,7 @@ class Settings:
         log_requests: whether to log one line of JSON for each request.
         max_waiting_samples: of one model, beyond which clients are asked to come again.
         sampling_cache_bytes: of the keys and values of all samples in generation on one model.
+        deterministic: whether a sample's bits are the same whatever is sampled beside it, which costs time.
         retrieve_futures: clients learn of their finished samples by one request for all of them.
     """
 
@@ -52,4 +53,5 @@ class Settings:
     log_requests: bool = False
     max_waiting_samples: int = 4096
     sampling_cache_bytes: int = 2 * 2**30
+    deterministic: bool = False
     retrieve_futures: bool = False

@@ -9,14 +9,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from chaos.checks import Left
 from chaos.judge import Judged, judge, undisturbed
 from chaos.report import headline, line, summary, write_report
-from chaos.schedule import draw
+from chaos.schedule import KINDS, draw
 from chaos.servers import Stage, processes_of, running_stage
 
 FAULTS_PER_RUN = 8
@@ -28,6 +30,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=50, help="how many faults to inject")
     parser.add_argument("--seed", type=int, default=0, help="of the schedules")
     parser.add_argument("--run", type=int, help="play the schedule of this one run again, and no other")
+    parser.add_argument("--kind", choices=KINDS, help="play runs of this kind alone; unset, of each in turn")
     parser.add_argument("--out", type=Path, default=Path("build/chaos"), help="folder of the report")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it sums up what was played
@@ -36,7 +39,7 @@ def main() -> int:
     console = Console(highlight=False, soft_wrap=True)
     judged: list[Judged] = []
     with suppress(KeyboardInterrupt), running_stage(folder) as stage:
-        for each in _shown(console, options.faults, _runs(stage, options.seed, options.run), options.seed):
+        for each in _shown(console, options.faults, _runs(stage, options), options.seed):
             judged.append(each)
     path = write_report(options.out, options.seed, judged)
     console.print(headline(judged))
@@ -51,15 +54,13 @@ def main() -> int:
     return 0
 
 
-def _runs(stage: Stage, seed: int, only: int | None) -> Iterator[Judged]:
-    whole = undisturbed(stage)
-    if only is not None:
-        yield judge(stage, draw(seed, only, FAULTS_PER_RUN), whole)
-        return
-    number = 0
-    while True:
-        yield judge(stage, draw(seed, number, FAULTS_PER_RUN), whole)
-        number += 1
+def _runs(stage: Stage, options: argparse.Namespace) -> Iterator[Judged]:
+    whole: dict[str, Left] = {}
+    for number in count() if options.run is None else [options.run]:
+        schedule = draw(options.seed, number, FAULTS_PER_RUN)
+        if options.kind in (None, schedule.kind):
+            whole[schedule.kind] = whole.get(schedule.kind) or undisturbed(stage, schedule.kind)
+            yield judge(stage, schedule, whole[schedule.kind])
 
 
 def _shown(console: Console, num_faults: int, runs: Iterator[Judged], seed: int) -> Iterator[Judged]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +15,16 @@ import httpx
 from mlflow import MlflowClient
 from saved_weights import saved_weights
 
-from chaos.play import Played, run_folder, storage_of
+from chaos.configs import GROUPS, MAX_STALENESS, storage_of
+from chaos.play import Played, run_folder
+from chaos.schedule import NUM_STEPS
 from chaos.servers import Stage, processes_of
 
 # Where a checkpoint lies, which part of a run made it and what that cost: not what it says of the training.
 _MAY_DIFFER = {"state_path", "sampler_path", "mlflow_run_id", "flow_run_id", "flow_run_count", "spent"}
+
+_PLACE = ("name", "batch", "epoch", "final", "step")
+_GROUP = re.compile(r"<b>Group \d+ letter_(.)</b>")
 
 Points = Mapping[tuple[str, int], float | None]
 
@@ -33,6 +40,7 @@ class Left:
         num_doubled: points at a metric and step that have another one.
         runs: how each MLflow run of that name ended.
         files: the names in the run's directory.
+        transcripts: the pages of what was played for each step that was trained on last, in their order.
     """
 
     weights: Mapping[str, bytes]
@@ -41,6 +49,7 @@ class Left:
     num_doubled: int
     runs: tuple[str, ...]
     files: frozenset[str]
+    transcripts: tuple[str, ...]
 
 
 def look_at(stage: Stage, played: Played) -> Left:
@@ -67,28 +76,50 @@ def look_at(stage: Stage, played: Played) -> Left:
         num_doubled=num_points - len(points),
         runs=tuple(run.info.status for run in runs),
         files=files,
+        transcripts=tuple(read(name).decode() for name in sorted(files) if name.startswith("transcripts-")),
     )
 
 
-def differences(left: Left, whole: Left) -> Iterator[str]:
+def differences(kind: str, left: Left, whole: Left) -> Iterator[str]:
     """In what a run differs from the undisturbed one; nothing, if it is what it promises to be."""
+    if left.runs != ("FINISHED",):
+        yield f"MLflow has {len(left.runs)} runs of its name, which ended as {', '.join(left.runs)}"
+    if left.num_doubled:
+        yield f"{left.num_doubled} points in MLflow are there twice"
+    if left.files != whole.files:
+        yield f"its directory has {sorted(left.files ^ whole.files)} too much or too little"
+    yield from _off_policy_differences(left, whole) if kind == "async" else _exact_differences(left, whole)
+
+
+def _exact_differences(left: Left, whole: Left) -> Iterator[str]:
     if left.weights != whole.weights:
         others = [key for key in whole.weights if left.weights.get(key) != whole.weights[key]]
         yield f"{len(others)} of {len(whole.weights)} tensors of the final weights and optimizer differ"
     if left.records != whole.records:
         yield f"checkpoints.jsonl differs: {_first_other(left.records, whole.records)}"
-    if left.runs != ("FINISHED",):
-        yield f"MLflow has {len(left.runs)} runs of its name, which ended as {', '.join(left.runs)}"
-    if left.num_doubled:
-        yield f"{left.num_doubled} points in MLflow are there twice"
+    if left.transcripts != whole.transcripts:
+        yield "other answers were sampled"
     if missing := whole.points.keys() - left.points.keys():
         yield f"{len(missing)} points are not in MLflow, as {min(missing)}"
     if more := left.points.keys() - whole.points.keys():
         yield f"{len(more)} points in MLflow are of no step or metric of the run, as {min(more)}"
     if others := [key for key in whole.points if key in left.points and left.points[key] != whole.points[key]]:
         yield f"{len(others)} points in MLflow have another value, as {min(others)}"
-    if left.files != whole.files:
-        yield f"its directory has {sorted(left.files ^ whole.files)} too much or too little"
+
+
+def _off_policy_differences(left: Left, whole: Left) -> Iterator[str]:
+    """Which groups make up a step is up to the moment: what is promised is their age, and that each is there once."""
+    if others := left.weights.keys() ^ whole.weights.keys():
+        yield f"{len(others)} tensors of the final weights are missing or too many"
+    lines, expected = ([[record.get(key) for key in _PLACE] for record in each.records] for each in (left, whole))
+    if lines != expected:
+        yield f"checkpoints.jsonl has the steps {lines} where {expected} are expected"
+    ages = {step: age for (key, step), age in left.points.items() if key == "async/staleness_max"}
+    if ages.keys() != set(range(NUM_STEPS)) or not all(0 <= (age or 0) <= MAX_STALENESS for age in ages.values()):
+        yield f"its groups were this old, by step: {ages}"
+    groups = Counter(tag for page in left.transcripts for tag in _GROUP.findall(page))
+    if groups.total() != GROUPS * NUM_STEPS or len(groups) != groups.total():
+        yield f"{groups.total()} groups were trained on, of which {groups.most_common(1)} most often"
 
 
 def leftovers(stage: Stage, played: Played) -> Iterator[str]:

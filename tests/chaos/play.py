@@ -13,11 +13,11 @@ from pathlib import Path
 import yaml
 from s3_server import ACCESS_KEY, SECRET_KEY
 
+from chaos.configs import ROOT, config_of, flow_of
 from chaos.proxy import Armed
-from chaos.schedule import NUM_STEPS, Fault, Schedule
-from chaos.servers import BUCKET, MARK, Stage, kill_9
+from chaos.schedule import Fault, Schedule
+from chaos.servers import MARK, Stage, kill_9
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 1800.0
 _OPTIM_STEP = "/api/v1/optim_step"
 
@@ -57,10 +57,6 @@ def run_folder(stage: Stage, name: str) -> Path:
     return stage.folder / "played" / name
 
 
-def storage_of(stage: Stage, schedule: Schedule) -> str:
-    return f"s3://{BUCKET}/kept" if schedule.storage == "s3" else str(stage.folder / "kept")
-
-
 def play(stage: Stage, schedule: Schedule, name: str) -> Played:
     """Play one run to its end; what was killed is up again when it returns."""
     player = _Player(stage, schedule, name)
@@ -80,7 +76,9 @@ class _Player:
         self.played = Played(name, schedule)
         self.mark = f"{stage.mark}flow:{name}"
         self._folder = run_folder(stage, name)
-        self._config = _write_config(stage, schedule, name)
+        self._config = self._folder / "config.yaml"
+        (self._folder / "tmp").mkdir(parents=True)
+        self._config.write_text(yaml.safe_dump(config_of(stage, schedule, name)))
         self._waiting = list(schedule.faults)
         self._due_at: dict[Fault, float] = {}
         self._armed: list[Armed] = []
@@ -113,7 +111,7 @@ class _Player:
         self.played.num_starts += 1
         with (self._folder / "output.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "flows.sft", "--config", str(self._config)],
+                [sys.executable, "-m", flow_of(self.played.schedule.kind), "--config", str(self._config)],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -163,47 +161,6 @@ class _Player:
     def _last_line(self) -> str:
         lines = (self._folder / "output.log").read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "nothing"
-
-
-def _write_config(stage: Stage, schedule: Schedule, name: str) -> Path:
-    folder = run_folder(stage, name)
-    (folder / "tmp").mkdir(parents=True)
-    fields = {
-        "run_name": name,
-        "model": "tiny",
-        "base_url": stage.url("engine"),
-        "storage": storage_of(stage, schedule),
-        "tracking": stage.url("mlflow"),
-        "max_restarts": 10,
-        "lora_rank": 4,
-        "learning_rate": 1e-2,
-        "num_epochs": 2,
-        "eval_every": 6,
-        "checkpoint_every": 4,
-        "data": {
-            "builder": "examples.gsm8k:Gsm8kBuilder",
-            "params": {
-                "corrupted_share": 0.5,
-                "train_path": str(_rows(stage.folder, "train", 2 * NUM_STEPS)),
-                "test_path": str(_rows(stage.folder, "test", 8)),
-                "common_config": {"renderer_name": "qwen3_instruct", "max_length": 512, "batch_size": 4},
-            },
-        },
-        # Learned weights, so that what the objective remembers has to come back too.
-        "objective": {"regularizers": [{"name": "topology"}, {"name": "logic"}], "balance": {"method": "gradnorm"}},
-    }
-    config = folder / "sft.yaml"
-    config.write_text(yaml.safe_dump(fields))
-    return config
-
-
-def _rows(folder: Path, part: str, number: int) -> Path:
-    """The first rows of GSM8K, so many that two epochs in batches of four are `NUM_STEPS` steps."""
-    path = folder / f"{part}.jsonl"
-    if not path.exists():
-        rows = (ROOT / "examples" / "data" / f"gsm8k_{part}.jsonl").read_text().splitlines()[:number]
-        path.write_text("\n".join(rows) + "\n")
-    return path
 
 
 def _environment(stage: Stage, folder: Path) -> dict[str, str]:

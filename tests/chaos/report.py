@@ -63,7 +63,8 @@ def line(judged: Judged) -> str:
     played = judged.played
     what = "; ".join(f"{each.fault} {each.hit}".strip() for each in played.injected) or "nothing"
     end = "FAILED" if judged.problems else "survived"
-    return f"run {played.schedule.number} ({played.schedule.storage}, {played.seconds:.0f} s): {end} {what}"
+    schedule = played.schedule
+    return f"run {schedule.number} ({schedule.kind}, {schedule.storage}, {played.seconds:.0f} s): {end} {what}"
 
 
 def write_report(folder: Path, seed: int, judged: Sequence[Judged]) -> Path:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 NUM_STEPS = 24
 
+KINDS = ("sft", "sync", "stream", "async")  # supervised, and the modes of rl
+
 SERVERS = ("engine", "prefect", "mlflow", "s3")
 
 # What a proxy can do to one request, and what the service has done by then.
@@ -50,29 +52,34 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The faults of one run, and where it keeps its record.
+    """The faults of one run, what it trains, and where it keeps its record.
 
     Attributes:
         number: of the run; with the seed it gives the schedule.
+        kind: of `KINDS`.
         storage: `local` or `s3`.
     """
 
     number: int
+    kind: str
     storage: str
     faults: tuple[Fault, ...]
 
 
 def draw(seed: int, number: int, num_faults: int) -> Schedule:
-    """The schedule of a run; every second run is on S3.
+    """The schedule of a run: of each kind in turn, and every second one of a kind on S3.
 
     >>> draw(0, 1, 2) == draw(0, 1, 2) != draw(1, 1, 2)
     True
     """
     chance = random.Random(f"{seed}/{number}")
-    storage = "s3" if number % 2 else "local"
+    rounds, place = divmod(number, len(KINDS))
+    storage = "s3" if (rounds + place) % 2 else "local"
     servers = SERVERS if storage == "s3" else SERVERS[:-1]
     faults = tuple(_draw_fault(chance, servers) for _ in range(num_faults))
-    return Schedule(number, storage, tuple(sorted(faults, key=lambda fault: (fault.updates, fault.after_s))))
+    return Schedule(
+        number, KINDS[place], storage, tuple(sorted(faults, key=lambda fault: (fault.updates, fault.after_s)))
+    )
 
 
 def _draw_fault(chance: random.Random, servers: tuple[str, ...]) -> Fault:

@@ -188,7 +188,8 @@ def _servers(folder: Path, mark: str, ports: Mapping[str, int]) -> Iterator[Serv
 
     python = [sys.executable, "-m"]
     here = ["--host", "127.0.0.1", "--port"]
-    engine = [*python, "engine", "--model", "tiny", "--threads", "1", "--state", str(folder / "engine" / "state")]
+    engine = [*python, "engine", "--model", "tiny", "--threads", "1", "--deterministic"]
+    engine += ["--state", str(folder / "engine" / "state")]
     yield server("engine", [*engine, "--port", str(ports["engine"])], _import_path(), "/api/v1/healthz")
     database = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / 'prefect' / 'prefect.db'}"}
     prefect = [*python, "prefect", "server", "start", *here, str(ports["prefect"])]

@@ -20,7 +20,7 @@ FAULTS = (
 @pytest.mark.timeout(600)
 def test_three_faults(tmp_path: Path) -> None:
     with running_stage(tmp_path) as stage:
-        judged = judge(stage, Schedule(0, "s3", FAULTS), undisturbed(stage))
+        judged = judge(stage, Schedule(0, "sft", "s3", FAULTS), undisturbed(stage, "sft"))
     assert not judged.problems
     assert [each.fault for each in judged.played.injected] == list(FAULTS)
     assert processes_of(str(tmp_path)) == []

@@ -84,6 +84,41 @@ def test_company_changes_nothing(base: BaseModel, adapters: list[Adapter | None]
         assert_same(list(request.result().sequences), without_cache(base, Request(job, adapter)))
 
 
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(plan=st.integers(0, 2**32))
+def test_company_changes_no_bit_where_the_batch_is_deterministic(
+    base: BaseModel, adapters: list[Adapter | None], plan: int
+) -> None:
+    """Nor does the order in which rows come, some of them of one prompt, some longer than a slot begins with."""
+    chance = random.Random(plan)
+    jobs = [
+        make_job(chance.randrange(8), chance.choice([1, 9, 40, 120]), chance.randint(1, 16), **chance.choice(LIMITS))
+        for _ in range(24)
+    ]
+    chosen = [chance.choice(adapters) for _ in jobs]
+
+    def play(most: int) -> list[Continuation]:
+        requests = [Request(job, adapter) for job, adapter in zip(jobs, chosen, strict=True)]
+        waiting = [row for request in requests for row in request.rows]
+        chance.shuffle(waiting)
+        batch = Batch(base, CACHE, 1024, deterministic=True)
+        while waiting or batch.rows:
+            if joining := waiting[: chance.randint(1, most)]:
+                batch.join(joining)
+            del waiting[: len(joining)]
+            if batch.rows:
+                batch.step()
+        return [each for request in requests for each in request.result().sequences]
+
+    assert play(1) == play(24)
+
+
+def test_a_deterministic_batch_never_lets_a_row_step_aside(base: BaseModel) -> None:
+    rows = [row for seed in range(2) for row in Request(make_job(seed, max_tokens=800), None).rows]
+    assert Batch(base, 1000 * bytes_per_token(base), 1024).fits(rows)
+    assert not Batch(base, 1000 * bytes_per_token(base), 1024, deterministic=True).fits(rows)
+
+
 def test_rows_step_aside_where_memory_is_short(base: BaseModel) -> None:
     """Room for about two rows at full length: the four finish nevertheless, with the same tokens."""
     jobs = [make_job(seed, max_tokens=60) for seed in range(4)]
