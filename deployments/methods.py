@@ -12,7 +12,7 @@ from blocks.errors import ConfigError
 if TYPE_CHECKING:
     from prefect import Flow
 
-    from flows.config import RunConfig
+    from flows.config import NamedConfig
     from flows.result import TrainResult
 
 
@@ -54,6 +54,11 @@ METHODS: Mapping[str, Method] = {
         "flows.distill_config:PromptConfig",
     ),
     "rl": Method("reinforcement learning on the rewards of environments", "flows.rl:rl", "flows.rl:RlConfig"),
+    "rlhf": Method(
+        "a warm start, a reward model from comparisons, and reinforcement learning against it",
+        "flows.rlhf:rlhf",
+        "flows.rlhf_config:RlhfConfig",
+    ),
 }
 
 
@@ -66,7 +71,7 @@ def flow_of(method: str) -> Flow[..., TrainResult]:
     return _load(_find(method).flow)
 
 
-def config_type_of(method: str) -> type[RunConfig]:
+def config_type_of(method: str) -> type[NamedConfig]:
     """The config of a method.
 
     Raises:

@@ -19,7 +19,7 @@ from blocks.storage import CONFIG, RunDirectory
 from blocks.tracking import RECORD_TAG
 from deployments.methods import METHODS, config_type_of
 from flows.blocks_of import storage_at, tracking_at
-from flows.config import RunConfig
+from flows.config import NamedConfig
 from flows.config_file import set_field, validate_fields
 from flows.record import record_key
 from tasks.checkpoint import Records
@@ -65,7 +65,7 @@ def recorded_run(run_name: str, storage: str) -> RecordedRun:
     return RecordedRun(run_name, storage, directory, fields)
 
 
-def config_to_go_on(run: RecordedRun, overrides: Sequence[str]) -> tuple[str, RunConfig]:
+def config_to_go_on(run: RecordedRun, overrides: Sequence[str]) -> tuple[str, NamedConfig]:
     """The method of a run, and its config to go on with, where it was found and with what is given anew.
 
     Raises:

@@ -53,6 +53,14 @@ HAVE = (
         "examples/on_policy_distillation.yaml",
     ),
     Have(
+        "judge",
+        "a model that says which of two answers is the better one",
+        "rlhf",
+        "The judge goes on where pairs end: it compares what the model answers by now, and the distance from where it "
+        "began keeps the model from answers that please the judge alone. Pairs of your own train the judge first.",
+        "examples/rlhf.yaml",
+    ),
+    Have(
         "preferences",
         "pairs of answers of which you know the better one",
         "dpo",
@@ -67,7 +75,7 @@ HAVE = (
         "examples/sft.yaml",
     ),
 )
-_ORDER = ("demonstrations", "preferences", "reward", "teacher", "long_prompt")
+_ORDER = ("demonstrations", "preferences", "judge", "reward", "teacher", "long_prompt")
 
 
 class Advice(NamedTuple):

@@ -1,7 +1,8 @@
-"""Pairs of answers to sums, a sure one and one that hedges: `python -m examples.preferences` writes the two files.
+"""Pairs of answers to sums, a sure one and one that hedges: `python -m examples.preferences` writes the files.
 
 Both answers have the right sum and are about as long, so neither truth nor length says which is the better one. Which
 of them is the completion A is drawn. The sums of the held-out pairs are not among those that are trained on.
+`sums.jsonl` has one answer to each of the others, of either kind: what `examples/rlhf.yaml` begins with.
 """
 
 from __future__ import annotations
@@ -34,6 +35,13 @@ def comparisons() -> list[dict[str, Any]]:
     return [_comparison(a, b, draw) for a, b in sums]
 
 
+def demonstrations() -> list[dict[str, Any]]:
+    """One answer to each of the sums that are trained on, sure or hedging, as conversations."""
+    draw = random.Random("demonstrations")
+    pairs = [row["comparison"] for row in comparisons()[:_NUM_TRAIN]]
+    return [{"messages": each["prompt_conversation"] + each[f"completion_{draw.choice('AB')}"]} for each in pairs]
+
+
 def _comparison(a: int, b: int, draw: random.Random) -> dict[str, Any]:
     sure, hedging = ([_said(draw.choice(each).format(sum=a + b))] for each in (SURE, HEDGING))
     label = draw.choice("AB")
@@ -53,9 +61,9 @@ def _said(content: str) -> dict[str, str]:
 
 def main() -> None:
     rows = comparisons()
-    for name, part in (("train", rows[:_NUM_TRAIN]), ("test", rows[_NUM_TRAIN:])):
-        lines = "".join(json.dumps(row) + "\n" for row in part)
-        (DATA / f"preferences_{name}.jsonl").write_text(lines)
+    parts = {"preferences_train": rows[:_NUM_TRAIN], "preferences_test": rows[_NUM_TRAIN:], "sums": demonstrations()}
+    for name, part in parts.items():
+        (DATA / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 
 if __name__ == "__main__":

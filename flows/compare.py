@@ -17,12 +17,13 @@ from flows.blocks_of import service_of, storage_of
 from flows.command_line import main
 from flows.config import BuilderConfig, NamedConfig, TrackedConfig
 from flows.measured import open_measurement
-from flows.named_checkpoint import BASE, CHECKPOINT, WHAT, WeightsConfig, find_checkpoint, open_sampler, with_model
+from flows.named_checkpoint import BASE, CHECKPOINT, WHAT, WeightsConfig, find_checkpoint, with_model
 from tasks.compare import Compared, compare_policies
 from tasks.judges import build_judge
 from tasks.result_table import write_samples, write_table
 from tasks.rows import read_rows
 from tasks.sample import Sampling, open_renderer
+from tasks.weights import open_sampler
 
 
 class CompareConfig(WeightsConfig, TrackedConfig, NamedConfig):
@@ -80,8 +81,8 @@ def compare(config: CompareConfig) -> CompareResult:
         service.check_model(config.model)
         tags = {"tinker.checkpoint": chosen.path or config.model, "tinker.against": against.path or config.model}
         with open_measurement(config, config.run_name, service.resolved_url, tags) as log, service.session() as session:
-            first, tokenizer = open_sampler(session, chosen, config.model)
-            second, _ = open_sampler(session, against, config.model)
+            first, tokenizer = open_sampler(session, chosen.path, config.model)
+            second, _ = open_sampler(session, against.path, config.model)
             renderer = open_renderer(config.renderer_name, tokenizer)
             # Submitted, because an async task called by a synchronous flow is never run.
             pending = compare_policies.submit((first, second), questions, renderer, sampling, judge)

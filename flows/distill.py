@@ -129,11 +129,12 @@ def _off_policy(run: Run, config: DistillConfig, datasets: Sequence[LessonsConfi
 
 
 def _build_groups(run: Run, config: BuilderConfig) -> tuple[RLDataset, RLDataset | None]:
-    return build_environments(config.builder, config.params, run.client.get_tokenizer())
+    return build_environments(config.builder, config.params, run.client.get_tokenizer(), run.for_builders)
 
 
 def _build_lessons(run: Run, config: LessonsConfig) -> tuple[Any, Any]:
     if config.environment:
         return _build_groups(run, config.environment)
     assert config.data is not None
-    return build("data", config.data.builder, config.data.params, run.client.get_tokenizer(), lambda made: made())
+    data, tokenizer = config.data, run.client.get_tokenizer()
+    return build("data", data.builder, data.params, tokenizer, lambda made: made(), run.for_builders)

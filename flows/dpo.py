@@ -14,7 +14,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from flows.command_line import main
-from flows.config import BuilderConfig
+from flows.config import BuilderConfig, Config
 from flows.reference import START, open_reference
 from flows.result import TrainResult, as_state
 from flows.run import open_run
@@ -24,7 +24,7 @@ from flows.train_config import BASE_MODEL, TrainConfig
 from objectives.objective import Objective
 from objectives.regularizer import Regularizer
 from objectives.spec import ObjectiveSpec
-from tasks.comparisons import Rendering, build_comparisons
+from tasks.comparisons import Rendering, Verdict, build_comparisons
 from tasks.evaluate import build_evaluator
 from tasks.pairs import HeldOutPairs, Pairs, PairSource
 from tasks.renderer import renderer_of
@@ -32,6 +32,18 @@ from tasks.sample import open_renderer
 
 # Beside the logprobs of the data under the current weights.
 GIVEN = ("ref_logprobs",)
+
+
+class VerdictConfig(Config):
+    """A verdict that is asked for behind an answer."""
+
+    question: str = Field(
+        default="Is this a good answer? Say Yes or No.",
+        min_length=1,
+        title="Question",
+        description="What is asked behind the answer.",
+    )
+    good: str = Field(default="Yes", min_length=1, title="Good", description="The verdict on a good answer.")
 
 
 class DpoConfig(TrainConfig):
@@ -52,6 +64,12 @@ class DpoConfig(TrainConfig):
         title="Longest",
         description="Tokens of a prompt with an answer; the rest is cut off, and a pair left out that then has no two "
         "different answers.",
+    )
+    verdict: VerdictConfig | None = Field(
+        default=None,
+        title="Verdict",
+        description="Train the log-probability of a verdict behind each answer, with the loss bradley_terry: the run's "
+        "model is a reward model then. Unset: that of the answers.",
     )
     objective: ObjectiveSpec = Field(
         default=ObjectiveSpec.model_validate({"base_loss": "dpo"}),
@@ -81,7 +99,8 @@ def dpo(config: DpoConfig) -> TrainResult:
             with open_run(config, restarts, lora_rank=config.lora_rank, seed=config.seed) as run:
                 tokenizer = run.client.get_tokenizer()
                 data, test = build_comparisons(config.comparisons.builder, config.comparisons.params, tokenizer)
-                rendering = Rendering(_renderer(config, tokenizer), config.max_length)
+                verdict = Verdict(**config.verdict.model_dump()) if config.verdict else None
+                rendering = Rendering(_renderer(config, tokenizer), config.max_length, verdict)
                 pairs = Pairs(data, rendering, tokenizer, unrelated=loss.term.name == "kto")
                 source = PairSource(pairs, config.batch_size, config.seed, loss.term.name)
                 reference = open_reference(run, config) if objective.needs("ref_logprobs") else None

@@ -29,8 +29,6 @@ from flows.named_checkpoint import (
     NamedCheckpoint,
     WeightsConfig,
     find_checkpoint,
-    open_sampler,
-    open_trainer,
     with_model,
 )
 from flows.promote_if import PromoteIf, check_measured, check_promote_if
@@ -42,6 +40,7 @@ from tasks.metrics import MetricsLog
 from tasks.promote import Promoted, promote
 from tasks.result_table import write_table
 from tasks.service_errors import service_errors
+from tasks.weights import open_sampler, open_trainer
 
 
 class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
@@ -164,11 +163,11 @@ def _measure(
     session: tinker.ServiceClient, config: EvaluateConfig, checkpoint: NamedCheckpoint, evaluators: Sequence[Evaluator]
 ) -> dict[str, float]:
     # Submitted, because an async task called by a synchronous flow is never run.
-    trainer = open_trainer(session, checkpoint, config.model)
+    trainer = open_trainer(session, checkpoint.path, config.model)
     if trainer:
         every = [*_held_out(config, trainer.get_tokenizer()), *evaluators]
         return cast("dict[str, float]", evaluate_trainer.submit(trainer, every, checkpoint.step).result())
-    sampler, tokenizer = open_sampler(session, checkpoint, config.model)
+    sampler, tokenizer = open_sampler(session, checkpoint.path, config.model)
     every = [*_held_out(config, tokenizer), *evaluators]
     return cast("dict[str, float]", evaluate_sampler.submit(sampler, every).result())
 
@@ -200,7 +199,7 @@ def _register(
     alias = at if at in ("best", "final") else "promoted"
 
     def save_for_sampling() -> str:
-        trainer = open_trainer(session, checkpoint, config.model)
+        trainer = open_trainer(session, checkpoint.path, config.model)
         if trainer is None:
             return checkpoint.path
         with service_errors(f"save {checkpoint.path} for sampling"):

@@ -6,10 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import TypeVar
 
-import tinker
 from pydantic import Field
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
-from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks import RunStorage
 from blocks.errors import ConfigError
@@ -17,7 +15,6 @@ from blocks.storage import CONFIG
 from flows.config import NAME, PlaceConfig
 from flows.fork import find_at, lack_of
 from tasks.checkpoint import read_records, step_of
-from tasks.service_errors import service_errors
 
 BASE = "base"
 SERVICE_PATH = "tinker://"
@@ -58,11 +55,6 @@ class NamedCheckpoint:
     run_name: str = ""
     model: str = ""
 
-    @property
-    def is_for_sampling(self) -> bool:
-        """True where training cannot go on from them."""
-        return "/sampler_weights/" in self.path
-
 
 def find_checkpoint(name: str, storage: RunStorage) -> NamedCheckpoint:
     """Look weights up by their name.
@@ -98,32 +90,6 @@ def with_model(config: C, *checkpoints: NamedCheckpoint) -> C:
     if not model:
         raise ConfigError("Nobody says which model the weights are of: set model to the base model's name.")
     return config.model_copy(update={"model": model})
-
-
-def open_trainer(
-    session: tinker.ServiceClient, checkpoint: NamedCheckpoint, model: str
-) -> tinker.TrainingClient | None:
-    """A client that can run forward passes of the weights; None where they are for sampling only."""
-    if checkpoint.is_for_sampling:
-        return None
-    with service_errors(f"load {checkpoint.path or model}"):
-        if not checkpoint.path:
-            # An adapter that nothing has trained changes nothing.
-            return session.create_lora_training_client(model, rank=1, seed=0).result()
-        return session.create_training_client_from_state(checkpoint.path).result()
-
-
-def open_sampler(
-    session: tinker.ServiceClient, checkpoint: NamedCheckpoint, model: str
-) -> tuple[tinker.SamplingClient, Tokenizer]:
-    """A client that samples from the weights, and the model's tokenizer."""
-    trainer = open_trainer(session, checkpoint, model)
-    with service_errors(f"load {checkpoint.path or model} for sampling"):
-        if trainer is None:
-            sampler = session.create_sampling_client(model_path=checkpoint.path).result()
-            return sampler, sampler.get_tokenizer()
-        # Also of the base model: a client that is asked for by its name alone knows no tokenizer of the local engine's.
-        return trainer.save_weights_and_get_sampling_client().result(), trainer.get_tokenizer()
 
 
 def _of_record(name: str, run_name: str, record: CheckpointRecord, config: bytes | None) -> NamedCheckpoint:

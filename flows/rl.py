@@ -11,7 +11,6 @@ from typing import Literal, Self
 
 from prefect import flow
 from pydantic import Field, model_validator
-from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from flows.command_line import main
@@ -177,7 +176,7 @@ def rl(config: RlConfig) -> TrainResult:
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with (
                 open_run(config, restarts, lora_rank=config.lora_rank, seed=config.seed) as run,
-                closing(_open_source(config, play, run.client.get_tokenizer())) as source,
+                closing(_open_source(config, play, run)) as source,
             ):
                 held_out = [HeldOutEnvironments(source.test, play)] if source.test is not None else []
                 reference = None
@@ -196,9 +195,9 @@ def _show(config: RlConfig, run: Run, step: int, groups: Sequence[Group]) -> Non
         call(write_transcripts, run.directory, run.log, run.client.get_tokenizer(), step, whole(groups))
 
 
-def _open_source(config: RlConfig, play: Play, tokenizer: Tokenizer) -> RolloutSource:
-    schedule = config.schedule
-    train_on, test = build_environments(config.environment.builder, config.environment.params, tokenizer)
+def _open_source(config: RlConfig, play: Play, run: Run) -> RolloutSource:
+    schedule, environment, tokenizer = config.schedule, config.environment, run.client.get_tokenizer()
+    train_on, test = build_environments(environment.builder, environment.params, tokenizer, run.for_builders)
     cut = Cut(schedule.groups_per_batch, schedule.num_substeps, schedule.num_minibatches)
     if schedule.mode == "async":
         return OffPolicySource(train_on, test, tokenizer, play, cut, schedule.max_steps_off_policy)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import tinker
 import torch
@@ -41,6 +42,11 @@ class Run:
     client: tinker.TrainingClient
     log: MetricsLog
     start: CheckpointRecord | None
+
+    @property
+    def for_builders(self) -> dict[str, Any]:
+        """What builders of data and environments may take of it, by the names of their parameters."""
+        return {"session": self.session, "directory": self.directory}
 
 
 @contextmanager

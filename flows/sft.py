@@ -41,7 +41,8 @@ def sft(config: SftConfig) -> TrainResult:
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with open_run(config, restarts, lora_rank=config.lora_rank, seed=config.seed) as run:
-                source = build_dataset(config.data.builder, config.data.params, run.client.get_tokenizer(), config.seed)
+                data, tokenizer = config.data, run.client.get_tokenizer()
+                source = build_dataset(data.builder, data.params, tokenizer, config.seed, run.for_builders)
                 held_out = [HeldOutNLL(source.test, source.tokenizer)] if source.test is not None else []
                 return as_state(train(run, config, source, objective, [*held_out, *evaluators]))
 

@@ -11,10 +11,11 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from blocks.errors import ConfigError
 from flows.blocks_of import storage_of
 from flows.config import Config
-from flows.named_checkpoint import BASE, CHECKPOINT, WHAT, NamedCheckpoint, find_checkpoint, open_sampler
+from flows.named_checkpoint import BASE, CHECKPOINT, WHAT, find_checkpoint
 from flows.run import Run
 from flows.train_config import TrainConfig
 from tasks.teacher import Teacher
+from tasks.weights import open_sampler
 
 TEACHERS = "teachers.json"
 
@@ -68,11 +69,10 @@ def _settle(run: Run, config: TrainConfig, teachers: Sequence[TeacherConfig]) ->
 
 
 def _open(run: Run, model: str, path: str, expected: Tokenizer | None) -> Teacher:
-    checkpoint = NamedCheckpoint(path or model, path)
-    sampler, tokenizer = open_sampler(run.session, checkpoint, model)
+    sampler, tokenizer = open_sampler(run.session, path, model)
     if expected is not None and tokenizer.encode(_PROBE) != expected.encode(_PROBE):
         raise ConfigError(
             f"The teacher {model} has another tokenizer than the model that is trained, and tokens are what is "
             "distilled: take a teacher of the same family, or fine-tune on its answers as text with sft."
         )
-    return Teacher(sampler, checkpoint.name)
+    return Teacher(sampler, path or model)

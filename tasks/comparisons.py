@@ -80,16 +80,29 @@ def build_comparisons(
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is asked behind an answer, and the word for a good one, whose log-probability is then the answer's score.
+
+    Source: the generative verifiers of Zhang et al. 2024 (arXiv:2408.15240), section 3.1: a score without another head.
+    """
+
+    question: str
+    good: str
+
+
+@dataclass(frozen=True, slots=True)
 class Rendering:
     """How messages become datums.
 
     Attributes:
         renderer: of the model.
         max_length: tokens of a datum; what is beyond is cut off.
+        verdict: what is trained in place of the answers; None for the answers.
     """
 
     renderer: Renderer
     max_length: int | None
+    verdict: Verdict | None = None
 
     def pair(self, preference: Preference, number: int) -> list[tinker.Datum]:
         """Both answers as datums with the labels ``pair`` and ``desirable``; none where `max_length` cuts one away.
@@ -104,8 +117,12 @@ class Rendering:
         return [_labelled(chosen, pair=number, desirable=1), _labelled(rejected, pair=number, desirable=0)]
 
     def datum(self, conversation: Sequence[Message]) -> tinker.Datum:
-        """A conversation of which the last answer has the weight 1 on each of its tokens."""
-        tokens, weights = self.renderer.build_supervised_example(list(conversation))
+        """A conversation of which the last answer, or the verdict on it, has the weight 1 on each of its tokens."""
+        said = list(conversation)
+        if self.verdict:
+            said.append(Message(role="user", content=self.verdict.question))
+            said.append(Message(role="assistant", content=self.verdict.good))
+        tokens, weights = self.renderer.build_supervised_example(said)
         return datum_from_model_input_weights(tokens, weights, self.max_length, reduction="none")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import chz
@@ -20,6 +21,8 @@ from objectives.labels import read_labels, without_labels
 from tasks.given import given
 from tasks.options import Pending, retried_task, submit
 from tasks.source import Source
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Datums:
@@ -77,34 +80,47 @@ class DataSource(Source):
         return self._held[1]
 
 
-def build_dataset(builder: str, params: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> DataSource:
+def build_dataset(
+    builder: str, params: Mapping[str, Any], tokenizer: Tokenizer, seed: int, of_run: Mapping[str, Any] = NOTHING
+) -> DataSource:
     """Construct a `SupervisedDatasetBuilder` by import path and call it.
+
+    Args:
+        of_run: what the run holds open, for builders that take it; see `build`.
 
     Raises:
         ConfigError: no such builder, wrong parameters, or data that it cannot read.
     """
-    train, test = build("data", builder, params, tokenizer, lambda made: made())
+    train, test = build("data", builder, params, tokenizer, lambda made: made(), of_run)
     return DataSource(train, test, tokenizer, seed)
 
 
 def build(
-    field: str, builder: str, params: Mapping[str, Any], tokenizer: Tokenizer, call: Callable[[Any], tuple[Any, Any]]
+    field: str,
+    builder: str,
+    params: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    call: Callable[[Any], tuple[Any, Any]],
+    of_run: Mapping[str, Any] = NOTHING,
 ) -> tuple[Any, Any]:
     """The datasets of a builder, to train and to test on, by its import path.
 
-    `params` may nest; a tokenizer's name or a renderer that they leave out is that of the model that is trained.
+    `params` may nest; a tokenizer's name or a renderer that they leave out is that of the model that is trained, and
+    what they leave out of the run is the run's own.
 
     Args:
         field: the field of the config that names it.
         call: what makes the datasets of the builder.
+        of_run: what the run holds open, by the names of parameters that take it: its `session` on the service and the
+            `directory` of its record.
 
     Raises:
         ConfigError: no such builder, wrong parameters, or data that it cannot read.
     """
     target = import_object(builder, f"{field}.builder")
     try:
-        blueprint = _blueprint(target, given(tokenizer)).apply(_flatten(params), layer_name=f"{field}.params")
-        return call(blueprint.make())
+        written = chz.Blueprint(target).apply(_flatten(params), layer_name=f"{field}.params")
+        return call(_filled(written, given(tokenizer, of_run)).make())
     except FileNotFoundError as error:
         raise ConfigError(
             f"The data file {error.filename or error} does not exist: set {field}.params to a file that does."
@@ -176,13 +192,15 @@ def load_batch(source: DataSource, step: int) -> Batch:
     return source.batch_at(step)
 
 
-def _blueprint(target: Any, defaults: Mapping[str, str]) -> chz.Blueprint[Any]:
-    blueprint = chz.Blueprint(target)
+def _filled(written: chz.Blueprint[Any], defaults: Mapping[str, Any]) -> chz.Blueprint[Any]:
+    """A blueprint with those of the defaults that it has parameters for, where it says nothing of them."""
+    fitting: dict[str, Any] = {}
     for name, value in defaults.items():
-        # A builder has some of these parameters, or none.
+        # Which parameters there are depends on which builders are nested in it.
         with suppress(ExtraneousBlueprintArg):
-            blueprint = blueprint.clone().apply({name: value}, layer_name="the model's", strict=True)
-    return blueprint
+            written.clone().apply({name: value}, strict=True)
+            fitting[name] = value
+    return chz.Blueprint(written.target).apply(fitting, layer_name="the model's").apply(written)
 
 
 def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

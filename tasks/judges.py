@@ -66,7 +66,7 @@ def build_judge(builder: str, params: Mapping[str, Any]) -> Judge:
     if isinstance(found, PreferenceModel):
         return _of_preferences(found)
     if isinstance(found, MessageCompleter):
-        return _of_completer(found)
+        return ask_completer(found)
     if not callable(found):
         raise ConfigError(
             f"The judge {builder} is a {type(found).__name__}, where a function, a PreferenceModel or a "
@@ -101,7 +101,9 @@ def _of_preferences(model: PreferenceModel) -> Judge:
     return judge
 
 
-def _of_completer(completer: MessageCompleter) -> Judge:
+def ask_completer(completer: MessageCompleter) -> Judge:
+    """A judge that asks a model for A, B or tie, in both orders."""
+
     async def ask(question: str, first: str, second: str) -> float:
         content = _ASK.format(question=question, first=first, second=second)
         said = get_text_content(await completer([Message(role="user", content=content)]))

@@ -22,7 +22,7 @@ from blocks.errors import ConfigError
 from objectives.batch import Batch
 from objectives.regularizer import BASE
 from tasks.advantages import Shape
-from tasks.data import build
+from tasks.data import NOTHING, build
 from tasks.locked import lock
 from tasks.options import Pending, call, step_task, submit, whole
 from tasks.policy import Policy
@@ -201,15 +201,18 @@ class HeldOutEnvironments(SamplingClientEvaluator):
 
 
 def build_environments(
-    builder: str, params: Mapping[str, Any], tokenizer: Tokenizer
+    builder: str, params: Mapping[str, Any], tokenizer: Tokenizer, of_run: Mapping[str, Any] = NOTHING
 ) -> tuple[RLDataset, RLDataset | None]:
     """Construct an `RLDatasetBuilder` by import path and call it: the groups to train on, and those held out.
+
+    Args:
+        of_run: what the run holds open, for builders that take it; see `build`.
 
     Raises:
         ConfigError: no such builder, wrong parameters, or problems that it cannot read.
     """
     lock(get_tokenizer(tokenizer.name_or_path))  # theirs, which is another object
-    train, test = build("environment", builder, params, tokenizer, lambda made: asyncio.run(made()))
+    train, test = build("environment", builder, params, tokenizer, lambda made: asyncio.run(made()), of_run)
     if len(train) == 0:
         raise ConfigError("The environments have no whole batch: give them more problems or a smaller batch_size.")
     return train, test

@@ -30,10 +30,13 @@ def estimate(
     show_estimate(config, overrides or [], as_json)
 
 
-def which_method(
+def which_method(  # noqa: PLR0913 - an option for each thing that one may have
     demonstrations: Annotated[bool | None, typer.Option(help="Answers as you want them.", show_default=False)] = None,
     preferences: Annotated[
         bool | None, typer.Option(help="Pairs of answers of which you know the better one.", show_default=False)
+    ] = None,
+    judge: Annotated[
+        bool | None, typer.Option(help="A model that says which of two answers is better.", show_default=False)
     ] = None,
     reward: Annotated[bool | None, typer.Option(help="A program that checks an answer.", show_default=False)] = None,
     teacher: Annotated[
@@ -55,6 +58,7 @@ def which_method(
     given = {
         "demonstrations": demonstrations,
         "preferences": preferences,
+        "judge": judge,
         "reward": reward,
         "teacher": teacher,
         "long_prompt": long_prompt,

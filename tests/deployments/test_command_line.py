@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from deployments.command_line import app, main
 from deployments.methods import METHODS, config_type_of, flow_of
-from flows.config import RunConfig
+from flows.config import NamedConfig
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(get_command(app).commands)  # pyright: ignore[reportAttributeAccessIssue]
@@ -54,7 +54,7 @@ def test_every_command_and_every_argument_is_explained(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_leads_to_its_flow_and_config(method: str) -> None:
     assert flow_of(method).name == method
-    assert issubclass(config_type_of(method), RunConfig)
+    assert issubclass(config_type_of(method), NamedConfig)
 
 
 def test_the_fields_of_a_method_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

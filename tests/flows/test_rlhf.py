@@ -1,0 +1,170 @@
+"""The rlhf flow on the tiny model: real engine, real Prefect server, real MLflow store."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from rlhf_config import rlhf_fields
+
+from flows.config_file import read_yaml
+from flows.result import TrainResult
+from flows.rlhf import rlhf
+from flows.rlhf_config import RlhfConfig
+from flows.sft import SftConfig, sft
+from tasks.environments.rewarded import RewardModel
+
+ROOT = Path(__file__).parents[2]
+STAGES = ("sft", "reward", "policy")
+
+
+@pytest.fixture(autouse=True)
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+
+
+def stages_of(run_name: str, tracking: str) -> dict[str, Run]:
+    """The MLflow run of each stage that has begun."""
+    client = MlflowClient(tracking)
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    found = client.search_runs(experiments, f"tags.`tinker_flows.rlhf` = '{run_name}'")
+    return {str(each.info.run_name).removeprefix(f"{run_name}-"): each for each in found}
+
+
+def num_updates(run: Run, tracking: str) -> int:
+    return len(MlflowClient(tracking).get_metric_history(run.info.run_id, "loss/total"))
+
+
+def curve(result: TrainResult, tracking: str, key: str) -> list[float]:
+    points = MlflowClient(tracking).get_metric_history(result.mlflow_run_id, key)
+    return [point.value for point in sorted(points, key=lambda point: point.step)]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_stage_that_is_finished_is_not_repeated(
+    tmp_path: Path, engine_url: str, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RlhfConfig.model_validate(rlhf_fields(tmp_path, "human", mlflow_uri, engine_url))
+    with monkeypatch.context() as patch:
+        patch.setattr(RewardModel, "score", InterruptedInTheFirstStep(num_groups=2))
+        with pytest.raises(KeyboardInterrupt):
+            rlhf(config)
+    begun = stages_of("human", mlflow_uri)
+    assert [num_updates(begun[each], mlflow_uri) for each in STAGES] == [2, 2, 1]
+    weights = {each: (tmp_path / "runs" / f"human-{each}" / "checkpoints.jsonl").read_text() for each in STAGES[:2]}
+    made = [begun[each].data.tags["prefect.flow_run_id"] for each in STAGES]
+
+    first = rlhf(config)
+    assert (first.run_name, first.resumed_from, first.num_steps) == ("human-policy", 1, 2)
+    ended = stages_of("human", mlflow_uri)
+    assert [num_updates(ended[each], mlflow_uri) for each in STAGES] == [2, 2, 2]
+    for stage, before in weights.items():
+        assert (tmp_path / "runs" / f"human-{stage}" / "checkpoints.jsonl").read_text() == before
+    # Each was a flow run of its own, also the one that had nothing to do.
+    assert all(ended[each].data.tags["prefect.flow_run_id"] not in made for each in STAGES)
+
+    assert ended["reward"].data.metrics.keys() >= {"bradley_terry_loss", "accuracy", "test/accuracy"}
+    # The policy starts from the warm start, which is what it is held to.
+    assert curve(first, mlflow_uri, "kl_policy_base")[0] == pytest.approx(0, abs=1e-4)
+    assert ended["policy"].data.params["reference"] == ended["policy"].data.tags["tinker_flows.parent.state_path"]
+    for key in ("env/all/score", "env/all/reward/total", "env/all/format"):
+        assert len(curve(first, mlflow_uri, key)) == 2
+    assert "test/env/all/score" in first.metrics
+
+
+class InterruptedInTheFirstStep:
+    """The user presses Ctrl-C while the weights before the first update are evaluated."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._calls_left = num_groups + 1
+
+    async def __call__(self, conversations: Sequence[object]) -> list[float]:
+        self._calls_left -= 1
+        if self._calls_left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return [-float(index) for index in range(len(conversations))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("seed", range(3))
+def test_the_policy_earns_more_without_leaving_its_start(
+    tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int
+) -> None:
+    fields = rlhf_fields(tmp_path, f"learned-{seed}", mlflow_uri, engine_url)
+    config = RlhfConfig.model_validate(fields | recipe_fields() | {"seed": seed})
+    result = rlhf(config)
+    ranked = stages_of(config.run_name, mlflow_uri)["reward"].data.metrics["test/accuracy"]
+    assert ranked > 0.9
+    before, *_, after = curve(result, mlflow_uri, "test/env/all/score")
+    assert after > before + 2
+    assert max(curve(result, mlflow_uri, "kl_policy_base")) < 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pairwise_judge_ranks_held_out_pairs(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int) -> None:
+    training = {"learning_rate": 5e-3, "lr_schedule": "constant", "num_steps": 90, "num_epochs": 6, "eval_every": 90}
+    reward = {"kind": "pairwise", "batch_size": 16, "max_length": 512, "training": training}
+    fields = rlhf_fields(tmp_path, f"pairwise-{seed}", mlflow_uri, engine_url)
+    fields |= {"comparisons": recipe_fields()["comparisons"], "lora_rank": 16, "seed": seed, "reward": reward}
+    stage = RlhfConfig.model_validate(fields).reward_stage()
+    assert isinstance(stage, SftConfig)
+    assert curve(sft(stage), mlflow_uri, "test/accuracy")[-1] > 0.9
+
+
+def recipe_fields() -> dict[str, Any]:
+    """Of the recipe, all but where and on which model it runs."""
+    fields = read_yaml(ROOT / "examples" / "rlhf.yaml")
+    return {name: value for name, value in fields.items() if name not in ("run_name", "model")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("kind", ["pairwise", "judge"])
+def test_answers_compete_by_a_judge_that_was_trained_or_is_there(
+    tmp_path: Path, engine_url: str, mlflow_uri: str, kind: str
+) -> None:
+    fields = rlhf_fields(tmp_path, f"compete-{kind}", mlflow_uri, engine_url) | {"warm_start": {}}
+    if kind == "pairwise":
+        fields["reward"]["kind"] = kind
+    else:
+        del fields["reward"]
+        fields["judge"] = {"builder": "tasks.preference_models:AskedBuilder", "params": {"model": "tiny"}}
+    result = rlhf(RlhfConfig.model_validate(fields))
+    for key, num_points in (("env/all/win_minus_loss", 2), ("test/env/all/win_rate", 2)):
+        assert len(curve(result, mlflow_uri, key)) == num_points
+    begun = stages_of(f"compete-{kind}", mlflow_uri)
+    assert begun.keys() == ({"reward", "policy"} if kind == "pairwise" else {"policy"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"reward": {"training": {"learning_rate": -1}}}, "learning_rate"),
+        ({"policy": {"training": {"environment": 3, "rank": 4}}}, "rank"),
+        ({"judge": {"builder": "a:b"}, "reward": {}}, "with a judge no reward model is trained"),
+    ],
+)
+def test_what_no_stage_takes_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RlhfConfig.model_validate(rlhf_fields(tmp_path, "wrong", "") | changes)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_stage_that_does_not_pass_its_gate_ends_the_flow(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    fields = rlhf_fields(tmp_path, "gated", mlflow_uri, engine_url) | {"warm_start": {}}
+    fields["reward"]["training"] |= {"register_as": "reward", "promote_if": "test/accuracy > 1"}
+    state = rlhf(RlhfConfig.model_validate(fields), return_state=True)
+    assert state.name == "NotPromoted"
+    assert stages_of("gated", mlflow_uri).keys() == {"reward"}

@@ -1,0 +1,104 @@
+"""Reward models and judges of pairs: what they make of answers, as rewards of groups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import tinker
+import torch
+from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.rl.types import EnvGroupBuilder, Trajectory, Transition
+
+from blocks.errors import ConfigError
+from examples.preferences import DATA
+from objectives.batch import Outputs
+from objectives.evaluate import evaluate_base
+from objectives.objective import Objective
+from tasks.comparisons import Rendering, Verdict, build_comparisons
+from tasks.pairs import Pairs
+from tasks.ranking import Ranking
+from tasks.rollouts import build_environments
+
+JSONL = "tinker_cookbook.preference.preference_datasets:ComparisonBuilderFromJsonl"
+PATHS = {"train_path": str(DATA / "preferences_train.jsonl"), "test_path": str(DATA / "preferences_test.jsonl")}
+NESTED = {"comparison_builder": JSONL} | {f"comparison_builder.{name}": path for name, path in PATHS.items()}
+SIZES = {"batch_size": 2, "group_size": 2}
+
+
+@pytest.fixture(scope="module")
+def client(engine_url: str) -> Iterator[tinker.TrainingClient]:
+    with tinker.ServiceClient(base_url=engine_url, api_key="tml-test") as service:
+        yield service.create_lora_training_client("tiny", rank=4, seed=0).result()
+
+
+def rewards(
+    group: EnvGroupBuilder, client: tinker.TrainingClient, *answers: str
+) -> list[tuple[float, Mapping[str, Any]]]:
+    """Of what the members of a group said."""
+    tokenizer = client.get_tokenizer()
+    actions = [TokensWithLogprobs(tokenizer.encode(said), [0.0], "stop") for said in answers]
+    played = [
+        Trajectory([Transition(tinker.ModelInput.empty(), action, 0.0, True)], tinker.ModelInput.empty())
+        for action in actions
+    ]
+    return asyncio.run(group.compute_group_rewards(played, []))  # pyright: ignore[reportReturnType]
+
+
+def test_a_score_is_what_the_loss_bradley_terry_trains(client: tinker.TrainingClient, engine_url: str) -> None:
+    tokenizer = client.get_tokenizer()
+    verdict = Verdict("Good?", "Yes")
+    data, _ = build_comparisons(JSONL, PATHS, tokenizer)
+    pairs = Pairs(data, Rendering(get_renderer("qwen3_instruct", tokenizer), 256, verdict), tokenizer, unrelated=False)
+    batch = pairs.batch([0])
+    assert batch.texts_D == ("Yes<|im_end|>",) * 2
+    answer = client.forward(list(batch.datums), "cross_entropy").result()
+    logprobs_DT = torch.cat([each["logprobs"].to_torch() for each in answer.loss_fn_outputs])
+    trained = evaluate_base(Objective("bradley_terry"), Outputs(logprobs_DT, None), batch).metrics
+
+    path = client.save_state("judge").result().path
+    with tinker.ServiceClient(base_url=engine_url, api_key="tml-test") as session:
+        train, test = build_environments(
+            "tasks.environments.rewarded:RewardedBuilder",
+            NESTED | SIZES | {"path": path, "question": "Good?", "good": "Yes"},
+            tokenizer,
+            {"session": session},
+        )
+        (group, _) = train.get_batch(0)
+        said = [data[0].chosen[0]["content"], data[0].rejected[0]["content"]]
+        (chosen, metrics), (rejected, cut) = rewards(group, client, f"{said[0]}<|im_end|>", str(said[1]))
+    assert metrics["score"] == chosen == pytest.approx(trained["chosen_reward"], abs=1e-4)
+    assert cut["score"] == pytest.approx(trained["rejected_reward"], abs=1e-4)
+    assert rejected == cut["score"] - 1, "it has no end"
+    assert test is not None
+    assert len(test.get_batch(0)) == 64
+
+
+def longer(row: Mapping[str, str], first: str, second: str) -> float:
+    assert row["question"].startswith("What is ")
+    return 1.0 if len(first) > len(second) else 0.0
+
+
+def test_answers_compete_with_each_other_and_held_out_ones_with_the_better_answer(
+    client: tinker.TrainingClient,
+) -> None:
+    params = {"preference_model_builder": "tasks.preference_models:JudgeBuilder"}
+    judge = {"preference_model_builder.judge": f"{__name__}:longer"}
+    builder = "tasks.environments.preferred:PreferredBuilder"
+    train, test = build_environments(builder, NESTED | SIZES | params | judge, client.get_tokenizer(), {})
+    assert len(train) == 128
+    found = rewards(train.get_batch(0)[0], client, "Seven.<|im_end|>", "It is seven.<|im_end|>", "Seven")
+    assert [metrics["win_minus_loss"] for _, metrics in found] == [0.0, 1.0, -1.0]
+    assert [reward for reward, _ in found] == [0.0, 1.0, -2.0]
+    assert test is not None
+    rates = [rewards(test.get_batch(0)[0], client, f"{said}<|im_end|>")[0][1]["win_rate"] for said in ("No.", "o" * 90)]
+    assert rates == [0.0, 1.0]
+
+
+def test_verdicts_that_begin_alike_are_refused(client: tinker.TrainingClient) -> None:
+    ranking = Ranking(JSONL, PATHS, "tiny", "role_colon")
+    with pytest.raises(ConfigError, match="the verdicts A and B begin with the same token"):
+        asyncio.run(ranking.measure(client.save_weights_and_get_sampling_client().result(), client.get_tokenizer()))
