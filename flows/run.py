@@ -35,6 +35,7 @@ class Run:
         client: the training client, holding the weights of `start`.
         log: its MLflow run.
         start: the checkpoint it goes on from, another run's for a fork; None at its beginning.
+        model: its base model, by the service's name.
     """
 
     directory: RunDirectory
@@ -42,11 +43,12 @@ class Run:
     client: tinker.TrainingClient
     log: MetricsLog
     start: CheckpointRecord | None
+    model: str
 
     @property
     def for_builders(self) -> dict[str, Any]:
         """What builders of data and environments may take of it, by the names of their parameters."""
-        return {"session": self.session, "directory": self.directory}
+        return {"session": self.session, "directory": self.directory, "base_model": self.model}
 
 
 @contextmanager
@@ -77,7 +79,7 @@ def open_run(config: RunConfig, restarts: Sequence[str], *, lora_rank: int, seed
                     client, start = _resumed_client(session, config, starts)
                 else:
                     client, start = _new_client(session, config, lora_rank, seed), None
-                yield Run(directory, session, client, log, start)
+                yield Run(directory, session, client, log, start, config.model)
 
 
 @contextmanager

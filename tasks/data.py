@@ -111,8 +111,8 @@ def build(
     Args:
         field: the field of the config that names it.
         call: what makes the datasets of the builder.
-        of_run: what the run holds open, by the names of parameters that take it: its `session` on the service and the
-            `directory` of its record.
+        of_run: what the run holds open, by the names of parameters that take it: its `session` on the service, the
+            `directory` of its record and its `base_model`.
 
     Raises:
         ConfigError: no such builder, wrong parameters, or data that it cannot read.

@@ -25,6 +25,15 @@ def same_number(answer: str, expected: str) -> bool:
     return bool(extract_gsm8k_answer(answer)) and check_gsm8k(answer, extract_gsm8k_answer(expected))
 
 
+def final_answer(answer: str) -> str:
+    """What an answer comes to: its final number, or all of its text but for case and space.
+
+    >>> final_answer("So it is 1,200 in all."), final_answer("It is 4."), final_answer(" New  York ")
+    ('1200', '4', 'new york')
+    """
+    return extract_gsm8k_answer(answer).rstrip(".") or " ".join(answer.casefold().split())
+
+
 def same_text(answer: str, expected: str) -> bool:
     """True where both are the same but for case and space.
 

@@ -1,0 +1,51 @@
+"""Noisy-student and constitution-style data in the sft flow: real engine, real Prefect server, real MLflow store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_config import run_fields
+
+from flows.config_file import read_yaml
+from flows.sft import SftConfig, sft
+from tasks.written import WRITTEN_NAME
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ("noisy_student", "constitution")
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@pytest.fixture(autouse=True)
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+
+
+def recipe_fields(folder: Path, recipe: str, tracking: str, base_url: str, **params: Any) -> dict[str, Any]:
+    """A recipe on the tiny model, which ends its answers by chance alone."""
+    fields = read_yaml(ROOT / "examples" / f"{recipe}.yaml")
+    fields["data"]["params"] |= {"max_tokens": 256} | params
+    fields["data"]["params"]["common_config"] = {"max_length": 1024, "batch_size": 1}
+    steps = {"num_steps": 2, "eval_every": 2, "checkpoint_every": 1}
+    return fields | run_fields(folder, recipe, tracking, base_url) | steps
+
+
+@pytest.mark.parametrize("recipe", [RECIPES[0], pytest.param(RECIPES[1], marks=pytest.mark.slow)])
+def test_the_data_is_written_once(tmp_path: Path, engine_url: str, mlflow_uri: str, recipe: str) -> None:
+    questions = (ROOT / "examples" / "data" / "sum_answers.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_text("".join(questions[:4]))
+    changes: dict[str, Any] = {"path": str(tmp_path / "rows.jsonl"), "test_path": str(tmp_path / "rows.jsonl")}
+    if recipe == "noisy_student":  # which is not to agree on what it says at random
+        changes |= {"num_samples": 4, "min_agreement": 0.0}
+    fields = recipe_fields(tmp_path, recipe, mlflow_uri, engine_url, **changes)
+    first = sft(SftConfig.model_validate(fields))
+    assert first.num_steps == 2
+    assert "test/nll" in first.metrics
+    written = tmp_path / "runs" / recipe / WRITTEN_NAME
+    content = written.read_bytes()
+    checkpoints = tmp_path / "runs" / recipe / "checkpoints.jsonl"
+    checkpoints.write_text("".join(checkpoints.read_text().splitlines(keepends=True)[:1]))  # killed behind step 0
+    assert sft(SftConfig.model_validate(fields)).resumed_from == 1
+    assert written.read_bytes() == content
