@@ -14,7 +14,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from prefect.logging import get_run_logger
@@ -119,7 +119,7 @@ class Guard:
             self._treat(step, "spike", spike.loss, str(spike))
         else:
             self._last_good = step
-            return Linearized(linearized.loss_weights_DT, {**linearized.metrics, **metrics})
+            return replace(linearized, metrics={**linearized.metrics, **metrics})
         self._objective.restore(before)
         return None
 

@@ -28,9 +28,10 @@ from tasks.advantages import Shape
 from tasks.evaluate import build_evaluator
 from tasks.off_policy import OffPolicySource
 from tasks.options import call, whole
-from tasks.rollout import Group
 from tasks.rollouts import Cut, HeldOutEnvironments, Play, RolloutSource, build_environments
-from tasks.transcripts import write_transcripts
+from tasks.traces import write_traces
+from tasks.transcript import Transcript
+from tasks.transcript_page import write_transcript
 
 # Beside the logprobs of the sampled tokens under the current weights.
 GIVEN = ("ref_logprobs", "sampling_logprobs", "advantages", "values", "returns")
@@ -141,7 +142,8 @@ class RlConfig(TrainConfig):
         default=20,
         ge=0,
         title="Transcripts every",
-        description="Steps between pages of what was played, in the run's directory and in MLflow; 0 is never.",
+        description="Steps between pages of what was played, in the run's directory and in MLflow, where each group is "
+        "a trace, too; 0 is never.",
     )
     objective: ObjectiveSpec = Field(
         default=POLICY_LOSS,
@@ -189,10 +191,12 @@ def rl(config: RlConfig) -> TrainResult:
         return in_segments(config, attempt)
 
 
-def _show(config: RlConfig, run: Run, step: int, groups: Sequence[Group]) -> None:
+def _show(config: RlConfig, run: Run, step: int, transcript: Transcript) -> None:
     every = config.transcripts_every
     if every and step % every == 0:
-        call(write_transcripts, run.directory, run.log, run.client.get_tokenizer(), step, whole(groups))
+        tokenizer = run.client.get_tokenizer()
+        call(write_transcript, run.directory, run.log, tokenizer, step, whole(transcript))
+        call(write_traces, run.log, tokenizer, step, whole(transcript))
 
 
 def _open_source(config: RlConfig, play: Play, run: Run) -> RolloutSource:

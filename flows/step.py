@@ -121,7 +121,7 @@ def measure(
     # As the config has them, whatever the share of a minibatch.
     whole_weights = {f"term/{each.name}/weight": each.weight_at(ahead.step, num_steps) for each, _ in ahead.terms}
     metrics = {key: whole_weights.get(key, figure) for key, figure in linearized.metrics.items()}
-    return Linearized(linearized.loss_weights_DT, metrics | skipped)
+    return replace(linearized, metrics=metrics | skipped)
 
 
 def _prepare(runner: TermRunner, regularizer: Regularizer, batch: Batch) -> Pending[Any]:

@@ -60,7 +60,7 @@ def read_answers(loop: Loop, step: int, batches: Sequence[SentBatch]) -> dict[st
             assert linearized is not None, "what was sent is never skipped"
             record_seen(loop)
         objectives.append(linearized.metrics)
-        trained.append(Trained(batch, outputs.logprobs_DT))
+        trained.append(Trained(batch, outputs.logprobs_DT, linearized.by_datum))
     joined = join_metrics(objectives)
     logprobs_DT = torch.cat([each.logprobs_DT for each in trained])
     nll = compute_mean_nll(logprobs_DT, torch.cat([each.batch.weights_DT for each in trained]))

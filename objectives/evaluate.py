@@ -20,7 +20,7 @@ from objectives.estimators import ESTIMATORS
 from objectives.execution.event_loop import wait_for
 from objectives.losses import cross_entropy
 from objectives.own_copy import changed, own_copy
-from objectives.reductions import reduce
+from objectives.reductions import mean_by_datum, reduce
 from objectives.regularizer import BASE, Regularizer
 from objectives.term import own_params
 
@@ -42,6 +42,8 @@ class Evaluation:
             for a monitor.
         metrics: the term's own metrics.
         duration_s: wall time of the evaluation, seconds.
+        by_datum_D: ``(D,)``, the term's value at each datum, or the mean over its tokens; None where it has but one for
+            the batch.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Evaluation:
     gradient_DT: Tensor
     metrics: dict[str, float] = field(default_factory=dict)
     duration_s: float = 0.0
+    by_datum_D: Tensor | None = None
 
 
 def prepare_features(regularizer: Regularizer, batch: Batch) -> Any:
@@ -96,16 +99,18 @@ def evaluate_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, firs
     """
     start = time.perf_counter()
     _check_inputs(regularizer, outputs, batch)
-    value, gradient_DT, metrics = _differentiate(regularizer, outputs, batch)
+    value, gradient_DT, metrics, by_datum_D = _differentiate(regularizer, outputs, batch)
     _check_finite(regularizer.name, value, gradient_DT)
     # A run that skips failures gets past the first step, so there every step is checked.
     checked = first_step or regularizer.on_error != "raise"
     if checked and regularizer.term.kind == "differentiable" and not gradient_DT.any():
         _refuse_constant(regularizer, outputs, batch)
-    return Evaluation(regularizer.name, value, gradient_DT, metrics, time.perf_counter() - start)
+    return Evaluation(regularizer.name, value, gradient_DT, metrics, time.perf_counter() - start, by_datum_D)
 
 
-def _differentiate(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> tuple[float, Tensor, dict[str, float]]:
+def _differentiate(
+    regularizer: Regularizer, outputs: Outputs, batch: Batch
+) -> tuple[float, Tensor, dict[str, float], Tensor | None]:
     term = regularizer.term
     own_outputs, own_batch = own_copy(outputs), own_copy(batch)
     logprobs_DT = own_outputs.logprobs_DT.requires_grad_(term.kind != "monitor")
@@ -115,6 +120,7 @@ def _differentiate(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> 
             returned = _call(regularizer, term.evaluate, own_outputs, own_batch)
             _check_unchanged([*changed(own_outputs), *changed(own_batch)])
             value, metrics = _split(returned, is_monitor=term.kind == "monitor")
+            value = _as_tensor(value, outputs)
             total = _total(regularizer, own_outputs, batch, value)
         if total.requires_grad:
             (gradient_DT,) = torch.autograd.grad(total, logprobs_DT, allow_unused=True)
@@ -122,7 +128,7 @@ def _differentiate(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> 
         raise failure(regularizer, "evaluating", error) from error
     if gradient_DT is None:
         gradient_DT = torch.zeros_like(logprobs_DT, requires_grad=False)
-    return total.item(), gradient_DT, metrics
+    return total.item(), gradient_DT, metrics, _by_datum(value.detach(), batch)
 
 
 def _call(regularizer: Regularizer, function: Callable[..., Any], *arguments: object) -> Any:
@@ -154,15 +160,24 @@ def _split(returned: Any, is_monitor: bool) -> tuple[Any, dict[str, float]]:
     }
 
 
-def _total(regularizer: Regularizer, outputs: Outputs, batch: Batch, value: Any) -> Tensor:
-    """The 0-d tensor whose gradient is the term's."""
-    term = regularizer.term
+def _as_tensor(value: Any, outputs: Outputs) -> Tensor:
     try:
-        value = torch.as_tensor(value, dtype=outputs.logprobs_DT.dtype)
+        return torch.as_tensor(value, dtype=outputs.logprobs_DT.dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ObjectiveError(
             f"it returned {type(value).__name__} where numbers are expected: return value or (value, metrics)"
         ) from error
+
+
+def _by_datum(value: Tensor, batch: Batch) -> Tensor | None:
+    if value.shape == (batch.num_datums,):
+        return value
+    return mean_by_datum(value, batch) if value.shape == (batch.num_tokens,) else None
+
+
+def _total(regularizer: Regularizer, outputs: Outputs, batch: Batch, value: Tensor) -> Tensor:
+    """The 0-d tensor whose gradient is the term's."""
+    term = regularizer.term
     if term.kind == "monitor":
         return value.detach().sum()
     if term.estimator is not None:

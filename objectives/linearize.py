@@ -8,7 +8,7 @@ the gradients of an objective's terms are computed apart and added up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import torch
@@ -28,10 +28,12 @@ class Linearized:
         loss_weights_DT: ``(N,)``, float32 where the gradients are: what to send as cross_entropy ``weights``.
         metrics: ``loss/...``, ``term/<name>/...`` (the base loss under the name ``base``) and
             ``cosine/<a>/<b>`` for each two terms.
+        by_datum: of each term that has it, its value at each datum, ``(D,)``.
     """
 
     loss_weights_DT: Tensor
     metrics: dict[str, float]
+    by_datum: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def linearize(
@@ -79,7 +81,9 @@ def linearize(
             f"The weighted gradients of {', '.join(row.name for row, _ in rows)} add up to more than "
             f"{base.gradient_DT.dtype} holds: lower the weight of the greatest."
         )
-    return Linearized(loss_weights_DT, _metrics(rows, compare_gradients(products_KK, weights_K)) | balanced)
+    metrics = _metrics(rows, compare_gradients(products_KK, weights_K)) | balanced
+    by_datum = {row.name: row.by_datum_D for row, _ in terms if row.by_datum_D is not None}
+    return Linearized(loss_weights_DT, metrics, by_datum)
 
 
 def join_metrics(metrics_of_parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -39,6 +39,7 @@ from tasks.trajectories import (
     pack_groups,
     penalize_distance,
 )
+from tasks.transcript import Transcript, make_transcript
 
 _CLIPPED = f"term/{BASE}/clip_fraction"
 # One waits for a step's groups while another already plays those of the next.
@@ -93,12 +94,12 @@ class RolloutSource(Source):
         problems: the groups of each step.
         test: held-out groups; None without.
         reference: what the reward loses with the distance from it; None where it does not.
-        show: what is done with the groups of a step when it was trained on; None for nothing.
+        show: what is done with the transcript of a step when it was trained on; None for nothing.
     """
 
     sampled = True
     reference: Reference | None = None
-    show: Callable[[int, Sequence[Group]], None] | None = None
+    show: Callable[[int, Transcript], None] | None = None
 
     def __init__(self, train: RLDataset, test: RLDataset | None, tokenizer: Tokenizer, play: Play, cut: Cut) -> None:
         self.problems = Problems(train, cut.groups_per_batch)
@@ -160,10 +161,11 @@ class RolloutSource(Source):
         return batch
 
     def metrics(self, step: int, trained: Sequence[Trained], terms: Mapping[str, float]) -> dict[str, float]:
-        groups = [each for part in self._groups.pop(step) for each in part]
+        parts = self._groups.pop(step)
+        groups = [each for part in parts for each in part]
         self._sampled += count_tokens(groups)
         if self.show:
-            self.show(step, groups)
+            self.show(step, make_transcript(parts, trained, terms))
         distances = self._distances.pop(step, [])
         return (
             compute_group_metrics(groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tinker
@@ -20,10 +20,12 @@ class Trained:
 
     Attributes:
         logprobs_DT: nats, of its targets under the weights that its gradient was taken at.
+        by_datum: what terms say of each datum, ``(D,)``, by their names.
     """
 
     batch: Batch
     logprobs_DT: Tensor
+    by_datum: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import torch
 from tinker import types
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
-from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from torch import Tensor
 
@@ -22,6 +21,9 @@ from tasks.data import Datums
 from tasks.rollout import Group
 from tasks.source import Sampled, Trained
 
+# Labels of a datum: which of the groups that were played it is of, those left out counted, and which of its members.
+PLAYED, MEMBER = "played", "member"
+
 
 def pack_groups(groups: Sequence[Group], shape: Shape, tokenizer: Tokenizer) -> Batch:
     """The batch of a step: each trajectory's sampled tokens, with their advantages.
@@ -31,8 +33,8 @@ def pack_groups(groups: Sequence[Group], shape: Shape, tokenizer: Tokenizer) -> 
     Raises:
         ConfigError: no group succeeded.
     """
-    played = [each.trajectories for each in groups if each.trajectories is not None]
-    if not played:
+    numbers = [number for number, each in enumerate(groups) if each.trajectories is not None]
+    if not numbers:
         error = next((error for each in groups for error in each.errors), None)
         said = f"{error.error_type}: {error.error_message}" if error else "without an error"
         raise ConfigError(
@@ -40,7 +42,8 @@ def pack_groups(groups: Sequence[Group], shape: Shape, tokenizer: Tokenizer) -> 
             "environment, or raise rollout.max_retries or rollout.timeout_s."
         )
     if shape.drop_constant:
-        played = [each for each in played if not _is_constant(each)] or played[:1]
+        numbers = [number for number in numbers if not _is_constant(groups[number])] or numbers[:1]
+    played = [each for number in numbers if (each := groups[number].trajectories) is not None]
     unused = [torch.zeros(len(each.trajectories_G)) for each in played]
     data, places = assemble_training_data(played, unused)
     targets_D = [_field(datum, "target_tokens").to(torch.int64) for datum in data]
@@ -61,7 +64,11 @@ def pack_groups(groups: Sequence[Group], shape: Shape, tokenizer: Tokenizer) -> 
         values_DT=_at(mask_DT, tokens.values_T),
         returns_DT=_at(mask_DT, tokens.returns_T),
         sampling_logprobs_DT=pack([_field(datum, "logprobs").float() for datum in data])[0],
-        labels_D={"group": torch.tensor([each["group_idx"] for each in places])},
+        labels_D={
+            "group": torch.tensor([each["group_idx"] for each in places]),
+            PLAYED: torch.tensor([numbers[each["group_idx"]] for each in places]),
+            MEMBER: torch.tensor([each["traj_idx"] for each in places]),
+        },
     )
 
 
@@ -144,8 +151,9 @@ def _sampled_tokens(fields: Sequence[Tensor | None], trained: Sequence[Trained])
     )
 
 
-def _is_constant(group: TrajectoryGroup) -> bool:
-    return len(set(group.get_total_rewards())) == 1
+def _is_constant(group: Group) -> bool:
+    assert group.trajectories is not None
+    return len(set(group.trajectories.get_total_rewards())) == 1
 
 
 def _at(mask_DT: Tensor, values_T: Tensor) -> Tensor:

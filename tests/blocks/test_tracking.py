@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.error import URLError
 
 import pytest
+from mlflow_process import running_mlflow
 
 from blocks import MLflowTracking
 from blocks.errors import ServiceError
@@ -62,36 +60,8 @@ def tracking(shared_home: Path, monkeypatch: pytest.MonkeyPatch) -> MLflowTracki
 @pytest.fixture(scope="module")
 def server_url(shared_home: Path) -> Iterator[str]:
     """An MLflow server on the same tables."""
-    port = free_port()
-    with (
-        (shared_home / "mlflow.log").open("wb") as log,
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)),
-                *("--workers", "1", "--backend-store-uri", f"sqlite:///{shared_home / 'mlflow.db'}"),
-                *("--artifacts-destination", str(shared_home / "served")),
-            ],
-            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-            stdout=log,
-            stderr=log,
-        ) as process,
-    ):
-        url = f"http://127.0.0.1:{port}"
-        try:
-            while not is_healthy(url):
-                assert process.poll() is None, (shared_home / "mlflow.log").read_text()
-                time.sleep(0.1)
-            yield url
-        finally:
-            process.terminate()
-
-
-def is_healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5):
-            return True
-    except URLError:
-        return False
+    with running_mlflow(shared_home) as url:
+        yield url
 
 
 def test_the_default_is_one_experiment_in_the_home(tracking: MLflowTracking, shared_home: Path) -> None:
@@ -122,7 +92,7 @@ def test_a_server_keeps_metrics_and_reports(server_url: str, shared_home: Path) 
     client.log_metric(run.info.run_id, "loss/total", 1.5, step=3)
     client.log_text(run.info.run_id, "report", "report.html")
     assert client.get_run(run.info.run_id).data.metrics == {"loss/total": 1.5}
-    assert [path.read_text() for path in (shared_home / "served").rglob("report.html")] == ["report"]
+    assert [path.read_text() for path in (shared_home / "artifacts").rglob("report.html")] == ["report"]
 
 
 def test_a_run_that_was_made_twice_is_one(tracking: MLflowTracking) -> None:

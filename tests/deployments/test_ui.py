@@ -6,11 +6,8 @@ TINKER_FLOWS_SCREENSHOTS=1 keeps what the browser shows as docs/images/ui-*.png.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -18,13 +15,13 @@ from uuid import UUID
 import httpx
 import pytest
 from browser import RunForm, browser, page_text, screenshot, wait_for, wait_for_text
+from mlflow_process import running_mlflow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect_deployments import deploy, process_worker, run_to_its_end, wait_for_end
 from pydantic import SecretStr
 from selenium.webdriver.remote.webdriver import WebDriver
 
-from blocks.processes import free_port
 from blocks.service import TinkerService
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -36,38 +33,13 @@ def keep(driver: WebDriver, name: str, height: int = 900) -> None:
         screenshot(driver, IMAGES / f"ui-{name}.png", height)
 
 
-@contextmanager
-def mlflow_server(folder: Path) -> Iterator[str]:
-    """An MLflow server that a browser can go to."""
-    url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
-    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}"]
-    command += ["--artifacts-destination", str(folder / "artifacts")]
-    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with (folder / "mlflow.log").open("wb") as log:
-        server = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        wait_for(lambda: answers(f"{url}/health"), "MLflow", 240)
-        yield url
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5).is_success
-    except httpx.HTTPError:
-        return False
-
-
 @pytest.fixture(scope="module")
 def servers(prefect_server: str, engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Everything that a run from the form needs; the key to the service is in a block and nowhere else."""
     folder = tmp_path_factory.mktemp("ui")
     TinkerService(base_url=engine_url, api_key=SecretStr("tml-test")).save("of-the-team", overwrite=True)
     deploy(prefect_server, "--name", "sft")
-    with mlflow_server(folder) as mlflow, process_worker(prefect_server, folder / "home", folder / "worker.log"):
+    with running_mlflow(folder) as mlflow, process_worker(prefect_server, folder / "home", folder / "worker.log"):
         yield {"ui": prefect_server.removesuffix("/api"), "mlflow": mlflow, "worker": str(folder / "worker.log")}
 
 

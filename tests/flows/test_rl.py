@@ -66,8 +66,15 @@ def test_what_was_played_is_to_be_read(run: tuple[Path, dict[str, Any], TrainRes
     assert "Group 0 letter_a" in page
     assert "num_letters" in page
     assert re.search(r'<span title="-\d\.\d\d" style="background: rgba\(220, 90, 0, 0\.\d\d\)">', page)
-    artifacts = MlflowClient(mlflow_uri).list_artifacts(result.mlflow_run_id, "transcripts")
+    assert re.search(r"Terms over the step.*: kl 0, length \S+\.</p>", page)
+    assert len(re.findall(r"<p>kl 0, length \S+</p>", page)) == 8
+    client = MlflowClient(mlflow_uri)
+    artifacts = client.list_artifacts(result.mlflow_run_id, "transcripts")
     assert [each.path for each in artifacts] == ["transcripts/000000.html"]
+    experiment = client.get_run(result.mlflow_run_id).info.experiment_id
+    traces = client.search_traces(locations=[experiment], run_id=result.mlflow_run_id)
+    assert sorted(each.info.tags["tags"] for each in traces) == ["letter_a", "letter_e"]
+    assert all(len(each.data.spans) == 1 + 2 * 4 for each in traces)
 
 
 def test_a_stream_of_minibatches_trains_as_their_whole_does(

@@ -1,0 +1,43 @@
+"""A real MLflow server in a process of its own, for any test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from blocks.processes import free_port
+
+
+@contextmanager
+def running_mlflow(folder: Path) -> Iterator[str]:
+    """Its URL; its tables are in ``folder/mlflow.db``."""
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
+    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}"]
+    command += ["--artifacts-destination", str(folder / "artifacts")]
+    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with (
+        (folder / "mlflow.log").open("wb") as log,
+        subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            while not _answers(f"{url}/health"):
+                assert process.poll() is None, (folder / "mlflow.log").read_text()
+                time.sleep(0.1)
+            yield url
+        finally:
+            process.terminate()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).is_success
+    except httpx.HTTPError:
+        return False
