@@ -25,7 +25,7 @@ from blocks.processes import local_engine, local_prefect_server
 from flows.command_line import keep_prefect_off_the_terminal
 from flows.sft import SftConfig, sft
 from flows.sweep import sweep
-from flows.sweep_config import SweepConfig
+from flows.sweeps.config import SweepConfig
 
 BUDGET_S, BUDGET_SHARE = 1.5, 0.9
 AT_ONCE = 4

@@ -16,18 +16,18 @@ from rich.table import Table
 from blocks.storage import RunDirectory
 from flows.blocks_of import storage_of
 from flows.command_line import main
-from flows.pruning import Pruning
 from flows.shared_service import shared_service
 from flows.stop import CancelledInTheUI
-from flows.sweep_config import SweepConfig
-from flows.sweep_plan import SweepPlan, make_plan
-from flows.sweep_record import SweepLog, check_sweep, open_sweep_log
-from flows.sweep_result import SweepResult, conclude
-from flows.sweep_schedule import Schedule
-from flows.sweep_trials import Runner, Sweeping, run_trials
-from flows.trial_cluster import TrialCluster
-from flows.trial_deployment import TrialDeployment, check_deployment
-from flows.trial_process import TrialProcess
+from flows.sweeps.config import SweepConfig
+from flows.sweeps.plan import SweepPlan, make_plan
+from flows.sweeps.pruning import Pruning
+from flows.sweeps.record import SweepLog, check_sweep, open_sweep_log
+from flows.sweeps.result import SweepResult, conclude
+from flows.sweeps.schedule import Schedule
+from flows.sweeps.trial_cluster import TrialCluster
+from flows.sweeps.trial_deployment import TrialDeployment, check_deployment
+from flows.sweeps.trial_process import TrialProcess
+from flows.sweeps.trials import Runner, Sweeping, run_trials
 
 
 @flow(name="sweep", flow_run_name="{config.run_name}")

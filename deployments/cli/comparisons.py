@@ -25,6 +25,6 @@ def sweep(overrides: Overrides = None, config: ConfigFile = None) -> None:
     from flows.config_file import load_config
     from flows.sweep import show_sweep
     from flows.sweep import sweep as sweep_flow
-    from flows.sweep_config import SweepConfig
+    from flows.sweeps.config import SweepConfig
 
     show_sweep(run_flow(sweep_flow, load_config(SweepConfig, config, overrides or [])))

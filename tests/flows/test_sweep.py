@@ -33,9 +33,9 @@ from flows.config_file import load_config
 from flows.recorded import deliver_events
 from flows.sft import SftConfig, sft
 from flows.sweep import sweep
-from flows.sweep_config import SweepConfig
-from flows.sweep_result import SweepResult
-from flows.trial_process import TrialProcess
+from flows.sweeps.config import SweepConfig
+from flows.sweeps.result import SweepResult
+from flows.sweeps.trial_process import TrialProcess
 from tasks.trials import read_trials
 
 ROOT = Path(__file__).parents[2]
@@ -293,14 +293,14 @@ def test_trials_run_by_a_cluster(
     made = fields(tmp_path, f"sent-{cluster}", mlflow_uri, engine_url, cluster=cluster, concurrency=1, seeds=[0])
     made["space"] = {RATE: [1e-2, 1e-7]}
     made["base"] |= {"num_steps": 24, "checkpoint_every": 4}
-    killer = threading.Thread(target=kill_one, args=("flows.trial_on_worker",))
+    killer = threading.Thread(target=kill_one, args=("flows.sweeps.trial_on_worker",))
     killer.start()
     result = sweep(SweepConfig.model_validate(made))
     killer.join()
     assert (result.num_completed, result.num_pruned, result.best_point) == (1, 1, 1)
     assert len(flow_runs_below(result)) == 3
     left = subprocess.run(["ps", "axww"], capture_output=True, text=True).stdout
-    assert "flows.trial_on_worker" not in left
+    assert "flows.sweeps.trial_on_worker" not in left
 
 
 def kill_one(command: str) -> None:

@@ -12,14 +12,14 @@ from sft_config import sft_fields
 
 from blocks.errors import ConfigError
 from blocks.local_directory import LocalDirectory
-from flows.ablation import subsets
 from flows.config_file import load_config
-from flows.pruning import Pruning
-from flows.search import Tried, next_point
-from flows.space import dimensions_of
-from flows.sweep_config import PruneConfig, SearchConfig, SweepConfig
-from flows.sweep_plan import SweepPlan, make_plan
-from flows.sweep_schedule import Schedule
+from flows.sweeps.ablation import subsets
+from flows.sweeps.config import PruneConfig, SearchConfig, SweepConfig
+from flows.sweeps.plan import SweepPlan, make_plan
+from flows.sweeps.pruning import Pruning
+from flows.sweeps.schedule import Schedule
+from flows.sweeps.search import Tried, next_point
+from flows.sweeps.space import dimensions_of
 from tasks.trials import Trial, read_trials
 
 WEIGHT = "objective.regularizers.{}.weight"

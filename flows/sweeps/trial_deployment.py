@@ -17,9 +17,9 @@ from prefect.exceptions import ObjectNotFound
 
 from blocks.errors import ConfigError, ServiceError
 from flows.config import RunConfig
-from flows.sweep_record import SweepLog
-from flows.trial_process import End
-from flows.trial_watch import LOOK_EVERY_S, PASSING, Watched, cancel
+from flows.sweeps.record import SweepLog
+from flows.sweeps.trial_process import End
+from flows.sweeps.trial_watch import LOOK_EVERY_S, PASSING, Watched, cancel
 
 
 def check_deployment(name: str) -> None:

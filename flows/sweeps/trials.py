@@ -18,12 +18,12 @@ from tqdm import tqdm
 
 from blocks.errors import TinkerFlowsError
 from flows.config import RunConfig
-from flows.pruning import Pruning
 from flows.stop import Stop, listening_for_stop
-from flows.sweep_plan import SweepPlan
-from flows.sweep_record import SweepLog, last_values
-from flows.sweep_schedule import Schedule
-from flows.trial_process import End
+from flows.sweeps.plan import SweepPlan
+from flows.sweeps.pruning import Pruning
+from flows.sweeps.record import SweepLog, last_values
+from flows.sweeps.schedule import Schedule
+from flows.sweeps.trial_process import End
 from tasks.trials import Point, Trial, Trials
 
 CANCELLED = "It was cancelled before its end."

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from blocks.errors import ConfigError
-from flows.ablation import ablation_dimensions, weighted_of, without_idle
 from flows.blocks_of import service_url
 from flows.config_file import read_yaml, validate_fields
 from flows.find_flow import find_flow
-from flows.search import Tried, every_point, next_point
-from flows.space import Dimension, Label, apply, dimensions_of
-from flows.sweep_config import SweepConfig
+from flows.sweeps.ablation import ablation_dimensions, weighted_of, without_idle
+from flows.sweeps.config import SweepConfig
+from flows.sweeps.search import Tried, every_point, next_point
+from flows.sweeps.space import Dimension, Label, apply, dimensions_of
 from flows.train_config import TrainConfig
 from objectives.objective import Objective
 from tasks.trials import Point

@@ -13,7 +13,7 @@ from prefect.exceptions import PrefectException
 from prefect.states import Cancelling
 
 from blocks.errors import ServiceError
-from flows.sweep_record import SweepLog
+from flows.sweeps.record import SweepLog
 
 LOOK_EVERY_S = 2.0
 # A Prefect server that is away or answers what is no server's.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import fmean
 
 from blocks.storage import RunDirectory
-from flows.search import Tried
-from flows.sweep_plan import SweepPlan
+from flows.sweeps.plan import SweepPlan
+from flows.sweeps.search import Tried
 from tasks.trials import Point, Trial, Trials, read_trials, record_point, record_trial
 
 

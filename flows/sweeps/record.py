@@ -20,7 +20,7 @@ from blocks.errors import ConfigError, ServiceError
 from blocks.storage import RunDirectory
 from flows.blocks_of import tracking_of
 from flows.stop import CancelledInTheUI
-from flows.sweep_plan import SweepPlan
+from flows.sweeps.plan import SweepPlan
 
 CONFIG_NAME = "sweep.json"
 

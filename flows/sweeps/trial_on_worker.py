@@ -21,7 +21,7 @@ from flows.command_line import keep_prefect_off_the_terminal
 from flows.config import RunConfig
 from flows.find_flow import find_flow
 from flows.recorded import deliver_events
-from flows.trial_process import End, end_of
+from flows.sweeps.trial_process import End, end_of
 
 # What a run reads where it is; all else is the worker's own.
 _SENT = ("AWS_", "MLFLOW_", "PREFECT_", "TINKER_")
@@ -35,7 +35,7 @@ def pack_trial(flow: str, config: RunConfig) -> bytes:
 
 def run_on_worker(packed: bytes) -> End:
     """Run a trial to its end, in a process that ends with this one."""
-    command = [sys.executable, "-m", "flows.trial_on_worker"]
+    command = [sys.executable, "-m", "flows.sweeps.trial_on_worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -8,8 +8,8 @@ from itertools import combinations
 from typing import Any
 
 from blocks.errors import ConfigError
-from flows.space import Dimension, Label, Option
-from flows.sweep_config import Ablation, Range, SweepConfig
+from flows.sweeps.config import Ablation, Range, SweepConfig
+from flows.sweeps.space import Dimension, Label, Option
 from objectives.objective import Objective
 from objectives.schedule import Constant, WeightSchedule
 from objectives.spec import ObjectiveSpec

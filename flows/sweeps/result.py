@@ -10,9 +10,9 @@ from prefect.runtime import flow_run
 
 from blocks.errors import ServiceError
 from blocks.storage import RunDirectory
-from flows.ablation import weighted_of
-from flows.sweep_plan import SweepPlan
-from flows.sweep_record import SweepLog, log_best
+from flows.sweeps.ablation import weighted_of
+from flows.sweeps.plan import SweepPlan
+from flows.sweeps.record import SweepLog, log_best
 from objectives.schedule import WeightSchedule
 from tasks.sweep_report import SweepSummary, write_sweep_report
 from tasks.sweep_table import PointRow, columns_of, point_rows, row_cells

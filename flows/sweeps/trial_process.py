@@ -60,7 +60,7 @@ class TrialProcess:
     def __init__(self, flow: str) -> None:
         self._flow = flow
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["flows.trial_process", find_flow(flow).module])
+        self._context.set_forkserver_preload(["flows.sweeps.trial_process", find_flow(flow).module])
         self._told = cloudpickle.dumps((dict(os.environ), serialize_context()))
         self._log = str(home() / "logs" / "trials.log")
         self._closed = False

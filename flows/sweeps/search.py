@@ -12,8 +12,8 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from flows.space import Dimension, Label
-from flows.sweep_config import Range, SearchConfig
+from flows.sweeps.config import Range, SearchConfig
+from flows.sweeps.space import Dimension, Label
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 

@@ -13,10 +13,10 @@ from prefect.runtime import flow_run
 
 from blocks.errors import ConfigError
 from flows.config import RunConfig
-from flows.sweep_record import SweepLog
-from flows.trial_on_worker import pack_trial, run_on_worker
-from flows.trial_process import End
-from flows.trial_watch import LOOK_EVERY_S, PASSING, Watched, cancel
+from flows.sweeps.record import SweepLog
+from flows.sweeps.trial_on_worker import pack_trial, run_on_worker
+from flows.sweeps.trial_process import End
+from flows.sweeps.trial_watch import LOOK_EVERY_S, PASSING, Watched, cancel
 from objectives.errors import ExecutionError
 from objectives.execution.cluster import first_line
 from objectives.execution.dask_tasks import DASK

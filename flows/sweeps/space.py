@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows.config_file import set_field
-from flows.sweep_config import Range, SweepConfig
+from flows.sweeps.config import Range, SweepConfig
 
 Label = str | int | float | bool
 

@@ -11,7 +11,7 @@ import optuna
 from optuna.pruners import BasePruner, MedianPruner, SuccessiveHalvingPruner
 from optuna.trial import TrialState
 
-from flows.sweep_config import PruneConfig
+from flows.sweeps.config import PruneConfig
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
