@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import tinker
+import torch
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer
@@ -94,8 +95,11 @@ class TaughtSource(Source):
         return TeacherNLL(datums, call(score, whole(asked)), self._tokenizer) if datums else None
 
     def _load(self, step: int) -> Batch:
-        taught = self._recall("train", self._mixture.at(step), partial(self._teach, step=step))
-        return call(pack_lessons, whole([each for sequences in taught for each in sequences]), self._tokenizer)
+        items = self._mixture.at(step)
+        taught = self._recall("train", items, partial(self._teach, step=step))
+        batch = call(pack_lessons, whole([each for sequences in taught for each in sequences]), self._tokenizer)
+        datasets = [item.dataset for item, sequences in zip(items, taught, strict=True) for _ in sequences]
+        return replace(batch, labels_D={"dataset": torch.tensor(datasets)})
 
     def _recall(
         self, part: str, items: Sequence[Item[Lesson]], make: Callable[[Sequence[Item[Lesson]]], list[list[Taught]]]
