@@ -56,6 +56,12 @@ def page_text(driver: WebDriver) -> str:
     return str(driver.execute_script("return document.body.innerText"))
 
 
+def link_of(driver: WebDriver, text: str) -> str:
+    """Where a link of this text leads, read at once: the page may make its elements anew at any time."""
+    find = "return [...document.links].find(link => link.innerText.trim() === arguments[0])?.href ?? ''"
+    return str(driver.execute_script(find, text))
+
+
 def wait_for_text(driver: WebDriver, text: str, limit_s: float = LIMIT_S) -> None:
     try:
         wait_for(lambda: text in page_text(driver), repr(text), limit_s)

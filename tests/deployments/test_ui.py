@@ -14,7 +14,7 @@ from uuid import UUID
 
 import httpx
 import pytest
-from browser import RunForm, browser, page_text, screenshot, wait_for, wait_for_text
+from browser import RunForm, browser, link_of, page_text, screenshot, wait_for, wait_for_text
 from mlflow_process import running_mlflow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
@@ -137,7 +137,7 @@ def see_artifacts(driver: WebDriver, servers: dict[str, str], flow_run_id: UUID)
     wait_for_text(driver, "factor for half of the gradient")
     driver.get(page + found["mlflow-from-the-form"]["id"])
     wait_for_text(driver, "MLflow run of from-the-form")
-    link = driver.find_element("link text", "MLflow run of from-the-form").get_attribute("href") or ""
+    link = wait_for(lambda: link_of(driver, "MLflow run of from-the-form"), "the link to the run")
     assert link.startswith(f"{servers['mlflow']}/#/experiments/")
     mlflow_run = httpx.get(f"{servers['mlflow']}/api/2.0/mlflow/runs/get", params={"run_id": link.rpartition("/")[2]})
     assert mlflow_run.json()["run"]["info"]["run_name"] == "from-the-form"
