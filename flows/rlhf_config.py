@@ -16,8 +16,9 @@ _WRITTEN = "tinker_cookbook.preference.preference_datasets:ChatDatasetBuilderFro
 _REWARDED = "tasks.environments.rewarded:RewardedBuilder"
 _PREFERRED = "tasks.environments.preferred:PreferredBuilder"
 _PAIRWISE = "tasks.preference_models:PairwiseBuilder"
-# What a stage shares with the others.
-_SHARED = {"model", "base_url", "engine", "storage", "tracking", "experiment", "lora_rank", "seed"}
+# What all stages have in common, and what a stage may have otherwise.
+_COMMON = {"run_name", "model", "base_url", "engine", "storage", "tracking", "experiment"}
+_SHARED = (_COMMON - {"run_name"}) | {"lora_rank", "seed"}
 
 
 class RewardConfig(Config):
@@ -94,12 +95,15 @@ class RlhfConfig(TrackedConfig, NamedConfig):
 
     @model_validator(mode="after")
     def _check_stages(self) -> Self:
+        for own in (self.warm_start, self.reward.training, self.policy.training):
+            if common := sorted(own.keys() & _COMMON):
+                raise ValueError(f"{', '.join(common)} of a stage is that of all of them: set it beside the stages")
         self.policy_stage("", "")
         if self.warm_start:
             self.warm_start_stage()
         if self.judge is None:
             self.reward_stage()
-        elif "reward" in self.model_fields_set:
+        elif self.reward != RewardConfig():
             raise ValueError("with a judge no reward model is trained: leave out reward, or the judge")
         return self
 
@@ -134,23 +138,16 @@ class RlhfConfig(TrackedConfig, NamedConfig):
             start: path of the warm start's weights; empty without one.
             reward: path of the reward model's; empty where a judge is in its place.
         """
-        sizes = {"batch_size": self.policy.batch_size, "group_size": self.policy.group_size}
-        if self.judge is not None:
-            judge = _nested("preference_model_builder", self.judge)
-        elif self.reward.kind == "pairwise":
-            judge = _nested("preference_model_builder", BuilderConfig(builder=_PAIRWISE, params={"path": reward}))
+        params = self._compared | {"batch_size": self.policy.batch_size, "group_size": self.policy.group_size}
+        if self.judge is None and self.reward.kind == "bradley_terry":
+            builder = _REWARDED
+            params |= {"path": reward, **self.reward.verdict.model_dump(), **self._rendered("renderer_name")}
         else:
-            judge = {}
-        if judge:
-            params = (
-                judge
-                | self._rendered("policy_renderer_name")
-                | self._rendered("preference_model_builder.renderer_name")
-            )
-            environment = {"builder": _PREFERRED, "params": self._compared | sizes | params}
-        else:
-            params = {"path": reward, **self.reward.verdict.model_dump(), **self._rendered("renderer_name")}
-            environment = {"builder": _REWARDED, "params": self._compared | sizes | params}
+            builder = _PREFERRED
+            trained = BuilderConfig(builder=_PAIRWISE, params={"path": reward, **self._rendered("renderer_name")})
+            params |= _nested("preference_model_builder", self.judge or trained)
+            params |= self._rendered("policy_renderer_name")
+        environment = {"builder": builder, "params": params}
         fields: dict[str, Any] = self._shared("policy") | self.policy.training
         if start:
             fields = {"reference": start} | fields | {"resume": start}

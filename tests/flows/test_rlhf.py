@@ -153,12 +153,28 @@ def test_answers_compete_by_a_judge_that_was_trained_or_is_there(
     [
         ({"reward": {"training": {"learning_rate": -1}}}, "learning_rate"),
         ({"policy": {"training": {"environment": 3, "rank": 4}}}, "rank"),
-        ({"judge": {"builder": "a:b"}, "reward": {}}, "with a judge no reward model is trained"),
+        ({"warm_start": {"model": "large"}}, "model of a stage is that of all of them"),
+        ({"judge": {"builder": "a:b"}}, "with a judge no reward model is trained"),
     ],
 )
 def test_what_no_stage_takes_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         RlhfConfig.model_validate(rlhf_fields(tmp_path, "wrong", "") | changes)
+
+
+@pytest.mark.parametrize(
+    "judge", [None, {"builder": "tasks.preference_models:JudgeBuilder", "params": {"judge": "a:b"}}]
+)
+def test_a_config_is_read_as_it_was_written(tmp_path: Path, judge: dict[str, Any] | None) -> None:
+    """As a server does that starts a flow run again."""
+    fields = rlhf_fields(tmp_path, "again", "") | {"renderer_name": "qwen3_instruct", "judge": judge}
+    if judge:
+        del fields["reward"]
+    config = RlhfConfig.model_validate(fields)
+    assert RlhfConfig.model_validate_json(config.model_dump_json()) == config
+    environment = config.policy_stage("", "").environment
+    named = {name for name in environment.params if name.endswith("renderer_name")}
+    assert named == ({"policy_renderer_name"} if judge else {"renderer_name"})
 
 
 @pytest.mark.usefixtures("prefect_server")
