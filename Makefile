@@ -60,7 +60,7 @@ bench-preference: install
 	$(BIN)/python -m benchmarks dpo_vs_cookbook distill_vs_cookbook
 
 bench-rl: install
-	$(BIN)/python -m benchmarks rl_vs_cookbook
+	$(BIN)/python -m benchmarks rl_vs_cookbook rl_load
 
 bench-operate: install
 	TRIALS=$(TRIALS) $(BIN)/python -m benchmarks up_ready sweep_overhead

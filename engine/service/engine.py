@@ -265,6 +265,7 @@ class Engine:
             "running_requests": sum(model.queue.running is not None for model in models),
             "adapter_bytes": self.memory.num_bytes,
             "evictions": self.memory.num_evictions,
+            "busy_seconds": self.worker.busy_s,
             "resident_bytes": _resident_bytes(),
         }
 

@@ -77,6 +77,7 @@ GAUGES = {
     "running_requests": "Training requests at work.",
     "adapter_bytes": "Memory of adapters, moments, gradients and snapshots.",
     "evictions": "How often one of them had to leave memory.",
+    "busy_seconds": "Time that training and sampling have computed.",
     "resident_bytes": "Memory of the process.",
 }
 

@@ -35,6 +35,9 @@ class Worker:
     The next piece is of the owner on whom the least of the thread's time was spent; with pieces of like size that is
     one after the other in turn (start-time fair queueing: Goyal, Vin and Cheng 1996). Whoever was idle starts level
     with those at work: it waits for the piece that is running, not for a queue, and has no time saved up.
+
+    Attributes:
+        busy_s: the seconds that its pieces took so far.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -44,6 +47,7 @@ class Worker:
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._owners: dict[str, _Owner] = {}
+        self.busy_s = 0.0
         self._level_s = 0.0  # the time spent on the owner of the latest piece, when that started
         self._busy = False
 
@@ -93,6 +97,7 @@ class Worker:
         self._thread.submit(piece.function).add_done_callback(report)
 
     def _finish(self, owner: _Owner, piece: _Piece, done: Future[Any], took_s: float) -> None:
+        self.busy_s += took_s
         owner.spent_s += took_s / piece.clients
         if not piece.result.cancelled():
             if error := done.exception():

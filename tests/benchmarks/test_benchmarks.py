@@ -21,6 +21,7 @@ from benchmarks import (
     objective_cost,
     objective_terms,
     one_pass,
+    rl_load,
     rl_vs_cookbook,
     step_overhead,
     sweep_overhead,
@@ -89,6 +90,15 @@ def test_flow_vs_cookbook(prefect_server: str, monkeypatch: pytest.MonkeyPatch) 
 def test_rl_vs_cookbook(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", prefect_server)
     check(rl_vs_cookbook.measure(repetitions=1, steps=6), "rl_vs_cookbook", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rl_load(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", prefect_server)
+    rows = rl_load.measure(groups=16, steps=6)
+    check(rows, "rl_load", 3)
+    assert rows[2].ours[0] <= 1
 
 
 @pytest.mark.slow

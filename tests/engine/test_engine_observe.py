@@ -55,6 +55,7 @@ def test_figures_are_there_for_prometheus(
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(figures["tinker_engine_models"]) == 1
     assert float(figures["tinker_engine_adapter_bytes"]) > 0
+    assert float(figures["tinker_engine_busy_seconds"]) > 0
     assert float(figures['tinker_engine_operation_seconds_count{kind="optim_step",outcome="done"}']) >= 1
     tokens = sum(len(datum.model_input.to_ints()) for datum in batch)
     assert float(figures['tinker_engine_tokens_total{use="trained"}']) % tokens == 0
