@@ -42,8 +42,8 @@ def questions(folder: Path, num_train: int = 32, num_test: int = 16) -> dict[str
     return {"path": str(folder / "train.jsonl"), "test_path": str(folder / "test.jsonl")}
 
 
-def environment(folder: Path, **params: Any) -> dict[str, Any]:
-    return {"builder": QUESTIONS, "params": questions(folder) | {"batch_size": 4, **params}}
+def environment(folder: Path, num_train: int = 32, **params: Any) -> dict[str, Any]:
+    return {"builder": QUESTIONS, "params": questions(folder, num_train) | {"batch_size": 4, **params}}
 
 
 def make_teacher(base_url: str, num_steps: int = 40) -> str:
