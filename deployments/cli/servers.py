@@ -11,7 +11,7 @@ from deployments.cli.options import Json
 
 def add_to(app: typer.Typer) -> None:
     """Add this file's commands."""
-    for command in (up, doctor, automations):
+    for command in (up, doctor, automations, recipes):
         app.command(rich_help_panel="Servers")(command)
 
 
@@ -68,3 +68,15 @@ def automations() -> None:
     from deployments.automations import install_all
 
     install_all()
+
+
+def recipes(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="As in docs/recipes.md; all by default.")
+    ] = None,
+) -> None:
+    """Offer recipes of examples/ as deployments on the Prefect server of PREFECT_API_URL."""
+    from deployments.recipes import RECIPES, deploy_recipes
+
+    for each in deploy_recipes(names or list(RECIPES)):
+        print(each)

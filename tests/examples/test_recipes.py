@@ -1,18 +1,37 @@
-"""Every recipe of the examples, to its end on the tiny model."""
+"""Every recipe of the examples: in the table, as a deployment, and to its end on the tiny model."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.exceptions import ObjectAlreadyExists
 
-from flows.config_file import load_config, read_yaml
-from flows.rl import RlConfig, rl
+from blocks.errors import ConfigError
+from deployments.methods import config_type_of, flow_of
+from deployments.pool import POOL
+from deployments.recipes import RECIPES, deploy_recipes, file_of
+from flows.config_file import load_config
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted(path for path in (ROOT / "examples").glob("*.yaml") if "environment" in read_yaml(path))
 DOCS = (ROOT / "docs" / "recipes.md").read_text()
+# Not recipes: what the README begins with, an example of two runs, and what looks at runs.
+OTHERS = {"sft", "margins", "sweep", "evaluate", "compare"}
+# Those that have a slow test of their own, beside what they distill or write.
+ELSEWHERE = {"noisy_student", "constitution"} | {each for each in RECIPES if "distillation" in each}
+SHORT = {
+    "rlhf": [
+        "warm_start.num_steps=2",
+        "reward.training.num_steps=2",
+        "reward.training.promote_if=test/accuracy >= 0",
+        "policy.training.num_steps=2",
+        "policy.training.eval_every=2",
+    ]
+}
 
 
 @pytest.fixture(scope="module")
@@ -20,27 +39,54 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("recipes")
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_is_in_the_table(path: Path) -> None:
-    assert load_config(RlConfig, path, []).environment.builder
-    assert f"`examples/{path.name}`" in DOCS
+def test_every_file_is_a_recipe() -> None:
+    assert {path.stem for path in (ROOT / "examples").glob("*.yaml")} == RECIPES.keys() | OTHERS
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_in_the_table(recipe: str) -> None:
+    assert load_config(config_type_of(RECIPES[recipe]), file_of(recipe), []).run_name
+    assert f"`examples/{recipe}.yaml`" in DOCS
+
+
+def test_a_recipe_is_offered_as_a_deployment(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with get_client(sync_client=True) as client:
+        with suppress(ObjectAlreadyExists):
+            client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+        (name,) = deploy_recipes(["shorter"])
+        deployed = client.read_deployment_by_name(name)
+    assert name == "rl/shorter"
+    shown = deployed.parameters["config"]
+    assert shown["run_name"] == "shorter-{start}"
+    written = load_config(config_type_of("rl"), file_of("shorter"), [])
+    assert config_type_of("rl").model_validate(shown | {"run_name": written.run_name}) == written
+    assert deployed.entrypoint == "flows/rl.py:rl"
+    assert deployed.description
+
+
+def test_an_unknown_recipe_is_refused() -> None:
+    with pytest.raises(ConfigError, match="There is no recipe 'longer': give some of chat_sl, "):
+        deploy_recipes(["longer"])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", [each for each in RECIPES if each not in ELSEWHERE])
 def test_a_recipe_runs_to_its_end(
-    path: Path, store: Path, prefect_server: str, engine_url: str, monkeypatch: pytest.MonkeyPatch
+    recipe: str, store: Path, prefect_server: str, engine_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     monkeypatch.chdir(ROOT)
     tracking = f"sqlite:///{store / 'mlflow.db'}"
     places = [f"base_url={engine_url}", f"storage={store / 'runs'}", f"tracking={tracking}", "model=tiny"]
-    config = load_config(RlConfig, path, [*places, "num_steps=2", "checkpoint_every=2", "eval_every=2"])
-    result = rl(config)
-    assert result.num_steps == 2
+    short = SHORT.get(recipe, ["num_steps=2", "checkpoint_every=2", "eval_every=2"])
+    method = RECIPES[recipe]
+    result = flow_of(method)(load_config(config_type_of(method), file_of(recipe), [*places, *short]))
+    assert (result.num_steps, result.stopped) == (2, "")
     client = MlflowClient(tracking)
-    for key in ("env/all/reward/total", "loss/total", "optim/kl_sample_train_v1"):
+    plays = method in ("rl", "rlhf")
+    for key in ("loss/total", *(("env/all/reward/total", "optim/kl_sample_train_v1") if plays else ())):
         assert len(client.get_metric_history(result.mlflow_run_id, key)) == 2, key
-    failed = client.get_metric_history(result.mlflow_run_id, "rollout_errors/total")
-    assert [point.value for point in failed] == [0.0] * 2
+    if plays:
+        failed = client.get_metric_history(result.mlflow_run_id, "rollout_errors/total")
+        assert [point.value for point in failed] == [0.0] * 2
