@@ -53,15 +53,24 @@ class S3Server:
 def running_s3(folder: Path) -> Iterator[S3Server]:
     """An S3 server that keeps its objects in ``folder``; stopped when the block is left."""
     folder.mkdir(parents=True, exist_ok=True)
-    ports = {name: free_port() for name in ("s3", "master", "volume", "filer")}
-    server = S3Server(f"http://127.0.0.1:{ports['s3']}", "runs", folder, ports, _start(folder, ports))
+    server = _started(folder)
     try:
-        _wait_until_it_answers(server.process, server.endpoint_url, folder / "s3.log")
         filesystem = fsspec.filesystem("s3", key=ACCESS_KEY, secret=SECRET_KEY, endpoint_url=server.endpoint_url)
         filesystem.mkdirs(server.bucket, exist_ok=True)
         yield server
     finally:
         server.kill()
+
+
+def _started(folder: Path) -> S3Server:
+    """One that answers; each of its parts takes a second port that nobody chose, which may be another's."""
+    for _ in range(3):
+        ports = {name: free_port() for name in ("s3", "master", "volume", "filer")}
+        server = S3Server(f"http://127.0.0.1:{ports['s3']}", "runs", folder, ports, _start(folder, ports))
+        if _answers(server.process, server.endpoint_url):
+            return server
+        server.kill()
+    raise AssertionError(f"the S3 server did not start: {(folder / 's3.log').read_text(errors='replace')[-2000:]}")
 
 
 def s3_command(folder: Path, ports: dict[str, int]) -> tuple[list[str | Path], dict[str, str]]:
@@ -85,15 +94,15 @@ def _start(folder: Path, ports: dict[str, int]) -> subprocess.Popen[bytes]:
         )
 
 
-def _wait_until_it_answers(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + 60
+def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
+    deadline = time.monotonic() + 30
     while process.poll() is None and time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(url, timeout=5):
-                return
+                return True
         except HTTPError as error:
             error.close()
-            return  # refused without credentials: it is up
+            return True  # refused without credentials: it is up
         except URLError:
             time.sleep(0.05)
-    raise AssertionError(f"the S3 server did not start: {log.read_text(errors='replace')[-2000:]}")
+    return False
