@@ -1,0 +1,33 @@
+"""The curves of recipes, by runs on the tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from examples.curves import DRAWINGS, draw, lines, train
+from examples.margins import history
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("recipe", DRAWINGS)
+def test_each_variant_runs_and_is_drawn(
+    recipe: str, tmp_path: Path, prefect_server: str, engine_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    places = [f"base_url={engine_url}", f"storage={tmp_path}", f"tracking=sqlite:///{tmp_path / 'mlflow.db'}"]
+    short = ["model=tiny", "num_steps=2", "eval_every=2", "checkpoint_every=2"]
+    drawing = DRAWINGS[recipe]
+    results = train(recipe, drawing, [*places, *short])
+    assert len({result.run_name for result in results.values()}) == len(drawing.variants)
+    for result in results.values():
+        for metric in (each for panel in drawing.panels.values() for each in panel):
+            assert list(history(result, metric)) == ([0, 2] if metric.startswith("test/") else [0, 1])
+    metrics = sum(len(panel) for panel in drawing.panels.values())
+    assert len(lines(drawing, results)) == metrics * len(results)
+    draw(drawing, results, tmp_path / "curves.png")
+    with Image.open(tmp_path / "curves.png") as image:
+        assert image.size == (880, 330)
