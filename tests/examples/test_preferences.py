@@ -1,16 +1,11 @@
-"""The example of preferences: its data is what its script writes, and the whole of it on the tiny model."""
+"""The example of preferences: its data is what its script writes."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
-from PIL import Image
 
-from examples import sure
 from examples.preferences import DATA, comparisons
 
 
@@ -37,21 +32,3 @@ def test_neither_place_nor_length_says_which_answer_is_the_better_one():
     ]
     mean_chosen, mean_rejected = (sum(each) / len(rows) for each in zip(*lengths, strict=True))
     assert mean_chosen == pytest.approx(mean_rejected, abs=2)
-
-
-@pytest.mark.slow
-def test_the_curve_is_drawn(tmp_path: Path, prefect_server: str, engine_url: str, monkeypatch: Any) -> None:
-    overrides = [
-        "model=tiny",
-        "renderer_name=role_colon",
-        f"base_url={engine_url}",
-        f"storage={tmp_path}",
-        f"tracking=sqlite:///{tmp_path / 'mlflow.db'}",
-        "num_steps=4",
-        "eval_every=2",
-    ]
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
-    monkeypatch.setattr(sys, "argv", ["sure", "--plot", str(tmp_path / "sure.png"), *overrides])
-    sure.main()
-    with Image.open(tmp_path / "sure.png") as image:
-        assert image.size == (880, 330)
