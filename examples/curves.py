@@ -82,28 +82,34 @@ def train(recipe: str, drawing: Drawing, overrides: Sequence[str]) -> dict[str, 
     return results
 
 
+def curves(metrics: Sequence[str], results: Mapping[str, TrainResult]) -> dict[str, list[tuple[int, float]]]:
+    """The points of each metric of each variant, by its label; without those that never had a value."""
+    found = {
+        f"{metric} {variant}".strip(): sorted(history(result, metric).items())
+        for variant, result in results.items()
+        for metric in metrics
+    }
+    return {label: points for label, points in found.items() if points}
+
+
 def lines(drawing: Drawing, results: Mapping[str, TrainResult]) -> list[str]:
     """A line for each curve: its first point and its last."""
-    found = []
-    for variant, result in results.items():
-        for metric in (each for panel in drawing.panels.values() for each in panel):
-            points = sorted(history(result, metric).items())
-            ends = ", ".join(f"{value:.4g} at step {step}" for step, value in (points[0], points[-1]))
-            found.append(f"{metric} {variant}".strip() + f": {ends}")
-    return found
+    return [
+        f"{label}: " + ", ".join(f"{value:.4g} at step {step}" for step, value in (points[0], points[-1]))
+        for metrics in drawing.panels.values()
+        for label, points in curves(metrics, results).items()
+    ]
 
 
 def draw(drawing: Drawing, results: Mapping[str, TrainResult], path: Path) -> None:
     """The panels side by side over the steps, as PNG; what is held out has dots."""
     figure = Figure(figsize=(8, 3), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(drawing.panels), squeeze=False)[0]
-    for panel, (label, metrics) in zip(panels, drawing.panels.items(), strict=True):
-        for variant, result in results.items():
-            for metric in metrics:
-                points = sorted(history(result, metric).items())
-                style = "o--" if metric.startswith("test/") else "-"
-                panel.plot(*zip(*points, strict=True), style, markersize=4, label=f"{metric} {variant}".strip())
-        panel.set(xlabel="step", ylabel=label)
+    for panel, (measured, metrics) in zip(panels, drawing.panels.items(), strict=True):
+        for label, points in curves(metrics, results).items():
+            style = "o--" if label.startswith("test/") else "-"
+            panel.plot(*zip(*points, strict=True), style, markersize=4, label=label)
+        panel.set(xlabel="step", ylabel=measured)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False, fontsize="small")
     figure.savefig(path)
