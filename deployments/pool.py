@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from blocks.errors import ServiceError, reason
-from deployments.ready import CLIENT, answers
+from deployments.ready import CLIENT, LIMIT_S, answers
 
 POOL = "tinker-flows"
 LEFT = ("RUNNING", "PENDING", "CANCELLING")
@@ -31,8 +31,18 @@ def make_pool(prefect: str) -> None:
 
 
 def wait_for_pool(prefect: str) -> None:
-    """Wait until the server answers and has the pool; whoever starts both knows when that has taken too long."""
+    """Wait until the server answers and has the pool.
+
+    Raises:
+        ServiceError: that took longer than a service may take.
+    """
+    deadline = time.monotonic() + LIMIT_S
     while not answers(f"{prefect}/api/work_pools/{POOL}"):
+        if time.monotonic() > deadline:
+            raise ServiceError(
+                f"The Prefect server at {prefect} had no work pool {POOL!r} within {LIMIT_S:.0f} s: start it, and make "
+                f"the pool by `prefect work-pool create {POOL} --type process`."
+            )
         time.sleep(0.2)
 
 
@@ -69,23 +79,20 @@ def is_polling(prefect: str, worker: str, since: float) -> bool:
 
 
 def _change_pool(prefect: str, change: dict[str, Any]) -> None:
-    _send("PATCH", f"{prefect}/api/work_pools/{POOL}", change)
+    _ask(prefect, f"work_pools/{POOL}", change, method="PATCH")
 
 
-def _ask(prefect: str, path: str, body: dict[str, Any], good: tuple[int, ...] = ()) -> Any:
-    return _send("POST", f"{prefect}/api/{path}", body, good).json()
-
-
-def _send(method: str, url: str, body: dict[str, Any], good: tuple[int, ...] = ()) -> httpx.Response:
+def _ask(prefect: str, path: str, body: dict[str, Any], good: tuple[int, ...] = (), method: str = "POST") -> Any:
+    """What the server answers; None where that is nothing."""
+    url = f"{prefect}/api/{path}"
     deadline = time.monotonic() + BUSY_S
     try:
-        while True:
-            answer = CLIENT.request(method, url, json=body)
-            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
-                break
+        answer = CLIENT.request(method, url, json=body)
+        while answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and time.monotonic() < deadline:
             time.sleep(0.5)
+            answer = CLIENT.request(method, url, json=body)
         if answer.status_code not in good:
             answer.raise_for_status()
-        return answer
-    except httpx.HTTPError as error:
+        return answer.json() if answer.content else None
+    except (httpx.HTTPError, ValueError) as error:
         raise ServiceError(f"The Prefect server did not do {method} {url} ({reason(error)}): see its log.") from error
