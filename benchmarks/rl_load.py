@@ -19,7 +19,7 @@ import psutil
 from tqdm import tqdm
 
 from benchmarks.flow_run import FlowRun, run_flow
-from benchmarks.rl_vs_cookbook import BUILDER, LETTERS, MAX_TOKENS, MODES, RANK, RENDERER, WARM_UP
+from benchmarks.rl_vs_cookbook import BUILDER, GROUP_SIZE, MAX_TOKENS, MODES, WARM_UP, flow_config
 from benchmarks.rows import Row
 from benchmarks.scratch import KEY, bench_engine, environment, scratch_home
 from blocks.home import home
@@ -40,7 +40,7 @@ class Look:
     busy_s: float
 
 
-def measure(*, groups: int = 256, group_size: int = 4, steps: int = 24) -> list[Row]:
+def measure(*, groups: int = 256, steps: int = 24) -> list[Row]:
     """Two rows for memory and one for the busy time."""
     with scratch_home() as folder:
         model = str(resolve_model("tiny", home() / "cache"))
@@ -49,10 +49,10 @@ def measure(*, groups: int = 256, group_size: int = 4, steps: int = 24) -> list[
             busy = _busy_share(folder, model, url, steps)
             bar.update()
             schedule = {"groups_per_batch": groups}
-            _, looks = _watched(folder / "many", url, _config(model, schedule, group_size, 3))
+            _, looks = _watched(folder / "many", url, flow_config(model, schedule, BUILDER, 3))
             bar.update()
     idle = next(each for each in reversed(looks) if each.num_sampled == looks[0].num_sampled)
-    size = f"{groups} groups of {group_size} at once, {MAX_TOKENS} tokens"
+    size = f"{groups} groups of {GROUP_SIZE} at once, {MAX_TOKENS} tokens"
     peaks = [max(each.flow_mib for each in looks)], [max(each.engine_mib for each in looks)]
     return [
         Row(f"rl_load: the flow's memory, {size}", "MiB", peaks[0], [idle.flow_mib], "before the first group"),
@@ -62,28 +62,11 @@ def measure(*, groups: int = 256, group_size: int = 4, steps: int = 24) -> list[
 
 
 def _busy_share(folder: Path, model: str, url: str, steps: int) -> float:
-    run, looks = _watched(folder / "async", url, _config(model, MODES["async"], 4, steps))
+    run, looks = _watched(folder / "async", url, flow_config(model, MODES["async"], BUILDER, steps))
     moments = [point.timestamp / 1000 for point in run.points("loss/total")]
     first, last = moments[min(WARM_UP, len(moments) // 2)], moments[-1]
     between = [each for each in looks if first <= each.time_s <= last]
     return (between[-1].busy_s - between[0].busy_s) / (between[-1].time_s - between[0].time_s)
-
-
-def _config(model: str, schedule: dict[str, Any], group_size: int, steps: int) -> dict[str, Any]:
-    return {
-        "model": model,
-        "lora_rank": RANK,
-        "learning_rate": 1e-4,
-        "num_steps": steps,
-        "checkpoint_every": 1000,
-        "granularity": "segment",
-        "schedule": schedule,
-        "rollout": {"max_tokens": MAX_TOKENS},
-        "environment": {
-            "builder": BUILDER,
-            "params": {"renderer_name": RENDERER, "letters": LETTERS, "group_size": group_size},
-        },
-    }
 
 
 def _watched(folder: Path, url: str, config: dict[str, Any]) -> tuple[FlowRun, list[Look]]:

@@ -59,22 +59,24 @@ def _tools(folder: Path, model: str, repetitions: int, steps: int) -> Row:
     return Row("rl_vs_cookbook: async where a tool takes 0.5 s", "steps/s", beside, in_turn, "the flow's own sync mode")
 
 
-def _run_flow(folder: Path, model: str, mode: str, builder: str, steps: int) -> float:
-    config = {
+def flow_config(model: str, schedule: dict[str, Any], builder: str, steps: int) -> dict[str, Any]:
+    """The flow's side: a run whose steps, and nothing else, are to count."""
+    params = {"renderer_name": RENDERER, "letters": LETTERS, "group_size": GROUP_SIZE}
+    return {
         "model": model,
         "lora_rank": RANK,
         "learning_rate": 1e-4,
         "num_steps": steps,
         "checkpoint_every": 1000,
         "granularity": "segment",
-        "schedule": MODES[mode],
+        "schedule": schedule,
         "rollout": {"max_tokens": MAX_TOKENS},
-        "environment": {
-            "builder": builder,
-            "params": {"renderer_name": RENDERER, "letters": LETTERS, "group_size": GROUP_SIZE},
-        },
+        "environment": {"builder": builder, "params": params},
     }
-    run = run_flow(["flows.rl"], folder, config)
+
+
+def _run_flow(folder: Path, model: str, mode: str, builder: str, steps: int) -> float:
+    run = run_flow(["flows.rl"], folder, flow_config(model, MODES[mode], builder, steps))
     return _rate([point.timestamp / 1000 for point in run.points("loss/total")])
 
 
