@@ -36,7 +36,11 @@ class Ranking(TokenizedEvaluator):
         self._builder, self._params, self._model, self._renderer_name = builder, params, model, renderer_name
 
     async def measure(self, sampler: tinker.SamplingClient, tokenizer: Tokenizer) -> dict[str, float]:
-        """Raises: ConfigError, there are no held-out rows, or the verdicts begin alike."""
+        """The accuracy; nothing where the builder holds no rows out.
+
+        Raises:
+            ConfigError: the verdicts begin alike.
+        """
         renderer = open_renderer(self._renderer_name or renderer_of(self._model, tokenizer), tokenizer)
         _check_verdicts(renderer)
         _, test = build_comparisons(self._builder, self._params, tokenizer)
