@@ -70,9 +70,8 @@ class Patient(RolloutStrategy):
 
     async def _play(self, policy: Policy, attempt: int, envs: Sequence[Env]) -> list[Trajectory | BaseException]:
         """What became of each member; one that was still playing when another's failure ended it was cancelled."""
-        members = [
-            asyncio.create_task(do_single_rollout(policy.member(attempt, index), env)) for index, env in enumerate(envs)
-        ]
+        policies = policy.members(attempt, len(envs))
+        members = [asyncio.create_task(do_single_rollout(each, env)) for each, env in zip(policies, envs, strict=True)]
         until = asyncio.FIRST_EXCEPTION if self.min_successful is None else asyncio.ALL_COMPLETED
         try:
             done, _ = await asyncio.wait(members, timeout=self.timeout_s, return_when=until)

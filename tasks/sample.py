@@ -78,7 +78,8 @@ async def sample_answers(
             sampling_params=types.SamplingParams(
                 max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,
-                seed=sampling.seed + index,
+                # That of a request's n-th sample is the request's plus n: two prompts never share draws.
+                seed=sampling.seed + index * sampling.num_samples,
                 stop=renderer.get_stop_sequences(),
             ),
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tinker
-from tinker_cookbook.completers import StopCondition, TokensWithLogprobs
+from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.rl.types import EnvGroupBuilder
 
 from engine.tiny import byte_tokenizer
@@ -21,13 +21,20 @@ class Scripted(Policy):
 
     lines: Sequence[Sequence[str]] = ()
 
-    def member(self, attempt: int, index: int) -> Policy:
-        return Scripted(self.sampler, 0, 1.0, (attempt, index), lines=self.lines)
+    def members(self, attempt: int, num_members: int) -> Sequence[TokenCompleter]:
+        return [Speaker(iter(each)) for each in self.lines[:num_members]]
+
+
+@dataclass(frozen=True)
+class Speaker(TokenCompleter):
+    """Says one line in each turn."""
+
+    lines: Iterator[str]
 
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
-        tokens = byte_tokenizer().encode(self.lines[self.key[-1]][next(self.turns)] + "<|im_end|>")
+        tokens = byte_tokenizer().encode(next(self.lines) + "<|im_end|>")
         return TokensWithLogprobs(tokens, [-0.1] * len(tokens), "stop")
 
 

@@ -28,7 +28,7 @@ class SampleJob:
         top_p: the probability mass, after temperature, of the likeliest tokens to choose from.
         stop_tokens: a continuation ends behind one of these,
         stop_strings: or as soon as its text holds one of these.
-        seed: of the first continuation; the others derive from it.
+        seed: of the first continuation; that of the next is one more, and so on.
         prompt_logprobs: how many of the last prompt tokens to score.
         topk_prompt: how many of the likeliest tokens to give at each of these, or at each where none is scored.
         topk_sample: how many of the likeliest tokens to give at each sampled one.

@@ -15,7 +15,7 @@ class Row:
 
     def __init__(self, request: Request, sample: int) -> None:
         self.request = request
-        self.random = random.Random(f"{request.job.seed}:{sample}")
+        self.random = random.Random(request.job.seed + sample)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[TopTokens] = []

@@ -117,13 +117,65 @@ def test_groups_of_one_key_draw_by_what_they_are_asked() -> None:
     async def ask(by_prompt: bool) -> None:
         for prompt in (PROMPT, PROMPT, types.ModelInput.from_ints([5])):
             sampler: Any = Sampler()
-            await Policy(sampler, 4, 1.0, (0,), by_prompt).member(0, 0)(prompt, [])
+            (member,) = Policy(sampler, 4, 1.0, (0,), by_prompt).members(0, 1)
+            await member(prompt, [])
 
     run_coroutine(ask(by_prompt=True))
     assert seeds[0] == seeds[1] != seeds[2]
     seeds.clear()
     run_coroutine(ask(by_prompt=False))
     assert len(set(seeds)) == 1
+
+
+def test_members_that_ask_the_same_at_once_are_one_request(sampler: tinker.SamplingClient) -> None:
+    """And what they are told does not depend on it."""
+    requests: list[int] = []
+
+    class Counted:
+        async def sample(self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams) -> Any:
+            requests.append(num_samples)
+            return await sampler.sample(prompt, num_samples, params)
+
+    async def ask(at_once: bool) -> list[list[int]]:
+        counted: Any = Counted()
+        members = Policy(counted, 8, 1.0, (0,)).members(0, 4)
+        prompts = [PROMPT, PROMPT, types.ModelInput.from_ints([5]), PROMPT]
+        asked = [member(prompt, []) for member, prompt in zip(members, prompts, strict=True)]
+        answers = await asyncio.gather(*asked) if at_once else [await each for each in asked]
+        return [answer.tokens for answer in answers]
+
+    together = run_coroutine(ask(at_once=True))
+    assert sorted(requests) == [1, 1, 2]
+    requests.clear()
+    assert run_coroutine(ask(at_once=False)) == together
+    assert requests == [1, 1, 1, 1]
+    assert len({str(tokens) for tokens in together}) == 4
+
+
+def test_a_request_that_nobody_waits_for_is_cancelled() -> None:
+    async def ask() -> tuple[bool, bool]:
+        cancelled = asyncio.Event()
+        sent = asyncio.Event()
+
+        class Silent:
+            async def sample(self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams) -> Any:
+                sent.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    cancelled.set()
+
+        silent: Any = Silent()
+        waiting = [asyncio.ensure_future(each(PROMPT, [])) for each in Policy(silent, 4, 1.0, (0,)).members(0, 2)]
+        await sent.wait()
+        waiting[0].cancel()
+        await asyncio.sleep(0.01)
+        early = cancelled.is_set()
+        waiting[1].cancel()
+        await asyncio.wait_for(cancelled.wait(), timeout=10)
+        return early, cancelled.is_set()
+
+    assert run_coroutine(ask()) == (False, True)
 
 
 def test_a_group_with_a_failure_is_played_again_with_fresh_environments(sampler: tinker.SamplingClient) -> None:
