@@ -1,7 +1,8 @@
 """The on-policy distillation flow, against tinker-cookbook's `distillation/train_on_policy.py`.
 
-Both run as processes of their own, on the same engine, questions, teacher and number of steps. The questions note when
-a batch is asked for, once per step in both loops; the first and last steps are left out.
+Both run as processes of their own, on the same engine, questions, teacher and number of steps; the flow has one task
+run for all its steps (`granularity: segment`). The questions note when a batch is asked for, once per step in both
+loops; the first and last steps are left out.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def _run_flow(folder: Path, model: str, steps: int) -> float:
         "learning_rate": LEARNING_RATE,
         "lr_schedule": "constant",
         "num_steps": steps,
-        "checkpoint_every": steps,
+        "checkpoint_every": 1000,
+        "granularity": "segment",
         "batch_size": BATCH_SIZE,
         "rollout": {"max_tokens": MAX_TOKENS},
         "datasets": [{"environment": builder, "teacher": {"model": model}}],

@@ -7,11 +7,11 @@ from prefect.logging import get_run_logger
 
 from flows.run import Run
 from objectives.batch import Batch, Outputs
-from objectives.one_pass import OnePass, Uploaded
+from objectives.one_pass import OnePass, ServiceLoss
 from tasks.service_errors import service_errors
 
 
-def loss_of(run: Run, one_pass: OnePass, step: int, beside: Outputs, batch: Batch) -> Uploaded | None:
+def loss_of(run: Run, one_pass: OnePass, step: int, beside: Outputs, batch: Batch) -> ServiceLoss | None:
     """The loss that the service has for a step; None for two passes, and for cross-entropy alone, which needs none.
 
     Args:

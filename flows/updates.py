@@ -14,13 +14,13 @@ from objectives.batch import Batch, Outputs
 from objectives.fused import check_trained
 from objectives.linearize import Linearized, join_metrics
 from objectives.losses import compute_mean_nll
-from objectives.one_pass import Uploaded
+from objectives.one_pass import ServiceLoss
 from objectives.regularizer import Regularizer
 from tasks.features import save_kept
 from tasks.options import call, whole
 from tasks.reference import REFERENCE_NAME
 from tasks.source import Trained
-from tasks.update import PendingUpdate, enqueue_fused_update, enqueue_update, forward_backward, optim_step
+from tasks.update import PendingUpdate, enqueue_one_pass_update, enqueue_update, forward_backward, optim_step
 
 
 def send(loop: Loop, step: int, parts: Sequence[Ahead], forward: Forward | None) -> Sent:
@@ -104,11 +104,11 @@ def _send_batch(loop: Loop, ahead: Ahead, linearized: Linearized | None, *, is_l
     loop.ledger.add(batch.num_tokens)
     if loss:
         weight_of = partial(Regularizer.weight_at, step=step, num_steps=plan.num_steps, share=ahead.share)
-        return enqueue_fused_update(client, batch, ahead.beside(), loss, weight_of, adam)
+        return enqueue_one_pass_update(client, batch, ahead.beside(), loss, weight_of, adam)
     return enqueue_update(client, batch, linearized.loss_weights_DT if linearized else batch.weights_DT, adam)
 
 
-def _loss_of(loop: Loop, ahead: Ahead) -> Uploaded | None:
+def _loss_of(loop: Loop, ahead: Ahead) -> ServiceLoss | None:
     """The loss that the service has for a step in one pass; None where the guards look at a forward pass first."""
     first = loop.plan.config.guards.looks_first
     return None if first else loss_of(loop.run, loop.one_pass, ahead.step, ahead.beside(), ahead.batch.result())

@@ -14,7 +14,9 @@ from objectives.base_loss import PolicyLoss
 from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError, UntraceableError
 from objectives.fused import FusedLoss, fuse, trace_base, trace_terms
+from objectives.named_loss import NamedLoss, named_loss
 from objectives.objective import Objective
+from objectives.regularizer import Regularizer
 from objectives.traced import Case, TracedTerm
 
 # Of HTTP: the service knows the request and refuses it, or does not know it.
@@ -27,9 +29,26 @@ class ServiceClient(Protocol):
     def create_custom_loss(self, fn: Any, input_ranks: Any) -> Any: ...
 
 
+class ServiceLoss(Protocol):
+    """A loss that the service has."""
+
+    def data_at(self, outputs: Outputs, batch: Batch, weight_of: Callable[[Regularizer], float], /) -> list[Any]:
+        """The service's datums with what the loss reads.
+
+        Args:
+            outputs: with any logprobs.
+            weight_of: the weight of a term at the step.
+        """
+        ...
+
+    def send(self, training_client: Any, data: list[Any]) -> Any:
+        """Ask for the backward pass; the SDK's future."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """A loss that the service has.
+    """A loss that was made for the objective.
 
     Attributes:
         fused: what it is.
@@ -38,6 +57,12 @@ class Uploaded:
 
     fused: FusedLoss
     handle: Any
+
+    def data_at(self, outputs: Outputs, batch: Batch, weight_of: Callable[[Regularizer], float]) -> list[Any]:
+        return self.fused.data_at(outputs, batch, weight_of)
+
+    def send(self, training_client: Any, data: list[Any]) -> Any:
+        return training_client.forward_backward_custom(data, self.handle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +82,13 @@ class OnePass:
 
     def __init__(self, objective: Objective, service_client: ServiceClient) -> None:
         self.objective, self._service_client = objective, service_client
-        self._traced: dict[str, _Traced | None] = {}
+        self._traced: dict[str, _Traced | NamedLoss | None] = {}
         self._uploaded: dict[tuple[str, ...], Uploaded] = {}
         self._notes: list[str] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="one-pass")
 
-    def loss_at(self, step: int, outputs: Outputs, batch: Batch) -> Uploaded | None:
-        """The loss of a step, uploaded; ``None`` where it takes two passes.
+    def loss_at(self, step: int, outputs: Outputs, batch: Batch) -> ServiceLoss | None:
+        """The loss of a step, which the service has; ``None`` where it takes two passes.
 
         Args:
             outputs: what there is beside the current logprobs; those are not read.
@@ -79,8 +104,8 @@ class OnePass:
         if there not in self._traced:
             self._traced[there] = self._decide(outputs, batch)
         traced = self._traced[there]
-        if traced is None:
-            return None
+        if traced is None or isinstance(traced, NamedLoss):
+            return traced
         due = [each for each in objective.regularizers if each.due_at(step) and each.name in traced.terms]
         key = (there, *(each.name for each in due))
         if key not in self._uploaded:
@@ -107,13 +132,17 @@ class OnePass:
         taken, self._notes = self._notes, []
         return taken
 
-    def _decide(self, outputs: Outputs, batch: Batch) -> _Traced | None:
-        """What the objective is when traced; ``None`` where it takes two passes, with a note that says why."""
+    def _decide(self, outputs: Outputs, batch: Batch) -> _Traced | NamedLoss | None:
+        """What the objective is on the service; ``None`` where it takes two passes, with a note that says why."""
         objective = self.objective
         before, asked = objective.passes, objective.backend
         try:
             if before == 2:
                 raise UntraceableError("its first steps took two")
+            if (named := named_loss(objective)) is not None:
+                objective.passes = 1
+                self._notes.append("A step takes one pass of the service, which has the base loss by its name.")
+                return named
             traced = _Traced(trace_base(objective, outputs, batch), trace_terms(objective, outputs, batch))
             # All of them, so that whether a step is one pass does not depend on what is due at it.
             _upload(self._service_client, fuse(Case.of(outputs, batch), traced.base, list(traced.terms.values())))

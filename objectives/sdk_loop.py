@@ -92,8 +92,8 @@ def forward_backward_regularized(
     for note in one_pass.take_notes() if one_pass else ():
         _LOG.info(note)
     if one_pass and loss:
-        sent = loss.fused.data_at(unknown, batch, lambda each: each.weight_at(step, num_steps))
-        return one_pass.then(training_client.forward_backward_custom(sent, loss.handle), this.measure)
+        sent = loss.data_at(unknown, batch, lambda each: each.weight_at(step, num_steps))
+        return one_pass.then(loss.send(training_client, sent), this.measure)
     return training_client.forward_backward_custom(list(data), this.compute_loss)
 
 

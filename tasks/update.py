@@ -10,7 +10,7 @@ from tinker import types
 from torch import Tensor
 
 from objectives.batch import Batch, Outputs, unpack
-from objectives.one_pass import Uploaded
+from objectives.one_pass import ServiceLoss
 from objectives.regularizer import Regularizer
 from tasks.answer import wait_for_answer
 from tasks.forward import PendingOutput, read_outputs
@@ -45,11 +45,11 @@ def enqueue_update(
     return PendingUpdate(client.forward_backward(data, "cross_entropy"), client.optim_step(adam) if adam else None)
 
 
-def enqueue_fused_update(
+def enqueue_one_pass_update(
     client: tinker.TrainingClient,
     batch: Batch,
     beside: Outputs,
-    loss: Uploaded,
+    loss: ServiceLoss,
     weight_of: Callable[[Regularizer], float],
     adam: types.AdamParams | None,
 ) -> PendingUpdate:
@@ -60,8 +60,8 @@ def enqueue_fused_update(
         weight_of: the weight of a term at the step.
         adam: as in `enqueue_update`.
     """
-    data = loss.fused.data_at(beside, batch, weight_of)
-    return PendingUpdate(client.forward_backward_custom(data, loss.handle), client.optim_step(adam) if adam else None)
+    data = loss.data_at(beside, batch, weight_of)
+    return PendingUpdate(loss.send(client, data), client.optim_step(adam) if adam else None)
 
 
 @step_task(name="forward_backward")
