@@ -10,6 +10,7 @@ import pytest
 from mlflow import MlflowClient
 
 from blocks.errors import ServiceError
+from tasks import metrics
 from tasks.metrics import STEP_KEY, MetricsLog
 
 
@@ -18,7 +19,22 @@ def rename(mlflow_uri: str, before: str, after: str) -> None:
         connection.execute(f"ALTER TABLE {before} RENAME TO {after}")
 
 
-def test_what_was_not_stored_is_written_once_more(mlflow_uri: str) -> None:
+def test_fast_steps_are_written_together(mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = MlflowClient(mlflow_uri)
+    log = MetricsLog(client, client.create_run(client.create_experiment("metrics-log-fast")).info.run_id)
+    monkeypatch.setattr(metrics, "_WRITE_EVERY_S", 60.0)
+    many = {f"term/{number}/value": float(number) for number in range(300)}
+    for step in range(5):
+        log.log(step, many)
+    assert len(log._pending) == 1  # the first step is not held back
+    log.flush()
+    history = log.history()
+    assert len(history) == 301
+    assert all([step for step, _ in points] == [0, 1, 2, 3, 4] for points in history.values())
+
+
+def test_what_was_not_stored_is_written_once_more(mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_WRITE_EVERY_S", 0.0)
     client = MlflowClient(mlflow_uri)
     run = client.create_run(client.create_experiment("metrics-log"))
     log = MetricsLog(client, run.info.run_id)
