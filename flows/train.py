@@ -18,6 +18,7 @@ from flows.events import emit
 from flows.granularity import run_segment, run_step
 from flows.guards import Guard
 from flows.loop import Loop
+from flows.pauses import short_pauses
 from flows.pitfalls import warn_of_pitfalls
 from flows.plan import Plan
 from flows.prices import price_of
@@ -84,6 +85,7 @@ def train(
     with (
         Progress(config.run_name, first, plan.num_steps, run.log) as progress,
         listening_for_stop() as stop,
+        short_pauses(),
         checkpoints,
     ):
 
