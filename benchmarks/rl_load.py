@@ -40,16 +40,20 @@ class Look:
     busy_s: float
 
 
-def measure(*, groups: int = 256, steps: int = 24) -> list[Row]:
-    """Two rows for memory and one for the busy time."""
+def measure(*, groups: int = 256, steps: int = 24, large: str = "smollm2-135m", large_steps: int = 10) -> list[Row]:
+    """Two rows for memory and two for the busy time, of a model that computes next to nothing and of a larger one."""
     with scratch_home() as folder:
+        bar = tqdm(total=3, desc="rl_load")
         model = str(resolve_model("tiny", home() / "cache"))
-        with bench_engine(folder, model) as url, environment(TINKER_BASE_URL=url, TINKER_API_KEY=KEY):
-            bar = tqdm(total=2, desc="rl_load")
+        with bench_engine(folder / "tiny", model) as url, environment(TINKER_BASE_URL=url, TINKER_API_KEY=KEY):
             busy = _busy_share(folder, model, url, steps)
             bar.update()
             schedule = {"groups_per_batch": groups}
             _, looks = _watched(folder / "many", url, flow_config(model, schedule, BUILDER, 3))
+            bar.update()
+        model = str(resolve_model(large, home() / "cache"))
+        with bench_engine(folder / "large", model) as url, environment(TINKER_BASE_URL=url, TINKER_API_KEY=KEY):
+            large_busy = _busy_share(folder, model, url, large_steps)
             bar.update()
     idle = next(each for each in reversed(looks) if each.num_sampled == looks[0].num_sampled)
     size = f"{groups} groups of {GROUP_SIZE} at once, {MAX_TOKENS} tokens"
@@ -57,12 +61,13 @@ def measure(*, groups: int = 256, steps: int = 24) -> list[Row]:
     return [
         Row(f"rl_load: the flow's memory, {size}", "MiB", peaks[0], [idle.flow_mib], "before the first group"),
         Row(f"rl_load: the engine's memory, {size}", "MiB", peaks[1], [idle.engine_mib], "before the first group"),
-        Row("rl_load: the engine at work in mode async", "s per s", [busy], [1.0], "all of the time"),
+        Row("rl_load: the engine at work in mode async, tiny", "s per s", [busy], [1.0], "all of the time"),
+        Row(f"rl_load: the engine at work in mode async, {large}", "s per s", [large_busy], [1.0], "all of the time"),
     ]
 
 
 def _busy_share(folder: Path, model: str, url: str, steps: int) -> float:
-    run, looks = _watched(folder / "async", url, flow_config(model, MODES["async"], BUILDER, steps))
+    run, looks = _watched(folder / f"async-{Path(model).name}", url, flow_config(model, MODES["async"], BUILDER, steps))
     moments = [point.timestamp / 1000 for point in run.points("loss/total")]
     first, last = moments[min(WARM_UP, len(moments) // 2)], moments[-1]
     between = [each for each in looks if first <= each.time_s <= last]

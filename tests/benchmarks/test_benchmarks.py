@@ -96,8 +96,8 @@ def test_rl_vs_cookbook(prefect_server: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.timeout(900)
 def test_rl_load(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", prefect_server)
-    rows = rl_load.measure(groups=16, steps=6)
-    check(rows, "rl_load", 3)
+    rows = rl_load.measure(groups=16, steps=6, large="tiny", large_steps=6)
+    check(rows, "rl_load", 4)
     assert rows[2].ours[0] <= 1
 
 
