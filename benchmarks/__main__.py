@@ -20,13 +20,22 @@ BENCHMARKS = {
     "objective_terms": "eight terms side by side, and their gradients apart, against one callback and one backward",
     "one_pass": "cycles of the service per step where it runs the whole objective, against two passes",
     "rl_vs_cookbook": "the rl flow in three modes, against tinker-cookbook's RL loop in the same; only when named",
+    "rl_learns": "the reward that the rl flow comes to, against tinker-cookbook's RL loop; only when named",
     "rl_load": "memory of 256 groups at once, and how busy the engine is in mode async; only when named",
     "long_run": "memory of the flow and of Prefect's database over 10,000 steps, by granularity; only when named",
     "sweep_overhead": "a hundred short trials in a sweep, against a plain loop; four at once; only when named",
     "up_ready": "`tinker-flows up` until all of it is ready, against a Prefect server alone",
     "objective_cost": "three regularizers and their linearization, against the forward_backward they go with",
 }
-LONG = {"distill_vs_cookbook", "dpo_vs_cookbook", "long_run", "rl_load", "rl_vs_cookbook", "sweep_overhead"}
+LONG = {
+    "distill_vs_cookbook",
+    "dpo_vs_cookbook",
+    "long_run",
+    "rl_learns",
+    "rl_load",
+    "rl_vs_cookbook",
+    "sweep_overhead",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -46,7 +46,8 @@ def _row(folder: Path, model: str, mode: str, repetitions: int, steps: int) -> R
     ours, theirs = [], []
     for number in tqdm(range(repetitions), desc=f"rl_vs_cookbook: {mode}"):
         ours.append(_run_flow(folder / f"flow-{mode}-{number}", model, mode, BUILDER, steps))
-        theirs.append(_run_cookbook(folder / f"cookbook-{mode}-{number}", model, mode, steps))
+        logged = run_cookbook(folder / f"cookbook-{mode}-{number}", model, mode, {"max_steps": steps})
+        theirs.append(_rate([each["logged_at"] for each in logged]))
     size = f"{len(LETTERS)} groups of {GROUP_SIZE}, {MAX_TOKENS} tokens"
     return Row(f"rl_vs_cookbook: {mode}, tiny, {size}", "steps/s", ours, theirs, "tinker_cookbook.rl.train")
 
@@ -80,7 +81,12 @@ def _run_flow(folder: Path, model: str, mode: str, builder: str, steps: int) -> 
     return _rate([point.timestamp / 1000 for point in run.points("loss/total")])
 
 
-def _run_cookbook(folder: Path, model: str, mode: str, steps: int) -> float:
+def run_cookbook(folder: Path, model: str, mode: str, changes: dict[str, Any]) -> list[dict[str, float]]:
+    """The cookbook's side: what its loop logged of each step.
+
+    Args:
+        changes: of its options, by their names on its command line.
+    """
     folder.mkdir()
     groups = {"groups_per_batch": len(LETTERS)}
     modes: dict[str, dict[str, Any]] = {
@@ -97,7 +103,6 @@ def _run_cookbook(folder: Path, model: str, mode: str, steps: int) -> float:
         "lora_rank": RANK,
         "learning_rate": 1e-4,
         "max_tokens": MAX_TOKENS,
-        "max_steps": steps,
         "eval_every": 0,
         "save_every": 0,
         "num_groups_to_log": 0,
@@ -107,10 +112,11 @@ def _run_cookbook(folder: Path, model: str, mode: str, steps: int) -> float:
         "dataset_builder.letters": LETTERS,
         "dataset_builder.group_size": GROUP_SIZE,
         **nested,
+        **changes,
     }
     run_module(["benchmarks.cookbook_rl", *(f"{key}={value}" for key, value in options.items())], folder / "log")
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return _rate([each["logged_at"] for each in logged if "progress/done_frac" in each])
+    return [each for each in logged if "progress/done_frac" in each]
 
 
 def _rate(moments: list[float]) -> float:

@@ -21,6 +21,7 @@ from benchmarks import (
     objective_cost,
     objective_terms,
     one_pass,
+    rl_learns,
     rl_load,
     rl_vs_cookbook,
     step_overhead,
@@ -90,6 +91,13 @@ def test_flow_vs_cookbook(prefect_server: str, monkeypatch: pytest.MonkeyPatch) 
 def test_rl_vs_cookbook(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", prefect_server)
     check(rl_vs_cookbook.measure(repetitions=1, steps=6), "rl_vs_cookbook", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rl_learns(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", prefect_server)
+    check(rl_learns.measure(seeds=1, steps=3), "rl_learns", 3)
 
 
 @pytest.mark.slow
