@@ -19,8 +19,8 @@ from benchmarks.scratch import KEY, bench_engine, environment, scratch_home
 from blocks.home import home
 from engine.models import resolve_model
 
-LETTERS = "aaaa"
-GROUP_SIZE = 16
+LETTERS = "aa"
+GROUP_SIZE = 8
 MAX_TOKENS = 8
 LEARNING_RATE = 1e-2
 KL_COEFFICIENT = 0.1
