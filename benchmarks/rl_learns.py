@@ -46,8 +46,7 @@ def _row(folder: Path, model: str, mode: str, seeds: int, steps: int) -> Row:
 
 
 def _run_flow(folder: Path, model: str, mode: str, seed: int, steps: int) -> float:
-    schedule = {**MODES[mode], **({"groups_per_batch": len(LETTERS)} if "groups_per_batch" in MODES[mode] else {})}
-    config = flow_config(model, schedule, BUILDER, steps) | {
+    config = flow_config(model, MODES[mode] | {"groups_per_batch": len(LETTERS)}, BUILDER, steps) | {
         "seed": seed,
         "learning_rate": LEARNING_RATE,
         "lr_schedule": "constant",
