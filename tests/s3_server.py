@@ -29,7 +29,7 @@ class S3Server:
         endpoint_url: where it answers.
         bucket: a bucket that exists.
         folder: where its objects and its log are.
-        ports: of its parts, by name.
+        ports: of its parts, by option.
         process: the process.
     """
 
@@ -63,19 +63,26 @@ def running_s3(folder: Path) -> Iterator[S3Server]:
 
 
 def _started(folder: Path) -> S3Server:
-    """One that answers; each of its parts takes a second port that nobody chose, which may be another's."""
+    """One that answers; a port that was free may have been taken since."""
     for _ in range(3):
-        ports = {name: free_port() for name in ("s3", "master", "volume", "filer")}
-        server = S3Server(f"http://127.0.0.1:{ports['s3']}", "runs", folder, ports, _start(folder, ports))
+        ports = s3_ports()
+        server = S3Server(f"http://127.0.0.1:{ports['s3.port']}", "runs", folder, ports, _start(folder, ports))
         if _answers(server.process, server.endpoint_url):
             return server
         server.kill()
     raise AssertionError(f"the S3 server did not start: {(folder / 's3.log').read_text(errors='replace')[-2000:]}")
 
 
+def s3_ports() -> dict[str, int]:
+    """A free port for each part by its option: a part without one takes a fixed port, which another server may have."""
+    parts = ("s3", "master", "volume", "filer", "admin")
+    return {name: free_port() for part in parts for name in (f"{part}.port", f"{part}.port.grpc")}
+
+
 def s3_command(folder: Path, ports: dict[str, int]) -> tuple[list[str | Path], dict[str, str]]:
     """The command and the environment of a server that keeps its objects in ``folder``."""
-    here = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", *(f"-{name}.port={port}" for name, port in ports.items())]
+    here = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", *(f"-{name}={port}" for name, port in ports.items())]
+    here += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
     weed = [Path(sys.executable).with_name("weed"), "-logtostderr=true", "mini", f"-dir={folder}", *here]
     keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
     return [*weed, "-admin.ui=false", "-webdav=false"], keys | {"GOMEMLIMIT": "256MiB"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fsspec
-from s3_server import ACCESS_KEY, SECRET_KEY, s3_command
+from s3_server import ACCESS_KEY, SECRET_KEY, s3_command, s3_ports
 
 from blocks import supervise
 from blocks.errors import ServiceError
@@ -160,8 +160,9 @@ class Stage:
 def running_stage(folder: Path) -> Iterator[Stage]:
     """Every server, up and empty; stopped when the block is left."""
     mark = f"{folder}:"
-    ports = {name: free_port() for name in ("engine", "prefect", "mlflow", "s3", "master", "volume", "filer")}
-    servers = {each.name: each for each in _servers(folder, mark, ports)}
+    s3 = s3_ports()
+    ports = {name: free_port() for name in ("engine", "prefect", "mlflow")} | {"s3": s3["s3.port"]}
+    servers = {each.name: each for each in _servers(folder, mark, ports, s3)}
     proxies = {name: Proxy(free_port(), ports[name]) for name in servers}
     with ExitStack() as stack:
         stack.callback(kill_9, mark)
@@ -174,7 +175,7 @@ def running_stage(folder: Path) -> Iterator[Stage]:
         yield stage
 
 
-def _servers(folder: Path, mark: str, ports: Mapping[str, int]) -> Iterator[Server]:
+def _servers(folder: Path, mark: str, ports: Mapping[str, int], s3: dict[str, int]) -> Iterator[Server]:
     def server(name: str, command: Sequence[str | Path], env: Mapping[str, str], health: str) -> Server:
         where = folder / name
         where.mkdir(parents=True, exist_ok=True)
@@ -198,8 +199,7 @@ def _servers(folder: Path, mark: str, ports: Mapping[str, int]) -> Iterator[Serv
     artifacts = ["--artifacts-destination", str(folder / "mlflow" / "artifacts")]
     mlflow = [*python, "mlflow", "server", *here, str(ports["mlflow"]), *store, *artifacts]
     yield server("mlflow", mlflow, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, "/health")
-    parts = {name: ports[name] for name in ("s3", "master", "volume", "filer")}
-    command, env = s3_command(folder / "s3", parts)
+    command, env = s3_command(folder / "s3", s3)
     yield server("s3", command, env, "/")
 
 
