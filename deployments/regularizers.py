@@ -13,8 +13,8 @@ from rich.table import Table
 
 from objectives.describe import Parameter, first_line, parameters_of
 from objectives.errors import ObjectiveError
-from objectives.find_term import load_offered, offered_terms
-from objectives.term import Term, registered_terms
+from objectives.find_term import load_offered, offered_terms, registered_terms
+from objectives.term import Term
 
 
 def show_regularizers(as_json: bool) -> None:

@@ -1,5 +1,7 @@
 """The exceptions of this room: what a user can mend in an objective."""
 
+from pydantic import ValidationError
+
 
 class ObjectiveError(ValueError):
     """An objective, term or batch that cannot be trained on; the message is one sentence for the user."""
@@ -15,3 +17,13 @@ class UntraceableError(ObjectiveError):
 
 class NotFiniteError(ObjectiveError):
     """A value or gradient that is NaN or infinite; the message is one sentence for the user."""
+
+
+def explain(error: ValidationError) -> str:
+    """The first thing a validation found wrong, as a clause: where, what was got, what was expected."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "number") or "it"  # "number": a plain weight
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    if first["type"] in ("extra_forbidden", "missing"):
+        return f"{where!r}: {message}"
+    return f"{where!r} is {first['input']!r}, but {message}"

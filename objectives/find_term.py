@@ -8,10 +8,17 @@ from collections.abc import Collection
 from importlib.metadata import EntryPoint, entry_points
 
 from objectives.errors import ObjectiveError
-from objectives.term import Term, registered_terms
+from objectives.term import TERMS, Term
 
 ENTRY_POINTS = "tinker_flows.regularizers"
 ALLOWED_MODULES = "TINKER_FLOWS_REGULARIZER_MODULES"
+
+
+def registered_terms() -> dict[str, Term]:
+    """Every term registered so far, by name; the built-in ones are there without being imported."""
+    import objectives.terms  # noqa: F401  # only now, for what they import
+
+    return dict(TERMS)
 
 
 def find_term(name: str, modules: Collection[str] | None = None) -> Term:

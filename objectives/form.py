@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from objectives.find_term import offered_terms, registered_terms
+from objectives.losses import BASE_LOSSES
+
 IMPORT_PATH = r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$"
 
 # They hold for one type each, so that they may as well stand beside a union as in it.
@@ -53,8 +56,6 @@ def choose_term(schema: dict[str, Any]) -> None:
 
 def choose_base_loss(schema: dict[str, Any]) -> None:
     """Make an objective's base loss a choice of those that are known here."""
-    from objectives.losses import BASE_LOSSES
-
     limits_beside_unions(schema)
     text, *others = schema["properties"]["base_loss"]["anyOf"]
     losses = {"title": "Loss", "type": "string", "enum": sorted(BASE_LOSSES)}
@@ -62,8 +63,4 @@ def choose_base_loss(schema: dict[str, Any]) -> None:
 
 
 def _named() -> list[str]:
-    # Only now: the terms are made of specs.
-    from objectives.find_term import offered_terms
-    from objectives.term import registered_terms
-
     return sorted(registered_terms().keys() | offered_terms().keys())

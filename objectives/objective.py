@@ -13,18 +13,18 @@ from pydantic import ValidationError
 from objectives.balance import Balance, make_balance
 from objectives.base_loss import policy_loss_term
 from objectives.batch import TOPK, Batch, Outputs
-from objectives.errors import ExecutionError, ObjectiveError
+from objectives.errors import ExecutionError, ObjectiveError, explain
 from objectives.estimators import fixed_data_refusal
 from objectives.execution.cluster import library
 from objectives.execution.process import importable
 from objectives.execution.runner import PLACES, TermRunner
-from objectives.find_term import allowed_modules, find_term
+from objectives.find_term import allowed_modules, find_term, registered_terms
 from objectives.losses import BASE_LOSSES, find_base_loss
 from objectives.regularizer import BASE, Regularizer
 from objectives.schedule import Constant, WeightSchedule
 from objectives.sdk import sdk_term
-from objectives.spec import Backend, BalanceSpec, BaseLossSpec, ObjectiveSpec, RegularizerSpec, WatchSpec, explain
-from objectives.term import Need, Term, check_params, registered_terms
+from objectives.spec import Backend, BalanceSpec, BaseLossSpec, ObjectiveSpec, RegularizerSpec, WatchSpec
+from objectives.term import Need, Term, check_params
 from objectives.watch import Watch
 
 CROSS_ENTROPY = "cross_entropy"

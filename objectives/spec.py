@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from objectives.form import choose_base_loss, choose_term
 from objectives.schedule import Weight
@@ -142,13 +142,3 @@ class ObjectiveSpec(BaseModel):
         description="`server`: the service runs the whole objective, one pass for each step; `client`: two passes, the "
         "terms evaluated here between them; `auto`: one pass where the base loss and every term can be traced.",
     )
-
-
-def explain(error: ValidationError) -> str:
-    """The first thing a validation found wrong, as a clause: where, what was got, what was expected."""
-    first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "number") or "it"  # "number": a plain weight
-    message = first["msg"][:1].lower() + first["msg"][1:]
-    if first["type"] in ("extra_forbidden", "missing"):
-        return f"{where!r}: {message}"
-    return f"{where!r} is {first['input']!r}, but {message}"

@@ -10,10 +10,9 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from objectives.errors import ObjectiveError
+from objectives.errors import ObjectiveError, explain
 from objectives.estimators import ESTIMATORS
 from objectives.reductions import Reduction
-from objectives.spec import explain
 
 Kind = Literal["differentiable", "scored", "monitor"]
 Estimator = Literal["minimum_risk", "score_function", "unlikelihood"]
@@ -113,24 +112,17 @@ def own_params(part: Callable[..., Any], params: Mapping[str, Any]) -> dict[str,
     return {name: params[name] for name in _keyword_only(part)}
 
 
-def registered_terms() -> dict[str, Term]:
-    """Every term registered so far, by name; the built-in ones are there without being imported."""
-    import objectives.terms  # noqa: F401  # it imports this module, to register what it has
-
-    return dict(_TERMS)
-
-
-_TERMS: dict[str, Term] = {}
+TERMS: dict[str, Term] = {}
 
 
 def _register(term: Term) -> Term:
-    other = _TERMS.get(term.name)
+    other = TERMS.get(term.name)
     # The same definition run again, as a notebook does, replaces itself.
     if other is not None and _origin(other) != _origin(term):
         raise ObjectiveError(
             f"Term {term.name!r} of {_origin(term)} is already registered by {_origin(other)}: give it another name."
         )
-    _TERMS[term.name] = term
+    TERMS[term.name] = term
     return term
 
 

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 from objectives.errors import ObjectiveError
 from objectives.evaluate import evaluate_term, failure, prepare_features
+from objectives.find_term import registered_terms
 from objectives.regularizer import Regularizer
 from objectives.schedule import Constant
-from objectives.term import Term, registered_terms
+from objectives.term import Term
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ import pytest
 
 from objectives import Objective, ObjectiveError, ObjectiveSpec
 from objectives.describe import first_line, parameters_of
-from objectives.find_term import ALLOWED_MODULES, find_term, offered_terms
-from objectives.term import _TERMS, registered_terms
+from objectives.find_term import ALLOWED_MODULES, find_term, offered_terms, registered_terms
+from objectives.term import TERMS
 
 MODULE = '''\
 from typing import Annotated
@@ -55,7 +55,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.syspath_prepend(str(tmp_path))
     yield name
     sys.modules.pop(name, None)
-    _TERMS.pop(f"offered_{name}", None)
+    TERMS.pop(f"offered_{name}", None)
 
 
 def test_a_package_offers_terms_that_are_imported_when_named(package: str) -> None:

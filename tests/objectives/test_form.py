@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from objectives.find_term import registered_terms
 from objectives.spec import ObjectiveSpec
-from objectives.term import registered_terms
 
 
 def said_of(value: dict[str, Any]) -> list[str]:

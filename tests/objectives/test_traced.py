@@ -13,8 +13,9 @@ from ragged_batches import make_batch, ragged, several, with_policies
 
 from objectives import Objective, Regularizer, evaluate_term, regularizer
 from objectives.errors import UntraceableError
+from objectives.find_term import registered_terms
 from objectives.reductions import mean_by_datum, reduce
-from objectives.term import Term, registered_terms
+from objectives.term import Term
 from objectives.traced import Case, TracedTerm, split_inputs, trace_term
 
 PARAMS = {"unlikely_tokens": {"tokens": (1, 2)}, "elastic_net": {"l1_ratio": 0.3, "of": "probabilities"}}
