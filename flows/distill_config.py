@@ -88,9 +88,15 @@ class TaughtConfig(DistillConfig):
         ge=0,
         le=64,
         title="Top K",
-        description="Learn so many of the teacher's likeliest tokens at each position, by their probabilities; 0 "
-        "learns the tokens that it sampled.",
+        description="Learn so many tokens at each position by the teacher's probabilities: its likeliest, and of all "
+        "others the one that it sampled; 0 learns what it sampled alone.",
     )
+
+    @model_validator(mode="after")
+    def _check_several(self) -> Self:
+        if self.top_k == 1:
+            raise ValueError("top_k is 1, which says nothing of how sure the teacher is: take 2 or more, or 0")
+        return self
 
 
 class OnPolicyConfig(SamplingConfig):

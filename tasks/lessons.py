@@ -68,6 +68,7 @@ class TaughtSource(Source):
         self._mixture, self._teachers, self._tokenizer = mixture, teachers, tokenizer
         self._lessons, self._directory = lessons, directory
         self._kept = Kept()
+        self._under_way: dict[int, list[Taught]] = {}
         load_kept(self._kept, directory, TAUGHT_NAME)
 
     @property
@@ -79,8 +80,10 @@ class TaughtSource(Source):
         return [_PREPARING.submit(copy_context().run, self._load, step)]
 
     def metrics(self, step: int, trained: Sequence[Trained], terms: Mapping[str, float]) -> dict[str, float]:
+        if not self._lessons.top_k:
+            return {}
         (found,) = trained
-        return {"teacher_kl/forward": compute_forward_kl(found.batch, found.logprobs_DT)} if self._lessons.top_k else {}
+        return {"teacher_kl/forward": compute_forward_kl(self._under_way[step], found.logprobs_DT)}
 
     def held_out(self, tests: Sequence[Batched[Lesson] | None]) -> TeacherNLL | None:
         """What measures the student on held-out sequences, by dataset, and on the teachers' answers to such groups."""
@@ -97,7 +100,10 @@ class TaughtSource(Source):
     def _load(self, step: int) -> Batch:
         items = self._mixture.at(step)
         taught = self._recall("train", items, partial(self._teach, step=step))
-        batch = call(pack_lessons, whole([each for sequences in taught for each in sequences]), self._tokenizer)
+        flat = [each for sequences in taught for each in sequences]
+        # The metrics of a step are asked for before the next but one is loaded.
+        self._under_way = {at: each for at, each in self._under_way.items() if at == step - 1} | {step: flat}
+        batch = call(pack_lessons, whole(flat), self._tokenizer)
         datasets = [item.dataset for item, sequences in zip(items, taught, strict=True) for _ in sequences]
         return replace(batch, labels_D={"dataset": torch.tensor(datasets)})
 
@@ -120,7 +126,7 @@ class TaughtSource(Source):
         if not self._lessons.top_k:
             return written
         tops = iter(call(soften, whole(self._asked(items, written)), self._lessons.top_k))
-        return [[Taught(each.datum, next(tops)) for each in sequences] for sequences in written]
+        return [[replace(each, top=next(tops)) for each in sequences] for sequences in written]
 
     def _asked(self, items: Sequence[Item[Lesson]], written: Sequence[Sequence[Taught]]) -> list[Asked]:
         return [
@@ -131,9 +137,10 @@ class TaughtSource(Source):
 
     def _answer(self, items: Sequence[Item[Lesson]], step: int) -> list[list[Taught]]:
         """The sequences of the items, those of groups by their teachers."""
+        as_likely = self._lessons.play.temperature == 1
         pending = [self._start(item, step, index) for index, item in enumerate(items)]
         return [
-            [Taught(datum) for datum in _written(item, group.result() if group else None)]
+            [Taught(datum, drawn=group is not None and as_likely) for datum in _written(item, group and group.result())]
             for item, group in zip(items, pending, strict=True)
         ]
 

@@ -43,7 +43,7 @@ class TopK(NamedTuple):
 
     Attributes:
         tokens_MK: int64.
-        probs_MK: float32; of the K alone, so that they add up to 1.
+        probs_MK: float32, of all that the teacher may say.
     """
 
     tokens_MK: Tensor
@@ -146,7 +146,7 @@ async def _soften(asked: Asked, top_k: int) -> TopK:
         )
     full = [_row(row, top_k) for row in rows]
     logprobs_MK = torch.tensor([[logprob for _, logprob in row] for row in full])
-    return TopK(torch.tensor([[token for token, _ in row] for row in full]), logprobs_MK.softmax(-1))
+    return TopK(torch.tensor([[token for token, _ in row] for row in full]), logprobs_MK.exp())
 
 
 def _row(row: list[tuple[int, float]], top_k: int) -> list[tuple[int, float]]:

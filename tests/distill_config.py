@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tinker
 from run_config import run_fields
@@ -46,20 +46,35 @@ def environment(folder: Path, num_train: int = 32, **params: Any) -> dict[str, A
     return {"builder": QUESTIONS, "params": questions(folder, num_train) | {"batch_size": 4, **params}}
 
 
-def make_teacher(base_url: str, num_steps: int = 40) -> str:
-    """The path of weights that answer with eight letters, three of four of which are the one that is asked for."""
+class Weights(NamedTuple):
+    """Where trained weights are: to go on from, and to sample from."""
+
+    state: str
+    sampler: str
+
+
+def make_teacher(base_url: str, prompt: str = "", num_steps: int = 40) -> Weights:
+    """Weights that answer with eight letters, three of four of which are the one that is asked for.
+
+    Args:
+        prompt: a system message without which they answer with the letters c and d, whatever is asked.
+    """
     service = tinker.ServiceClient(base_url=base_url)
     client = service.create_lora_training_client("tiny", rank=8, seed=7).result()
     renderer = get_renderer("qwen3_instruct", client.get_tokenizer())
     generator = random.Random(0)
+    lessons = [(prompt, "a", "aaab"), (prompt, "b", "abbb")]
+    lessons += [("", "a", "ccdd"), ("", "b", "ccdd")] if prompt else []
     for _ in range(num_steps):
         data = []
-        for asked, letters in [("a", "aaab"), ("b", "abbb")] * 8:
-            question = {"role": "user", "content": f"Say {asked}.{generator.randrange(60)}"}
-            prompt = renderer.build_generation_prompt([question]).to_ints()  # type: ignore[list-item]
+        for system, asked, letters in lessons * 8:
+            messages = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": f"Say {asked}.{generator.randrange(60)}"})
+            before = renderer.build_generation_prompt(messages).to_ints()  # type: ignore[arg-type]
             answer = [*(ord(generator.choice(letters)) for _ in range(8)), END]
-            data.append(hard_datum([*prompt, *answer], [0.0] * len(prompt) + [1.0] * len(answer)))
+            data.append(hard_datum([*before, *answer], [0.0] * len(before) + [1.0] * len(answer)))
         pending = client.forward_backward(data, "cross_entropy")
         client.optim_step(types.AdamParams(learning_rate=2e-2)).result()
         pending.result()
-    return client.save_weights_for_sampler("teacher").result().path
+    state = client.save_state("teacher").result().path
+    return Weights(state, client.save_weights_for_sampler("teacher").result().path)

@@ -86,7 +86,7 @@ def test_on_policy_comes_nearer_to_the_teacher_than_off_policy(
     tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int
 ) -> None:
     """From the same start, on eight questions: the student answers anew at each step, the teacher has answered once."""
-    teacher = {"checkpoint": make_teacher(engine_url)}
+    teacher = {"checkpoint": make_teacher(engine_url).sampler}
 
     def run(name: str, on_policy: bool, **changes: Any) -> TrainResult:
         fields = distill_fields(tmp_path, f"{name}-{seed}", mlflow_uri, engine_url)
@@ -110,12 +110,17 @@ def test_on_policy_comes_nearer_to_the_teacher_than_off_policy(
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_prompt_is_learned(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int) -> None:
+    """By weights that answer otherwise without it, of which the prompt is all that they lack."""
+    weights = make_teacher(engine_url, PROMPT)
     fields = distill_fields(tmp_path, f"learned-{seed}", mlflow_uri, engine_url)
-    fields |= {"questions": questions(tmp_path, num_train=64), "prompt": PROMPT, "top_k": 16, "seed": seed}
-    fields |= {"num_steps": 40, "eval_every": 40, "checkpoint_every": 40, "batch_size": 8, "granularity": "segment"}
+    fields |= {"questions": {**questions(tmp_path, num_train=40), "group_size": 8}, "prompt": PROMPT, "top_k": 16}
+    fields |= {"resume": weights.state, "teacher": {"checkpoint": weights.sampler}, "seed": seed, "batch_size": 8}
+    fields |= {"learning_rate": 5e-3, "lr_schedule": "linear", "granularity": "segment"}
+    fields |= {"num_steps": 150, "eval_every": 150, "checkpoint_every": 150}
     result = prompt_distillation(PromptConfig.model_validate(fields))
     first, last = curve(result, mlflow_uri, "test/nll")
     with_prompt = curve(result, mlflow_uri, "test/nll_teacher")[0]
+    assert first - with_prompt > 0.3
     assert last - with_prompt < 0.2 * (first - with_prompt)
 
 

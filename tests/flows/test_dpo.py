@@ -92,7 +92,7 @@ def test_it_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int) 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["ipo", "kto", "simpo", "orpo", "bradley_terry"])
 def test_every_other_loss_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, loss: str) -> None:
-    changes = {"objective": {"base_loss": loss}, "num_steps": 48, "eval_every": 48, "batch_size": 8, "num_epochs": 2}
+    changes = {"objective": {"base_loss": loss}, "num_steps": 96, "eval_every": 96, "batch_size": 8, "num_epochs": 3}
     learned = run(tmp_path, loss, mlflow_uri, engine_url, **changes)
     assert curve(learned, mlflow_uri, "test/accuracy")[-1] > 0.9
     assert f"{loss}_loss" in learned.metrics
