@@ -11,13 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.config_file import load_config
+from flows.dpo import DpoConfig
 from flows.estimate import Estimate, estimate
 from flows.sft import SftConfig
 
 
-def show_estimate(config: Path, overrides: Sequence[str], as_json: bool) -> None:
-    """Print what the run of a config will take."""
-    estimated = estimate(load_config(SftConfig, config, overrides))
+def show_estimate(method: str, config: Path, overrides: Sequence[str], as_json: bool) -> None:
+    """Print what the run of a config will take, by sft or dpo."""
+    config_type = DpoConfig if method == "dpo" else SftConfig
+    estimated = estimate(load_config(config_type, config, overrides))
     if as_json:
         print(json.dumps(asdict(estimated), indent=2))
         return

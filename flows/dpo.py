@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from prefect import flow
 from pydantic import Field
-from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
@@ -92,25 +91,25 @@ def dpo(config: DpoConfig) -> TrainResult:
     """Train a model on preferences between answers, from the start of the run or its last checkpoint."""
     with Objective.from_spec(config.objective) as objective:
         objective.check_needs(GIVEN)
-        loss = _preference_loss(objective)
+        loss = preference_loss(objective)
         evaluators = [build_evaluator(each.builder, each.params) for each in config.evaluators]
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with open_run(config, restarts, lora_rank=config.lora_rank, seed=config.seed) as run:
-                tokenizer = run.client.get_tokenizer()
-                data, test = build_comparisons(config.comparisons.builder, config.comparisons.params, tokenizer)
-                verdict = Verdict(**config.verdict.model_dump()) if config.verdict else None
-                rendering = Rendering(_renderer(config, tokenizer), config.max_length, verdict)
-                pairs = Pairs(data, rendering, tokenizer, unrelated=loss.term.name == "kto")
-                source = PairSource(pairs, config.batch_size, config.seed, loss.term.name)
+                source, test = open_pairs(config, loss, run.client.get_tokenizer())
                 reference = open_reference(run, config) if objective.needs("ref_logprobs") else None
-                held_out = [HeldOutPairs(replace(pairs, comparisons=test), loss, reference)] if test else []
+                held_out = [HeldOutPairs(test, loss, reference)] if test else []
                 return as_state(train(run, config, source, objective, [*held_out, *evaluators], reference))
 
         return in_segments(config, attempt)
 
 
-def _preference_loss(objective: Objective) -> Regularizer:
+def preference_loss(objective: Objective) -> Regularizer:
+    """The base loss.
+
+    Raises:
+        ConfigError: it is none on preferences.
+    """
     if objective.base is None:
         raise ConfigError(
             "objective.base_loss is cross_entropy, which would learn the worse answers as well as the better ones: "
@@ -119,8 +118,18 @@ def _preference_loss(objective: Objective) -> Regularizer:
     return objective.base
 
 
-def _renderer(config: DpoConfig, tokenizer: Tokenizer) -> Renderer:
-    return open_renderer(config.renderer_name or renderer_of(config.model, tokenizer), tokenizer)
+def open_pairs(config: DpoConfig, loss: Regularizer, tokenizer: Tokenizer) -> tuple[PairSource, Pairs | None]:
+    """The pairs to train on and, where the data has some, those that are held out.
+
+    Raises:
+        ConfigError: there is no such data, it cannot be read, or it is less than a batch.
+    """
+    data, test = build_comparisons(config.comparisons.builder, config.comparisons.params, tokenizer)
+    renderer = open_renderer(config.renderer_name or renderer_of(config.model, tokenizer), tokenizer)
+    verdict = Verdict(**config.verdict.model_dump()) if config.verdict else None
+    pairs = Pairs(data, Rendering(renderer, config.max_length, verdict), tokenizer, loss.term.name == "kto")
+    source = PairSource(pairs, config.batch_size, config.seed, loss.term.name)
+    return source, replace(pairs, comparisons=test) if test else None
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlflow.entities import Run
+from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from flows.blocks_of import service_of, tracking_of
+from flows.dpo import DpoConfig, open_pairs, preference_loss
 from flows.plan import Plan
 from flows.prices import price_of
 from flows.sft import GIVEN, SftConfig
@@ -15,6 +17,7 @@ from flows.step import num_passes
 from objectives.objective import Objective
 from tasks.data import DataSource, build_dataset
 from tasks.evaluate import HeldOutNLL
+from tasks.pairs import HeldOutPairs, PairSource
 from tasks.service_errors import service_errors
 
 # Reading a batch makes its tokens anew: beyond so many, those of the others are taken to be as many on the mean.
@@ -57,7 +60,7 @@ class Estimate:
     paced_by: str
 
 
-def estimate(config: SftConfig) -> Estimate:
+def estimate(config: SftConfig | DpoConfig) -> Estimate:
     """Read the data with the model's tokenizer and count; nothing is trained.
 
     Raises:
@@ -71,15 +74,16 @@ def estimate(config: SftConfig) -> Estimate:
         with service.session() as session:
             with service_errors(f"create a training client for {config.model}"):
                 client = session.create_lora_training_client(config.model, rank=config.lora_rank).result()
-            source = build_dataset(config.data.builder, config.data.params, client.get_tokenizer(), config.seed)
-    plan = Plan(config, len(source.train))
+            source, held_out = _open(config, objective, client.get_tokenizer())
+    plan = Plan(config, source.steps_per_epoch)
     tokens = _tokens_of_steps(source, plan)
     passes = [num_passes(objective, step, config.guards.looks_first) for step in range(plan.num_steps)]
-    evaluations = sum(plan.evaluates_before(step) for step in range(plan.num_steps + 1)) if source.test else 0
-    held_out = HeldOutNLL(source.test, source.tokenizer).num_tokens if source.test and evaluations else 0
+    evaluations = sum(plan.evaluates_before(step) for step in range(plan.num_steps + 1)) if held_out else 0
+    held_out = held_out if evaluations else 0
     num_train_tokens = sum(a * b for a, b in zip(tokens, passes, strict=True)) + evaluations * held_out
-    # The reference goes over each datum once.
-    num_train_tokens += sum(tokens[: plan.steps_per_epoch]) if objective.needs("ref_logprobs") else 0
+    if objective.needs("ref_logprobs"):
+        # The reference goes over each datum once, and over held-out pairs.
+        num_train_tokens += sum(tokens[: plan.steps_per_epoch]) + (held_out if isinstance(source, PairSource) else 0)
     # The last weights are looked at once more, on the last batch.
     num_train_tokens += tokens[-1]
     run, pace = _pace(config)
@@ -88,8 +92,8 @@ def estimate(config: SftConfig) -> Estimate:
         model=config.model,
         num_steps=plan.num_steps,
         num_tokens=sum(tokens),
-        batches_read=min(len(tokens), len(source.train), _MOST_BATCHES),
-        batches_of_epoch=len(source.train),
+        batches_read=min(len(tokens), plan.steps_per_epoch, _MOST_BATCHES),
+        batches_of_epoch=plan.steps_per_epoch,
         num_forwards=sum(passes) - len(passes) + 1,
         num_forward_backwards=len(passes),
         num_evaluations=evaluations,
@@ -101,9 +105,21 @@ def estimate(config: SftConfig) -> Estimate:
     )
 
 
-def _tokens_of_steps(source: DataSource, plan: Plan) -> Sequence[int]:
+def _open(
+    config: SftConfig | DpoConfig, objective: Objective, tokenizer: Tokenizer
+) -> tuple[DataSource | PairSource, int]:
+    """What a run trains on, and how many tokens are held out."""
+    if isinstance(config, DpoConfig):
+        loss = preference_loss(objective)
+        pairs, test = open_pairs(config, loss, tokenizer)
+        return pairs, HeldOutPairs(test, loss, None).num_tokens if test else 0
+    source = build_dataset(config.data.builder, config.data.params, tokenizer, config.seed)
+    return source, HeldOutNLL(source.test, tokenizer).num_tokens if source.test else 0
+
+
+def _tokens_of_steps(source: DataSource | PairSource, plan: Plan) -> Sequence[int]:
     """The tokens of each step's batch: counted in the first epoch, and taken to be the same in every other."""
-    per_epoch = len(source.train)
+    per_epoch = plan.steps_per_epoch
     read = [source.batch_at(step).num_tokens for step in range(min(plan.num_steps, per_epoch, _MOST_BATCHES))]
     mean = round(sum(read) / len(read))
     return [
@@ -111,7 +127,7 @@ def _tokens_of_steps(source: DataSource, plan: Plan) -> Sequence[int]:
     ]
 
 
-def _pace(config: SftConfig) -> tuple[str, float]:
+def _pace(config: SftConfig | DpoConfig) -> tuple[str, float]:
     """The newest run of the same model in the experiment, and the tokens of its batches per second; 0 for none."""
     tracking = tracking_of(config)
     client = tracking.get_client()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,6 +19,10 @@ def add_to(app: typer.Typer) -> None:
 def estimate(
     config: Annotated[Path, typer.Option("--config", metavar="FILE", help="YAML file with the fields of the config.")],
     overrides: Overrides = None,
+    method: Annotated[
+        Literal["sft", "dpo"],
+        typer.Option(help="What others sample, and so what they take, nobody knows before: give them a budget."),
+    ] = "sft",
     as_json: Json = False,
 ) -> None:
     """Say the steps, tokens, passes, cost and time of a run before it runs; nothing is trained.
@@ -27,7 +31,7 @@ def estimate(
     """
     from deployments.estimate import show_estimate
 
-    show_estimate(config, overrides or [], as_json)
+    show_estimate(method, config, overrides or [], as_json)
 
 
 def which_method(  # noqa: PLR0913 - an option for each thing that one may have

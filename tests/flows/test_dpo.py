@@ -14,6 +14,7 @@ from mlflow import MlflowClient
 from blocks import RunStorage
 from blocks.errors import ConfigError
 from flows.dpo import DpoConfig, dpo
+from flows.estimate import estimate
 from flows.result import TrainResult
 from tasks.checkpoint import read_records
 from tasks.reference import REFERENCE_NAME
@@ -51,6 +52,8 @@ def test_the_rewards_are_measured_from_the_start_whatever_part_of_a_run_it_is(
     assert curve(first, mlflow_uri, "margin")[0] == pytest.approx(0, abs=1e-5)
     assert curve(first, mlflow_uri, "test/margin")[1] > 0.1
     assert len(kept(tmp_path, "preferences")) == 2 * (4 * 4 + 64)
+    fields = dpo_fields(tmp_path, "preferences", mlflow_uri, engine_url)
+    assert estimate(DpoConfig.model_validate(fields)).num_train_tokens == first.metrics["cost/num_train_tokens"]
 
     # A fork measures from where it began, and so does its second part.
     directory = RunStorage(url=str(tmp_path / "runs")).run_directory("preferences")
