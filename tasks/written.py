@@ -14,6 +14,7 @@ import tinker
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.supervised.data import SupervisedDatasetFromHFDataset, conversation_to_datum
 from tinker_cookbook.supervised.types import ChatDatasetBuilder
+from tqdm import tqdm
 
 from blocks.errors import ConfigError
 from blocks.storage import RunDirectory
@@ -60,10 +61,13 @@ class Notebook:
         keys = [_key(self.author, each, sampling) for each in conversations]
         known = self.kept.find(keys)
         new = {key: each for key, each in zip(keys, conversations, strict=True) if key not in known}
-        for start in range(0, len(new), _AT_ONCE):
-            asked = dict(list(new.items())[start : start + _AT_ONCE])
-            self.kept.keep(call(write, self.author, whole(asked), sampling))
-            call(save_kept, self.kept, self.directory, WRITTEN_NAME)
+        # Before the first step, whose bar begins only then.
+        with tqdm(desc=f"written by {self.author.name}", total=len(new), unit="answered", disable=not new) as bar:
+            for start in range(0, len(new), _AT_ONCE):
+                asked = dict(list(new.items())[start : start + _AT_ONCE])
+                self.kept.keep(call(write, self.author, whole(asked), sampling))
+                call(save_kept, self.kept, self.directory, WRITTEN_NAME)
+                bar.update(len(asked))
         found = self.kept.find(keys)
         return [found[key] for key in keys]
 
