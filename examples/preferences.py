@@ -2,8 +2,7 @@
 
 Both answers have the right sum and are about as long, so neither truth nor length says which is the better one. Which
 of them is the completion A is drawn. The sums of the held-out pairs are not among those that are trained on.
-`sums.jsonl` has one answer to each of the others, of either kind: what `examples/rlhf.yaml` begins with;
-`sum_questions.jsonl` has them without answers, and `sum_answers.jsonl` the held-out ones with theirs.
+`sums.jsonl` has one answer to each of the others, of either kind: what `examples/rlhf.yaml` begins with.
 """
 
 from __future__ import annotations
@@ -43,18 +42,6 @@ def demonstrations() -> list[dict[str, Any]]:
     return [{"messages": each["prompt_conversation"] + each[f"completion_{draw.choice('AB')}"]} for each in pairs]
 
 
-def questions() -> list[dict[str, str]]:
-    """The sums of all pairs, each with its better answer."""
-    compared = [(row["comparison"], row["label"]) for row in comparisons()]
-    return [
-        {
-            "question": each["prompt_conversation"][0]["content"],
-            "answer": each[f"completion_{label}"][0]["content"],
-        }
-        for each, label in compared
-    ]
-
-
 def _comparison(a: int, b: int, draw: random.Random) -> dict[str, Any]:
     sure, hedging = ([_said(draw.choice(each).format(sum=a + b))] for each in (SURE, HEDGING))
     label = draw.choice("AB")
@@ -78,8 +65,6 @@ def main() -> None:
         "preferences_train": rows[:_NUM_TRAIN],
         "preferences_test": rows[_NUM_TRAIN:],
         "sums": demonstrations(),
-        "sum_questions": [{"question": each["question"]} for each in questions()[:_NUM_TRAIN]],
-        "sum_answers": questions()[_NUM_TRAIN:],
     }
     for name, part in parts.items():
         (DATA / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))

@@ -26,7 +26,7 @@ def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
 def recipe_fields(folder: Path, recipe: str, tracking: str, base_url: str, **params: Any) -> dict[str, Any]:
     """A recipe on the tiny model, which ends its answers by chance alone."""
     fields = read_yaml(ROOT / "examples" / f"{recipe}.yaml")
-    fields["data"]["params"] |= {"max_tokens": 256} | params
+    fields["data"]["params"] |= {"max_tokens": 256, "temperature": 1.0} | params
     fields["data"]["params"]["common_config"] = {"max_length": 1024, "batch_size": 1}
     steps = {"num_steps": 2, "eval_every": 2, "checkpoint_every": 1}
     return fields | run_fields(folder, recipe, tracking, base_url) | steps
@@ -34,9 +34,9 @@ def recipe_fields(folder: Path, recipe: str, tracking: str, base_url: str, **par
 
 @pytest.mark.parametrize("recipe", [RECIPES[0], pytest.param(RECIPES[1], marks=pytest.mark.slow)])
 def test_the_data_is_written_once(tmp_path: Path, engine_url: str, mlflow_uri: str, recipe: str) -> None:
-    questions = (ROOT / "examples" / "data" / "sum_answers.jsonl").read_text().splitlines(keepends=True)
-    # A draft, a critique and a revision are to end, each by chance.
-    num_rows = 4 if recipe == "noisy_student" else 64
+    # Of the constitution all, since a draft, a critique and a revision are to end, each by chance.
+    name, num_rows = ("questions_test", 4) if recipe == "noisy_student" else ("questions", 96)
+    questions = (ROOT / "examples" / "data" / f"{name}.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "rows.jsonl").write_text("".join(questions[:num_rows]))
     changes: dict[str, Any] = {"path": str(tmp_path / "rows.jsonl"), "test_path": str(tmp_path / "rows.jsonl")}
     if recipe == "noisy_student":  # which is not to agree on what it says at random
