@@ -25,7 +25,7 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest --doctest-modules objectives engine blocks tasks flows deployments examples benchmarks
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --durations=10
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=10
 
 slow: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dask,ray,inspect,gym,arena]'
