@@ -38,6 +38,7 @@ def alive_after(processes: Sequence[psutil.Process], limit_s: float = 60) -> lis
     return [" ".join(process.cmdline()) for process in alive]
 
 
+@pytest.mark.slow
 def test_services_outlive_a_ctrl_c_and_not_the_kill_of_their_run(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", RUN],

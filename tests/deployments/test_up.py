@@ -158,6 +158,7 @@ def mlflow_runs(exports: dict[str, str]) -> dict[str, str]:
     return {run["info"]["run_name"]: each["tinker.base_url"] for run, each in zip(runs, tags, strict=True)}
 
 
+@pytest.mark.slow
 def test_a_service_that_does_not_start_takes_the_others_with_it(tmp_path: Path) -> None:
     home = tmp_path / "home"
     with started(home, "--engine-model", "/absent") as up:

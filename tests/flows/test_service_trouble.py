@@ -164,6 +164,7 @@ def kill_engine_after(saved: Path, home: Path) -> threading.Thread:
     return killer
 
 
+@pytest.mark.slow
 def test_local_engine_that_dies_under_a_run(tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on from its last checkpoint by itself, `never` or not, and logs each step once."""
     monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
