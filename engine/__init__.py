@@ -1,0 +1,1 @@
+"""Local training and sampling service that speaks the Tinker API."""

@@ -1,4 +1,4 @@
-"""``python -m engine``: a local service that speaks the Tinker API."""
+"""Local service that implements the Tinker API: ``python -m engine``."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ KEY_VARIABLE = "TINKER_ENGINE_API_KEY"
 
 
 class StartError(Exception):
-    """The engine cannot start; the message is one sentence for the user."""
+    """Failure to start the engine; the message is one sentence for the user."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the engine until it is told to stop; returns the exit status."""
-    # OpenMP reads it when torch is imported: threads that spin while they wait steal the others' time.
+    """Run the engine until a signal or Ctrl-C stops it; return the exit status."""
+    # OpenMP reads this variable when torch is imported. By default, idle OpenMP threads spin and waste CPU time.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s engine %(levelname)s %(message)s", level=logging.INFO)
     options = _arguments().parse_args(argv)
     try:
         settings = _settings(options)
         listener = bind(settings.host, settings.port)
-        # These take seconds: what can be wrong before them is said before them.
+        # These imports take seconds, so validate the settings and bind the port first.
         from engine.model_cache import ModelError
         from engine.serve import serve
 
@@ -46,21 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 EPILOG = f"""\
 environment:
-  {KEY_VARIABLE}  the key that clients must send; needed where others can reach the engine
-  TINKER_FLOWS_HOME      where built-in models are made (default: .tinker-flows)
+  {KEY_VARIABLE}  API key that clients must send; required if --host is not a loopback address
+  TINKER_FLOWS_HOME      project home; its folder cache/ contains the built-in models (default: .tinker-flows)
 
 clients:
-  TINKER_BASE_URL=<the printed URL> TINKER_API_KEY=tml-<anything, or the key>
-  HF_ENDPOINT=<the printed URL> finds the served models' tokenizers by name
+  TINKER_BASE_URL=<the printed URL> TINKER_API_KEY=<the API key, or any value that starts with tml->
+  HF_ENDPOINT=<the printed URL> lets clients load the tokenizers of the served models by name
 
-The URL is also a page for a browser, and <URL>/metrics is for Prometheus.
+Open the URL in a browser to see a status page. Prometheus metrics are at <URL>/metrics.
 """
 
 
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m engine",
-        description="A local service that speaks the Tinker API: LoRA training and sampling for the real SDK.",
+        description="Local service that implements the Tinker API: LoRA training and sampling for the official SDK.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -68,26 +68,32 @@ def _arguments() -> argparse.ArgumentParser:
         "--model",
         action="append",
         required=True,
-        help="tiny, smollm2-135m, a Hugging Face directory or hub name; repeat it to serve several",
+        help="tiny, smollm2-135m, a Hugging Face directory or a hub name; repeat the option to serve several models",
     )
-    parser.add_argument("--state", type=Path, required=True, help="the folder of checkpoints, runs and sessions")
-    parser.add_argument("--port", type=int, required=True, help="0 takes a free one; the URL is printed when ready")
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
+    parser.add_argument("--state", type=Path, required=True, help="folder for checkpoints, runs and sessions")
+    parser.add_argument(
+        "--port",
+        type=int,
+        required=True,
+        help="port to listen on, 0 for a free port; the engine prints its URL when ready",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
 
     compute = parser.add_argument_group("compute")
-    compute.add_argument("--device", default="cpu", help="a torch device (default: cpu)")
+    compute.add_argument("--device", default="cpu", help="torch device (default: cpu)")
     compute.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "autocast-bf16"))
-    compute.add_argument("--threads", type=int, help="of torch (default: torch's own choice)")
+    compute.add_argument("--threads", type=int, help="number of torch threads (default: chosen by torch)")
     compute.add_argument(
         "--deterministic",
         action="store_true",
-        help="sample to the same bits whatever is sampled beside it, at up to three times the time",
+        help="make samples bitwise independent of concurrent requests; sampling takes up to three times as long",
     )
     compute.add_argument(
         "--memory-limit",
         type=_megabytes,
         metavar="MB",
-        help="of adapters, moments and snapshots; the least recently used wait on disk (default: half of the memory)",
+        help="memory for adapters, optimizer moments and snapshots; the least recently used are moved to disk "
+        "(default: half of the machine's memory)",
     )
 
     behaviour = parser.add_argument_group("behaviour")
@@ -96,19 +102,21 @@ def _arguments() -> argparse.ArgumentParser:
         type=_seconds,
         default=0.0,
         metavar="SECONDS",
-        help="start training only on the ticks of a clock, as the hosted service does (default: at once)",
+        help="start training requests only every SECONDS, as the hosted service does (default: immediately)",
     )
     behaviour.add_argument(
-        "--retrieve-futures", action="store_true", help="one waiting request per sampling client, not per sample"
+        "--retrieve-futures",
+        action="store_true",
+        help="let each sampling client wait for all its samples with one request instead of one per sample",
     )
-    behaviour.add_argument("--log-requests", action="store_true", help="log a line of JSON for each request")
+    behaviour.add_argument("--log-requests", action="store_true", help="log one line of JSON per request")
     behaviour.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input is closed")
     return parser
 
 
 def _megabytes(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of megabytes from 1 up")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of megabytes; use an integer of at least 1")
     return int(text) * 2**20
 
 
@@ -118,7 +126,9 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to 3600")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds; use a number of at least 0 and below 3600"
+        )
     return value
 
 
@@ -126,12 +136,13 @@ def _settings(options: argparse.Namespace) -> Settings:
     key = os.environ.get(KEY_VARIABLE) or None
     if key is None and not is_loopback(options.host):
         raise StartError(
-            f"Listening on {options.host} lets others in: set {KEY_VARIABLE} to a key that starts with "
-            "'tml-', which clients then send, or use 127.0.0.1."
+            f"Other machines can reach an engine on {options.host}, so it needs an API key: set {KEY_VARIABLE} to a "
+            "key that starts with 'tml-' and give it to the clients, or listen on 127.0.0.1."
         )
     if key is not None and not key.startswith("tml-"):
         raise StartError(
-            f"{KEY_VARIABLE} does not start with 'tml-', and the Tinker SDK sends no other keys: change it."
+            f"{KEY_VARIABLE} does not start with 'tml-': change it, because the Tinker SDK sends only keys with this "
+            "prefix."
         )
     home = Path(os.environ.get("TINKER_FLOWS_HOME") or ".tinker-flows")
     return Settings(

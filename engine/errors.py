@@ -1,4 +1,11 @@
-"""The engine's own exceptions: every message is one sentence for the user."""
+"""Exceptions of the engine. Each message is one sentence for the user.
+
+EngineError                  category "server"
+├── LostStateError
+├── BusyError
+└── RequestError             category "user"
+    └── NotFoundError
+"""
 
 from __future__ import annotations
 
@@ -8,24 +15,24 @@ Category = Literal["user", "server"]
 
 
 class EngineError(Exception):
-    """A request that cannot be served; `category` tells the client whose matter it is."""
+    """Failure of one request; `category` tells the client whether the user or the server caused it."""
 
     category: Category = "server"
 
 
-class LostError(EngineError):
-    """What the engine lost when it was restarted: a client can go on from the last checkpoint."""
+class LostStateError(EngineError):
+    """Training state that was lost when the engine restarted. Clients continue from the last checkpoint."""
 
 
 class RequestError(EngineError):
-    """The request is at fault: what was got, what was expected, what to do."""
+    """Invalid request. The message says what is wrong, the value and the fix."""
 
     category: Category = "user"
 
 
 class BusyError(EngineError):
-    """More requests wait than the engine keeps: the same request is welcome a little later."""
+    """Full queue. Clients send the same request again later."""
 
 
-class NotThereError(RequestError):
-    """The request names a model, session, sampler or checkpoint that this engine does not have."""
+class NotFoundError(RequestError):
+    """Unknown model, session, sampler or checkpoint."""

@@ -1,4 +1,4 @@
-"""What of a served model a client may download to make its tokenizer, and under which names."""
+"""Tokenizer and configuration files of a served model, as clients download them from a Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.models import ALIASES, LoadedModel
 
 SUFFIXES = (".json", ".jinja", ".txt", ".model")
 MAX_BYTES = 64 * 2**20
-_NOT_OFFERED = (".safetensors.index.json",)
+_IGNORED_SUFFIXES = (".safetensors.index.json",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,9 @@ class HubModel:
     """The files of one model as a hub repository with one commit.
 
     Attributes:
-        paths: by file name.
-        etags: SHA-256 of each file.
-        commit: 40 hexadecimal digits that change when a file does.
+        paths: path of each file, by file name.
+        etags: SHA-256 of each file, by file name.
+        commit: 40 hexadecimal digits that change when a file changes.
     """
 
     paths: Mapping[str, Path]
@@ -30,13 +30,13 @@ class HubModel:
 
 
 def hub_model(loaded: LoadedModel) -> HubModel:
-    """The tokenizer and configuration files in the model's directory; no weights, and nothing that runs."""
+    """Collect the tokenizer and configuration files in the model's directory, without weights and code."""
     paths = {
         path.name: path
         for path in sorted(loaded.path.iterdir())
         if path.is_file()
         and path.name.endswith(SUFFIXES)
-        and not path.name.endswith(_NOT_OFFERED)
+        and not path.name.endswith(_IGNORED_SUFFIXES)
         and path.stat().st_size <= MAX_BYTES
     }
     etags = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
@@ -45,6 +45,6 @@ def hub_model(loaded: LoadedModel) -> HubModel:
 
 
 def hub_names(loaded: LoadedModel) -> tuple[str, ...]:
-    """Names the model goes by: the one it was asked for, its known alias, and its directory's."""
+    """List the names of the model on the hub: its requested name, its known aliases and its directory's name."""
     aliases = [alias for alias, name in ALIASES.items() if name == loaded.name]
     return tuple(dict.fromkeys((loaded.name, *aliases, loaded.path.name)))

@@ -1,4 +1,4 @@
-"""The port: taken before anything heavy is imported, so that a taken one is known at once."""
+"""Listening socket and loopback check. Imports no torch, so that a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import socket
 
 
 class PortError(Exception):
-    """The address cannot be listened on; the message is one sentence for the user."""
+    """Address that cannot be bound; the message is one sentence for the user."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to ``host:port`` that does not listen yet; port 0 takes a free one.
+    """Bind a socket to ``host:port`` without listening yet; port 0 picks a free port.
 
     Raises:
-        PortError: the address is taken or not ours.
+        PortError: the address is in use or does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's delay off only where the protocol is named: it costs 40 ms per response.
+    # asyncio disables Nagle's algorithm only on sockets with an explicit protocol. Nagle adds 40 ms per response.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         raise PortError(
-            f"{host}:{port} cannot be listened on ({getattr(error, 'strerror', None) or error}): "
+            f"{host}:{port} cannot be bound ({getattr(error, 'strerror', None) or error}): "
             "choose another port, or 0 for a free one."
         ) from error
     return listener
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
+    """Return True if only this machine can reach ``host``."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""A cache of model directories: each is made once, appears whole or not at all, and is then only read."""
+"""Cache of model directories. Each directory is built once, appears atomically and is read-only afterwards."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ log = logging.getLogger(__name__)
 
 
 class ModelError(ValueError):
-    """A model that cannot be found, made or loaded; the message is one sentence for the user."""
+    """Model that cannot be found, built or loaded; the message is one sentence for the user."""
 
 
 def make_once(directory: Path, make: Callable[[Path], None]) -> Path:
-    """Return ``directory``, made by ``make(empty_directory)`` on the first call of any process.
+    """Return ``directory``; on the first call of any process, build it with ``make(empty_directory)``.
 
-    The work happens in a neighbour of ``directory`` that is renamed when all of it is on disk, so a process
-    killed on the way leaves nothing that is ever served; the next one starts anew. A second process waits
-    for the first.
+    ``make`` writes into a temporary sibling directory, which is renamed after a flush. A process killed
+    meanwhile leaves only the temporary directory, and the next call starts over. Concurrent processes wait
+    for the first one.
     """
     if directory.is_dir():
         return directory
@@ -34,7 +34,7 @@ def make_once(directory: Path, make: Callable[[Path], None]) -> Path:
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir()
-        log.warning("Making %s, once for this cache: it can take half a minute", directory)
+        log.warning("Building the model directory %s; this happens once and can take half a minute", directory)
         make(partial)
         _flush(partial)
         partial.rename(directory)
@@ -42,7 +42,7 @@ def make_once(directory: Path, make: Callable[[Path], None]) -> Path:
 
 
 def _flush(directory: Path) -> None:
-    """Files first, then the directory: a rename must not outlive what it names when the power goes."""
+    """Flush the files, then the directory, so that the rename never survives a power cut that loses the files."""
     for path in (*directory.iterdir(), directory):
         descriptor = os.open(path, os.O_RDONLY)
         try:

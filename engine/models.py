@@ -1,4 +1,4 @@
-"""Base models: from a name to a Hugging Face directory, from there to a frozen model ready for adapters."""
+"""Base models: resolve a name to a Hugging Face directory and load it as a frozen model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ BUILTINS: dict[str, tuple[int, Callable[[Path], None]]] = {
     "smollm2-135m": (smollm2.VERSION, smollm2.write),
 }
 
-# Names on the hub that clients may use for built-in models.
+# Hub names that clients may use for built-in models.
 ALIASES = {"HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m"}
 
-# No pickled weights: unpickling runs whatever the file says.
+# No pickled weights: unpickling can run arbitrary code.
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-HUB_DOUBLES = ("*/*", "consolidated*")  # the same weights in other formats
+HUB_DUPLICATES = ("*/*", "consolidated*")  # the same weights in other formats
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -39,15 +39,15 @@ class LoadedModel:
     """A base model in memory, frozen and in eval mode.
 
     Attributes:
-        model: the causal LM; no parameter of it wants a gradient and `use_cache` is off unless asked for.
+        model: the causal LM; all parameters are frozen and `use_cache` is off by default.
         tokenizer: its tokenizer, for stop strings.
-        name: what clients call it.
+        name: the model's name in the API.
         path: its directory; `AutoTokenizer.from_pretrained(path)` works offline.
-        device: where its weights are.
-        dtype: the name it was loaded with.
-        max_context: the longest sequence, in tokens.
-        vocab_size: rows of the input embedding; valid token ids are below it.
-        eos_token_ids: what ends a sample unless the client says otherwise.
+        device: the device of its weights.
+        dtype: the dtype name passed to `load_model`.
+        max_context: the maximum sequence length, in tokens.
+        vocab_size: number of rows of the input embedding; valid token ids are smaller.
+        eos_token_ids: tokens that end a sample by default.
     """
 
     model: PreTrainedModel = field(repr=False)
@@ -61,96 +61,99 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
     def autocast(self) -> torch.autocast:
-        """The context every forward pass runs in: bfloat16 matrix products for "autocast-bf16"."""
+        """Return the context of every forward pass: bfloat16 matrix products for "autocast-bf16"."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "autocast-bf16")
 
 
 def resolve_model(name: str, cache: Path) -> Path:
-    """Turn a model name into the absolute path of a Hugging Face model directory.
+    """Resolve a model name to the absolute path of a Hugging Face model directory.
 
     Args:
-        name: a built-in model, else a directory with a config.json, else a name on the Hugging Face hub
-            (looked up in the hub's own local cache when the hub cannot be reached).
-        cache: where built-in models are kept once made.
+        name: a built-in model, a directory with a config.json, or a name on the Hugging Face hub. If the hub
+            cannot be reached, its local cache is used.
+        cache: folder of the built-in models.
 
     Raises:
-        ModelError: nothing by that name, or a path that the SDK cannot pass on.
+        ModelError: no model has this name, or the SDK would cut its path short.
     """
     if name in BUILTINS:
         version, write = BUILTINS[name]
-        directory = _addressable(cache / f"{name}-{version}")
+        directory = _check_path(cache / f"{name}-{version}")
         return make_once(directory, write)
     directory = Path(name).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
             raise ModelError(
-                f"{directory} has no config.json, so it is not a Hugging Face model: "
-                "give the directory that holds config.json, the *.safetensors and the tokenizer files."
+                f"{directory} has no config.json, so it is not a Hugging Face model directory: "
+                "use a directory with config.json, *.safetensors and the tokenizer files."
             )
-        return _addressable(directory)
+        return _check_path(directory)
     if directory.is_absolute() or name.startswith((".", "~")):
-        raise ModelError(f"There is no directory {directory}: give a model directory, {_alternatives()}.")
-    return _addressable(_from_hub(name))
+        raise ModelError(f"The directory {directory} does not exist: use a model directory, {_alternatives()}.")
+    return _check_path(_download(name))
 
 
 def _alternatives() -> str:
     return f"a Hugging Face hub name or one of the built-in models ({', '.join(BUILTINS)})"
 
 
-def _addressable(directory: Path) -> Path:
-    """The SDK takes the path for a model name, which it cuts at ":" and at the second of just two slashes."""
+def _check_path(directory: Path) -> Path:
+    """Resolve a directory and reject paths that the SDK would cut short.
+
+    The SDK uses the path as a model name, and cuts a name at a colon and at the second of exactly two slashes.
+    """
     directory = directory.resolve()
     if ":" in str(directory) or str(directory).count("/") == 2:
         raise ModelError(
-            f"The model directory {directory} has a colon or exactly two slashes in its path, which the "
-            "Tinker SDK cuts when it looks for the tokenizer: move the directory, or the cache, elsewhere."
+            f"The model directory {directory} has a colon or exactly two slashes in its path, and the Tinker SDK "
+            "cuts such paths when it loads the tokenizer: move the directory, or the cache, elsewhere."
         )
     return directory
 
 
-def _from_hub(name: str) -> Path:
+def _download(name: str) -> Path:
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_DOUBLES)))
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_DUPLICATES)))
     except HFValidationError as error:
-        raise ModelError(f"{name!r} is not a model name: give a directory, {_alternatives()}.") from error
+        raise ModelError(f"{name!r} is not a model name: use a directory, {_alternatives()}.") from error
     except (httpx.HTTPError, OSError) as error:
         raise ModelError(
-            f"Model {name!r} is no directory, not in the local hub cache and could not be downloaded "
-            f"({_reason(error)}): give a directory, {_alternatives()}."
+            f"Model {name!r} is not a directory, is not in the local hub cache and could not be downloaded "
+            f"({_reason(error)}): use a directory, {_alternatives()}."
         ) from error
 
 
 def load_model(path: Path, device: str, dtype: DtypeName, name: str | None = None) -> LoadedModel:
     """Load a model directory for training adapters and for sampling.
 
-    Attention is PyTorch's SDPA: on a CPU the same inputs and threads give the same bits.
+    Attention is PyTorch's SDPA: on a CPU, equal inputs and thread counts give equal bits.
 
     Args:
-        path: as `resolve_model` returned it.
+        path: result of `resolve_model`.
         device: a torch device, such as "cpu" or "cuda:0".
-        dtype: "float32"; "bfloat16" for the weights; "autocast-bf16" for float32 weights whose products run
-            in bfloat16, in `LoadedModel.autocast()`.
-        name: what clients call the model; its path unless given.
+        dtype: "float32"; "bfloat16" for bfloat16 weights; "autocast-bf16" for float32 weights with bfloat16
+            matrix products (`LoadedModel.autocast`).
+        name: the model's name in the API; defaults to its path.
 
     Raises:
-        ModelError: the directory is not a causal LM that transformers can load.
+        ModelError: transformers cannot load the directory as a causal LM.
     """
     if dtype not in DTYPE_NAMES:
-        raise ModelError(f"The dtype is {dtype!r}, it must be one of {', '.join(DTYPE_NAMES)}.")
+        raise ModelError(f"The dtype is {dtype!r}; use one of {', '.join(DTYPE_NAMES)}.")
     target = _device(device)
     if not any((path / file).is_file() for file in TOKENIZER_FILES):
-        # transformers would make up an empty one.
+        # Without these files transformers would create an empty tokenizer.
         raise ModelError(f"{path} has no tokenizer ({', '.join(TOKENIZER_FILES)}): add the model's tokenizer files.")
     try:
-        model, loading = _read(path, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+        model, loading = _read_model(path, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what transformers makes of a malformed file is of a dozen kinds
+    except Exception as error:  # transformers raises a dozen types of exceptions for malformed files
         raise ModelError(f"The model in {path} cannot be loaded: {_reason(error)}.") from error
-    if absent := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
-        # transformers would go on with random numbers in their place.
+    if missing := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
+        # transformers would initialize these tensors randomly.
         raise ModelError(
-            f"The weights in {path} lack {len(absent)} of the tensors that its config.json asks for "
-            f"({absent[0]} is missing or has another shape): fetch the model anew."
+            f"The weights in {path} lack {len(missing)} of the tensors that config.json requires "
+            f"({missing[0]} is missing or has another shape): download the model again."
         )
     torch.nn.Module.to(model.requires_grad_(False).eval(), target)
     model.config.use_cache = False
@@ -167,9 +170,9 @@ def load_model(path: Path, device: str, dtype: DtypeName, name: str | None = Non
     )
 
 
-def _read(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _read_model(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
     return cast(
-        tuple[PreTrainedModel, dict[str, Any]],  # as it is with output_loading_info
+        tuple[PreTrainedModel, dict[str, Any]],  # the return type with output_loading_info=True
         AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
@@ -177,7 +180,7 @@ def _read(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, An
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # they are in the loading info
+            ignore_mismatched_sizes=True,  # the loading info lists them
             output_loading_info=True,
         ),
     )
@@ -188,12 +191,12 @@ def _device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ModelError(
-            f"The device {name!r} cannot be used ({_reason(error)}): give cpu, or cuda where PyTorch sees a GPU."
+            f"The device {name!r} cannot be used ({_reason(error)}): use cpu, or cuda if PyTorch finds a GPU."
         ) from error
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Chat models often end at more ids than the tokenizer names: the generation config lists them."""
+    """Collect the end tokens of the tokenizer and the generation config, which often lists more."""
     listed = model.generation_config.eos_token_id if model.generation_config else None
     candidates = [*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id]
     return tuple(sorted({token for token in candidates if isinstance(token, int)}))

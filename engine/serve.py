@@ -1,4 +1,4 @@
-"""The process: the models, the server, and a clean end."""
+"""The engine process: load the models, run the server, shut down cleanly."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """Sends waiting clients away before it waits for their connections to close."""
+    """HTTP server whose shutdown first releases the clients that wait for results."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
         self._engine = engine
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._engine.futures.release()
+        self._engine.futures.release_waiters()
         await super().shutdown(sockets)
 
 
 def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) -> None:
-    """Load the models, print the URL once requests are answered, serve until SIGTERM or SIGINT.
+    """Load the models, print the URL when the server is ready, and serve until SIGTERM or SIGINT.
 
     Raises:
-        ModelError: a model that cannot be found or loaded.
+        ModelError: a model cannot be found or loaded.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -50,7 +50,7 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
     if stop_with_stdin:
         threading.Thread(target=_stop_with_stdin, args=(server,), daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn raises the signal that stopped it once more, under the handler it found: not to die of it.
+        # uvicorn re-raises the signal under the handler it replaced; this handler prevents death by the signal.
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     listener.listen(128)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -62,7 +62,7 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
 
 
 def _load_models(settings: Settings) -> dict[str, BaseModel]:
-    disable_progress_bar()  # its line belongs on a terminal, not in a log
+    disable_progress_bar()  # progress bars clutter the log
     bases = {}
     for name in settings.models:
         path = resolve_model(name, settings.cache)
@@ -71,7 +71,7 @@ def _load_models(settings: Settings) -> dict[str, BaseModel]:
 
 
 def _stop_with_stdin(server: uvicorn.Server) -> None:
-    """Whoever started the engine holds the other end of its standard input, and lets go even when killed."""
+    """Stop the server when standard input closes. The parent process holds the other end, which closes on its death."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     server.should_exit = True

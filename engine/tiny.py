@@ -1,4 +1,4 @@
-"""`tiny`: a byte-level tokenizer and a small random Llama, so that tests and first steps need no download."""
+"""`tiny`: a byte-level tokenizer and a small random Llama, for tests and first steps without a download."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-VERSION = 1  # a part of the cache's name: raise it with every change of what `write` makes
+from engine.transformers_internals import bytes_to_unicode
+
+VERSION = 1  # part of the cache directory's name: increase it whenever the output of `write` changes
 
 MAX_CONTEXT = 4096
 NUM_BYTES = 256
-# The padding to a multiple of 8 has names too: whatever id a random model samples can be decoded.
+# Reserved tokens pad the vocabulary to a multiple of 8, so that every id a random model samples can be decoded.
 SPECIALS = ("<|bos|>", "<|im_start|>", "<|im_end|>", "<|pad|>", *(f"<|reserved_{i}|>" for i in range(4)))
 
 CHATML = (
@@ -26,14 +27,14 @@ CHATML = (
 
 
 def write(directory: Path) -> None:
-    """Write config, weights and tokenizer into ``directory``: the same bytes every time."""
+    """Write config, weights and tokenizer into ``directory``, byte for byte reproducibly."""
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(directory)
     random_llama(tokenizer).save_pretrained(directory)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Ids 0 to 255 are the bytes of the UTF-8 text, the special tokens follow; decoding is the exact inverse.
+    """Tokenizer with one id per UTF-8 byte (0 to 255), followed by the special tokens. Decoding is lossless.
 
     >>> tokenizer = byte_tokenizer()
     >>> tokenizer.encode("a é<|im_end|>")
@@ -59,7 +60,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def random_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A two-layer Llama with grouped-query attention, random from a fixed seed."""
+    """Two-layer Llama with grouped-query attention and random weights from a fixed seed."""
     hidden = 32
     config = LlamaConfig.from_dict(
         {
@@ -81,8 +82,8 @@ def random_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 2:
-                # Uniform, because a normal draw differs in its last bits between processors. Of variance
-                # 1 / hidden: with the usual 0.02 ** 2 the logits stay near zero and no adapter learns.
+                # Uniform, because normal draws differ in their last bits between processors. The variance is
+                # 1 / hidden: with the usual 0.02 ** 2 the logits stay near zero and adapters do not learn.
                 uniform = torch.rand(weight.shape, generator=generator)
                 weight.copy_((2 * uniform - 1) * (3 / hidden) ** 0.5)
     return model

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint without reading its tensors."""
+"""Metadata of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What is known of a checkpoint without reading its tensors.
+    """Metadata of a checkpoint, without its tensors.
 
     Attributes:
         name: its three-part name.
-        base_model: the model it adapts, by the name clients use.
-        lora: the adapter's shape.
-        folder: the folder beside its description that holds `files`.
-        files: `ADAPTER`, and `OPTIMIZER` unless it is for sampling only.
-        public: whether its owner published it; this engine serves every client alike.
+        base_model: API name of the base model.
+        lora: shape of the adapter.
+        folder: name of the folder with `files`, next to the JSON description.
+        files: `ADAPTER`, and `OPTIMIZER` unless the checkpoint is for sampling only.
+        public: True if the owner published it. The engine itself treats all clients alike.
     """
 
     name: CheckpointName
@@ -56,8 +56,8 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
-    """What a save is told about a checkpoint, besides its tensors."""
+class SaveMetadata:
+    """Metadata that the caller of a save provides."""
 
     base_model: str
     lora: LoraSpec
@@ -65,14 +65,14 @@ class Description:
     user_metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-def expiry(now: datetime, ttl_seconds: int | None) -> datetime | None:
-    """When a checkpoint expires that is to live ``ttl_seconds`` from ``now``; None is never.
+def expiry_time(now: datetime, ttl_seconds: int | None) -> datetime | None:
+    """Return the time ``ttl_seconds`` after ``now``, or None for no expiry.
 
     Raises:
-        RequestError: less than a second, or more than ten years.
+        RequestError: ``ttl_seconds`` is below one second or above ten years.
     """
     if ttl_seconds is None:
         return None
     if not 1 <= ttl_seconds <= MAX_TTL_S:
-        raise RequestError(f"ttl_seconds is {ttl_seconds}; give 1 to {MAX_TTL_S} seconds, or nothing for no end.")
+        raise RequestError(f"ttl_seconds is {ttl_seconds}; use 1 to {MAX_TTL_S} seconds, or omit it for no expiry.")
     return now + timedelta(seconds=ttl_seconds)

@@ -1,4 +1,4 @@
-"""External weights: a checkpoint in peft's own format, to be downloaded and used anywhere, encrypted if wanted."""
+"""External weights: a checkpoint in peft's format for use elsewhere, optionally encrypted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.checkpoints.store import pack
 from engine.compute.lora import ALPHA, LoraSpec
 from engine.errors import RequestError
 
-_age: Any = pyrage  # compiled, without types
+_age: Any = pyrage  # a compiled module without type stubs
 
 CONFIG = "adapter_config.json"
 MAX_RECIPIENTS = 10
@@ -23,15 +23,18 @@ MAX_RECIPIENTS = 10
 def external_files(
     weights: Mapping[str, Tensor], spec: LoraSpec, base_model: str, recipients: Sequence[str]
 ) -> dict[str, bytes]:
-    """The files that ``peft.PeftModel.from_pretrained`` reads, by name.
+    """Build the files that ``peft.PeftModel.from_pretrained`` reads.
 
     Args:
         weights: the adapter's tensors by peft's names.
-        recipients: age keys (https://age-encryption.org/v1) to encrypt every file to; it is then called
-            ``<name>.age``.
+        recipients: age public keys (https://age-encryption.org/v1). With recipients, every file is encrypted
+            and named ``<name>.age``.
+
+    Returns:
+        Contents by file name.
 
     Raises:
-        RequestError: a recipient that is none.
+        RequestError: a recipient is invalid.
     """
     config = {
         "peft_type": "LORA",
@@ -43,19 +46,19 @@ def external_files(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted({_module(name) for name in weights}),
+        "target_modules": sorted({_module_name(tensor) for tensor in weights}),
     }
     files = {CONFIG: json.dumps(config, indent=1).encode(), ADAPTER: pack(weights)}
     if not recipients:
         return files
     if len(recipients) > MAX_RECIPIENTS:
-        raise RequestError(f"There are {len(recipients)} age_encryption_recipients; give at most {MAX_RECIPIENTS}.")
+        raise RequestError(f"There are {len(recipients)} age_encryption_recipients; use at most {MAX_RECIPIENTS}.")
     keys = [_recipient(text) for text in recipients]
     return {f"{name}.age": _age.encrypt(content, keys) for name, content in files.items()}
 
 
-def _module(name: str) -> str:
-    return name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+def _module_name(tensor: str) -> str:
+    return tensor.removeprefix("base_model.model.").rpartition(".lora_")[0]
 
 
 def _recipient(text: str) -> Any:
@@ -64,6 +67,6 @@ def _recipient(text: str) -> Any:
         return kind.from_str(text.strip())
     except _age.RecipientError as error:
         raise RequestError(
-            f"{text[:80]!r} in age_encryption_recipients is no age recipient ({error}): "
-            "give a public key that starts with age1 or ssh-."
+            f"{text[:80]!r} in age_encryption_recipients is not an age recipient ({error}): "
+            "use a public key that starts with age1 or ssh-."
         ) from error

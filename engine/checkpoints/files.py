@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written aside, flushed to the disk, checksummed, renamed."""
+"""Durable file writes: flushed, checksummed and renamed into place."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from engine.errors import EngineError
 
 
 @contextmanager
-def disk_errors(what: str) -> Iterator[None]:
-    """Turn an OSError of the block (a full disk, above all) into one sentence about ``what``."""
+def disk_errors(subject: str) -> Iterator[None]:
+    """Convert an OSError inside the block, such as a full disk, to an EngineError about ``subject``."""
     try:
         yield
     except OSError as error:
         raise EngineError(
-            f"{what} could not be written ({error.strerror or error}); nothing of it was kept and nothing else "
-            "changed: make room in the engine's state folder and save again."
+            f"{subject} could not be written ({error.strerror or error}); no partial file remains and nothing else "
+            "changed: free space in the engine's state folder and save again."
         ) from error
 
 
 def write_durably(path: Path, content: bytes) -> str:
-    """Write a file and wait until the disk has it; returns the SHA-256 of what was written."""
+    """Write and flush a file; return the SHA-256 of ``content``."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -35,20 +34,20 @@ def write_durably(path: Path, content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Put a JSON file in place atomically: readers see the old one or the new one."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+def replace_json(path: Path, content: Mapping[str, object]) -> None:
+    """Replace a JSON file atomically: readers see the old content or the new one."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        write_durably(aside, json.dumps(content, indent=1).encode())
-        aside.replace(path)
+        write_durably(temporary, json.dumps(content, indent=1).encode())
+        temporary.replace(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)
 
 
 def flush_folder(folder: Path) -> None:
-    """Make renames inside ``folder`` survive a power cut."""
+    """Flush a folder, so that renames inside it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

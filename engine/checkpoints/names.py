@@ -1,4 +1,4 @@
-"""Names of training runs and checkpoints, as the protocol fixes them and as the disk may hold them."""
+"""Names of training runs and checkpoints, as the Tinker protocol defines them and as folder names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from engine.errors import NotThereError, RequestError
+from engine.errors import NotFoundError, RequestError
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -17,7 +17,7 @@ _RUN = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointName:
-    """The three parts of ``tinker://<run>/<kind>/<name>``; none can leave its folder."""
+    """The three parts of ``tinker://<run>/<kind>/<name>``, validated so that no part escapes its folder."""
 
     run: str
     kind: Kind
@@ -33,24 +33,24 @@ class CheckpointName:
 
 
 def check_name(name: str | None) -> str:
-    """Return ``name`` if a checkpoint may be called so.
+    """Return ``name`` if it is a valid checkpoint name.
 
     Raises:
-        RequestError: it may not.
+        RequestError: the name is invalid.
     """
     if not name or not _NAME.fullmatch(name):
         raise RequestError(
-            f"{name!r} is no name for a checkpoint: use up to 128 letters, digits, '_', '-' and '.', "
+            f"{name!r} is not a valid checkpoint name: use up to 128 letters, digits, '_', '-' and '.', "
             "and do not start with '-' or '.'."
         )
     return name
 
 
 def parse_path(path: str) -> CheckpointName:
-    """Read a tinker:// path.
+    """Parse a ``tinker://`` path.
 
     Raises:
-        RequestError: it is none.
+        RequestError: the path is invalid.
     """
     parts = path.removeprefix("tinker://").split("/")
     if path.startswith("tinker://") and len(parts) == 3:
@@ -59,17 +59,17 @@ def parse_path(path: str) -> CheckpointName:
             if kind == known and _RUN.fullmatch(run) and _NAME.fullmatch(name):
                 return CheckpointName(run, known, name)
     raise RequestError(
-        f"{path!r} is no checkpoint path: use the one a save returned, tinker://<run>/<kind>/<name> "
-        f"with a kind of {', '.join(KINDS)}."
+        f"{path!r} is not a checkpoint path: use a path returned by a save, tinker://<run>/<kind>/<name> "
+        f"with one of the kinds {', '.join(KINDS)}."
     )
 
 
 def run_folder(run: str) -> str:
-    """The folder name of a training run.
+    """Return the folder name of a training run.
 
     Raises:
-        NotThereError: no run can be called so.
+        NotFoundError: the run id is invalid, so no such run exists.
     """
     if not _RUN.fullmatch(run):
-        raise NotThereError(f"There is no training run {run!r} in this engine's state folder.")
+        raise NotFoundError(f"There is no training run {run!r} in this engine's state folder: check the run id.")
     return run.replace(":", "_")

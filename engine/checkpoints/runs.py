@@ -1,4 +1,4 @@
-"""Training runs on disk: what a client may ask about a model after the engine was restarted."""
+"""Training runs on disk, so that clients can query a model after the engine restarted."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pydantic import TypeAdapter, ValidationError
 from engine.checkpoints.files import disk_errors, replace_json
 from engine.checkpoints.names import run_folder
 from engine.compute.lora import LoraSpec
-from engine.errors import EngineError, NotThereError
+from engine.errors import EngineError, NotFoundError
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """One model that was trained, by its model id."""
+    """Metadata of one training run; `run` is its model id."""
 
     run: str
     base_model: str
@@ -45,18 +45,18 @@ class RunStore:
             replace_json(folder / "run.json", _RUN.dump_python(run, mode="json"))
 
     def find(self, run: str) -> TrainingRun:
-        """The run called ``run``.
+        """Return the metadata of a training run.
 
         Raises:
-            NotThereError: there is none.
+            NotFoundError: the run does not exist.
         """
         path = self._runs / run_folder(run) / "run.json"
         if not path.is_file():
-            raise NotThereError(f"There is no training run {run!r} in this engine's state folder.")
+            raise NotFoundError(f"There is no training run {run!r} in this engine's state folder: check the run id.")
         return _read(path)
 
     def all(self) -> list[TrainingRun]:
-        """Every run, newest first."""
+        """List all runs, newest first."""
         runs = []
         for path in self._runs.glob("*/run.json"):
             try:
@@ -71,5 +71,5 @@ def _read(path: Path) -> TrainingRun:
         return _RUN.validate_json(path.read_bytes())
     except ValidationError as error:
         raise EngineError(
-            f"The description {path} of a training run is damaged: its checkpoints still load."
+            f"The description {path} of a training run is damaged; its checkpoints can still be loaded."
         ) from error

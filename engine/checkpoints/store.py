@@ -1,8 +1,8 @@
-"""Checkpoints in the state folder: the adapter under peft's tensor names, the optimizer moments beside it.
+"""Checkpoints in the state folder: the adapter under peft's tensor names, and the optimizer moments.
 
-``runs/<run>/<kind>/<name>.json`` describes a checkpoint and names the folder that holds its tensors. That
-file appears last, by one atomic rename, so a checkpoint is there as a whole or not at all, also when it
-replaces another of the same name.
+``runs/<run>/<kind>/<name>.json`` describes a checkpoint and names the folder with its tensors. The JSON file
+is written last, by an atomic rename, so that a checkpoint is complete or absent, even if it replaces another
+checkpoint of the same name.
 """
 
 from __future__ import annotations
@@ -23,85 +23,85 @@ import safetensors.torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from engine.checkpoints.checkpoint import ADAPTER, OPTIMIZER, Checkpoint, Description, StoredFile, expiry
+from engine.checkpoints.checkpoint import ADAPTER, OPTIMIZER, Checkpoint, SaveMetadata, StoredFile, expiry_time
 from engine.checkpoints.files import disk_errors, flush_folder, replace_json, write_durably
 from engine.checkpoints.names import KINDS, CheckpointName, run_folder
-from engine.errors import EngineError, NotThereError, RequestError
+from engine.errors import EngineError, NotFoundError, RequestError
 
 log = logging.getLogger(__name__)
 
 _CHECKPOINT = TypeAdapter(Checkpoint)
-_CALLED = {OPTIMIZER: "optimizer state", ADAPTER: "readable weights"}
+_FILE_CONTENTS = {OPTIMIZER: "optimizer state", ADAPTER: "adapter weights"}
 
 
 class CheckpointStore:
-    """All checkpoints under one state folder; several engines may share it."""
+    """All checkpoints in one state folder; several engines may share the folder."""
 
     def __init__(self, state: Path) -> None:
         self._runs = state / "runs"
-        self._lock = threading.RLock()  # descriptions change on the compute thread and on those of REST requests
+        self._lock = threading.RLock()  # the compute thread and the threads of REST requests change descriptions
 
     def save(
         self,
         name: CheckpointName,
-        description: Description,
+        metadata: SaveMetadata,
         files: Mapping[str, bytes],
         overwrite: bool,
     ) -> Checkpoint:
-        """Write ``files`` as the checkpoint ``name``; the tensors among them as `pack` packs them.
+        """Write ``files`` as the checkpoint ``name``; `pack` serializes tensors.
 
         Raises:
-            RequestError: it exists and ``overwrite`` is off, or its time to live is out of range.
-            EngineError: the disk refused; the checkpoint that was there before still is.
+            RequestError: the checkpoint exists and ``overwrite`` is off, or its time to live is out of range.
+            EngineError: the write to disk failed; an existing checkpoint of the same name is unchanged.
         """
         target = self._description_path(name)
         if not overwrite and target.exists() and not self._read(target).expired:
             raise RequestError(f"The checkpoint {name.path} exists: save under another name, or with overwrite=True.")
         now = datetime.now(UTC)
-        expires_at = expiry(now, description.ttl_seconds)
+        expires_at = expiry_time(now, metadata.ttl_seconds)
         folder = f"{name.name}@{uuid.uuid4().hex}"
         with disk_errors(f"The checkpoint {name.path}"):
             try:
                 checkpoint = Checkpoint(
                     name=name,
-                    base_model=description.base_model,
-                    lora=description.lora,
+                    base_model=metadata.base_model,
+                    lora=metadata.lora,
                     folder=folder,
                     files=_write_files(target.parent / folder, files),
                     created_at=now,
                     expires_at=expires_at,
-                    user_metadata=description.user_metadata,
+                    user_metadata=metadata.user_metadata,
                 )
                 with self._lock:
-                    before = self._read(target) if target.exists() else None
+                    previous = self._read(target) if target.exists() else None
                     replace_json(target, _CHECKPOINT.dump_python(checkpoint, mode="json"))
             except BaseException:
                 shutil.rmtree(target.parent / folder, ignore_errors=True)
                 raise
-        if before is not None:
-            shutil.rmtree(target.parent / before.folder, ignore_errors=True)
+        if previous is not None:
+            shutil.rmtree(target.parent / previous.folder, ignore_errors=True)
         return checkpoint
 
     def find(self, name: CheckpointName) -> Checkpoint:
-        """The description of ``name``.
+        """Return the metadata of a checkpoint.
 
         Raises:
-            NotThereError: there is no such checkpoint, or it has expired.
+            NotFoundError: the checkpoint does not exist, or has expired.
         """
         try:
             checkpoint = self._read(self._description_path(name))
         except FileNotFoundError as error:
-            raise NotThereError(
+            raise NotFoundError(
                 f"There is no checkpoint {name.path} in this engine's state folder: "
-                "check the path, and that the engine was started on the folder it was saved in."
+                "check the path, and the --state folder of the engine."
             ) from error
         if checkpoint.expires_at is not None and checkpoint.expired:
             self._remove(checkpoint)
-            raise NotThereError(f"The checkpoint {name.path} expired on {checkpoint.expires_at:%Y-%m-%d %H:%M} UTC.")
+            raise NotFoundError(f"The checkpoint {name.path} expired on {checkpoint.expires_at:%Y-%m-%d %H:%M} UTC.")
         return checkpoint
 
     def read(self, checkpoint: Checkpoint, file: str) -> dict[str, Tensor]:
-        """The tensors of one file, checked against the checksum of the save.
+        """Read the tensors of one file and verify its checksum.
 
         Raises:
             RequestError: the checkpoint has no such file.
@@ -110,60 +110,60 @@ class CheckpointStore:
         stored = checkpoint.files.get(file)
         if stored is None:
             raise RequestError(
-                f"The checkpoint {checkpoint.name.path} has no {_CALLED.get(file, file)}: load it without, "
-                "or load one that save_state wrote."
+                f"The checkpoint {checkpoint.name.path} has no {_FILE_CONTENTS.get(file, file)}: load it without, "
+                "or load a checkpoint written by save_state."
             )
         path = self.file_path(checkpoint, file)
         content = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(content).hexdigest() != stored.sha256:
             raise EngineError(
-                f"The checkpoint {checkpoint.name.path} is damaged: the {len(content)} bytes of {file} are not "
-                f"the {stored.num_bytes} bytes that were saved; load the checkpoint before it."
+                f"The checkpoint {checkpoint.name.path} is damaged: {file} has {len(content)} bytes that do not match "
+                f"the {stored.num_bytes} saved bytes; load an earlier checkpoint."
             )
         return safetensors.torch.load(content)
 
-    def of_run(self, run: str) -> list[Checkpoint]:
-        """The checkpoints of a training run, oldest first."""
+    def list_run(self, run: str) -> list[Checkpoint]:
+        """List the checkpoints of a training run, oldest first, and remove expired ones."""
         folder = self._runs / run_folder(run)
-        living = []
+        current = []
         for checkpoint in [checkpoint for kind in KINDS for checkpoint in self._readable(folder / kind)]:
             if checkpoint.expired:
                 self._remove(checkpoint)
             else:
-                living.append(checkpoint)
-        return sorted(living, key=lambda checkpoint: checkpoint.created_at)
+                current.append(checkpoint)
+        return sorted(current, key=lambda checkpoint: checkpoint.created_at)
 
     def set_ttl(self, name: CheckpointName, ttl_seconds: int | None) -> None:
-        """Let a checkpoint expire ``ttl_seconds`` from now, or never.
+        """Set the expiry of a checkpoint to ``ttl_seconds`` from now, or to never.
 
         Raises:
-            NotThereError: there is none.
-            RequestError: less than a second, or more than ten years.
+            NotFoundError: the checkpoint does not exist.
+            RequestError: ``ttl_seconds`` is below one second or above ten years.
         """
-        self._change(name, expires_at=expiry(datetime.now(UTC), ttl_seconds))
+        self._change(name, expires_at=expiry_time(datetime.now(UTC), ttl_seconds))
 
     def set_public(self, name: CheckpointName, public: bool) -> None:
-        """Note whether a checkpoint is published.
+        """Record that a checkpoint is public or private.
 
         Raises:
-            NotThereError: there is none.
+            NotFoundError: the checkpoint does not exist.
         """
         self._change(name, public=public)
 
     def delete(self, name: CheckpointName) -> None:
-        """Remove a checkpoint: first its description, so that it is never half there.
+        """Delete a checkpoint, its description first, so that no partial checkpoint is visible.
 
         Raises:
-            NotThereError: there is none.
+            NotFoundError: the checkpoint does not exist.
         """
         self._remove(self.find(name))
 
     def file_path(self, checkpoint: Checkpoint, file: str) -> Path:
-        """Where ``file``, one of ``checkpoint.files``, lies."""
+        """Return the path of ``file``, one of ``checkpoint.files``."""
         return self._description_path(checkpoint.name).parent / checkpoint.folder / file
 
-    def sweep(self) -> None:
-        """Remove what has expired, and what saves left behind that were killed half-way an hour ago or more."""
+    def remove_stale(self) -> None:
+        """Remove expired checkpoints, and partial saves that are at least an hour old."""
         for kind in KINDS:
             for kind_folder in self._runs.glob(f"*/{kind}"):
                 for checkpoint in self._readable(kind_folder):
@@ -196,7 +196,7 @@ class CheckpointStore:
             try:
                 yield self._read(path)
             except FileNotFoundError:
-                continue  # deleted meanwhile
+                continue  # deleted concurrently
             except EngineError as error:
                 log.warning("%s", error)
 
@@ -204,13 +204,11 @@ class CheckpointStore:
         try:
             return _CHECKPOINT.validate_json(path.read_bytes())
         except ValidationError as error:
-            raise EngineError(
-                f"The checkpoint description {path} is damaged: load the checkpoint before it."
-            ) from error
+            raise EngineError(f"The checkpoint description {path} is damaged: load an earlier checkpoint.") from error
 
 
 def pack(tensors: Mapping[str, Tensor]) -> bytes:
-    """Tensors as a safetensors file, which can hold nothing that runs."""
+    """Serialize tensors as a safetensors file, which cannot contain code."""
     return safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
 
 

@@ -1,1 +1,1 @@
-"""Torch: adapters, gradients and optimizers; everything here runs on the compute thread."""
+"""Adapters, gradients and optimizers in torch. Everything here runs on the compute thread."""

@@ -1,4 +1,4 @@
-"""A base model with room for adapters: hidden states, logprobs and logits under one adapter at a time."""
+"""Base model with adapters: hidden states, logprobs and logits under the active adapters."""
 
 from __future__ import annotations
 
@@ -8,57 +8,58 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from engine.compute.lora import Adapter, LoraSpec, Share, Slot, new_adapter, wrap_linears
-from engine.compute.slots import attend_slots
+from engine.compute.kv_cache import register_cached_attention
+from engine.compute.lora import ActiveAdapters, Adapter, AdapterRows, LoraSpec, new_adapter, wrap_linears
 from engine.models import LoadedModel, ModelError
 
 HEAD = "lm_head"
 
 
 class BaseModel:
-    """Owns the loaded model; only the compute thread calls it.
+    """Owner of a loaded model. Only the compute thread uses it.
 
     Attributes:
-        loaded: the model as it was loaded, with its name, path, context and vocabulary.
+        loaded: the loaded model with its name, path, context length and vocabulary size.
+        decoder: the model without its output head, with wrapped linear layers.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         head = loaded.model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise ModelError(f"{loaded.name} has no linear output head, which this engine needs: use another model.")
-        _refuse_rescaled_logits(loaded)
-        attend_slots(loaded.model)
+            raise ModelError(f"{loaded.name} has no linear output head, which this engine requires: use another model.")
+        _reject_rescaled_logits(loaded)
+        register_cached_attention(loaded.model)
         self._head = head
-        self._slot = Slot()
+        self._active = ActiveAdapters()
         self.decoder = loaded.model.get_decoder()
         prefix = next(name for name, module in loaded.model.named_modules() if module is self.decoder)
-        self._linears = wrap_linears(self.decoder, f"{prefix}.", self._slot)
+        self._linears = wrap_linears(self.decoder, f"{prefix}.", self._active)
 
     @property
     def device(self) -> torch.device:
         return self.loaded.device
 
     def new_adapter(self, spec: LoraSpec) -> Adapter:
-        """A fresh adapter of this model; see `lora.new_adapter`."""
+        """Create an untrained adapter for this model; see `lora.new_adapter`."""
         attn = {name: linear for name, linear in self._linears.items() if "attn" in name or "attention" in name}
         mlp = {name: linear for name, linear in self._linears.items() if name not in attn}
         return new_adapter(spec, attn, mlp, {HEAD: self._head})
 
     @contextmanager
     def using(self, adapter: Adapter | None) -> Iterator[None]:
-        """Run what is inside under ``adapter``; None is the base model itself."""
-        with self.sharing([] if adapter is None else [Share(adapter, None)]):
+        """Run the block under ``adapter``; None is the base model itself."""
+        with self.using_rows([] if adapter is None else [AdapterRows(adapter, None)]):
             yield
 
     @contextmanager
-    def sharing(self, shares: Sequence[Share]) -> Iterator[None]:
-        """Run what is inside with each share's rows, by the first dimension, under its adapter; no gradients."""
-        with self._slot.holding(shares), self.loaded.autocast():
+    def using_rows(self, assignments: Sequence[AdapterRows]) -> Iterator[None]:
+        """Run the block with a different adapter for each set of rows (indices of dimension 0), without gradients."""
+        with self._active.activate(assignments), self.loaded.autocast():
             yield
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """Last hidden states ``(B, T, H)`` of right-padded token ids."""
+        """Compute the last hidden states ``(B, T, H)`` of right-padded token ids."""
         return self.decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
 
     @property
@@ -66,25 +67,25 @@ class BaseModel:
         return self._head
 
     def head_lora(self) -> tuple[Adapter, str] | None:
-        """The adapter in use and the head's name in it, where it adapts the head."""
-        for adapter, _ in self._slot.shares:
+        """Return the active adapter and the head's name in it, or None if no active adapter adapts the head."""
+        for adapter, _ in self._active.assignments:
             if HEAD in adapter.factors:
                 return (adapter, HEAD)
         return None
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
-        """The logits ``(R, V)`` in float32: for sampling, where all of them are needed."""
-        # In the dtype of the hidden states: autocast would round them to three digits.
+        """Compute the logits ``(R, V)`` of all tokens in float32, for sampling."""
+        # Without autocast, which would round the logits to three digits.
         with torch.autocast(self.device.type, enabled=False):
-            return self._slot.add_to(self._head(hidden_RH), hidden_RH, HEAD).float()
+            return self._active.add_to(self._head(hidden_RH), hidden_RH, HEAD).float()
 
 
-def _refuse_rescaled_logits(loaded: LoadedModel) -> None:
-    """The engine computes logits as one matrix product; one that does more to them would train wrongly."""
+def _reject_rescaled_logits(loaded: LoadedModel) -> None:
+    """Raise a ModelError if the model transforms its logits: the engine computes a plain matrix product."""
     config = loaded.model.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):
             raise ModelError(
                 f"{loaded.name} rescales its logits ({name} = {getattr(config, name)}), which this engine does "
-                "not do: use another model."
+                "not support: use another model."
             )

@@ -1,4 +1,4 @@
-"""Micro-batches: sequences of like length side by side, so that little is computed on padding."""
+"""Micro-batches of sequences of similar length, which need little padding."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def micro_batches(lengths_D: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group the indices of ``D`` sequences, longest first, ties in their given order.
+    """Group the indices of ``D`` sequences by length, longest first; ties keep their order.
 
-    No group holds more than ``max_tokens`` tokens with padding, unless it holds one sequence.
+    A group has at most ``max_tokens`` tokens, including padding, or a single sequence.
 
     >>> micro_batches([3, 8, 4], max_tokens=8)
     [[1], [2, 0]]
@@ -26,9 +26,9 @@ def micro_batches(lengths_D: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def pad_right(rows_B: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows as one ``(B, T)`` tensor, and the flat indices ``(N,)`` of its real elements, row by row.
+    """Pad rows to one ``(B, T)`` tensor; also return the flat indices ``(N,)`` of its real elements, row by row.
 
-    Padding is to the right, where a causal model never looks, so no attention mask is needed.
+    Padding is on the right, where a causal model never attends, so no attention mask is needed.
 
     >>> pad_right([torch.tensor([7, 8]), torch.tensor([9])])
     (tensor([[7, 8],

@@ -1,4 +1,4 @@
-"""One training example, and the check that a model can take it."""
+"""Training example and its validation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from engine.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One sequence with what it is to predict.
+    """One sequence with its targets and loss inputs.
 
     Attributes:
         tokens_T: int64 ``(T,)``: the model's input.
         targets: int64 ``(T,)`` or ``(T, K)``: the token, or the K tokens, scored at each position.
-        inputs: what the loss reads beside, by the names of ``loss_fn_inputs``.
+        inputs: further inputs of the loss, by their names in ``loss_fn_inputs``.
     """
 
     tokens_T: Tensor
@@ -26,7 +26,7 @@ class Datum:
 
 
 def check_datum(datum: Datum, index: int, vocab_size: int, max_context: int) -> None:
-    """Raise a RequestError that names datum ``index`` unless the model can train on it."""
+    """Raise a RequestError that names datum ``index`` if the model cannot train on it."""
     num_tokens = len(datum.tokens_T)
     if num_tokens == 0:
         raise RequestError(f"Datum {index} has no tokens: drop it.")
@@ -45,11 +45,11 @@ def check_datum(datum: Datum, index: int, vocab_size: int, max_context: int) -> 
         check_tokens(tokens, f"{name} of datum {index}", vocab_size)
 
 
-def check_tokens(tokens: Tensor, where: str, vocab_size: int) -> None:
-    """Raise a RequestError unless all ids are below ``vocab_size``."""
+def check_tokens(tokens: Tensor, name: str, vocab_size: int) -> None:
+    """Raise a RequestError if a token id is outside the vocabulary; ``name`` is the tensor's name in the error."""
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise RequestError(
-            f"{where} holds the token id {low if low < 0 else high}, but the model's vocabulary has "
-            f"{vocab_size} entries: encode with the tokenizer of this model."
+            f"{name} has the token id {low if low < 0 else high}, but the model's vocabulary has {vocab_size} "
+            "entries: encode with the tokenizer of this model."
         )

@@ -1,4 +1,4 @@
-"""Log-probabilities of target tokens from hidden states, without a log-softmax over all positions at once."""
+"""Log-probabilities of target tokens from hidden states, without materializing all log-softmax values at once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from engine.compute.lora import Adapter
 
-CHUNK_ELEMENTS = 2**24  # logits at a time, 64 MiB in float32: smaller chunks read the head from memory too often
+CHUNK_ELEMENTS = 2**24  # logits per chunk, 64 MiB in float32: smaller chunks read the head's weights too often
 
 
-class _Head(NamedTuple):
-    """The frozen part of the output head, and what is asked of it."""
+class _HeadInputs(NamedTuple):
+    """Frozen weights of the output head, and the targets to score."""
 
     weight_VH: Tensor
     bias_V: Tensor | None
@@ -24,15 +24,15 @@ class _Head(NamedTuple):
 def target_logprobs(
     hidden_NH: Tensor, head: nn.Linear, head_lora: tuple[Adapter, str] | None, rows_M: Tensor, targets_M: Tensor
 ) -> Tensor:
-    """Log-probability, in nats, of target ``targets_M[m]`` at row ``rows_M[m]`` of ``hidden_NH``.
+    """Compute the log-probability, in nats, of target ``targets_M[m]`` at row ``rows_M[m]`` of ``hidden_NH``.
 
-    Any number of targets may share a row; rows ascend. Differentiable in the hidden states and in the head's
-    adapter, never in the head itself. Where no gradient is recorded, nothing larger than a chunk is kept.
+    Several targets may share a row; ``rows_M`` ascends. The result is differentiable in the hidden states and in
+    the head's adapter, not in the head itself. Without gradients, memory is bounded by one chunk.
 
     Returns:
         float32 ``(M,)``.
     """
-    asked = _Head(head.weight, head.bias, rows_M, targets_M)
+    head_inputs = _HeadInputs(head.weight, head.bias, rows_M, targets_M)
     with _full_precision(hidden_NH):
         down_Nr, b_Vr = None, None
         if head_lora is not None:
@@ -40,21 +40,23 @@ def target_logprobs(
             factors = adapter.factors[name]
             down_Nr = nn.functional.linear(hidden_NH, factors.a.to(hidden_NH.dtype)) * adapter.scale
             b_Vr = factors.b
-        logprobs_M: Any = _TargetLogprobs.apply(hidden_NH, down_Nr, b_Vr, asked)
+        logprobs_M: Any = _TargetLogprobs.apply(hidden_NH, down_Nr, b_Vr, head_inputs)
         return logprobs_M
 
 
 def _full_precision(hidden_NH: Tensor) -> torch.autocast:
-    """The head runs in the dtype of the hidden states: autocast would round its logits to three digits."""
+    """Disable autocast, which would round the logits to three digits."""
     return torch.autocast(hidden_NH.device.type, enabled=False)
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """logits = hidden W' + down B' (+ bias); the softmax of the forward pass becomes the gradient, in place."""
+    """logits = hidden W' + down B' (+ bias). The backward pass reuses the softmax's memory for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, down_Nr: Tensor | None, b_Vr: Tensor | None, asked: _Head) -> Tensor:
-        weight_VH, bias_V, rows_M, targets_M = asked
+    def forward(
+        ctx: Any, hidden_NH: Tensor, down_Nr: Tensor | None, b_Vr: Tensor | None, head_inputs: _HeadInputs
+    ) -> Tensor:
+        weight_VH, bias_V, rows_M, targets_M = head_inputs
         num_rows, num_tokens = hidden_NH.shape[0], weight_VH.shape[0]
         b_Vr = b_Vr.to(hidden_NH.dtype) if b_Vr is not None else None
         probs_NV = hidden_NH.new_empty(num_rows, num_tokens) if any(ctx.needs_input_grad) else None

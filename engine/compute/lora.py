@@ -1,8 +1,8 @@
 """LoRA adapters on a shared base model: W x + (alpha / r) B A x (Hu et al. 2021, arXiv:2106.09685).
 
-An adapter is a plain mapping from module names to its two factors. The base model's linear layers are wrapped
-once; they read the adapter in use from one shared slot, so switching costs nothing, no adapter's gradient can
-reach another's, and an adapter is gone when its mapping is. On disk the factors carry peft's names.
+An adapter maps module names to its two factors. The base model's linear layers are wrapped once and read the
+active adapters from a shared object. Switching adapters is therefore free, gradients never reach another
+adapter, and dropping the mapping frees the adapter. On disk the factors have peft's names.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from engine.errors import RequestError
 
-ALPHA = 32.0  # what the hosted service and tinker-cookbook use at every rank
+ALPHA = 32.0  # the hosted service and tinker-cookbook use this value at every rank
 MAX_RANK = 1024
 
 
 class Factors(NamedTuple):
-    """`a` is ``(r, in)``, `b` is ``(out, r)``, float32."""
+    """Low-rank factors in float32: `a` is ``(r, in)``, `b` is ``(out, r)``."""
 
     a: Tensor
     b: Tensor
@@ -32,7 +32,7 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """What shapes an adapter; `seed` fixes its first weights."""
+    """Shape of an adapter; `seed` determines its initial weights."""
 
     rank: int
     seed: int
@@ -43,7 +43,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """One LoRA adapter: its shape and its factors per module name."""
+    """One LoRA adapter: its shape and its factors by module name."""
 
     spec: LoraSpec
     factors: Mapping[str, Factors]
@@ -53,36 +53,36 @@ class Adapter:
         return ALPHA / self.spec.rank
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of each factor, always in the same order."""
+        """Yield the name and tensor of each factor, in a fixed order."""
         for module in sorted(self.factors):
             yield f"{module}.lora_A.weight", self.factors[module].a
             yield f"{module}.lora_B.weight", self.factors[module].b
 
 
-class Share(NamedTuple):
-    """Rows of a batch that are computed under one adapter; `rows_S` are their int64 indices, None for all of them."""
+class AdapterRows(NamedTuple):
+    """Rows of a batch computed under one adapter; `rows_S` are int64 row indices, None means all rows."""
 
     adapter: Adapter
     rows_S: Tensor | None
 
 
-class Slot:
-    """The adapters in use on one base model, each with its rows; rows of none are the base model itself."""
+class ActiveAdapters:
+    """Adapters that the wrapped layers of one base model apply, each to its rows. Other rows use the base model."""
 
     def __init__(self) -> None:
-        self.shares: Sequence[Share] = ()
+        self.assignments: Sequence[AdapterRows] = ()
 
     @contextmanager
-    def holding(self, shares: Sequence[Share]) -> Iterator[None]:
-        before, self.shares = self.shares, shares
+    def activate(self, assignments: Sequence[AdapterRows]) -> Iterator[None]:
+        previous, self.assignments = self.assignments, assignments
         try:
             yield
         finally:
-            self.shares = before
+            self.assignments = previous
 
     def add_to(self, y: Tensor, x: Tensor, name: str) -> Tensor:
-        """``y`` and what the adapters make of ``x`` in the module ``name``; some rows only are added in place."""
-        for adapter, rows_S in self.shares:
+        """Return ``y`` plus the adapters' outputs for ``x`` in module ``name``; subsets of rows are added in place."""
+        for adapter, rows_S in self.assignments:
             if (factors := adapter.factors.get(name)) is None:
                 continue
             if rows_S is None:
@@ -93,54 +93,54 @@ class Slot:
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer plus whatever the slot's adapters have for it."""
+    """Frozen linear layer plus the outputs of the active adapters."""
 
-    def __init__(self, base: nn.Linear, name: str, slot: Slot) -> None:
+    def __init__(self, base: nn.Linear, name: str, active: ActiveAdapters) -> None:
         super().__init__()
         self.base = base
         self._name = name
-        self._slot = slot
+        self._active = active
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._slot.add_to(self.base(x), x, self._name)
+        return self._active.add_to(self.base(x), x, self._name)
 
 
 def lora_product(x: Tensor, factors: Factors, scale: float) -> Tensor:
-    """``scale * B A x``, in the dtype of ``x``; the small product is scaled, not the large one."""
+    """Compute ``scale * B A x`` in the dtype of ``x``. The scale is applied to A x, the smaller tensor."""
     down = nn.functional.linear(x, factors.a.to(x.dtype)) * scale
     return nn.functional.linear(down, factors.b.to(x.dtype))
 
 
-def wrap_linears(root: nn.Module, prefix: str, slot: Slot) -> dict[str, nn.Linear]:
-    """Put a `LoraLinear` in place of every linear layer under ``root``; returns the layers by full name."""
-    found = {name: module for name, module in root.named_modules() if isinstance(module, nn.Linear)}
-    for name, linear in found.items():
+def wrap_linears(root: nn.Module, prefix: str, active: ActiveAdapters) -> dict[str, nn.Linear]:
+    """Replace every linear layer under ``root`` by a `LoraLinear`; return the original layers by full name."""
+    linears = {name: module for name, module in root.named_modules() if isinstance(module, nn.Linear)}
+    for name, linear in linears.items():
         parent, _, child = name.rpartition(".")
-        setattr(root.get_submodule(parent), child, LoraLinear(linear, f"{prefix}{name}", slot))
-    return {f"{prefix}{name}": linear for name, linear in found.items()}
+        setattr(root.get_submodule(parent), child, LoraLinear(linear, f"{prefix}{name}", active))
+    return {f"{prefix}{name}": linear for name, linear in linears.items()}
 
 
 def new_adapter(
     spec: LoraSpec, attn: Mapping[str, nn.Linear], mlp: Mapping[str, nn.Linear], head: Mapping[str, nn.Linear]
 ) -> Adapter:
-    """A fresh adapter that changes nothing yet: B is 0, A is uniform as in peft, from the seed per module.
+    """Create an adapter that does not change the model yet: B is 0, A is uniform as in peft, seeded per module.
 
     Raises:
-        RequestError: a rank that cannot be, or nothing to train.
+        RequestError: the rank is out of range, or no module is selected.
     """
     if not 1 <= spec.rank <= MAX_RANK:
-        raise RequestError(f"The LoRA rank is {spec.rank}; give 1 to {MAX_RANK}.")
-    chosen = {
+        raise RequestError(f"The LoRA rank is {spec.rank}; use 1 to {MAX_RANK}.")
+    selected = {
         **(attn if spec.train_attn else {}),
         **(mlp if spec.train_mlp else {}),
         **(head if spec.train_unembed else {}),
     }
-    if not chosen:
-        raise RequestError("Nothing is left to train: set train_mlp, train_attn or train_unembed.")
-    return Adapter(spec, {name: _first_factors(spec, name, linear) for name, linear in chosen.items()})
+    if not selected:
+        raise RequestError("The adapter has no modules to train: set train_mlp, train_attn or train_unembed.")
+    return Adapter(spec, {name: _initial_factors(spec, name, linear) for name, linear in selected.items()})
 
 
-def _first_factors(spec: LoraSpec, name: str, linear: nn.Linear) -> Factors:
+def _initial_factors(spec: LoraSpec, name: str, linear: nn.Linear) -> Factors:
     seed = int.from_bytes(blake2b(f"{spec.seed}:{name}".encode(), digest_size=8).digest()) >> 1
     generator = torch.Generator().manual_seed(seed)
     bound = 1 / math.sqrt(linear.in_features)  # Kaiming uniform with a = sqrt(5)

@@ -1,4 +1,4 @@
-"""What a forward_backward needs of a loss: what it reads, where it has a gradient, and its value."""
+"""Interface between losses and forward_backward, and the built-in losses."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from engine.compute.datum import Datum
 from engine.errors import RequestError
 from objectives.errors import ObjectiveError
 from objectives.losses import BuiltInLoss, find_built_in
-from objectives.losses.built_in import CLIP_HIGH, CLIP_LOW
-from objectives.losses.ratios import Threshold
+from objectives.losses.policy.ratios import Threshold
+from objectives.losses.registry import CLIP_HIGH, CLIP_LOW
 
 
 class LossValue(NamedTuple):
-    """A loss of some datums.
+    """Loss of several datums.
 
     Attributes:
-        total: 0-d: the sum over them.
-        metrics_B: of each datum, by ``name:reduction``.
+        total: 0-d sum over the datums.
+        metrics_B: metrics of each datum, keyed by ``name:reduction``.
     """
 
     total: Tensor
@@ -30,36 +30,36 @@ class LossValue(NamedTuple):
 
 
 class Loss(Protocol):
-    """A loss with its parameters; the value of a batch is the sum over its datums."""
+    """Loss with bound parameters. The loss of a batch is the sum of the losses of its datums."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The ``loss_fn_inputs`` that it reads; others are ignored."""
+        """Names of the ``loss_fn_inputs`` that the loss reads; it ignores all other inputs."""
         ...
 
     def prepare(self, datum: Datum, index: int) -> Datum:
-        """The datum with its inputs complete; raises a RequestError that names datum ``index``."""
+        """Validate a datum's inputs and fill in defaults; raise a RequestError that names datum ``index``."""
         ...
 
-    def trained(self, datum: Datum) -> Tensor:
-        """Bool, shaped as the targets: where the loss may have a gradient."""
+    def trained_mask(self, datum: Datum) -> Tensor:
+        """Return a bool mask of the targets' shape: True where the loss can have a gradient."""
         ...
 
     def compute(self, logprobs_M: Tensor, data_B: Sequence[Datum]) -> LossValue:
-        """The loss of some datums, from the logprobs ``(M,)`` of all their targets, datum by datum."""
+        """Compute the loss of several datums from the logprobs ``(M,)`` of their targets, concatenated by datum."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BoundLoss:
-    """A built-in loss with its parameters."""
+    """Built-in loss with bound parameters."""
 
     loss: BuiltInLoss
     params: Mapping[str, float]
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        # A datum may bring its own bounds, which the SDK lists among its inputs.
+        # A datum can set its own clip thresholds among its loss_fn_inputs, as in the SDK.
         return (*self.loss.inputs, *((CLIP_LOW, CLIP_HIGH) if self.loss.clips else ()))
 
     def prepare(self, datum: Datum, index: int) -> Datum:
@@ -75,8 +75,8 @@ class BoundLoss:
         for name in self.loss.inputs:
             if name not in inputs:
                 raise RequestError(
-                    f"Datum {index} has no {name} in its loss_fn_inputs, and the loss {self.loss.name!r} reads "
-                    f"{', '.join(self.loss.inputs)}: send one number per target."
+                    f"Datum {index} has no {name} in its loss_fn_inputs, but the loss {self.loss.name!r} requires "
+                    f"{', '.join(self.loss.inputs)}: send one number per target for each."
                 )
         for name in inputs.keys() - set(self.loss.inputs):
             if inputs[name].numel() == 1:
@@ -85,10 +85,10 @@ class BoundLoss:
             _check_values(value, f"{name} of datum {index}", shape)
         return Datum(datum.tokens_T, datum.targets, inputs)
 
-    def trained(self, datum: Datum) -> Tensor:
-        if self.loss.decisive is None:
+    def trained_mask(self, datum: Datum) -> Tensor:
+        if self.loss.gating_input is None:
             return torch.ones(datum.targets.shape, dtype=torch.bool)
-        return datum.inputs[self.loss.decisive] != 0
+        return datum.inputs[self.loss.gating_input] != 0
 
     def compute(self, logprobs_M: Tensor, data_B: Sequence[Datum]) -> LossValue:
         device = logprobs_M.device
@@ -115,10 +115,10 @@ class BoundLoss:
 
 
 def bind_loss(name: str, config: Mapping[str, float | str]) -> BoundLoss:
-    """The built-in loss called ``name`` under a ``loss_fn_config``.
+    """Return the built-in loss ``name`` with the parameters of a ``loss_fn_config``.
 
     Raises:
-        RequestError: there is no such loss, or a parameter is wrong.
+        RequestError: the loss is unknown, or a parameter is invalid.
     """
     try:
         loss = find_built_in(name)
@@ -130,8 +130,8 @@ def bind_loss(name: str, config: Mapping[str, float | str]) -> BoundLoss:
 def _check_values(value: Tensor, name: str, shape: torch.Size) -> None:
     if value.shape != shape:
         raise RequestError(
-            f"{name} has the shape {tuple(value.shape)}, but target_tokens have {tuple(shape)}: send one number per "
+            f"{name} has the shape {tuple(value.shape)}, but target_tokens has {tuple(shape)}: send one number per "
             "target."
         )
     if not bool(value.isfinite().all()):
-        raise RequestError(f"{name} has a number that is not finite: check where it comes from.")
+        raise RequestError(f"{name} contains a value that is not finite: check how it is computed.")

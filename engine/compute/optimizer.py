@@ -1,4 +1,4 @@
-"""AdamW of one adapter, exactly `torch.optim.AdamW`; its state goes by parameter name."""
+"""AdamW for one adapter, identical to `torch.optim.AdamW`; its state is keyed by parameter name."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from engine.errors import RequestError
 
 
 class Optimizer:
-    """Steps an adapter and keeps the moments."""
+    """AdamW steps and moments of one adapter."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._parameters = dict(adapter.named_parameters())
         self._adam = torch.optim.AdamW(self._parameters.values(), fused=True)
 
     def step(self, params: AdamParams) -> None:
-        """Update the weights from the gradient gathered since the last step, and clear it.
+        """Update the weights from the accumulated gradient, then clear the gradient.
 
-        Without any gradient nothing changes, as in PyTorch.
+        A step without a gradient changes nothing, as in PyTorch.
 
         Raises:
-            RequestError: a parameter out of range, or a gradient that is not finite; no weight changes.
+            RequestError: a parameter is out of range, or the gradient is not finite; the weights are unchanged.
         """
         _check(params)
         try:
@@ -35,7 +35,7 @@ class Optimizer:
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
             if not all(bool(gradient.isfinite().all()) for gradient in gradients):
                 raise RequestError(
-                    "The gradient is not finite, so it was dropped and the weights are as before: "
+                    "The gradient is not finite, so it was dropped and the weights are unchanged: "
                     "check the loss, or lower the learning rate."
                 )
             (group,) = self._adam.param_groups
@@ -53,7 +53,7 @@ class Optimizer:
         self._adam.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """All moments and step counts, as ``<parameter>.<moment>``; empty before the first step."""
+        """Return all moments and step counts as ``<parameter>.<moment>``; empty before the first step."""
         return {
             f"{name}.{key}": value
             for name, parameter in self._parameters.items()
@@ -61,7 +61,7 @@ class Optimizer:
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave, bit for bit."""
+        """Load a result of `state`, bit for bit."""
         for name, parameter in self._parameters.items():
             keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in state]
             if keys:
@@ -77,7 +77,7 @@ def _check(params: AdamParams) -> None:
         "weight_decay": params.weight_decay >= 0,
         "grad_clip_norm": params.grad_clip_norm >= 0,
     }
-    for name, good in in_range.items():
+    for name, valid in in_range.items():
         value = getattr(params, name)
-        if not good or not math.isfinite(value):
+        if not valid or not math.isfinite(value):
             raise RequestError(f"{name} of the optimizer is {value}, which is out of range.")

@@ -1,10 +1,11 @@
-"""forward and forward_backward: logprobs of every target, and the gradient of the loss in the adapter."""
+"""forward and forward_backward: logprobs of all targets, and the loss gradient of the adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,60 +16,64 @@ from engine.compute.datum import Datum
 from engine.compute.logprobs import target_logprobs
 from engine.compute.lora import Adapter
 from engine.compute.loss import Loss, LossValue
-from engine.compute.parts import Parts, whole
 from engine.errors import RequestError
+
+Result = TypeVar("Result")
 
 _REDUCTIONS = {"sum": sum, "max": max, "mean": fmean}
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """What a pass over a batch gave.
+    """Result of a pass over a batch.
 
     Attributes:
-        logprobs_D: per datum, shaped as its targets, float32 on the CPU, nats.
-        metrics: by ``name:reduction``; ``loss:sum``, the loss of the whole batch, is always there.
+        logprobs_D: logprobs of each datum's targets in nats, shaped as the targets, float32 on the CPU.
+        metrics: values by ``name:reduction``; always includes ``loss:sum``, the loss of the whole batch.
     """
 
     logprobs_D: list[Tensor]
     metrics: Mapping[str, float]
 
 
-def run_loss(
+def exhaust(generator: Generator[None, None, Result]) -> Result:
+    """Run a generator to its end; return its return value."""
+    while True:
+        try:
+            next(generator)
+        except StopIteration as end:
+            return end.value
+
+
+def iterate_loss(
     base: BaseModel, adapter: Adapter, data_D: Sequence[Datum], loss: Loss, max_tokens: int, backward: bool
-) -> LossOutput:
-    """`loss_parts` without a break."""
-    return whole(loss_parts(base, adapter, data_D, loss, max_tokens, backward))
+) -> Generator[None, None, LossOutput]:
+    """Compute the loss of ``data_D`` and, with ``backward``, add its gradient to the adapter's gradient.
 
-
-def loss_parts(
-    base: BaseModel, adapter: Adapter, data_D: Sequence[Datum], loss: Loss, max_tokens: int, backward: bool
-) -> Parts[LossOutput]:
-    """Compute the loss of ``data_D``, a part per micro-batch; with ``backward``, add its gradient to the adapter's.
-
-    The sequences are computed in micro-batches of like length, none of them cut. A loss is a sum over sequences,
-    so the result does not depend on how they were grouped, beyond rounding; the same call gives the same bits.
+    Sequences of similar length share a micro-batch and are never split. The generator yields between
+    micro-batches, so that other clients get their turn. A loss is a sum over sequences: the result depends on the
+    grouping only by rounding, and the same call gives the same bits.
 
     Args:
-        data_D: as `Loss.prepare` returned them.
-        max_tokens: of one micro-batch, padding included.
+        data_D: results of `Loss.prepare`.
+        max_tokens: maximum size of a micro-batch in tokens, including padding.
 
     Raises:
-        RequestError: a loss or a gradient that is not finite.
+        RequestError: a loss or a gradient is not finite.
     """
     logprobs_D: list[Tensor] = [torch.empty(0)] * len(data_D)
     metrics_D: list[Mapping[str, float]] = [{}] * len(data_D)
     loss_sum = 0.0
     for number, group in enumerate(micro_batches([len(datum.tokens_T) for datum in data_D], max_tokens)):
         if number:
-            yield  # outside of the adapter's block: whoever is next puts its own in place
+            yield  # outside of `base.using`: another client may activate its own adapter now
         data_B = [data_D[index] for index in group]
-        trained_M = torch.cat([loss.trained(datum).flatten() for datum in data_B])
+        trained_M = torch.cat([loss.trained_mask(datum).flatten() for datum in data_B])
         trains = backward and bool(trained_M.any())
         with base.using(adapter):
             with torch.set_grad_enabled(trains):
                 logprobs_M = _logprobs(base, data_B, trained_M)
-            value = _apply(loss, logprobs_M, data_B, trains)
+            value = _apply_loss(loss, logprobs_M, data_B, trains)
         loss_sum += value.total.item()
         flat_B = logprobs_M.detach().cpu().split([datum.targets.numel() for datum in data_B])
         for index, datum, flat, metrics in zip(group, data_B, flat_B, value.metrics_B, strict=True):
@@ -77,8 +82,8 @@ def loss_parts(
     return LossOutput(logprobs_D, {**_reduce(metrics_D), "loss:sum": loss_sum})
 
 
-def _apply(loss: Loss, logprobs_M: Tensor, data_B: Sequence[Datum], trains: bool) -> LossValue:
-    """The loss of a micro-batch; its gradient by the logprobs is looked at before it goes on into the adapter."""
+def _apply_loss(loss: Loss, logprobs_M: Tensor, data_B: Sequence[Datum], trains: bool) -> LossValue:
+    """Compute the loss of a micro-batch and backpropagate it, after a check of its gradient in the logprobs."""
     leaf_M = logprobs_M.detach().requires_grad_(trains)
     with torch.set_grad_enabled(trains):
         value = loss.compute(leaf_M, data_B)
@@ -88,8 +93,8 @@ def _apply(loss: Loss, logprobs_M: Tensor, data_B: Sequence[Datum], trains: bool
         gradient_M = _differentiate(value.total, leaf_M)
         if not bool(gradient_M.isfinite().all()):
             raise RequestError(
-                "The gradient of the loss by the logprobs is not finite, though the loss is: clamp what it divides by "
-                "or takes the root or logarithm of."
+                "The gradient of the loss with respect to the logprobs is not finite, but the loss is: clamp the "
+                "arguments of its divisions, roots and logarithms."
             )
         logprobs_M.backward(gradient_M)
     return value
@@ -98,20 +103,22 @@ def _apply(loss: Loss, logprobs_M: Tensor, data_B: Sequence[Datum], trains: bool
 def _differentiate(total: Tensor, leaf_M: Tensor) -> Tensor:
     try:
         (gradient_M,) = torch.autograd.grad(total, leaf_M)
-    except RuntimeError as error:  # a custom loss may write over what its own gradient needs
+    except RuntimeError as error:  # a custom loss may overwrite tensors that its own gradient needs
         reason = " ".join(str(error).split())
-        raise RequestError(f"The loss has no gradient by the logprobs: {reason[:300].rstrip('.')}.") from error
+        raise RequestError(
+            f"The loss has no gradient with respect to the logprobs: {reason[:300].rstrip('.')}."
+        ) from error
     return gradient_M
 
 
 def _reduce(metrics_D: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {key: _REDUCTIONS[key.partition(":")[2]]([each[key] for each in metrics_D]) for key in metrics_D[0]}
+    return {key: _REDUCTIONS[key.partition(":")[2]]([metrics[key] for metrics in metrics_D]) for key in metrics_D[0]}
 
 
 def _logprobs(base: BaseModel, data_B: Sequence[Datum], trained_M: Tensor) -> Tensor:
     """Logprobs ``(M,)`` of all targets of a micro-batch, datum by datum.
 
-    Targets that are not trained take no part in the gradient: their rows' logits are dropped at once.
+    Targets without a gradient are computed without autograd, so their logits are freed at once.
     """
     tokens_BT, real_N = pad_right([datum.tokens_T for datum in data_B])
     hidden_NH = base.hidden(tokens_BT.to(base.device)).flatten(0, 1)[real_N.to(base.device)]

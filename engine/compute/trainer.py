@@ -1,8 +1,8 @@
-"""One adapter in training: its weights, its optimizer and whether its gradient can be trusted."""
+"""One adapter in training, with its optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from tinker.types import AdamParams
@@ -13,23 +13,21 @@ from engine.compute.datum import Datum, check_datum
 from engine.compute.lora import Adapter, Factors, LoraSpec
 from engine.compute.loss import Loss
 from engine.compute.optimizer import Optimizer
-from engine.compute.parts import Parts
-from engine.compute.train import LossOutput, loss_parts
+from engine.compute.train import LossOutput, iterate_loss
 from engine.errors import EngineError, RequestError
 
 _PEFT_PREFIX = "base_model.model."
 
 
 class Trainer:
-    """The state that training requests change; only the compute thread touches it.
+    """Mutable training state of one adapter. Only the compute thread uses it.
 
-    A forward_backward that fails leaves no part of its gradient behind: the optimizer step that follows fails
-    as well, and the next batch starts clean. Otherwise a client that had sent both at once would step on half
-    a batch without knowing.
+    After a failed forward_backward, the next optimizer step also fails and drops the whole gradient. Otherwise, a
+    client that sends both requests without waiting would unknowingly take a step on part of a batch.
 
     Attributes:
-        micro_batch_tokens: of one forward pass, padding included.
-        lost: why the gradient gathered so far lacks a part, if it does.
+        micro_batch_tokens: maximum size of one forward pass in tokens, including padding.
+        gradient_error: reason why the accumulated gradient is incomplete; None if it is complete.
     """
 
     def __init__(self, base: BaseModel, spec: LoraSpec, micro_batch_tokens: int) -> None:
@@ -37,33 +35,39 @@ class Trainer:
         self.adapter = base.new_adapter(spec)
         self._optimizer = Optimizer(self.adapter)
         self.micro_batch_tokens = micro_batch_tokens
-        self.lost: str | None = None
+        self.gradient_error: str | None = None
 
-    def forward_backward(self, data_D: Sequence[Datum], loss: Loss, forward_only: bool) -> Parts[LossOutput]:
-        """Logprobs and loss of a batch, in parts; adds its gradient unless ``forward_only``.
+    def forward_backward(
+        self, data_D: Sequence[Datum], loss: Loss, forward_only: bool
+    ) -> Generator[None, None, LossOutput]:
+        """Compute logprobs and loss of a batch, and accumulate its gradient unless ``forward_only``.
+
+        The generator yields between micro-batches.
 
         Raises:
-            RequestError: a datum that the model or the loss cannot take.
+            RequestError: the batch is empty, or a datum is invalid for the model or the loss.
         """
         if not data_D:
             raise RequestError("The batch is empty: send at least one datum.")
         for index, datum in enumerate(data_D):
             check_datum(datum, index, self.base.loaded.vocab_size, self.base.loaded.max_context)
         data_D = [loss.prepare(datum, index) for index, datum in enumerate(data_D)]
-        parts = loss_parts(self.base, self.adapter, data_D, loss, self.micro_batch_tokens, backward=not forward_only)
-        return (yield from parts)
+        generator = iterate_loss(
+            self.base, self.adapter, data_D, loss, self.micro_batch_tokens, backward=not forward_only
+        )
+        return (yield from generator)
 
-    def lose_batch(self, reason: str) -> None:
-        """Note that the gradient gathered so far lacks a part."""
-        self.lost = reason
+    def invalidate_gradient(self, reason: str) -> None:
+        """Mark the accumulated gradient as incomplete."""
+        self.gradient_error = reason
 
     def optim_step(self, params: AdamParams) -> None:
-        """Update the weights from the gathered gradient.
+        """Update the weights from the accumulated gradient.
 
         Raises:
-            RequestError: a forward_backward since the last step failed, or a bad parameter.
+            RequestError: a forward_backward since the last step failed, or a parameter is invalid.
         """
-        reason, self.lost = self.lost, None
+        reason, self.gradient_error = self.gradient_error, None
         if reason is not None:
             self._optimizer.clear_gradient()
             raise RequestError(
@@ -73,24 +77,24 @@ class Trainer:
         self._optimizer.step(params)
 
     def weights(self) -> dict[str, Tensor]:
-        """The adapter's tensors by peft's names; they are the live ones, not copies."""
+        """Return the adapter's live tensors, keyed by their peft names."""
         return adapter_tensors(self.adapter)
 
     def optimizer_state(self) -> dict[str, Tensor]:
         return self._optimizer.state()
 
     def load(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> None:
-        """Take over a checkpoint: weights, and moments; without moments the optimizer starts anew."""
+        """Load a checkpoint's weights, and its optimizer state if given; otherwise reset the optimizer."""
         copy_weights(weights, self.adapter)
         self._optimizer = Optimizer(self.adapter)
         if optimizer is not None:
             self._optimizer.load(optimizer)
-        self.lost = None
+        self.gradient_error = None
 
     @property
-    def is_settled(self) -> bool:
-        """Whether weights and moments are all there is: no gradient is gathered, none was lost."""
-        return self.lost is None and all(p.grad is None for _, p in self.adapter.named_parameters())
+    def is_between_steps(self) -> bool:
+        """True if no gradient has accumulated or been lost, so that weights and moments are the whole state."""
+        return self.gradient_error is None and all(p.grad is None for _, p in self.adapter.named_parameters())
 
     @property
     def num_bytes(self) -> int:
@@ -98,7 +102,7 @@ class Trainer:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that `restore` needs: ``weights/``, ``optimizer/`` and ``gradient/`` by name."""
+        """Return the state for `restore`, in tensors named ``weights/``, ``optimizer/`` and ``gradient/``."""
         parameters = dict(self.adapter.named_parameters())
         return {
             **{f"weights/{name}": tensor for name, tensor in self.weights().items()},
@@ -106,8 +110,8 @@ class Trainer:
             **{f"gradient/{name}": p.grad for name, p in parameters.items() if p.grad is not None},
         }
 
-    def restore(self, tensors: Mapping[str, Tensor], lost: str | None) -> None:
-        """Be what the trainer was whose `tensors` and `lost` these are, bit for bit."""
+    def restore(self, tensors: Mapping[str, Tensor], gradient_error: str | None) -> None:
+        """Restore the exact state of another trainer from its `tensors` and `gradient_error`."""
         groups: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}, "gradient": {}}
         for key, tensor in tensors.items():
             group, _, name = key.partition("/")
@@ -116,10 +120,10 @@ class Trainer:
         for name, parameter in self.adapter.named_parameters():
             if name in groups["gradient"]:
                 parameter.grad = groups["gradient"][name].to(parameter.device)
-        self.lost = lost
+        self.gradient_error = gradient_error
 
     def snapshot(self) -> Adapter:
-        """The adapter as it is now, for sampling: later steps do not change it."""
+        """Copy the current adapter for sampling."""
         return Adapter(
             self.adapter.spec,
             {
@@ -130,7 +134,7 @@ class Trainer:
 
 
 def adapter_tensors(adapter: Adapter) -> dict[str, Tensor]:
-    """An adapter's tensors by peft's names; they are the live ones, not copies."""
+    """Return an adapter's live tensors, keyed by their peft names."""
     return {f"{_PEFT_PREFIX}{name}": parameter.detach() for name, parameter in adapter.named_parameters()}
 
 
@@ -138,12 +142,13 @@ def copy_weights(weights: Mapping[str, Tensor], adapter: Adapter) -> None:
     """Copy a checkpoint's tensors into ``adapter``.
 
     Raises:
-        EngineError: they are not the adapter's, name by name and shape by shape.
+        EngineError: names or shapes differ.
     """
     parameters = {f"{_PEFT_PREFIX}{name}": parameter for name, parameter in adapter.named_parameters()}
     if {k: v.shape for k, v in parameters.items()} != {k: v.shape for k, v in weights.items()}:
         raise EngineError(
-            "The checkpoint's tensors do not fit this base model: load it onto the model it was trained on."
+            "The names or shapes of the checkpoint's tensors do not match the adapter: load the checkpoint into the "
+            "base model and LoRA configuration it was trained with."
         )
     with torch.no_grad():
         for name, parameter in parameters.items():

@@ -1,5 +1,5 @@
-"""Losses that a client traced: a graph of named operations, checked, then run datum by datum.
+"""Custom losses: graphs of named operations, traced by a client, checked, and run datum by datum.
 
-Nothing of a client is ever executed: a graph names operations, and those that `operations` lists are looked up. They
-run on the CPU, since a wrong index, which raises there, would end a GPU's process.
+No code of the client is ever executed: a graph names operations, which are looked up in `operations`. They run on the
+CPU, because an index error raises there, but ends the process on a GPU.
 """

@@ -1,4 +1,4 @@
-"""A custom loss as the engine computes it: its graph, run on each datum, and summed."""
+"""Custom loss: runs its graph on each datum and sums the results."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from engine.compute.datum import Datum
 from engine.compute.loss import LossValue
-from engine.custom_loss.encoded import resolve
+from engine.custom_loss.arguments import resolve
 from engine.custom_loss.graph import Call, Graph
-from engine.custom_loss.sizes import Sizes
+from engine.custom_loss.size_limits import SizeLimits
 from engine.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
 class CustomLoss:
-    """A traced loss."""
+    """Traced loss, run by the engine. Implements `engine.compute.loss.Loss`."""
 
     graph: Graph
 
@@ -33,19 +33,19 @@ class CustomLoss:
             value = datum.targets if name == "logprobs" else inputs.get(name)
             if value is None:
                 raise RequestError(
-                    f"Datum {index} has no {name} in its loss_fn_inputs, and the custom loss {self.graph.name!r} takes "
+                    f"Datum {index} has no {name} in its loss_fn_inputs, but the custom loss {self.graph.name!r} reads "
                     "it: send it with every datum."
                 )
             if rank == 0 and value.numel() == 1:
                 value = inputs[name] = value.reshape(())
             if value.dim() != rank:
                 raise RequestError(
-                    f"Datum {index} has {name} of rank {value.dim()}, but the custom loss {self.graph.name!r} declared "
+                    f"Datum {index} has {name} of rank {value.dim()}, but the custom loss {self.graph.name!r} declares "
                     f"rank {rank}."
                 )
         return Datum(datum.tokens_T, datum.targets, inputs)
 
-    def trained(self, datum: Datum) -> Tensor:
+    def trained_mask(self, datum: Datum) -> Tensor:
         return torch.ones(datum.targets.shape, dtype=torch.bool)
 
     def compute(self, logprobs_M: Tensor, data_B: Sequence[Datum]) -> LossValue:
@@ -61,10 +61,10 @@ class CustomLoss:
     def _run(self, logprobs: Tensor, datum: Datum) -> tuple[Tensor, dict[str, float]]:
         graph = self.graph
         values: dict[str, Any] = {"logprobs": logprobs, **datum.inputs}
-        sizes = Sizes()
+        limits = SizeLimits()
         for call in graph.calls:
             try:
-                values[call.name] = _evaluate(call, values, sizes)
+                values[call.name] = _evaluate(call, values, limits)
             except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
                 reason = " ".join(str(error).split())
                 raise RequestError(
@@ -74,31 +74,31 @@ class CustomLoss:
         loss = values[graph.loss]
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
             raise RequestError(
-                f"The custom loss {graph.name!r} returned {_describe(loss)} as its loss, where a scalar of a floating "
-                "dtype is expected: reduce it, as with sum()."
+                f"The custom loss {graph.name!r} returned {_describe(loss)} as its loss, but a floating-point scalar "
+                "is expected: reduce it, for example with sum()."
             )
         if logprobs.requires_grad and not loss.requires_grad:
             raise RequestError(
-                f"The custom loss {graph.name!r} does not depend on the logprobs by operations that have a gradient, "
-                "so it would train nothing."
+                f"The custom loss {graph.name!r} does not depend on the logprobs through differentiable operations, "
+                "so it would train nothing: remove detach() and comparisons from its path."
             )
         return loss, {key: self._metric(key, values[name]) for key, name in graph.metrics.items()}
 
-    def _metric(self, key: str, value: Any) -> float:
+    def _metric(self, key: str, value: object) -> float:
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
             raise RequestError(
-                f"The custom loss {self.graph.name!r} returned {_describe(value)} as {key}, where a scalar is expected."
+                f"The custom loss {self.graph.name!r} returned {_describe(value)} as {key}, but a scalar is expected."
             )
         return float(value.detach() if isinstance(value, Tensor) else value)
 
 
-def _evaluate(call: Call, values: dict[str, Any], sizes: Sizes) -> Any:
+def _evaluate(call: Call, values: dict[str, Any], limits: SizeLimits) -> object:
     args, kwargs = resolve(call.args, values), resolve(call.kwargs, values)
-    sizes.check_before(call.operation, args, kwargs)
+    limits.check_before(call.operation, args, kwargs)
     result = call.operation(*args, **kwargs)
-    sizes.check_after(result)
+    limits.check_after(result)
     return result
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

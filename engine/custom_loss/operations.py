@@ -1,4 +1,4 @@
-"""The operations that a traced loss may name, and what each name stands for."""
+"""Operations that a traced loss may use, by the names that torch.fx gives them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.custom_loss.arithmetic import checked_arithmetic
-
 Operation = Callable[..., Any]
 
-# Both ``torch.<name>`` and the tensor's method, where torch has them; a method may also come as ``<name>_``, in place.
+_MAX_INT = 2**53
+_MAX_DIMS_IN_TUPLE = 64
+
+# torch functions and tensor methods, where torch has them. Methods may have the suffix ``_`` (in place).
 _POINTWISE = """
 abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
 ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad div divide eq erf erfc erfinv exp exp2 expm1 fix
@@ -72,10 +73,43 @@ hypot isclose isfinite isinf isnan lgamma log log10 log1p log2 pow radians sin s
 """
 
 
-def _attribute(value: Any, name: str) -> Any:
+def checked_arithmetic(function: Operation) -> Operation:
+    """Restrict a Python operator to tensors and numbers, and to joining shapes; strings and lists could grow freely."""
+
+    def compute(*args: Any) -> Any:
+        if any(isinstance(arg, Tensor) for arg in args):
+            if all(isinstance(arg, Tensor | int | float) for arg in args):
+                return function(*args)
+        elif all(isinstance(arg, int | float) for arg in args):
+            _check_power(function, args)
+            return _check_number(function(*args))
+        elif function in (operator.add, operator.iadd, operator.eq, operator.ne) and all(
+            isinstance(arg, tuple) and len(arg) <= _MAX_DIMS_IN_TUPLE for arg in args
+        ):
+            return function(*args)
+        types = " and ".join(type(arg).__name__ for arg in args)
+        raise TypeError(f"{function.__name__} of {types} is not supported: use tensors and numbers")
+
+    return compute
+
+
+def _check_power(function: Operation, args: tuple[Any, ...]) -> None:
+    if function in (operator.pow, operator.ipow) and all(isinstance(arg, int) for arg in args):
+        base, exponent = args
+        if abs(base).bit_length() * abs(exponent) > _MAX_INT.bit_length():
+            raise OverflowError(f"{base} ** {exponent} is beyond {_MAX_INT}")
+
+
+def _check_number(value: Any) -> Any:
+    if isinstance(value, int) and abs(value) > _MAX_INT:
+        raise OverflowError(f"a number is beyond {_MAX_INT}")
+    return value
+
+
+def _getattr(value: object, name: str) -> Any:
     if isinstance(value, Tensor) and name in _ATTRIBUTES:
         return _ATTRIBUTES[name](value)
-    raise TypeError(f"the attribute {str(name)[:50]!r} is not offered; a tensor has {', '.join(_ATTRIBUTES)}")
+    raise TypeError(f"the attribute {str(name)[:50]!r} is not supported; a tensor has {', '.join(_ATTRIBUTES)}")
 
 
 _ATTRIBUTES: dict[str, Operation] = {
@@ -90,17 +124,17 @@ _ATTRIBUTES: dict[str, Operation] = {
 
 
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``Tensor.to`` without its device: the graph runs where it runs."""
-    kept = [each for each in args if not isinstance(each, str | torch.device)]
+    """Run ``Tensor.to`` without its device argument: graphs stay on the CPU."""
+    dtypes = [arg for arg in args if not isinstance(arg, str | torch.device)]
     kwargs.pop("device", None)
-    return tensor.to(*kept, **kwargs) if kept or kwargs else tensor
+    return tensor.to(*dtypes, **kwargs) if dtypes or kwargs else tensor
 
 
-def _here(tensor: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+def _stay_on_device(tensor: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     return tensor
 
 
-def _collect(owner: Any, names: str, prefix: str) -> dict[str, Operation]:
+def _collect(owner: object, names: str, prefix: str) -> dict[str, Operation]:
     return {f"{prefix}{name}": getattr(owner, name) for name in names.split() if hasattr(owner, name)}
 
 
@@ -110,7 +144,7 @@ FUNCTIONS: dict[str, Operation] = {
     **_collect(torch, _SHARED, "torch."),
     **_collect(torch.functional, _SHARED, "torch.functional."),
     **_collect(torch.nn.functional, f"{_FUNCTIONAL} {_FUNCTIONAL_GROWING}", "torch.nn.functional."),
-    # The second of two names is torch.fx's for what these modules take from the compiled part.
+    # torch.fx gives compiled functions a second name, that of their compiled module.
     **_collect(torch.nn.functional, f"{_FUNCTIONAL} {_FUNCTIONAL_GROWING}", "torch._C._nn."),
     "torch._C._nn.log_sigmoid": torch.nn.functional.logsigmoid,
     **_collect(torch.special, _SPECIAL, "torch.special."),
@@ -122,24 +156,24 @@ FUNCTIONS: dict[str, Operation] = {
     **{f"operator.{name}": checked_arithmetic(getattr(operator, name)) for name in _OPERATORS.split()},
     "operator.getitem": operator.getitem,
     **_collect(math, _MATH, "math."),
-    "getattr": _attribute,
+    "getattr": _getattr,
 }
 
 METHODS: dict[str, Operation] = {
     **_collect(torch.Tensor, f"{_SHARED} {_METHODS_ONLY}", ""),
     **_collect(torch.Tensor, " ".join(f"{name}_" for name in _POINTWISE.split()), ""),
     "to": _to,
-    "cpu": _here,
-    "cuda": _here,
+    "cpu": _stay_on_device,
+    "cuda": _stay_on_device,
 }
 
 
-def _all_called(names: str) -> frozenset[Operation]:
+def _operations_named(names: str) -> frozenset[Operation]:
     known = {**FUNCTIONS, **METHODS}
     return frozenset(operation for name, operation in known.items() if name.rpartition(".")[2] in names.split())
 
 
-# Their results may be larger than their inputs broadcast to each other: these are asked for their sizes first.
-GROWING = _all_called(f"{_GROWING} {_FUNCTIONAL_GROWING} {_FFT} getitem")
-# Their results are many.
-SPLITTING = _all_called("chunk split split_with_sizes unbind")
+# Operations whose results can be larger than their broadcast inputs: their output sizes are checked before they run.
+GROWING = _operations_named(f"{_GROWING} {_FUNCTIONAL_GROWING} {_FFT} getitem")
+# Operations that return many results.
+SPLITTING = _operations_named("chunk split split_with_sizes unbind")

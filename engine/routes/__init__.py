@@ -1,1 +1,1 @@
-"""The Tinker API's routes, one module per subject."""
+"""Routes of the Tinker API, one module per subject."""

@@ -1,4 +1,4 @@
-"""Request bodies, of bounded size, and the digests that tell a repeat."""
+"""Request bodies: bounded reading, parsing, and digests that identify repeated requests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from starlette.requests import Request
 from engine.errors import RequestError
 
 Model = TypeVar("Model", bound=BaseModel)
+JsonObject = dict[str, Any]
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body, decompressed; what is too long is not even kept.
+    """Read and decompress a body without ever holding more than ``max_bytes``.
 
     Raises:
-        RequestError: it is too long, or not the zstd stream it claims to be.
+        RequestError: the body is too long, or is not valid zstd.
     """
     chunks, size = [], 0
     async for chunk in request.stream():
@@ -37,55 +38,55 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(body) as reader:
             plain = reader.read(max_bytes + 1)
     except zstandard.ZstdError as error:
-        raise RequestError(f"The body is no valid zstd stream: {error}.") from error
+        raise RequestError(f"The body is not a valid zstd stream: {error}.") from error
     if len(plain) > max_bytes:
         raise RequestError(_too_long(max_bytes))
     return plain
 
 
-async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body as a JSON object.
+async def read_json(request: Request, max_bytes: int) -> JsonObject:
+    """Read a body as a JSON object.
 
     Raises:
-        RequestError: it is none.
+        RequestError: the body is not a JSON object.
     """
     try:
         content = json.loads(await read_body(request, max_bytes))
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body is no JSON: {error}.") from error
+        raise RequestError(f"The body is not valid JSON: {error}.") from error
     if not isinstance(content, dict):
-        raise RequestError(f"The body is a JSON {type(content).__name__}; an object is expected.")
+        raise RequestError(f"The body is a JSON {type(content).__name__}; send an object.")
     return content
 
 
-def parse(model: type[Model], content: dict[str, Any]) -> Model:
-    """Validate ``content`` as one of the protocol's types.
+def parse(model: type[Model], content: JsonObject) -> Model:
+    """Validate ``content`` as a type of the Tinker protocol.
 
     Raises:
-        RequestError: it does not fit.
+        RequestError: a field is invalid.
     """
     try:
         return model.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise RequestError(f"{model.__name__}: {where}: {first['msg']}.") from error
+        field = ".".join(str(part) for part in first["loc"]) or "body"
+        raise RequestError(f"{model.__name__}: {field}: {first['msg']}.") from error
 
 
-def digest(kind: str, content: dict[str, Any]) -> bytes:
-    """16 bytes that equal requests share."""
+def digest(kind: str, content: JsonObject) -> bytes:
+    """Return 16 bytes that are equal for equal requests."""
     return blake2b(f"{kind}:{json.dumps(content, sort_keys=True)}".encode(), digest_size=16).digest()
 
 
-def number(content: dict[str, Any], name: str) -> int:
-    """A seq id of ``content``.
+def read_seq_id(content: JsonObject, name: str) -> int:
+    """Return the seq id in the field ``name``.
 
     Raises:
-        RequestError: it is none.
+        RequestError: the field is not an integer of at least 0.
     """
     value = content.get(name)
     if not isinstance(value, int) or value < 0:
-        raise RequestError(f"{name} is {value!r}; send a number from 0 up.")
+        raise RequestError(f"{name} is {value!r}; send an integer of at least 0.")
     return value
 
 

@@ -1,15 +1,15 @@
-"""Checkpoints: what the REST client and the `tinker` command line do with them."""
+"""Checkpoints, as the REST client and the `tinker` command line manage them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.names import CheckpointName, parse_path
 from engine.errors import RequestError
-from engine.routes.body import read_json
+from engine.routes.body import JsonObject, read_json
 from engine.service.engine import Engine
 
 Limit = Annotated[int, Query(ge=0, le=10_000)]
@@ -20,21 +20,22 @@ ONE_CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
 def checkpoints_router(engine: Engine) -> APIRouter:
+    """Return the routes of checkpoints: save, load, list, delete, publish and set their TTL."""
     router = APIRouter()
     store = engine.checkpoints
 
     @router.get("/checkpoints")
-    def checkpoints(limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
-        found = [checkpoint for run in engine.runs.all() for checkpoint in store.of_run(run.run)]
-        found.sort(key=lambda checkpoint: checkpoint.created_at, reverse=True)
+    def checkpoints(limit: Limit = 100, offset: Offset = 0) -> JsonObject:
+        checkpoints = [checkpoint for run in engine.runs.all() for checkpoint in store.list_run(run.run)]
+        checkpoints.sort(key=lambda checkpoint: checkpoint.created_at, reverse=True)
         return {
-            "checkpoints": [describe_checkpoint(checkpoint) for checkpoint in found[offset : offset + limit]],
-            "cursor": {"offset": offset, "limit": limit, "total_count": len(found)},
+            "checkpoints": [describe_checkpoint(checkpoint) for checkpoint in checkpoints[offset : offset + limit]],
+            "cursor": {"offset": offset, "limit": limit, "total_count": len(checkpoints)},
         }
 
     @router.get("/training_runs/{run}/checkpoints")
-    def checkpoints_of(run: str) -> dict[str, Any]:
-        return {"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in store.of_run(run)]}
+    def checkpoints_of_run(run: str) -> JsonObject:
+        return {"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in store.list_run(run)]}
 
     @router.delete(ONE_CHECKPOINT, status_code=204)
     def delete(run: str, kind: str, name: str) -> None:
@@ -44,7 +45,7 @@ def checkpoints_router(engine: Engine) -> APIRouter:
     async def set_ttl(run: str, kind: str, name: str, request: Request) -> None:
         ttl = (await read_json(request, engine.settings.max_body_bytes)).get("ttl_seconds")
         if ttl is not None and type(ttl) is not int:
-            raise RequestError(f"ttl_seconds is {ttl!r}; give a number of seconds, or null for no end.")
+            raise RequestError(f"ttl_seconds is {ttl!r}; use an integer number of seconds, or null for no expiry.")
         store.set_ttl(checkpoint_name(run, kind, name), ttl)
 
     @router.post(f"{ONE_CHECKPOINT}/publish", status_code=204)
@@ -56,7 +57,7 @@ def checkpoints_router(engine: Engine) -> APIRouter:
         store.set_public(checkpoint_name(run, kind, name), False)
 
     @router.post("/weights_info")
-    async def weights_info(request: Request) -> dict[str, Any]:
+    async def weights_info(request: Request) -> JsonObject:
         content = await read_json(request, engine.settings.max_body_bytes)
         checkpoint = store.find(parse_path(str(content.get("tinker_path"))))
         return {
@@ -72,8 +73,8 @@ def checkpoints_router(engine: Engine) -> APIRouter:
     return router
 
 
-def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """As the SDK's `Checkpoint` reads it."""
+def describe_checkpoint(checkpoint: Checkpoint) -> JsonObject:
+    """Describe a checkpoint in the format of the SDK's `Checkpoint`."""
     return {
         "checkpoint_id": checkpoint.name.checkpoint_id,
         "checkpoint_type": _TYPES[checkpoint.name.kind],
@@ -87,5 +88,5 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def checkpoint_name(run: str, kind: str, name: str) -> CheckpointName:
-    """The name that the parts of a route make; raises a RequestError where they make none."""
+    """Build a checkpoint name from the parts of a route; raises a RequestError if a part is invalid."""
     return parse_path(f"tinker://{run}/{kind}/{name}")

@@ -1,27 +1,27 @@
-"""A Hugging Face hub of the served models' tokenizers: ``HF_ENDPOINT=<this engine>`` finds them by name.
+"""Hugging Face Hub routes: with ``HF_ENDPOINT=<this engine>``, clients load the served models' tokenizers by name.
 
-The routes and headers are those that huggingface_hub asks for (https://huggingface.co/docs/hub/api).
+The engine implements only the routes and headers that huggingface_hub uses (https://huggingface.co/docs/hub/api).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from fastapi import APIRouter, Response
 from starlette.responses import FileResponse, JSONResponse
 
 from engine.hub_files import HubModel, hub_model, hub_names
+from engine.routes.body import JsonObject
 from engine.service.engine import Engine
 
 
 def hub_router(engine: Engine) -> APIRouter:
+    """Return the router that serves tokenizer and configuration files as the Hugging Face Hub does."""
     router = APIRouter()
     models: dict[str, HubModel] = {}
     for base in engine.bases.values():
         model = hub_model(base.loaded)
         models.update(dict.fromkeys(hub_names(base.loaded), model))
 
-    def answer(name: str, file: str) -> Response:
+    def file_response(name: str, file: str) -> Response:
         model = models.get(name)
         if model is None:
             return _missing("RepoNotFound", f"This engine does not serve {name!r}; it serves {', '.join(models)}.")
@@ -32,18 +32,21 @@ def hub_router(engine: Engine) -> APIRouter:
 
     @router.api_route("/{name}/resolve/{revision}/{file:path}", methods=["GET", "HEAD"])
     def resolve(name: str, revision: str, file: str) -> Response:
-        return answer(name, file)
+        return file_response(name, file)
 
     @router.api_route("/{org}/{name}/resolve/{revision}/{file:path}", methods=["GET", "HEAD"])
     def resolve_of_org(org: str, name: str, revision: str, file: str) -> Response:
-        return answer(f"{org}/{name}", file)
+        return file_response(f"{org}/{name}", file)
 
     @router.get("/api/models/{rest:path}")
-    def about(rest: str) -> Response:
-        """``{name}``, ``{name}/revision/{revision}`` or ``{name}/tree/{revision}``; a name may hold one slash."""
+    def model_info(rest: str) -> Response:
+        """Describe a model or list its files.
+
+        ``rest`` is ``{name}``, ``{name}/revision/{revision}`` or ``{name}/tree/{revision}``; a name may have one slash.
+        """
         for kind in ("tree", "revision", ""):
-            name, found, _ = rest.partition(f"/{kind}/") if kind else (rest, "/", "")
-            if found and name in models:
+            name, separator, _ = rest.partition(f"/{kind}/") if kind else (rest, "/", "")
+            if separator and name in models:
                 model = models[name]
                 return JSONResponse(_tree(model) if kind == "tree" else _repository(name, model))
         return _missing("RepoNotFound", f"This engine does not serve {rest!r}; it serves {', '.join(models)}.")
@@ -51,7 +54,7 @@ def hub_router(engine: Engine) -> APIRouter:
     return router
 
 
-def _repository(name: str, model: HubModel) -> dict[str, Any]:
+def _repository(name: str, model: HubModel) -> JsonObject:
     return {
         "id": name,
         "modelId": name,
@@ -66,7 +69,7 @@ def _repository(name: str, model: HubModel) -> dict[str, Any]:
     }
 
 
-def _tree(model: HubModel) -> list[dict[str, Any]]:
+def _tree(model: HubModel) -> list[JsonObject]:
     return [
         {"type": "file", "path": file, "size": path.stat().st_size, "oid": model.etags[file][:40]}
         for file, path in model.paths.items()

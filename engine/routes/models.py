@@ -1,49 +1,47 @@
-"""Making and loading models; each answers at once with a request id, like all training requests."""
+"""Creating and loading models. Each request gets a response at once with a request id, like all training requests."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from fastapi import APIRouter
-from fastapi import Request as HttpRequest
+from fastapi import APIRouter, Request
 from tinker import types
 
 from engine.compute.lora import LoraSpec
 from engine.errors import RequestError
-from engine.routes.body import digest, number, parse, read_json
+from engine.routes.body import JsonObject, digest, parse, read_json, read_seq_id
 from engine.service.engine import Engine
-from engine.service.futures import Answer
-from engine.service.ordered import Request
+from engine.service.futures import WireResponse
+from engine.service.ordered_queue import QueuedRequest
 from engine.service.training import TrainingModel
 
 
 def models_router(engine: Engine) -> APIRouter:
+    """Return the routes of models: create, load and describe them."""
     router = APIRouter()
     limit = engine.settings.max_body_bytes
 
     @router.post("/create_model")
-    async def create_model(request: HttpRequest) -> dict[str, str]:
+    async def create_model(request: Request) -> dict[str, str]:
         content = await read_json(request, limit)
-        model = engine.new_model(str(content.get("session_id")), number(content, "model_seq_id"))
-        submitted = Request(0, "create_model", digest(request.url.path, content), True, lambda: _create(model, content))
-        request_id = model.queue.submit(submitted)
-        return {"request_id": request_id, "model_id": model.model_id}
+        model = engine.new_model(str(content.get("session_id")), read_seq_id(content, "model_seq_id"))
+        request_digest = digest(request.url.path, content)
+        queued = QueuedRequest(0, "create_model", request_digest, True, lambda: _create(model, content))
+        return {"request_id": model.queue.submit(queued), "model_id": model.model_id}
 
     @router.post("/load_weights")
-    async def load_weights(request: HttpRequest) -> dict[str, str]:
+    async def load_weights(request: Request) -> dict[str, str]:
         content = await read_json(request, limit)
         if content.get("session_id") is None:
             model = engine.model(str(content.get("model_id")))
-            seq_id, work = number(content, "seq_id"), _load
+            seq_id, work = read_seq_id(content, "seq_id"), _load
         else:
-            model = engine.new_model(str(content["session_id"]), number(content, "model_seq_id"))
-            seq_id, work = 0, _create_from
-        noted = digest(request.url.path, content)
-        request_id = model.queue.submit(Request(seq_id, "load_weights", noted, True, lambda: work(model, content)))
-        return {"request_id": request_id, "model_id": model.model_id}
+            model = engine.new_model(str(content["session_id"]), read_seq_id(content, "model_seq_id"))
+            seq_id, work = 0, _create_from_checkpoint
+        request_digest = digest(request.url.path, content)
+        queued = QueuedRequest(seq_id, "load_weights", request_digest, True, lambda: work(model, content))
+        return {"request_id": model.queue.submit(queued), "model_id": model.model_id}
 
     @router.post("/get_info")
-    async def get_info(request: HttpRequest) -> dict[str, Any]:
+    async def get_info(request: Request) -> JsonObject:
         model = engine.model(str((await read_json(request, limit)).get("model_id")))
         loaded = engine.base(model.origin.base_model).loaded
         return {
@@ -62,38 +60,38 @@ def models_router(engine: Engine) -> APIRouter:
     return router
 
 
-async def _create(model: TrainingModel, content: dict[str, Any]) -> Answer:
-    asked = parse(types.CreateModelRequest, content)
-    _check_optimizer(asked.optimizer_config)
-    if asked.lora_config is None:
-        raise RequestError("create_model came without lora_config, but this engine trains LoRA adapters only.")
-    lora = asked.lora_config
+async def _create(model: TrainingModel, content: JsonObject) -> WireResponse:
+    request = parse(types.CreateModelRequest, content)
+    _check_optimizer(request.optimizer_config)
+    if request.lora_config is None:
+        raise RequestError("create_model has no lora_config: send one, because this engine trains LoRA adapters only.")
+    lora = request.lora_config
     spec = LoraSpec(
         rank=lora.rank,
-        seed=lora.seed if lora.seed is not None else _seed_of(model.model_id),
+        seed=lora.seed if lora.seed is not None else _default_seed(model.model_id),
         train_attn=lora.train_attn,
         train_mlp=lora.train_mlp,
         train_unembed=lora.train_unembed,
     )
-    return await model.create(asked.base_model, spec, asked.user_metadata or {})
+    return await model.create(request.base_model, spec, request.user_metadata or {})
 
 
-async def _create_from(model: TrainingModel, content: dict[str, Any]) -> Answer:
-    asked = parse(types.LoadWeightsRequest, content)
-    _check_optimizer(asked.optimizer_config)
-    return await model.create_from(asked.path, asked.optimizer, asked.base_model, asked.user_metadata or {})
+async def _create_from_checkpoint(model: TrainingModel, content: JsonObject) -> WireResponse:
+    request = parse(types.LoadWeightsRequest, content)
+    _check_optimizer(request.optimizer_config)
+    return await model.create_from(request.path, request.optimizer, request.base_model, request.user_metadata or {})
 
 
-async def _load(model: TrainingModel, content: dict[str, Any]) -> Answer:
-    asked = parse(types.LoadWeightsRequest, content)
-    return await model.load(asked.path, asked.optimizer)
+async def _load(model: TrainingModel, content: JsonObject) -> WireResponse:
+    request = parse(types.LoadWeightsRequest, content)
+    return await model.load(request.path, request.optimizer)
 
 
 def _check_optimizer(config: types.OptimizerConfig | None) -> None:
     if config is not None and config.type != "adamw":
-        raise RequestError(f"The optimizer {config.type!r} is not offered by this engine: use adamw.")
+        raise RequestError(f"This engine does not support the optimizer {config.type!r}: use adamw.")
 
 
-def _seed_of(model_id: str) -> int:
-    """A seed for a client that gave none; it is saved with the model, so the run can be repeated."""
+def _default_seed(model_id: str) -> int:
+    """Derive a seed for a client that sent none. It is saved with the model, so the run can be repeated."""
     return int.from_bytes(digest("seed", {"model_id": model_id})[:4])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
 
 from engine.checkpoints.runs import TrainingRun
 from engine.errors import RequestError
+from engine.routes.body import JsonObject
 from engine.routes.checkpoints import Limit, Offset, describe_checkpoint
 from engine.service.engine import Engine
 
@@ -15,10 +14,11 @@ OWNER = "local"
 
 
 def runs_router(engine: Engine) -> APIRouter:
+    """Return the routes of training runs."""
     router = APIRouter()
 
     @router.get("/training_runs")
-    def training_runs(limit: Limit = 20, offset: Offset = 0, project_id: str | None = None) -> dict[str, Any]:
+    def training_runs(limit: Limit = 20, offset: Offset = 0, project_id: str | None = None) -> JsonObject:
         if project_id is not None:
             raise RequestError("The local engine has no projects: list the training runs without project_id.")
         runs = engine.runs.all()
@@ -28,14 +28,14 @@ def runs_router(engine: Engine) -> APIRouter:
         }
 
     @router.get("/training_runs/{run}")
-    def training_run(run: str) -> dict[str, Any]:
+    def training_run(run: str) -> JsonObject:
         return _describe(engine, engine.runs.find(run))
 
     return router
 
 
-def _describe(engine: Engine, run: TrainingRun) -> dict[str, Any]:
-    checkpoints = engine.checkpoints.of_run(run.run)
+def _describe(engine: Engine, run: TrainingRun) -> JsonObject:
+    checkpoints = engine.checkpoints.list_run(run.run)
     last = {checkpoint.name.kind: describe_checkpoint(checkpoint) for checkpoint in checkpoints}
     session = engine.sessions.get(run.run.partition(":")[0])
     model = session.models.get(run.run) if session else None

@@ -1,20 +1,19 @@
-"""Health, configuration and results."""
+"""Health checks, client configuration and results of requests."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
-from engine.errors import NotThereError
-from engine.routes.body import read_json
+from engine.errors import NotFoundError
+from engine.routes.body import JsonObject, read_json
 from engine.service.engine import Engine
 
-LONG_POLL_S = 25.0  # the SDK gives up at 45 s and asks again at once after a 408
+LONG_POLL_S = 25.0  # the SDK times out after 45 s, and polls again at once after a 408
 
 
 def service_router(engine: Engine) -> APIRouter:
+    """Return the routes for health, capabilities, client configuration and results of requests."""
     router = APIRouter()
     limit = engine.settings.max_body_bytes
 
@@ -23,7 +22,7 @@ def service_router(engine: Engine) -> APIRouter:
         return {"status": "ok"}
 
     @router.get("/get_server_capabilities")
-    async def capabilities() -> dict[str, Any]:
+    async def capabilities() -> JsonObject:
         return {
             "supported_models": [
                 {
@@ -37,7 +36,7 @@ def service_router(engine: Engine) -> APIRouter:
         }
 
     @router.post("/client/config")
-    async def client_config() -> dict[str, Any]:
+    async def client_config() -> JsonObject:
         return {
             "pjwt_auth_enabled": False,
             "parallel_fwdbwd_chunks": True,
@@ -48,7 +47,7 @@ def service_router(engine: Engine) -> APIRouter:
         }
 
     @router.post("/client/dynamic_config")
-    async def dynamic_config() -> dict[str, Any]:
+    async def dynamic_config() -> JsonObject:
         return {
             "refresh_interval_sec": 300,
             "sample_cancel_enabled": True,
@@ -59,13 +58,13 @@ def service_router(engine: Engine) -> APIRouter:
     async def retrieve_future(request: Request) -> Response:
         request_id = str((await read_json(request, limit)).get("request_id"))
         try:
-            answer = await engine.futures.fetch(request_id, LONG_POLL_S)
-        except NotThereError as error:
-            if engine.lost_sample(request_id):
+            response = await engine.futures.fetch(request_id, LONG_POLL_S)
+        except NotFoundError as error:
+            if engine.can_resample(request_id):
                 return JSONResponse({"detail": str(error)}, 410)  # the client samples again
             raise
-        if answer is None:
+        if response is None:
             return JSONResponse({"type": "try_again", "queue_state": "active"}, 408)
-        return Response(answer.body, media_type=answer.media_type)
+        return Response(response.body, media_type=response.media_type)
 
     return router

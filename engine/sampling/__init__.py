@@ -1,1 +1,1 @@
-"""Generation of tokens, on the compute thread."""
+"""Token generation on the compute thread."""

@@ -1,8 +1,8 @@
-"""The running batch: rows join it, grow by a token per step, and leave it when they are done.
+"""Running batch: rows are added, grow by one token per step and are removed when they end.
 
-Rows of different lengths and adapters share a step: the base model's weights are read once for all of them. What a
-row draws depends on its own seed and logits alone, so its company changes no more than the logits' last bits; and not
-even these where the batch is deterministic (`engine.sampling.company`).
+Rows with different lengths and adapters share a decoding step, so the base model's weights are read once for all of
+them. A row's tokens depend only on its own seed and logits. Other rows in the batch change at most the last bits of its
+logits; a deterministic batch prevents even this (`engine.sampling.batch_groups`).
 """
 
 from __future__ import annotations
@@ -15,94 +15,95 @@ from transformers import DynamicCache
 
 from engine.compute.base import BaseModel
 from engine.compute.batches import micro_batches, pad_right
-from engine.compute.slots import STEP, Slots
-from engine.sampling.choose import Choice, choose_tokens
-from engine.sampling.company import Company, equal_companies, one_company
+from engine.compute.kv_cache import GROWTH, KVCache
+from engine.sampling.batch_groups import RowGroup, fixed_size_groups, group_all
+from engine.sampling.choose import RowSamplingParams, choose_tokens
 from engine.sampling.job import TopTokens
-from engine.sampling.request import Row
+from engine.sampling.request import Row, ends_with_stop
 from engine.sampling.score import score_prompts
-from engine.sampling.stops import is_stopped
 
 
 class Batch:
-    """All rows in generation on one base model; only the compute thread changes it."""
+    """All rows in generation on one base model. Only the compute thread changes it."""
 
     def __init__(self, base: BaseModel, cache_bytes: int, prefill_tokens: int, *, deterministic: bool = False) -> None:
-        """Args:
-        cache_bytes: how much memory keys and values may take.
-        prefill_tokens: of one forward pass over prompts, padding included, unless it has one prompt.
-        deterministic: whether a row's numbers are, to the bit, those that it would have in any other company.
+        """Create an empty batch.
+
+        Args:
+            cache_bytes: maximum memory of keys and values.
+            prefill_tokens: maximum size of a prefill in tokens, including padding; a single prompt may exceed it.
+            deterministic: make the numbers of a row bitwise independent of the other rows.
         """
         self.base = base
         self.rows: list[Row] = []
         self._max_tokens = cache_bytes // bytes_per_token(base)
         self._prefill_tokens = 0 if deterministic else prefill_tokens
         self._deterministic = deterministic
-        self._slots = Slots()
-        self._choice: Choice | None = None
-        self._everyone: Company | None = None
+        self._kv_cache = KVCache()
+        self._params: RowSamplingParams | None = None
+        self._group_of_all: RowGroup | None = None
 
-    def fits(self, newcomers: Sequence[Row]) -> bool:
-        """Whether the keys and values of more rows have room; a row alone always has."""
-        rows = [*self.rows, *newcomers]
-        # A row that steps aside reads its own tokens anew, which gives other bits than writing them did.
+    def has_room(self, new_rows: Sequence[Row]) -> bool:
+        """Return True if the cache has room for more rows; a single row always fits."""
+        rows = [*self.rows, *new_rows]
+        # A deterministic batch never evicts rows: a prefill of sampled tokens gives other bits than decoding them.
         longest = max(row.max_tokens if self._deterministic else row.num_tokens for row in rows)
-        return len(rows) == 1 or len(rows) * (longest + STEP) <= self._max_tokens
+        return len(rows) == 1 or len(rows) * (longest + GROWTH) <= self._max_tokens
 
     def make_room(self) -> list[Row]:
-        """Take rows out, the newest first, until a step has room; they can join again and go on."""
-        out = []
+        """Remove rows, newest first, until a step fits; the returned rows can be added again and continue."""
+        evicted = []
         while len(self.rows) > 1 and len(self.rows) * (max(row.num_tokens for row in self.rows) + 1) > self._max_tokens:
-            out.append(self.rows[-1])
-            self.leave(lambda row: row is out[-1])
-        return out
+            evicted.append(self.rows[-1])
+            self.remove(lambda row: row is evicted[-1])
+        return evicted
 
-    def join(self, rows: Sequence[Row]) -> None:
-        """Read prompts, with what their rows have so far, and choose the next token of each row."""
+    def add(self, rows: Sequence[Row]) -> None:
+        """Prefill rows (prompt and tokens so far) and choose the next token of each row."""
         for adapter in dict.fromkeys(row.request.adapter for row in rows):
-            # Rows of one prompt are read once.
+            # Rows with the same prompt share one prefill.
             groups: dict[object, list[Row]] = {}
             for row in (row for row in rows if row.request.adapter is adapter):
                 groups.setdefault(row if row.tokens else row.request.prompt_key, []).append(row)
             prompts = list(groups.values())
-            for indices in micro_batches([shared[0].num_tokens for shared in prompts], self._prefill_tokens):
+            for indices in micro_batches([same_prompt[0].num_tokens for same_prompt in prompts], self._prefill_tokens):
                 with self.base.using(adapter), torch.inference_mode():
                     self._prefill([prompts[index] for index in indices])
 
     def step(self) -> None:
-        """One more token for every row."""
-        assert self._everyone is not None
-        companies = list(equal_companies(self.rows)) if self._deterministic else [self._everyone]
+        """Generate one token for every row, and remove the rows that end."""
+        assert self._group_of_all is not None
+        groups = list(fixed_size_groups(self.rows)) if self._deterministic else [self._group_of_all]
         with torch.inference_mode():
-            self._slots.begin_step()
-            for company in companies:
-                self._step(company)
-        self.leave(lambda row: row.done)
+            self._kv_cache.begin_step()
+            for group in groups:
+                self._step_group(group)
+        self.remove(lambda row: row.done)
 
-    def _step(self, company: Company) -> None:
-        rows = [self.rows[index] for index in company.rows_C.tolist()]
-        assert self._choice is not None
-        with self.base.sharing(company.shares):
-            positions_R1, mask = self._slots.turn_to(company.rows_C, company.width, self.base.device)
+    def _step_group(self, group: RowGroup) -> None:
+        rows = [self.rows[index] for index in group.rows_G.tolist()]
+        assert self._params is not None
+        with self.base.using_rows(group.adapters):
+            positions_R1, mask = self._kv_cache.select_rows(group.rows_G, group.width, self.base.device)
             hidden_R1H = self.base.decoder(
                 input_ids=torch.tensor([[row.tokens[-1]] for row in rows], device=self.base.device),
                 attention_mask=mask,
                 position_ids=positions_R1,
-                past_key_values=self._slots,
+                past_key_values=self._kv_cache,
                 use_cache=True,
-                slots=self._slots,
+                kv_cache=self._kv_cache,
             ).last_hidden_state
-            some = slice(company.num_rows)
-            self._choose(rows[some], hidden_R1H[:, 0], some, self._choice.select(company.rows_C[some]))
+            real = slice(group.num_rows)
+            self._choose(rows[real], hidden_R1H[:, 0], real, self._params.select(group.rows_G[real]))
 
-    def leave(self, goes: Callable[[Row], bool]) -> None:
-        """Drop the rows that ``goes`` says."""
-        gone = [index for index, row in enumerate(self.rows) if goes(row)]
-        if not gone:
+    def remove(self, predicate: Callable[[Row], bool]) -> None:
+        """Remove the rows for which ``predicate`` is True."""
+        removed = [index for index, row in enumerate(self.rows) if predicate(row)]
+        if not removed:
             return
         with torch.inference_mode():
-            self.rows = [self.rows[index] for index in self._slots.drop(gone)]
-        self._regroup()
+            self.rows = [self.rows[index] for index in self._kv_cache.drop(removed)]
+        self._update_groups()
 
     def _prefill(self, groups: Sequence[Sequence[Row]]) -> None:
         contexts = [rows[0].context_T() for rows in groups]
@@ -115,29 +116,31 @@ class Batch:
         rows = [row for group in groups for row in group]
         group_of_R = torch.tensor([index for index, group in enumerate(groups) for _ in group])
         last_BH = hidden_BTH[torch.arange(len(groups)), torch.tensor(lengths) - 1]
-        self._choose(rows, last_BH, group_of_R, _choice(rows, self.base.device))
-        staying = [index for index, row in enumerate(rows) if not row.done]
-        if staying:
-            kept = group_of_R[staying].tolist()
-            self._slots.add(cache, kept, [lengths[group] for group in kept])
-            self.rows = [*self.rows, *(rows[index] for index in staying)]
-            self._regroup()
+        self._choose(rows, last_BH, group_of_R, _params_of(rows, self.base.device))
+        unfinished = [index for index, row in enumerate(rows) if not row.done]
+        if unfinished:
+            groups_U = group_of_R[unfinished].tolist()
+            self._kv_cache.add(cache, groups_U, [lengths[group] for group in groups_U])
+            self.rows = [*self.rows, *(rows[index] for index in unfinished)]
+            self._update_groups()
 
     def _score(self, hidden_BTH: Tensor, groups: Sequence[Sequence[Row]]) -> None:
-        new = [index for index, rows in enumerate(groups) if any(row.request.prompt is None for row in rows)]
-        if new:
-            jobs = [groups[index][0].request.job for index in new]
-            scores = score_prompts(self.base, hidden_BTH[torch.tensor(new)], jobs)
-            for index, prompt in zip(new, scores, strict=True):
+        unscored = [index for index, rows in enumerate(groups) if any(row.request.prompt is None for row in rows)]
+        if unscored:
+            jobs = [groups[index][0].request.job for index in unscored]
+            scores = score_prompts(self.base, hidden_BTH[torch.tensor(unscored)], jobs)
+            for index, prompt in zip(unscored, scores, strict=True):
                 for row in groups[index]:
                     row.request.prompt = prompt
 
-    def _choose(self, rows: Sequence[Row], hidden_NH: Tensor, of_R: Tensor | slice, choice: Choice) -> None:
-        """The next token of each row, whose hidden state is that of ``of_R``."""
+    def _choose(
+        self, rows: Sequence[Row], hidden_NH: Tensor, hidden_of_R: Tensor | slice, params: RowSamplingParams
+    ) -> None:
+        """Choose the next token of each row; ``hidden_of_R`` selects each row's hidden state from ``hidden_NH``."""
         logits_NV = self.base.logits(hidden_NH)
-        logits_RV, normalizer_R = logits_NV[of_R], logits_NV.logsumexp(dim=1)[of_R]
+        logits_RV, normalizer_R = logits_NV[hidden_of_R], logits_NV.logsumexp(dim=1)[hidden_of_R]
         uniform_R = torch.tensor([row.random.random() for row in rows], dtype=torch.float64)
-        tokens_R = choose_tokens(logits_RV, choice, uniform_R.to(self.base.device))
+        tokens_R = choose_tokens(logits_RV, params, uniform_R.to(self.base.device))
         logprobs_R = logits_RV.gather(1, tokens_R[:, None])[:, 0] - normalizer_R
         for index, row in enumerate(rows):
             if k := min(row.request.job.topk_sample, logits_RV.shape[1]):
@@ -146,25 +149,25 @@ class Batch:
         for row, token, logprob in zip(rows, tokens_R.tolist(), logprobs_R.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            row.stopped = is_stopped(row.tokens, row.request.job, self.base.loaded.tokenizer)
+            row.stopped = ends_with_stop(row.tokens, row.request.job, self.base.loaded.tokenizer)
 
-    def _regroup(self) -> None:
-        """How the rows choose, and which of them each adapter has."""
-        self._choice = _choice(self.rows, self.base.device)
-        self._everyone = one_company(self.rows, self.base.device)
+    def _update_groups(self) -> None:
+        """Update the sampling parameters and the adapter assignment of all rows."""
+        self._params = _params_of(self.rows, self.base.device)
+        self._group_of_all = group_all(self.rows, self.base.device)
 
 
 def bytes_per_token(base: BaseModel) -> int:
-    """What the keys and values of one token take, by the model's configuration."""
+    """Memory of the keys and values of one token, according to the model's configuration."""
     config = base.loaded.model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * width * base.loaded.model.dtype.itemsize
 
 
-def _choice(rows: Iterable[Row], device: torch.device) -> Choice:
+def _params_of(rows: Iterable[Row], device: torch.device) -> RowSamplingParams:
     jobs = [row.request.job for row in rows]
-    return Choice(
+    return RowSamplingParams(
         torch.tensor([job.temperature for job in jobs], device=device),
         torch.tensor([job.top_k for job in jobs], device=device),
         torch.tensor([job.top_p for job in jobs], device=device),

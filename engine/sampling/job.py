@@ -1,4 +1,4 @@
-"""What a sampling request asks for, and what it gets."""
+"""Sampling jobs and their results."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from engine.errors import RequestError
 
 MAX_SAMPLES = 1024
 MAX_TOP = 1024
-NO_LOGPROB = -99999.0  # the SDK's mark of an empty cell
+NO_LOGPROB = -99999.0  # the SDK's marker for an empty cell
 
 
 @dataclass(frozen=True, slots=True)
 class SampleJob:
-    """One prompt to be continued ``num_samples`` times.
+    """One prompt to be completed ``num_samples`` times.
 
     Attributes:
         prompt_T: int64 ``(T,)``.
-        max_tokens: of each continuation.
-        temperature: 0 takes the likeliest token.
-        top_k: how many of the likeliest tokens to choose from.
-        top_p: the probability mass, after temperature, of the likeliest tokens to choose from.
-        stop_tokens: a continuation ends behind one of these,
-        stop_strings: or as soon as its text holds one of these.
-        seed: of the first continuation; that of the next is one more, and so on.
-        prompt_logprobs: how many of the last prompt tokens to score.
-        topk_prompt: how many of the likeliest tokens to give at each of these, or at each where none is scored.
-        topk_sample: how many of the likeliest tokens to give at each sampled one.
-        prompt_targets: int64 ``(T - 1, K)``: tokens to score in place of each prompt token after the first; -1 is none.
-        prompt_draws: how many tokens to draw in place of each prompt token after the first.
+        max_tokens: maximum length of each completion.
+        temperature: 0 always chooses the likeliest token.
+        top_k: number of likeliest tokens to choose from.
+        top_p: probability mass, after temperature, of the likeliest tokens to choose from.
+        stop_tokens: a completion ends after one of these tokens,
+        stop_strings: or as soon as its text contains one of these strings.
+        seed: seed of the first completion; each further completion adds one.
+        prompt_logprobs: number of last prompt tokens to score.
+        topk_prompt: number of likeliest tokens per scored prompt token, or per prompt token if no token is scored.
+        topk_sample: number of likeliest tokens per sampled token.
+        prompt_targets: int64 ``(T - 1, K)``: tokens to score at each prompt position after the first; -1 is empty.
+        prompt_draws: number of tokens to draw at each prompt position after the first.
     """
 
     prompt_T: Tensor
@@ -53,14 +53,14 @@ class SampleJob:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether anything is asked about the prompt."""
+        """True if the job needs any scores of the prompt."""
         return bool(self.prompt_logprobs or self.topk_prompt or self.prompt_draws or self.prompt_targets is not None)
 
 
 class TopTokens(NamedTuple):
     """The ``k`` likeliest tokens at each of ``L`` positions, likeliest first.
 
-    `tokens` is int32 ``(L, k)``, `logprobs` float32; a position that was not asked for holds 0 and `NO_LOGPROB`.
+    `tokens` is int32 ``(L, k)``, `logprobs` is float32; positions that were not requested have 0 and `NO_LOGPROB`.
     """
 
     tokens: Tensor
@@ -68,8 +68,11 @@ class TopTokens(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
-    """One continuation: its tokens, their logprobs under the model (before temperature), why it ended."""
+class Completion:
+    """One completion: its tokens, their logprobs under the model (before temperature), and its top tokens.
+
+    `stopped` is True after a stop token or string, False at the maximum length.
+    """
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -79,12 +82,12 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """What was asked about the prompt, all under the model itself, before temperature.
+    """Scores of the prompt, all under the model itself, before temperature.
 
     Attributes:
-        logprobs_T: float32, NaN where nothing was scored.
-        top: of every prompt position.
-        targets: float32, shaped as the job's `prompt_targets`, 0 where that has -1.
+        logprobs_T: float32, NaN at positions without a score.
+        top: likeliest tokens at every prompt position.
+        targets: float32, shaped as the job's `prompt_targets`, 0 for empty targets.
         draws: int64 ``(T - 1, k)`` and their logprobs.
     """
 
@@ -96,32 +99,32 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """All continuations of a job, and the scores of its prompt."""
+    """All completions of a job, and the scores of its prompt."""
 
-    sequences: Sequence[Continuation]
+    sequences: Sequence[Completion]
     prompt: PromptScores
 
 
 def check_job(job: SampleJob, max_context: int) -> None:
-    """Raise a RequestError unless the sampler can do the job."""
+    """Raise a RequestError if the sampler cannot run the job."""
     length = len(job.prompt_T)
-    refusals = [
-        (not 1 <= job.num_samples <= MAX_SAMPLES, f"num_samples is {job.num_samples}; give 1 to {MAX_SAMPLES}."),
+    rejections = [
+        (not 1 <= job.num_samples <= MAX_SAMPLES, f"num_samples is {job.num_samples}; use 1 to {MAX_SAMPLES}."),
         (length == 0, "The prompt is empty: send at least one token."),
         (
             length > max_context,
             f"The prompt has {length} tokens, but the model's context is {max_context}: shorten it.",
         ),
-        (job.max_tokens < 1, f"max_tokens is {job.max_tokens}; give 1 or more."),
-        (not 0 <= job.temperature < math.inf, f"temperature is {job.temperature}; give 0 or more."),
-        (not 0 < job.top_p <= 1, f"top_p is {job.top_p}; give a number above 0, up to 1."),
-        (job.top_k < 1, f"top_k is {job.top_k}; give 1 or more, or -1 for no limit."),
+        (job.max_tokens < 1, f"max_tokens is {job.max_tokens}; use 1 or more."),
+        (not 0 <= job.temperature < math.inf, f"temperature is {job.temperature}; use 0 or more."),
+        (not 0 < job.top_p <= 1, f"top_p is {job.top_p}; use a number above 0 and at most 1."),
+        (job.top_k < 1, f"top_k is {job.top_k}; use 1 or more, or -1 for no limit."),
         (
             not 0 <= job.prompt_logprobs <= length,
-            f"prompt_logprobs_last_n is {job.prompt_logprobs}; give 1 to {length - 1}, the prompt's length less 1.",
+            f"prompt_logprobs_last_n is {job.prompt_logprobs}; use 1 to {length - 1}, the prompt's length minus 1.",
         ),
         *(
-            (not 0 <= k <= MAX_TOP, f"{name} is {k}; give 0 to {MAX_TOP}.")
+            (not 0 <= k <= MAX_TOP, f"{name} is {k}; use 0 to {MAX_TOP}.")
             for name, k in (
                 ("topk_prompt_logprobs", job.topk_prompt),
                 ("topk_sample_logprobs", job.topk_sample),
@@ -130,12 +133,12 @@ def check_job(job: SampleJob, max_context: int) -> None:
         ),
         (
             job.prompt_targets is not None and (job.prompt_targets.dim() != 2 or len(job.prompt_targets) != length - 1),
-            f"target_prompt_logprobs asks for {_shape(job.prompt_targets)} tokens of a prompt of {length}; give a "
-            f"tensor of shape ({length - 1}, K), a row for each token after the first.",
+            f"target_prompt_logprobs has the shape {_shape(job.prompt_targets)} for a prompt of {length} tokens; use "
+            f"the shape ({length - 1}, K), one row for each token after the first.",
         ),
     ]
-    for holds, sentence in refusals:
-        if holds:
+    for is_rejected, sentence in rejections:
+        if is_rejected:
             raise RequestError(sentence)
 
 

@@ -1,19 +1,22 @@
-"""A sampling request on its way, and its continuations."""
+"""Sampling request in progress: its completions, and their stop conditions."""
 
 from __future__ import annotations
 
 import random
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from engine.compute.lora import Adapter
-from engine.sampling.job import Continuation, PromptScores, SampleJob, SampleResult, TopTokens
+from engine.sampling.job import Completion, PromptScores, SampleJob, SampleResult, TopTokens
+
+STOP_MARGIN = 8  # extra tokens to decode: a cut character, or a space that the tokenizer drops at the start of a text
 
 
 class Row:
-    """One continuation: what it has so far is all that is needed to go on, in any batch."""
+    """One completion in progress. Its state suffices to continue it in any batch."""
 
-    def __init__(self, request: Request, sample: int) -> None:
+    def __init__(self, request: SamplingRequest, sample: int) -> None:
         self.request = request
         self.random = random.Random(request.job.seed + sample)
         self.tokens: list[int] = []
@@ -23,12 +26,12 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        """With the prompt's."""
+        """Number of tokens, including the prompt."""
         return len(self.request.job.prompt_T) + len(self.tokens)
 
     @property
     def max_tokens(self) -> int:
-        """That it may come to, with the prompt's."""
+        """Maximum number of tokens, including the prompt."""
         return len(self.request.job.prompt_T) + self.request.job.max_tokens
 
     @property
@@ -36,25 +39,26 @@ class Row:
         return self.stopped or len(self.tokens) >= self.request.job.max_tokens
 
     def context_T(self) -> torch.Tensor:
-        """Prompt and continuation so far, int64."""
+        """Prompt and completion so far, int64."""
         return torch.cat([self.request.job.prompt_T, torch.tensor(self.tokens, dtype=torch.int64)])
 
-    def continuation(self) -> Continuation:
+    def completion(self) -> Completion:
         top = None
         if self.request.job.topk_sample:
             top = TopTokens(*(torch.stack(part) for part in zip(*self.top, strict=True)))
-        return Continuation(self.tokens, self.logprobs, self.stopped, top)
+        return Completion(self.tokens, self.logprobs, self.stopped, top)
 
 
-class Request:
-    """A job, the adapter it is computed under (None is the base model) and what is known so far."""
+class SamplingRequest:
+    """A job with its adapter (None is the base model), its rows and its prompt scores, once computed."""
 
     def __init__(self, job: SampleJob, adapter: Adapter | None) -> None:
         self.job = job
         self.adapter = adapter
         self.prompt: PromptScores | None = None
         self.rows = [Row(self, sample) for sample in range(job.num_samples)]
-        # Requests of one key read the same prompt, and ask nothing about it: a group's members come one by one.
+        # Requests with equal keys share a prefill: same prompt and no prompt scores. Clients often send
+        # the samples of a group as separate requests.
         self.prompt_key: object = self if job.scores_prompt else tuple(job.prompt_T.tolist())
 
     @property
@@ -62,6 +66,21 @@ class Request:
         return all(row.done for row in self.rows)
 
     def result(self) -> SampleResult:
-        """Once it is done."""
+        """Return the result of a finished request."""
         assert self.prompt is not None
-        return SampleResult([row.continuation() for row in self.rows], self.prompt)
+        return SampleResult([row.completion() for row in self.rows], self.prompt)
+
+
+def ends_with_stop(tokens: list[int], job: SampleJob, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if the last of ``tokens`` is a stop token, or completes a stop string.
+
+    A stop string spans at most as many tokens as it has bytes, so only that many of the last tokens are decoded.
+    """
+    if tokens[-1] in job.stop_tokens:
+        return True
+    if not job.stop_strings:
+        return False
+    longest = max(len(stop.encode()) for stop in job.stop_strings)
+    text = tokenizer.decode(tokens[-(longest + STOP_MARGIN) :])
+    assert isinstance(text, str)
+    return any(stop in text for stop in job.stop_strings)

@@ -1,4 +1,4 @@
-"""What a sampling request asks about its prompt: logprobs, likeliest tokens, given tokens, draws."""
+"""Scores of prompts: logprobs, likeliest tokens, logprobs of target tokens, and draws."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from engine.compute.base import BaseModel
 from engine.compute.logprobs import CHUNK_ELEMENTS, target_logprobs
-from engine.sampling.choose import Choice, choose_tokens
+from engine.sampling.choose import RowSamplingParams, choose_tokens
 from engine.sampling.job import NO_LOGPROB, PromptScores, SampleJob, TopTokens
 
 
 def score_prompts(base: BaseModel, hidden_BTH: Tensor, jobs_B: Sequence[SampleJob]) -> list[PromptScores]:
-    """The scores of each prompt from its hidden states, under the adapter in use.
+    """Compute the scores of each prompt from its hidden states, under the active adapter.
 
     Args:
-        hidden_BTH: of the right-padded prompts; position ``t`` says what token ``t + 1`` is.
+        hidden_BTH: hidden states of the right-padded prompts; position ``t`` predicts token ``t + 1``.
     """
     logprobs_B = _logprobs(base, hidden_BTH, jobs_B)
     return [
@@ -27,29 +27,29 @@ def score_prompts(base: BaseModel, hidden_BTH: Tensor, jobs_B: Sequence[SampleJo
     ]
 
 
-def first_scored(job: SampleJob) -> int:
-    """The first prompt position of which logprobs are given: never 0, which has nothing before it."""
+def first_scored_position(job: SampleJob) -> int:
+    """Return the first prompt position with a logprob; at least 1, because token 0 has no context."""
     return max(1, len(job.prompt_T) - (job.prompt_logprobs or len(job.prompt_T)))
 
 
 def _logprobs(base: BaseModel, hidden_BTH: Tensor, jobs_B: Sequence[SampleJob]) -> list[Tensor | None]:
-    """All prompts at once, so that the head is read once."""
-    asked = [index for index, job in enumerate(jobs_B) if job.prompt_logprobs]
+    """Score all prompts at once, so that the head's weights are read once."""
+    scored = [index for index, job in enumerate(jobs_B) if job.prompt_logprobs]
     logprobs_B: list[Tensor | None] = [None] * len(jobs_B)
-    if not asked:
+    if not scored:
         return logprobs_B
-    firsts = [first_scored(jobs_B[index]) for index in asked]
-    targets = [jobs_B[index].prompt_T[first:] for index, first in zip(asked, firsts, strict=True)]
+    firsts = [first_scored_position(jobs_B[index]) for index in scored]
+    targets = [jobs_B[index].prompt_T[first:] for index, first in zip(scored, firsts, strict=True)]
     hidden_NH = torch.cat(
         [
             hidden_BTH[index, first - 1 : len(jobs_B[index].prompt_T) - 1]
-            for index, first in zip(asked, firsts, strict=True)
+            for index, first in zip(scored, firsts, strict=True)
         ]
     )
     targets_N = torch.cat(targets).to(base.device)
     rows_N = torch.arange(len(targets_N), device=base.device)
     logprobs_N = target_logprobs(hidden_NH, base.head, base.head_lora(), rows_N, targets_N).cpu()
-    for index, first, part in zip(asked, firsts, logprobs_N.split([len(t) for t in targets]), strict=True):
+    for index, first, part in zip(scored, firsts, logprobs_N.split([len(t) for t in targets]), strict=True):
         logprobs_B[index] = torch.cat([torch.full((first,), float("nan")), part])
     return logprobs_B
 
@@ -58,17 +58,17 @@ def _score(base: BaseModel, hidden_TH: Tensor, job: SampleJob, logprobs_T: Tenso
     if not (job.topk_prompt or job.prompt_draws or job.prompt_targets is not None):
         return PromptScores(logprobs_T)
     uniform = random.Random(f"{job.seed}:prompt")
-    parts = []
+    chunks = []
     step = max(1, CHUNK_ELEMENTS // base.loaded.vocab_size)
     for start in range(0, len(hidden_TH), step):
         logprobs_NV = base.logits(hidden_TH[start : start + step]).log_softmax(dim=1)
-        parts.append((_top(logprobs_NV, job), _given(logprobs_NV, job, start), _draws(logprobs_NV, job, uniform)))
-    tops, given, draws = zip(*parts, strict=True) if parts else ((), (), ())
+        chunks.append((_top(logprobs_NV, job), _targets(logprobs_NV, job, start), _draws(logprobs_NV, job, uniform)))
+    tops, targets, draws = zip(*chunks, strict=True) if chunks else ((), (), ())
     return PromptScores(
         logprobs_T,
-        _whole_top(tops, job) if job.topk_prompt else None,
-        None if job.prompt_targets is None else torch.cat([torch.empty(0, job.prompt_targets.shape[1]), *given]),
-        _whole_draws(draws, job) if job.prompt_draws else None,
+        _join_tops(tops, job) if job.topk_prompt else None,
+        None if job.prompt_targets is None else torch.cat([torch.empty(0, job.prompt_targets.shape[1]), *targets]),
+        _join_draws(draws, job) if job.prompt_draws else None,
     )
 
 
@@ -77,18 +77,18 @@ def _top(logprobs_NV: Tensor, job: SampleJob) -> tuple[Tensor, Tensor]:
     return tokens_NK.int().cpu(), logprobs_NK.cpu()
 
 
-def _whole_top(tops: Sequence[tuple[Tensor, Tensor]], job: SampleJob) -> TopTokens:
-    """With the positions that nothing was asked of: the first, and those before the last that were."""
-    first, length = first_scored(job), len(job.prompt_T)
+def _join_tops(tops: Sequence[tuple[Tensor, Tensor]], job: SampleJob) -> TopTokens:
+    """Join the chunks, and fill the prompt positions before the first scored one with `NO_LOGPROB`."""
+    first, length = first_scored_position(job), len(job.prompt_T)
     k = tops[0][0].shape[1] if tops else job.topk_prompt
-    whole = TopTokens(torch.zeros(length, k, dtype=torch.int32), torch.full((length, k), NO_LOGPROB))
+    joined = TopTokens(torch.zeros(length, k, dtype=torch.int32), torch.full((length, k), NO_LOGPROB))
     if tops:
-        whole.tokens[first:] = torch.cat([tokens_NK for tokens_NK, _ in tops])[first - 1 :]
-        whole.logprobs[first:] = torch.cat([logprobs_NK for _, logprobs_NK in tops])[first - 1 :]
-    return whole
+        joined.tokens[first:] = torch.cat([tokens_NK for tokens_NK, _ in tops])[first - 1 :]
+        joined.logprobs[first:] = torch.cat([logprobs_NK for _, logprobs_NK in tops])[first - 1 :]
+    return joined
 
 
-def _given(logprobs_NV: Tensor, job: SampleJob, start: int) -> Tensor:
+def _targets(logprobs_NV: Tensor, job: SampleJob, start: int) -> Tensor:
     if job.prompt_targets is None:
         return torch.empty(0)
     targets_NK = job.prompt_targets[start : start + len(logprobs_NV)].to(logprobs_NV.device)
@@ -96,21 +96,21 @@ def _given(logprobs_NV: Tensor, job: SampleJob, start: int) -> Tensor:
 
 
 def _draws(logprobs_NV: Tensor, job: SampleJob, uniform: random.Random) -> tuple[Tensor, Tensor]:
-    """At the job's temperature, with replacement, without limits."""
+    """Draw tokens at the job's temperature, with replacement, without top-k and top-p limits."""
     num_rows, vocab_size = logprobs_NV.shape
-    choice = Choice(
+    params = RowSamplingParams(
         torch.full((num_rows,), job.temperature, device=logprobs_NV.device),
         torch.full((num_rows,), vocab_size, device=logprobs_NV.device),
         torch.ones(num_rows, device=logprobs_NV.device),
     )
-    drawn = []
+    draws = []
     for _ in range(job.prompt_draws):
         uniform_N = torch.tensor([uniform.random() for _ in range(num_rows)], dtype=torch.float64)
-        drawn.append(choose_tokens(logprobs_NV, choice, uniform_N.to(logprobs_NV.device)))
-    tokens_NK = torch.stack(drawn, dim=1) if drawn else torch.empty(num_rows, 0, dtype=torch.int64)
+        draws.append(choose_tokens(logprobs_NV, params, uniform_N.to(logprobs_NV.device)))
+    tokens_NK = torch.stack(draws, dim=1) if draws else torch.empty(num_rows, 0, dtype=torch.int64)
     return tokens_NK.cpu(), logprobs_NV.gather(1, tokens_NK.to(logprobs_NV.device)).cpu()
 
 
-def _whole_draws(draws: Sequence[tuple[Tensor, Tensor]], job: SampleJob) -> tuple[Tensor, Tensor]:
+def _join_draws(draws: Sequence[tuple[Tensor, Tensor]], job: SampleJob) -> tuple[Tensor, Tensor]:
     empty = torch.empty(0, job.prompt_draws)
     return torch.cat([empty.long(), *(part[0] for part in draws)]), torch.cat([empty, *(part[1] for part in draws)])

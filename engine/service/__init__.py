@@ -1,1 +1,1 @@
-"""What lives between the HTTP routes and the compute thread; everything here runs on the event loop."""
+"""Engine state between the HTTP routes and the compute thread. Everything here runs on the event loop."""

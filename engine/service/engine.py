@@ -1,4 +1,4 @@
-"""The engine's state: which sessions, models and samplers there are."""
+"""State of the engine: its sessions, training models and samplers."""
 
 from __future__ import annotations
 
@@ -15,59 +15,58 @@ from engine.checkpoints.runs import RunStore
 from engine.checkpoints.store import CheckpointStore
 from engine.compute.base import BaseModel
 from engine.compute.loss import Loss, bind_loss
-from engine.errors import EngineError, NotThereError, RequestError
+from engine.errors import EngineError, NotFoundError, RequestError
 from engine.hub_files import hub_names
 from engine.listen import is_loopback
 from engine.models import LoadedModel
-from engine.service.adapter_home import AdapterHome
-from engine.service.clock import Clock
-from engine.service.custom_losses import CustomLosses
+from engine.service.adapter_store import AdapterStore
+from engine.service.custom_losses import CustomLossStore
 from engine.service.futures import Futures
-from engine.service.history import Notes, SessionHistory
+from engine.service.history import ModelJournal, SessionHistory
 from engine.service.journal import Journal
-from engine.service.links import Links
-from engine.service.memory import Memory
+from engine.service.memory import MemoryBudget
 from engine.service.metrics import Metrics
-from engine.service.ordered import QueueServices
+from engine.service.ordered_queue import Clock, QueueServices
 from engine.service.samplers import Sampler
 from engine.service.sampling_queue import SamplingQueue
 from engine.service.sessions import FinishReason, Session, SessionStore, SessionSummary
 from engine.service.settings import Settings
-from engine.service.training import TrainingModel, Workshop
+from engine.service.training import TrainingModel, TrainingServices
 from engine.service.worker import Worker
 from engine.wire.forward_backward import ForwardBackward
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 600.0  # a client that was not heard of for so long is gone
+CLIENT_TIMEOUT_S = 600.0  # a session without any request for this long is closed
 
 
 class Engine:
-    """Everything a request can reach. Its methods run on the event loop; torch runs on the worker."""
+    """State that requests use. Methods run on the event loop; torch runs on the worker's thread."""
 
     def __init__(self, settings: Settings, bases: dict[str, BaseModel]) -> None:
-        """Args:
-        bases: the loaded models by the name they were asked for.
+        """Open the state folder and restore the unfinished sessions.
+
+        Args:
+            bases: loaded models by the names in `settings.models`.
         """
         self.settings = settings
         self.bases = bases
         self.futures = Futures()
         self.worker = Worker()
-        self.links = Links()
         self.checkpoints = CheckpointStore(settings.state)
         self.runs = RunStore(settings.state)
-        self.custom_losses = CustomLosses(settings.state)
-        self.checkpoints.sweep()
-        self.memory = Memory(settings.memory_limit_bytes, settings.state / "evicted")
+        self.custom_losses = CustomLossStore(settings.state)
+        self.checkpoints.remove_stale()
+        self.memory = MemoryBudget(settings.memory_limit_bytes, settings.state / "evicted")
         self.metrics = Metrics(self.gauges)
         self.clock = Clock(settings.clock_cycle_s)
         self.sessions: dict[str, Session] = {}
         self.session_store = SessionStore(settings.state)
-        self._by_other_name = {
+        self._base_aliases = {
             name: base for base in bases.values() for name in (str(base.loaded.path), *hub_names(base.loaded))
         }
-        self._sampling = {id(base): SamplingQueue(base, self.worker, settings) for base in bases.values()}
-        self._shop = Workshop(
+        self._sampling_queues = {id(base): SamplingQueue(base, self.worker, settings) for base in bases.values()}
+        self._training_services = TrainingServices(
             find_base=self.base,
             find_loss=self._find_loss,
             worker=self.worker,
@@ -81,73 +80,76 @@ class Engine:
             self._restore(history, journal)
 
     def base(self, name: str) -> BaseModel:
-        """The base model called ``name``, by its own name, an alias or its directory.
+        """Return a base model by its name, an alias or its directory.
 
         Raises:
-            RequestError: this engine does not serve it.
+            RequestError: this engine does not serve the model.
         """
-        base = self.bases.get(name) or self._by_other_name.get(name)
+        base = self.bases.get(name) or self._base_aliases.get(name)
         if base is None:
             raise RequestError(
                 f"This engine does not serve the model {name!r}; it serves {', '.join(self.bases)}: "
-                "ask for one of these, or start the engine with --model."
+                "request one of these, or start the engine with another --model."
             )
         return base
 
     def tokenizer_name(self, loaded: LoadedModel) -> str:
-        """The name to load the model's tokenizer by: its directory, which clients on this machine find offline, or
-        the model's own name, which others find here by HF_ENDPOINT."""
+        """Return the name by which clients load the model's tokenizer.
+
+        Clients on this machine use the model's directory, which works offline. Other clients use the model's name,
+        which the engine serves as a hub (HF_ENDPOINT).
+        """
         return str(loaded.path) if is_loopback(self.settings.host) else loaded.name
 
     def _find_loss(self, model_id: str, request: ForwardBackward) -> Loss:
-        """The loss that a request names; a custom one is of the model's own session."""
+        """Find the loss of a request; custom losses belong to the model's session."""
         if request.loss_fn == "custom":
             return self.custom_losses.find(model_id.partition(":")[0], request.config.get("loss_id"))
         return bind_loss(request.loss_fn, request.config)
 
     def open_session(self, user_metadata: dict[str, str], display_name: str | None) -> Session:
-        """Raises a RequestError where there are as many as there may be."""
-        self._close_silent_sessions()
+        """Open a session; raises a RequestError if the engine has the maximum number of sessions."""
+        self._close_idle_sessions()
         if len(self.sessions) >= self.settings.max_sessions:
             raise RequestError(
-                f"The engine has {len(self.sessions)} sessions, and no more than {self.settings.max_sessions} may be: "
-                "close a service client that is no longer needed."
+                f"The engine already has its maximum of {self.settings.max_sessions} sessions: "
+                "close service clients that are no longer needed."
             )
         session = self.session_store.open(user_metadata, display_name)
         self.sessions[session.session_id] = session
         return session
 
     def summary(self, session_id: str) -> SessionSummary:
-        """What is known of a session, living or finished; raises a NotThereError for one that never was."""
+        """Return the summary of an open or finished session; raises a NotFoundError if it never existed."""
         if (session := self.sessions.get(session_id)) is not None:
             return session.summary()
         if (finished := self.session_store.finished.get(session_id)) is not None:
             return finished
-        raise NotThereError(f"There is no session {session_id} in this engine's state folder.")
+        raise NotFoundError(f"There is no session {session_id} in this engine's state folder: check its id.")
 
     def summaries(self) -> list[SessionSummary]:
-        """All sessions, newest first."""
-        found = [*self.session_store.finished.values(), *(session.summary() for session in self.sessions.values())]
-        return sorted(found, key=lambda summary: (summary.created_at, summary.session_id), reverse=True)
+        """List the summaries of all sessions, newest first."""
+        summaries = [*self.session_store.finished.values(), *(session.summary() for session in self.sessions.values())]
+        return sorted(summaries, key=lambda summary: (summary.created_at, summary.session_id), reverse=True)
 
-    def _close_silent_sessions(self) -> None:
-        """Clients that were killed finish no session; whoever comes next frees what they held."""
+    def _close_idle_sessions(self) -> None:
+        """Close the sessions of killed clients, which never finish their sessions themselves."""
         now = time.monotonic()
-        for session in [s for s in self.sessions.values() if now - s.last_heard > SILENCE_S]:
-            self.close_session(session.session_id, "interrupted", "its client was not heard of any more")
+        for session in [s for s in self.sessions.values() if now - s.last_seen > CLIENT_TIMEOUT_S]:
+            self.close_session(session.session_id, "interrupted", "the client stopped sending requests")
 
     def session(self, session_id: str) -> Session:
-        """Raises a NotThereError for a session that ended, or that another run of the engine opened."""
+        """Return an open session; raises a NotFoundError for sessions that ended or were lost in a restart."""
         if (session := self.sessions.get(session_id)) is None:
-            raise NotThereError(
-                f"The engine has no session {session_id}: it was finished, or the engine was restarted "
-                "since; create a new service client."
+            raise NotFoundError(
+                f"The engine has no open session {session_id}: the session was finished, or the engine was restarted; "
+                "create a new service client."
             )
-        session.last_heard = time.monotonic()
+        session.last_seen = time.monotonic()
         return session
 
     def close_session(self, session_id: str, reason: FinishReason, detail: str | None) -> None:
-        """Free what a session holds; its checkpoints stay."""
+        """Close a session and free its models and samplers; its checkpoints remain."""
         session = self.sessions.pop(session_id, None)
         if session is None:
             return
@@ -155,107 +157,110 @@ class Engine:
             model.close()
         for sampler in session.samplers.values():
             sampler.close()
-        self.futures.forget(f"{session_id}:")
-        self.custom_losses.forget(session_id)
+        self.futures.drop(f"{session_id}:")
+        self.custom_losses.delete_session(session_id)
         self.session_store.finish(session, reason, detail)
 
     def new_model(self, session_id: str, model_seq_id: int) -> TrainingModel:
-        """The model number ``model_seq_id`` of a session; a repeat gets the same one.
+        """Return the model ``model_seq_id`` of a session, created on the first call.
 
         Raises:
-            RequestError: there are as many as there may be.
+            RequestError: the engine has the maximum number of models.
         """
         session = self.session(session_id)
         model_id = f"{session_id}:train:{model_seq_id}"
         if model_id not in session.models:
             if sum(len(s.models) for s in self.sessions.values()) >= self.settings.max_models:
                 raise RequestError(
-                    f"The engine has {self.settings.max_models} models in training, as many as there may be: "
-                    "close a service client that is no longer needed."
+                    f"The engine already has its maximum of {self.settings.max_models} models in training: "
+                    "close service clients that are no longer needed."
                 )
-            session.models[model_id] = TrainingModel(model_id, self._shop, Notes(session.journal, model_id))
+            journal = ModelJournal(session.journal, model_id)
+            session.models[model_id] = TrainingModel(model_id, self._training_services, journal)
         return session.models[model_id]
 
     def model(self, model_id: str) -> TrainingModel:
-        """Raises a NotThereError for a model this run of the engine does not hold."""
+        """Return a model of an open session; raises a NotFoundError if there is none."""
         session = self.sessions.get(model_id.partition(":")[0])
         model = session.models.get(model_id) if session else None
         if model is None:
-            raise NotThereError(
-                f"The engine holds no model {model_id}: its session ended or the engine was restarted since; "
+            raise NotFoundError(
+                f"The engine has no model {model_id}: its session ended, or the engine was restarted; "
                 "create a training client from the last checkpoint."
             )
         model.last_request = datetime.now(UTC)
         return model
 
     def new_sampler(self, session_id: str, seq_id: int, base_model: str | None, model_path: str | None) -> Sampler:
-        """A sampler of a checkpoint, or of a base model."""
+        """Create a sampler for a checkpoint or a base model."""
         session = self.session(session_id)
         checkpoint = self.checkpoints.find(parse_path(model_path)) if model_path else None
         name = checkpoint.base_model if checkpoint else base_model
         if name is None:
-            raise RequestError("A sampling session needs a base_model or a model_path.")
+            raise RequestError("A sampling session needs a base_model or a model_path: send one of them.")
         sampler_id = f"{session_id}:sample:{seq_id}"
         if sampler_id not in session.samplers:
-            session.samplers[sampler_id] = self._sampler(sampler_id, name, checkpoint)
+            session.samplers[sampler_id] = self._create_sampler(sampler_id, name, checkpoint)
             session.journal.append({"type": "sampler", "sampler": sampler_id, "base": name, "path": model_path})
         return session.samplers[sampler_id]
 
     async def new_snapshot_sampler(self, model: TrainingModel, seq_id: int) -> Sampler:
-        """A sampler of a model as it is now."""
+        """Create a sampler for the current weights of a model."""
         session = self.session(model.model_id.partition(":")[0])
         base_name, adapter = await model.snapshot()
         sampler_id = f"{session.session_id}:sample:{seq_id}"
-        queue = self._sampling[id(self.base(base_name))]
-        home = await self.worker.run(lambda: AdapterHome.of_snapshot(self.memory, queue.base, adapter), sampler_id)
-        return session.samplers.setdefault(sampler_id, Sampler(sampler_id, base_name, queue, None, home))
+        queue = self._sampling_queues[id(self.base(base_name))]
+        adapter_store = await self.worker.run(
+            lambda: AdapterStore.from_snapshot(self.memory, queue.base, adapter), sampler_id
+        )
+        return session.samplers.setdefault(sampler_id, Sampler(sampler_id, base_name, queue, None, adapter_store))
 
     def sampler(self, sampler_id: str) -> Sampler:
-        """Raises a NotThereError for a sampler this run of the engine does not hold."""
+        """Return a sampler of an open session; raises a NotFoundError if there is none."""
         session = self.sessions.get(sampler_id.partition(":")[0])
         sampler = session.samplers.get(sampler_id) if session else None
         if sampler is None:
-            raise NotThereError(
-                f"The engine has no sampler {sampler_id}: its session ended or the engine was restarted "
-                "since; create a new sampling client."
+            raise NotFoundError(
+                f"The engine has no sampler {sampler_id}: its session ended, or the engine was restarted; "
+                "create a new sampling client."
             )
         return sampler
 
-    def lost_sample(self, request_id: str) -> bool:
-        """Whether it is a request to a living sampler whose result is no longer here: it can be asked again."""
+    def can_resample(self, request_id: str) -> bool:
+        """Return True if the request was lost but its sampler exists, so that the client can sample again."""
         sampler_id = request_id.rpartition(":")[0]
         session = self.sessions.get(request_id.partition(":")[0])
         return session is not None and sampler_id in session.samplers
 
     def stop(self) -> None:
-        """Finish what runs; the sessions go on when an engine is started on the same state."""
+        """Finish the running work. An engine started on the same state continues the sessions."""
         self.worker.stop()
         self.memory.close()
 
     def _restore(self, history: SessionHistory, journal: Journal) -> None:
-        """Go on with a session that an earlier run of the engine had."""
+        """Continue an unfinished session of an earlier engine process."""
         session = Session(history.session_id, history.created_at, history.user_metadata, history.display_name, journal)
         self.sessions[session.session_id] = session
-        for model_id, known in history.models.items():
-            model = TrainingModel(model_id, self._shop, Notes(journal, model_id))
-            model.restore(known)
+        for model_id, model_history in history.models.items():
+            model = TrainingModel(model_id, self._training_services, ModelJournal(journal, model_id))
+            model.restore(model_history)
             session.models[model_id] = model
         for sampler_id, (base_name, path) in history.samplers.items():
             try:
                 checkpoint = self.checkpoints.find(parse_path(path)) if path else None
-                session.samplers[sampler_id] = self._sampler(sampler_id, base_name, checkpoint)
+                session.samplers[sampler_id] = self._create_sampler(sampler_id, base_name, checkpoint)
             except EngineError as error:
-                log.warning("The sampler %s is gone: %s", sampler_id, error)
+                log.warning("The sampler %s was not restored: %s", sampler_id, error)
 
-    def _sampler(self, sampler_id: str, base_name: str, checkpoint: Checkpoint | None) -> Sampler:
-        queue = self._sampling[id(self.base(base_name))]
+    def _create_sampler(self, sampler_id: str, base_name: str, checkpoint: Checkpoint | None) -> Sampler:
+        queue = self._sampling_queues[id(self.base(base_name))]
         if checkpoint is None:
             return Sampler(sampler_id, base_name, queue, None, None)
-        home = AdapterHome.of_checkpoint(self.memory, queue.base, self.checkpoints, checkpoint)
-        return Sampler(sampler_id, base_name, queue, checkpoint.name.path, home)
+        adapter_store = AdapterStore.from_checkpoint(self.memory, queue.base, self.checkpoints, checkpoint)
+        return Sampler(sampler_id, base_name, queue, checkpoint.name.path, adapter_store)
 
     def gauges(self) -> Mapping[str, float]:
-        """The present values that `metrics.GAUGES` describes."""
+        """Return the current values of `metrics.GAUGES`."""
         models = [model for session in self.sessions.values() for model in session.models.values()]
         return {
             "sessions": len(self.sessions),
@@ -271,5 +276,5 @@ class Engine:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process, as Linux tells it."""
+    """Resident memory of this process, read from Linux's /proc."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

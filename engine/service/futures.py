@@ -1,4 +1,4 @@
-"""Results that clients come back for: one entry per request id, waited for by events, never polled."""
+"""Results of requests by request id. Clients wait for them by events, without polling."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import asyncio
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from engine.errors import EngineError, NotThereError
+from engine.errors import EngineError, NotFoundError
 
 log = logging.getLogger(__name__)
 
@@ -18,68 +17,68 @@ PROTOBUF = "application/x-protobuf"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The body of a finished request, as it goes over the wire."""
+class WireResponse:
+    """Body of a finished request, as sent over the wire."""
 
     body: bytes
     media_type: str = PROTOBUF
     failed: bool = False
 
     @staticmethod
-    def json(content: dict[str, Any]) -> Answer:
-        return Answer(json.dumps(content).encode(), "application/json")
+    def json(content: Mapping[str, object]) -> WireResponse:
+        return WireResponse(json.dumps(content).encode(), "application/json")
 
     @staticmethod
-    def failure(message: str, category: str) -> Answer:
-        return replace(Answer.json({"error": message, "category": category}), failed=True)
+    def failure(message: str, category: str) -> WireResponse:
+        return replace(WireResponse.json({"error": message, "category": category}), failed=True)
 
 
 class Futures:
-    """The open and the finished requests.
+    """Pending and finished requests.
 
-    A result that was fetched once is kept for a client that lost the response, the newest
-    ``keep_bytes`` of them; one that was never fetched stays until its session ends.
+    A fetched result is kept in case the client lost the response, up to ``keep_bytes`` of the newest results. A
+    result that was never fetched is kept until its session ends.
     """
 
     def __init__(self, keep_bytes: int = 256 * 2**20) -> None:
-        self._answers: dict[str, asyncio.Future[Answer]] = {}
-        self._remembered: dict[str, Answer] = {}
+        self._responses: dict[str, asyncio.Future[WireResponse]] = {}
+        self._restored: dict[str, WireResponse] = {}
         self._fetched: OrderedDict[str, int] = OrderedDict()
         self._fetched_bytes = 0
         self._keep_bytes = keep_bytes
-        self._closing: asyncio.Future[Answer] | None = None
+        self._closing: asyncio.Future[WireResponse] | None = None
 
     def open(self, request_id: str) -> None:
-        self._answers[request_id] = asyncio.get_running_loop().create_future()
+        self._responses[request_id] = asyncio.get_running_loop().create_future()
 
-    def remember(self, request_id: str, answer: Answer) -> None:
-        """An answer that an earlier run of the engine gave."""
-        self._remembered[request_id] = answer
+    def restore(self, request_id: str, response: WireResponse) -> None:
+        """Add a response from an earlier engine process."""
+        self._restored[request_id] = response
 
-    def finish(self, request_id: str, answer: Answer) -> None:
-        """Wake whoever waits; a request whose session ended meanwhile is no longer here."""
-        if (future := self._answers.get(request_id)) is not None:
-            future.set_result(answer)
+    def finish(self, request_id: str, response: WireResponse) -> None:
+        """Deliver a response to its waiting clients; ignored if the request's session has ended."""
+        if (future := self._responses.get(request_id)) is not None:
+            future.set_result(response)
 
-    async def settle(self, request_id: str, work: Awaitable[Answer]) -> Answer:
-        """Finish ``request_id`` with what ``work`` gives, or with its error; it raises neither."""
-        answer = await outcome(request_id, work)
-        self.finish(request_id, answer)
-        return answer
+    async def run(self, request_id: str, work: Awaitable[WireResponse]) -> WireResponse:
+        """Finish ``request_id`` with the result or the error of ``work``; never raises."""
+        response = await response_of(request_id, work)
+        self.finish(request_id, response)
+        return response
 
-    async def fetch(self, request_id: str, timeout_s: float) -> Answer | None:
-        """The result of ``request_id``; None where it is not there in time.
+    async def fetch(self, request_id: str, timeout_s: float) -> WireResponse | None:
+        """Return the result of ``request_id``, or None after ``timeout_s``.
 
         Raises:
-            NotThereError: the request is unknown, or its result was fetched long ago.
+            NotFoundError: the request is unknown, or its result was fetched long ago.
         """
-        if (remembered := self._remembered.get(request_id)) is not None:
-            return remembered
-        future = self._answers.get(request_id)
+        if (restored := self._restored.get(request_id)) is not None:
+            return restored
+        future = self._responses.get(request_id)
         if future is None:
-            raise NotThereError(
-                f"The engine has no request {request_id}: its session ended or the engine was restarted "
-                "since; create a new client from the last checkpoint."
+            raise NotFoundError(
+                f"The engine has no request {request_id}: its session ended, or the engine was restarted; "
+                "create a new client from the last checkpoint."
             )
         if not future.done():
             if self._closing is None:
@@ -87,38 +86,38 @@ class Futures:
             await asyncio.wait({future, self._closing}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
                 return None
-        answer = future.result()
-        self._note_fetched(request_id, len(answer.body))
-        return answer
+        response = future.result()
+        self._record_fetch(request_id, len(response.body))
+        return response
 
-    def release(self) -> None:
-        """Send all waiting clients away, so that the server can stop."""
+    def release_waiters(self) -> None:
+        """Wake all waiting clients without a result, so that the server can stop."""
         if self._closing is not None and not self._closing.done():
-            self._closing.set_result(Answer(b""))
+            self._closing.set_result(WireResponse(b""))
 
-    def forget(self, prefix: str) -> None:
+    def drop(self, prefix: str) -> None:
         """Drop all requests whose id starts with ``prefix``."""
-        for request_id in [key for key in self._answers if key.startswith(prefix)]:
-            del self._answers[request_id]
+        for request_id in [key for key in self._responses if key.startswith(prefix)]:
+            del self._responses[request_id]
             self._fetched_bytes -= self._fetched.pop(request_id, 0)
-        for request_id in [key for key in self._remembered if key.startswith(prefix)]:
-            del self._remembered[request_id]
+        for request_id in [key for key in self._restored if key.startswith(prefix)]:
+            del self._restored[request_id]
 
-    def _note_fetched(self, request_id: str, num_bytes: int) -> None:
+    def _record_fetch(self, request_id: str, num_bytes: int) -> None:
         self._fetched_bytes += num_bytes - self._fetched.pop(request_id, 0)
         self._fetched[request_id] = num_bytes
         while self._fetched_bytes > self._keep_bytes and len(self._fetched) > 1:
             oldest, size = self._fetched.popitem(last=False)
             self._fetched_bytes -= size
-            self._answers.pop(oldest, None)
+            self._responses.pop(oldest, None)
 
 
-async def outcome(request_id: str, work: Awaitable[Answer]) -> Answer:
-    """What ``work`` gives, or its error as an answer."""
+async def response_of(request_id: str, work: Awaitable[WireResponse]) -> WireResponse:
+    """Await ``work``; return its result, or its error as a response."""
     try:
         return await work
     except EngineError as error:
-        return Answer.failure(str(error), error.category)
+        return WireResponse.failure(str(error), error.category)
     except Exception as error:
         log.exception("Request %s failed", request_id)
-        return Answer.failure(f"The engine failed on this request: {type(error).__name__}: {error}", "server")
+        return WireResponse.failure(f"The engine failed on this request: {type(error).__name__}: {error}", "server")

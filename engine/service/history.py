@@ -1,4 +1,4 @@
-"""A session as its journal tells it after a restart."""
+"""History of a session, read from its journal after a restart."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from engine.service.futures import Answer
+from engine.service.futures import WireResponse
 from engine.service.journal import Journal, Record
 from engine.service.origin import Origin
 
 
 @dataclass(slots=True)
 class ModelHistory:
-    """What was asked of one model.
+    """Past requests of one model.
 
     Attributes:
-        digests: of every request that was accepted, by seq id.
-        answers: of those that were answered in JSON.
-        origin: the last state that can be made again, and the seq id of the request that made it.
+        digests: digests of all accepted requests, by seq id.
+        responses: responses in JSON, by seq id.
+        origin: the last reproducible state; `origin_seq_id` is the request that created it.
         last_change: seq id of the last request that changes the state.
     """
 
     digests: dict[int, bytes] = field(default_factory=dict)
-    answers: dict[int, Answer] = field(default_factory=dict)
+    responses: dict[int, WireResponse] = field(default_factory=dict)
     origin: Origin | None = None
     origin_seq_id: int = -1
     last_change: int = -1
 
     @property
-    def is_whole(self) -> bool:
-        """Whether nothing was asked since that `origin` does not hold."""
+    def origin_is_current(self) -> bool:
+        """True if no later request changed the state of `origin`."""
         return self.origin is not None and self.last_change <= self.origin_seq_id
 
 
 @dataclass(slots=True)
 class SessionHistory:
-    """What is known of a session, living or finished."""
+    """Session, as recorded by its journal. `samplers` maps ids to base model name and checkpoint path."""
 
     session_id: str
     created_at: datetime
@@ -46,8 +46,8 @@ class SessionHistory:
     samplers: dict[str, tuple[str, str | None]] = field(default_factory=dict)
 
     @staticmethod
-    def of(records: Iterable[Record]) -> SessionHistory:
-        """Read the records of a journal; the first one is the session itself."""
+    def from_records(records: Iterable[Record]) -> SessionHistory:
+        """Read the records of a journal; the first record describes the session itself."""
         first, *others = records
         history = SessionHistory(
             first["session_id"],
@@ -56,10 +56,10 @@ class SessionHistory:
             first["display_name"],
         )
         for record in others:
-            history._note(record)
+            history._add(record)
         return history
 
-    def _note(self, record: Record) -> None:
+    def _add(self, record: Record) -> None:
         if record["type"] == "sampler":
             self.samplers[record["sampler"]] = (record["base"], record["path"])
             return
@@ -70,13 +70,14 @@ class SessionHistory:
             if record["changes"]:
                 model.last_change = max(model.last_change, seq_id)
         elif record["type"] == "answer":
-            model.answers[seq_id] = Answer(record["body"].encode(), "application/json")
+            failed = record.get("failed", False)
+            model.responses[seq_id] = WireResponse(record["body"].encode(), "application/json", failed)
         else:
             model.origin, model.origin_seq_id = Origin.from_json(record["origin"]), seq_id
 
 
-class Notes:
-    """Writes down what happens to one model."""
+class ModelJournal:
+    """Writes the records of one model to its session's journal."""
 
     def __init__(self, journal: Journal, model_id: str) -> None:
         self._journal = journal
@@ -85,9 +86,9 @@ class Notes:
     def request(self, seq_id: int, digest: bytes, changes: bool) -> None:
         self._append("request", seq_id, digest=digest.hex(), changes=changes)
 
-    def answer(self, seq_id: int, answer: Answer) -> None:
-        if answer.media_type == "application/json":
-            self._append("answer", seq_id, body=answer.body.decode())
+    def record_response(self, seq_id: int, response: WireResponse) -> None:
+        if response.media_type == "application/json":
+            self._append("answer", seq_id, body=response.body.decode(), failed=response.failed)
 
     def origin(self, seq_id: int, origin: Origin) -> None:
         self._append("origin", seq_id, origin=origin.to_json())

@@ -1,9 +1,9 @@
-"""What a session must know of itself after kill -9: one file of JSON lines, each appended by one write.
+"""Journal of a session, read after kill -9: one file of JSON lines, each appended by one write.
 
-A write that has returned is the operating system's and outlives the process; only a power cut can lose it, and
-checkpoints are flushed to the disk by themselves. So a record costs microseconds and no flush. The results of
-passes and of sampling are not kept: they would be most of the bytes, and what they were computed for is lost
-with the process or can be asked again.
+A completed write belongs to the operating system and survives the process; only a power cut can lose it. Checkpoints
+are flushed to disk separately. A record therefore costs microseconds and needs no flush. Results of passes and samples
+are not recorded: they would dominate the size. Training progress since the last checkpoint is lost with the process
+anyway, and clients can sample again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ Record = dict[str, Any]
 
 
 class Journal:
-    """The file of one living session; while it is open, no other engine can open it."""
+    """Journal file of one open session. A file lock keeps other engines out while it is open."""
 
     def __init__(self, path: Path) -> None:
-        """Raises:
-        BlockingIOError: another engine has it open.
+        """Open and lock the file.
+
+        Raises:
+            BlockingIOError: another engine has it open.
         """
         self._path = path
         self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -36,29 +38,30 @@ class Journal:
             raise
 
     def read(self) -> list[Record]:
-        """All records; a last one that a kill tore is cut off."""
+        """Read all records; truncate a last record that a kill cut short."""
         content = self._path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if self._file is not None and whole < len(content):
-            os.ftruncate(self._file, whole)
-        return [json.loads(line) for line in content[:whole].splitlines()]
+        complete = content.rfind(b"\n") + 1
+        if self._file is not None and complete < len(content):
+            os.ftruncate(self._file, complete)
+        return [json.loads(line) for line in content[:complete].splitlines()]
 
     def append(self, record: Record) -> None:
-        """Add a record; nothing once the journal is closed."""
+        """Append a record; does nothing after the journal was closed."""
         if self._file is None:
             return
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        reason: OSError | str = "the disk is full"
         try:
-            written = os.write(self._file, line)
+            complete = os.write(self._file, line) == len(line)
         except OSError as error:
-            written = error
-        if written != len(line):
-            # A journal with a hole would bring back a model that never was: better none.
-            log.warning("%s cannot be written (%s): its session will not survive a restart", self._path, written)
+            complete, reason = False, error
+        if not complete:
+            # A journal with a missing record would restore a model that never existed, so restore none.
+            log.warning("%s cannot be written (%s): its session will not survive a restart", self._path, reason)
             self.remove()
 
     def remove(self) -> None:
-        """Close it for good: after a restart there is no such session."""
+        """Close and delete the journal, so that a restart does not restore the session."""
         self._path.unlink(missing_ok=True)
         self.close()
 

@@ -1,4 +1,4 @@
-"""Adapters, moments and snapshots in memory, up to a bound: the least recently used wait on disk."""
+"""Memory budget of adapters, moments and snapshots: the least recently used ones are evicted to disk."""
 
 from __future__ import annotations
 
@@ -22,40 +22,42 @@ from engine.errors import EngineError
 log = logging.getLogger(__name__)
 
 
-class Resident(Protocol):
-    """Something large that can leave memory and come back, bit for bit."""
+class Evictable(Protocol):
+    """Large object that can move to disk and back, bit for bit."""
 
     @property
     def num_bytes(self) -> int: ...
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is at work, so that leaving would free nothing or lose something."""
+        """True while in use, when an eviction would free nothing or lose something."""
         ...
 
-    def leave(self) -> None:
-        """Go to disk."""
+    def evict(self) -> None:
+        """Move to disk."""
         ...
 
 
-class Memory:
-    """Only the compute thread uses it, `forget` aside.
+class MemoryBudget:
+    """Tracks the evictable objects in memory. Only the compute thread uses it, except for `remove`.
 
     Attributes:
-        num_bytes: what is in memory now.
-        num_evictions: how often something had to leave.
+        num_bytes: size of the objects in memory.
+        num_evictions: number of evictions so far.
     """
 
     def __init__(self, limit_bytes: int, folder: Path) -> None:
-        """Args:
-        limit_bytes: what may be in memory, the resident in use aside.
-        folder: where the others go, each engine into a folder of its own in it.
+        """Create and lock a subfolder for the evicted objects of this engine.
+
+        Args:
+            limit_bytes: maximum size of the objects in memory, not counting the one in use.
+            folder: parent folder, which several engines may share.
         """
         self.num_evictions = 0
         self._limit_bytes = limit_bytes
-        self._sizes: OrderedDict[Resident, int] = OrderedDict()
+        self._sizes: OrderedDict[Evictable, int] = OrderedDict()
         folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
+        _remove_abandoned(folder)
         self._folder = folder / uuid.uuid4().hex
         self._folder.mkdir()
         self._lock = _lock(self._folder)
@@ -64,58 +66,58 @@ class Memory:
     def num_bytes(self) -> int:
         return sum(list(self._sizes.values()))
 
-    def used(self, resident: Resident) -> None:
-        """Note that ``resident`` is in memory and in use; make room for it if there is too little."""
-        self._sizes[resident] = resident.num_bytes
-        self._sizes.move_to_end(resident)
+    def touch(self, item: Evictable) -> None:
+        """Mark ``item`` as in memory and most recently used; evict others if the budget is exceeded."""
+        self._sizes[item] = item.num_bytes
+        self._sizes.move_to_end(item)
         excess = self.num_bytes - self._limit_bytes
         if excess <= 0:
             return
         for other in list(self._sizes):
             if excess <= 0:
                 return
-            if other is resident or other.is_busy:
+            if other is item or other.is_busy:
                 continue
             try:
-                other.leave()
+                other.evict()
             except EngineError as error:
-                log.warning("%s", error)  # it stays, and the bound does not hold
+                log.warning("%s", error)  # the object stays in memory, beyond the budget
                 return
             excess -= self._sizes.get(other, 0)
-            self.forget(other)
+            self.remove(other)
             self.num_evictions += 1
 
-    def forget(self, resident: Resident) -> None:
-        """``resident`` is gone, or on disk."""
-        self._sizes.pop(resident, None)
+    def remove(self, item: Evictable) -> None:
+        """Stop tracking ``item``, which was freed or evicted."""
+        self._sizes.pop(item, None)
 
     def write(self, tensors: Mapping[str, Tensor]) -> Path:
-        """Put tensors into a file of their own, which is the caller's to remove; it ends with the engine."""
+        """Write tensors to a new file, which the caller deletes; `close` deletes the remaining files."""
         path = self._folder / f"{uuid.uuid4().hex}.safetensors"
-        with disk_errors("What had to leave memory"):
+        with disk_errors("An adapter evicted from memory"):
             path.write_bytes(pack(tensors))
         return path
 
     def read(self, path: Path) -> dict[str, Tensor]:
-        """What `write` wrote."""
+        """Read the tensors of a file written by `write`."""
         return safetensors.torch.load(path.read_bytes())
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what engines left behind that were killed."""
-    for left in folder.iterdir():
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the subfolders of killed engines."""
+    for subfolder in folder.iterdir():
         try:
-            os.close(_lock(left))
+            os.close(_lock(subfolder))
         except (BlockingIOError, FileNotFoundError):
-            continue  # its engine lives, or another one sweeps too
-        shutil.rmtree(left, ignore_errors=True)
+            continue  # its engine is running, or another engine removes it too
+        shutil.rmtree(subfolder, ignore_errors=True)
 
 
 def _lock(folder: Path) -> int:
-    """Hold ``folder`` until this process ends."""
+    """Lock ``folder`` until this process ends; return the descriptor."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

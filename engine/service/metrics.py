@@ -1,4 +1,4 @@
-"""Figures of the running engine, in the form that Prometheus reads."""
+"""Metrics of the running engine in the Prometheus format."""
 
 from __future__ import annotations
 
@@ -12,35 +12,37 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-TEXT = "text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 @dataclass(slots=True)
 class Timing:
-    """One operation at work; `failed` is set when it is known."""
+    """Timed operation; the caller sets `failed` if the operation fails."""
 
     failed: bool = False
 
 
 class Metrics:
-    """Counts and times; what can be read off the engine is read when it is asked for."""
+    """Counters and timings. Gauges are read from the engine on every scrape."""
 
     def __init__(self, gauges: Callable[[], Mapping[str, float]]) -> None:
-        """Args:
-        gauges: the present values, by the names of `GAUGES`.
+        """Register the metrics.
+
+        Args:
+            gauges: returns the current values by the names in `GAUGES`.
         """
         self._registry = CollectorRegistry()
         self._registry.register(_Gauges(gauges))
         self._operations = Histogram(
             "tinker_engine_operation_seconds",
-            "Time of a training operation, from its start to its answer.",
+            "Time of a training operation, from its start to its response.",
             ("kind", "outcome"),
             buckets=_SECONDS,
             registry=self._registry,
         )
         self._tokens = Counter(
-            "tinker_engine_tokens", "Tokens that were trained on or sampled.", ("use",), registry=self._registry
+            "tinker_engine_tokens", "Tokens trained on, forwarded or sampled.", ("use",), registry=self._registry
         )
         self._http = Counter(
             "tinker_engine_http_responses",
@@ -51,34 +53,34 @@ class Metrics:
 
     @contextmanager
     def timing(self, kind: str) -> Iterator[Timing]:
-        """Time what is inside as an operation of ``kind``."""
+        """Time the block as an operation of ``kind``."""
         timing = Timing()
         started = time.perf_counter()
         yield timing
         outcome = "failed" if timing.failed else "done"
         self._operations.labels(kind, outcome).observe(time.perf_counter() - started)
 
-    def tokens(self, use: Literal["trained", "forwarded", "prompt", "sampled"], count: int) -> None:
+    def count_tokens(self, use: Literal["trained", "forwarded", "prompt", "sampled"], count: int) -> None:
         self._tokens.labels(use).inc(count)
 
-    def response(self, route: str, status: int) -> None:
+    def count_response(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
 
     def text(self) -> bytes:
-        """All figures in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
 
 GAUGES = {
-    "sessions": "Sessions whose clients are there.",
+    "sessions": "Open sessions.",
     "models": "Models in training.",
     "samplers": "Samplers.",
-    "waiting_requests": "Training requests that wait for their turn.",
-    "running_requests": "Training requests at work.",
+    "waiting_requests": "Training requests in queues.",
+    "running_requests": "Training requests in progress.",
     "adapter_bytes": "Memory of adapters, moments, gradients and snapshots.",
-    "evictions": "How often one of them had to leave memory.",
-    "busy_seconds": "Time that training and sampling have computed.",
-    "resident_bytes": "Memory of the process.",
+    "evictions": "Evictions from memory to disk.",
+    "busy_seconds": "Time spent computing training and sampling.",
+    "resident_bytes": "Resident memory of the process.",
 }
 
 

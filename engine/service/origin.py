@@ -1,10 +1,9 @@
-"""From what a model's weights can be made again, exactly."""
+"""Reproducible origin of a model's weights: a fresh adapter or a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -19,14 +18,14 @@ from engine.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A fresh adapter of a seed, or a checkpoint.
+    """State from which a model's weights can be recreated exactly.
 
     Attributes:
-        base_model: by the name clients use.
-        lora: the adapter's shape and seed.
-        path: of the checkpoint; None is the fresh adapter.
-        folder: where the checkpoint lay, to notice another one under the same name.
-        with_optimizer: whether the moments belong to it.
+        base_model: API name of the base model.
+        lora: shape and seed of the adapter.
+        path: path of the checkpoint; None is a fresh adapter.
+        folder: the checkpoint's folder, which detects that another save replaced the checkpoint.
+        with_optimizer: True if the optimizer moments belong to the state.
     """
 
     base_model: str
@@ -36,35 +35,35 @@ class Origin:
     with_optimizer: bool = False
 
     @staticmethod
-    def of(checkpoint: Checkpoint, base_model: str, with_optimizer: bool) -> Origin:
+    def from_checkpoint(checkpoint: Checkpoint, base_model: str, with_optimizer: bool) -> Origin:
         return Origin(base_model, checkpoint.lora, checkpoint.name.path, checkpoint.folder, with_optimizer)
 
-    def make(self, base: BaseModel, store: CheckpointStore, micro_batch_tokens: int) -> Trainer:
-        """The trainer as it was there.
+    def make_trainer(self, base: BaseModel, store: CheckpointStore, micro_batch_tokens: int) -> Trainer:
+        """Create a trainer with the state of this origin.
 
         Raises:
-            RequestError: the checkpoint was deleted or replaced since.
-            EngineError: it is damaged, or does not fit the base model.
+            RequestError: the checkpoint was deleted or replaced.
+            EngineError: the checkpoint is damaged, or does not fit the base model.
         """
         trainer = Trainer(base, self.lora, micro_batch_tokens)
-        self.read_into(trainer, store)
+        self.load_into(trainer, store)
         return trainer
 
-    def read_into(self, trainer: Trainer, store: CheckpointStore) -> None:
-        """Give ``trainer`` the checkpoint's weights, and its moments if they belong to it."""
+    def load_into(self, trainer: Trainer, store: CheckpointStore) -> None:
+        """Load the checkpoint's weights into ``trainer``, and the moments if they belong to the state."""
         if self.path is None:
             return
         checkpoint = store.find(parse_path(self.path))
         if checkpoint.folder != self.folder:
-            raise RequestError(f"{self.path} was replaced since this model was in its state: load it again.")
+            raise RequestError(f"{self.path} was replaced after this model was saved to it: load the new one.")
         weights = store.read(checkpoint, ADAPTER)
         trainer.load(weights, store.read(checkpoint, OPTIMIZER) if self.with_optimizer else None)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return _ORIGIN.dump_python(self, mode="json")
 
     @staticmethod
-    def from_json(content: Mapping[str, Any]) -> Origin:
+    def from_json(content: Mapping[str, object]) -> Origin:
         return _ORIGIN.validate_python(content)
 
 

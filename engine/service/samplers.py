@@ -1,22 +1,63 @@
-"""Samplers: fixed weights to sample from, and the requests to them."""
+"""Samplers: fixed weights to sample from, and their requests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 from engine.compute.lora import Adapter
 from engine.errors import RequestError
-from engine.service.adapter_home import AdapterHome
-from engine.service.completions import Completions
-from engine.service.futures import Answer, Futures
+from engine.service.adapter_store import AdapterStore
+from engine.service.futures import PROTOBUF, Futures, WireResponse
 from engine.service.sampling_queue import SamplingQueue
 
-CLONE_IDS = 1_000_000_000  # each client of a sampler numbers its requests within a block of so many
+CLONE_IDS = 1_000_000_000  # each client of a sampler numbers its requests within its own block of this size
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """Id of a finished request and the size of its result; `num_bytes` is None if the request failed."""
+
+    request_id: str
+    num_bytes: int | None
+
+
+class FinishedRequests:
+    """Finished requests of one client in the order they finished, numbered from 1.
+
+    A client can wait for all its requests at once, by the number of the last one it has seen.
+    """
+
+    def __init__(self) -> None:
+        self._unseen: list[FinishedRequest] = []
+        self._num_seen = 0
+        self._changed = asyncio.Event()
+
+    def add(self, request_id: str, response: WireResponse) -> None:
+        self._unseen.append(
+            FinishedRequest(request_id, len(response.body) if response.media_type == PROTOBUF else None)
+        )
+        self._changed.set()
+
+    async def after(self, cursor: int, timeout_s: float) -> tuple[Sequence[FinishedRequest], int]:
+        """Return the requests after number ``cursor`` and the last number; wait if there are none yet.
+
+        Requests up to ``cursor`` are dropped, because the client has seen them.
+        """
+        num_seen = min(max(cursor - self._num_seen, 0), len(self._unseen))
+        self._unseen = self._unseen[num_seen:]
+        self._num_seen += num_seen
+        if not self._unseen and timeout_s > 0:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), timeout_s)
+        return tuple(self._unseen), self._num_seen + len(self._unseen)
 
 
 class Sampler:
-    """A sampling session of the protocol."""
+    """Sampling session of the Tinker protocol."""
 
     def __init__(
         self,
@@ -24,36 +65,43 @@ class Sampler:
         base_name: str,
         queue: SamplingQueue,
         path: str | None,
-        home: AdapterHome | None,
+        adapter_store: AdapterStore | None,
     ) -> None:
-        """Args:
-        path: of the checkpoint it samples from, if it is one.
-        home: of its adapter; None is the base model.
+        """Create a sampler.
+
+        Args:
+            path: path of its checkpoint; None for a snapshot or a base model.
+            adapter_store: store of its adapter; None for a base model.
         """
         self.sampler_id = sampler_id
         self.base_name = base_name
         self.queue = queue
         self.path = path
         self.num_clients = 0
-        self._home = home
+        self._adapter_store = adapter_store
         self._digests: dict[int, bytes] = {}
-        self._running: dict[str, asyncio.Task[Answer]] = {}
-        self._completions: dict[int, Completions] = {}
-        if home is not None:
-            home.in_use = lambda: bool(self._running)
+        self._running: dict[str, asyncio.Task[WireResponse]] = {}
+        self._finished: dict[int, FinishedRequests] = {}
+        if adapter_store is not None:
+            adapter_store.in_use = lambda: bool(self._running)
 
     def load(self) -> Adapter | None:
-        """The adapter to sample with; None is the base model. For the compute thread."""
-        return self._home.adapter() if self._home is not None else None
+        """Return the adapter to sample with; None is the base model. For the compute thread."""
+        return self._adapter_store.adapter() if self._adapter_store is not None else None
 
     def start(
-        self, seq_id: int, digest: bytes, futures: Futures, num_samples: int, work: Callable[[], Awaitable[Answer]]
+        self,
+        seq_id: int,
+        digest: bytes,
+        futures: Futures,
+        num_samples: int,
+        work: Callable[[], Awaitable[WireResponse]],
     ) -> str:
-        """Begin request ``seq_id`` unless it came before; returns the request id to come back with.
+        """Start request ``seq_id`` unless it is a repeat; return its request id.
 
         Raises:
-            RequestError: another one came under the same number.
-            BusyError: too many wait; this one is as if it had never come.
+            RequestError: another request has the same number.
+            BusyError: too many samples are waiting; the request can be sent again unchanged.
         """
         request_id = f"{self.sampler_id}:{seq_id}"
         known = self._digests.get(seq_id)
@@ -69,35 +117,37 @@ class Sampler:
             self._run(request_id, futures, num_samples, work)
         return request_id
 
-    def completions(self, clone: int) -> Completions:
-        """The finished requests of one client of this sampler; 0 is the one that opened it."""
-        return self._completions.setdefault(clone, Completions())
+    def finished_requests(self, clone: int) -> FinishedRequests:
+        """Return the finished requests of one client of this sampler; client 0 opened the sampler."""
+        return self._finished.setdefault(clone, FinishedRequests())
 
     def cancel(self, request_id: str) -> None:
-        """Stop the work on a request, if there still is any."""
+        """Cancel a request if it is running."""
         if (task := self._running.get(request_id)) is not None:
             task.cancel()
 
     def close(self) -> None:
-        """Stop all work and free the adapter."""
+        """Cancel all requests and free the adapter."""
         for request_id in list(self._running):
             self.cancel(request_id)
-        if self._home is not None:
-            self._home.close()
+        if self._adapter_store is not None:
+            self._adapter_store.close()
 
-    def _run(self, request_id: str, futures: Futures, num_samples: int, work: Callable[[], Awaitable[Answer]]) -> None:
-        async def settle() -> Answer:
-            return await futures.settle(request_id, work())
+    def _run(
+        self, request_id: str, futures: Futures, num_samples: int, work: Callable[[], Awaitable[WireResponse]]
+    ) -> None:
+        async def run() -> WireResponse:
+            return await futures.run(request_id, work())
 
-        def end(task: asyncio.Task[Answer]) -> None:
+        def end(task: asyncio.Task[WireResponse]) -> None:
             del self._running[request_id]
             self.queue.release(num_samples)
             if task.cancelled():
-                answer = Answer.failure("The request was cancelled.", "user")
-                futures.finish(request_id, answer)
+                response = WireResponse.failure("The request was cancelled.", "user")
+                futures.finish(request_id, response)
             else:
-                answer = task.result()
-            self.completions(int(request_id.rpartition(":")[2]) // CLONE_IDS).add(request_id, answer)
+                response = task.result()
+            self.finished_requests(int(request_id.rpartition(":")[2]) // CLONE_IDS).add(request_id, response)
 
-        self._running[request_id] = asyncio.create_task(settle())
+        self._running[request_id] = asyncio.create_task(run())
         self._running[request_id].add_done_callback(end)

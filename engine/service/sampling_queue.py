@@ -1,4 +1,4 @@
-"""Sampling on one base model: who waits, who joins the running batch, who gets a result."""
+"""Sampling queue of one base model: admits rows to the running batch and delivers results."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from engine.compute.lora import Adapter
 from engine.errors import BusyError
 from engine.sampling.batch import Batch
 from engine.sampling.job import SampleJob, SampleResult
-from engine.sampling.request import Request, Row
+from engine.sampling.request import Row, SamplingRequest
 from engine.service.settings import Settings
 from engine.service.worker import Worker
 
-TURN_S = 0.05  # of steps, at least one, before others and newcomers have their turn
-MAX_ROWS = 256  # in the batch: beyond it a step only takes longer
+TURN_S = 0.05  # duration of a turn of decoding steps, before other work and new rows get theirs
+MAX_ROWS = 256  # rows in the batch; more rows only make each step slower
 
 
 class SamplingQueue:
-    """Lets rows into the running batch as it has room, in turn among clients, and computes it turn by turn."""
+    """Admits rows to the running batch, round-robin over clients, and computes the batch turn by turn."""
 
     def __init__(self, base: BaseModel, worker: Worker, settings: Settings) -> None:
         self.base = base
@@ -32,8 +32,8 @@ class SamplingQueue:
         self._batch = self._new_batch()
         self._waiting: dict[str, deque[Row]] = {}
         self._num_reserved = 0
-        self._open: dict[Request, tuple[str, asyncio.Future[SampleResult]]] = {}
-        self._left: set[Request] = set()
+        self._open: dict[SamplingRequest, tuple[str, asyncio.Future[SampleResult]]] = {}
+        self._abandoned: set[SamplingRequest] = set()
         self._runner: asyncio.Task[None] | None = None
 
     def _new_batch(self) -> Batch:
@@ -50,30 +50,30 @@ class SamplingQueue:
         return self._runner is not None
 
     def reserve(self, num_samples: int) -> None:
-        """Count samples in that are to be asked for; whoever does it takes them out by `release`.
+        """Count samples about to be requested. The caller calls `release` when they are done.
 
         Raises:
-            BusyError: as many are waited for as may be.
+            BusyError: the queue is full.
         """
         if self._num_reserved >= (limit := self._settings.max_waiting_samples):
             raise BusyError(
-                f"{self._num_reserved} samples of {self.base.loaded.name} are waited for, and no more than {limit} may "
-                "be: ask again in a second."
+                f"{self._num_reserved} samples of {self.base.loaded.name} are waiting, and the limit is {limit}: "
+                "send this request again later."
             )
         self._num_reserved += num_samples
 
     def release(self, num_samples: int) -> None:
         self._num_reserved -= num_samples
 
-    async def ask(self, client: str, job: SampleJob, load: Callable[[], Adapter | None]) -> SampleResult:
-        """Compute ``job``; whoever stops waiting for it stops the work.
+    async def sample(self, client: str, job: SampleJob, load: Callable[[], Adapter | None]) -> SampleResult:
+        """Run ``job``. Cancelling the caller stops the work.
 
         Args:
-            client: for whom; rows of different clients join in turn.
-            load: what gives the adapter, on the compute thread.
+            client: the client's id; clients take turns.
+            load: returns the adapter, on the compute thread.
         """
         adapter = await self._worker.run(load, self._owner)
-        request = Request(job, adapter)
+        request = SamplingRequest(job, adapter)
         result: asyncio.Future[SampleResult] = asyncio.get_running_loop().create_future()
         self._open[request] = (client, result)
         self._waiting.setdefault(client, deque()).extend(request.rows)
@@ -82,12 +82,12 @@ class SamplingQueue:
         try:
             return await result
         finally:
-            self._forget(request)
+            self._close_request(request)
 
-    def _forget(self, request: Request) -> None:
+    def _close_request(self, request: SamplingRequest) -> None:
         client, _ = self._open.pop(request)
         if not request.done:
-            self._left.add(request)
+            self._abandoned.add(request)
             if rows := self._waiting.get(client):
                 self._waiting[client] = deque(row for row in rows if row.request is not request)
 
@@ -95,20 +95,21 @@ class SamplingQueue:
         while self._open or self._batch.rows:
             rows = self._next_rows()
             clients = {self._open[row.request][0] for row in (*self._batch.rows, *rows) if row.request in self._open}
-            left, self._left = self._left, set()
+            abandoned, self._abandoned = self._abandoned, set()
             try:
-                out = await self._worker.run(partial(self._turn, rows, left), self._owner, max(len(clients), 1))
+                turn = partial(self._turn, rows, abandoned)
+                evicted = await self._worker.run(turn, self._owner, max(len(clients), 1))
             except Exception as error:  # noqa: BLE001 - each request raises it again
                 self._fail(error)
                 continue
-            for row in out:
+            for row in evicted:
                 if row.request in self._open:
                     self._waiting.setdefault(self._open[row.request][0], deque()).appendleft(row)
-            self._answer()
+            self._deliver_results()
         self._runner = None
 
     def _next_rows(self) -> list[Row]:
-        """As many rows as one forward pass reads, one of each client in turn."""
+        """Take waiting rows for one prefill, round-robin over clients."""
         rows: list[Row] = []
         num_tokens = 0
         while self._waiting:
@@ -118,36 +119,36 @@ class SamplingQueue:
                 continue
             row = waiting[0]
             num_tokens += row.num_tokens
-            full = len(self._batch.rows) + len(rows) >= MAX_ROWS or not self._batch.fits([*rows, row])
+            full = len(self._batch.rows) + len(rows) >= MAX_ROWS or not self._batch.has_room([*rows, row])
             if full or (rows and num_tokens > self._settings.micro_batch_tokens):
                 self._waiting = {client: waiting, **self._waiting}
                 break
             rows.append(waiting.popleft())
-            self._waiting[client] = waiting  # behind the others
+            self._waiting[client] = waiting  # moves the client to the end
         return rows
 
-    def _turn(self, rows: Sequence[Row], left: set[Request]) -> list[Row]:
-        """On the compute thread: newcomers first, so that the steps that follow are for all of them."""
+    def _turn(self, new_rows: Sequence[Row], abandoned: set[SamplingRequest]) -> list[Row]:
+        """Prefill new rows, or else decode for one turn; return evicted rows. For the compute thread."""
         started = perf_counter()
-        self._batch.leave(lambda row: row.request in left)
-        if rows:
-            self._batch.join(rows)
+        self._batch.remove(lambda row: row.request in abandoned)
+        if new_rows:
+            self._batch.add(new_rows)
             return []
         while self._batch.rows:
-            if out := self._batch.make_room():
-                return out
+            if evicted := self._batch.make_room():
+                return evicted
             self._batch.step()
             if perf_counter() - started > TURN_S:
                 break
         return []
 
-    def _answer(self) -> None:
+    def _deliver_results(self) -> None:
         for request, (_, result) in self._open.items():
             if request.done and not result.done():
                 result.set_result(request.result())
 
     def _fail(self, error: Exception) -> None:
-        """What the batch holds cannot be trusted any more."""
+        """Fail all open requests and start a new batch, because the state of the old one is unknown."""
         self._batch = self._new_batch()
         self._waiting = {}
         for _, result in self._open.values():

@@ -1,4 +1,4 @@
-"""Sessions: a client's models and samplers live as long as one; what it was stays known."""
+"""Sessions of clients, open and finished, and their files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 @dataclass(slots=True)
 class Session:
-    """One client that is there.
+    """Open session with its models and samplers.
 
     Attributes:
-        last_heard: monotonic seconds; its client sends a heartbeat every 10 s.
+        last_seen: monotonic seconds of the last request; the client sends a heartbeat every 10 s.
     """
 
     session_id: str
@@ -38,7 +38,7 @@ class Session:
     user_metadata: dict[str, str]
     display_name: str | None
     journal: Journal
-    last_heard: float = field(default_factory=time.monotonic)
+    last_seen: float = field(default_factory=time.monotonic)
     models: dict[str, TrainingModel] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
 
@@ -57,10 +57,10 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class SessionSummary:
-    """What the REST client may ask about a session, also when it is over.
+    """Public description of an open or finished session.
 
     Attributes:
-        reason: why it ended; None while its client is there.
+        reason: why the session ended; None while it is open.
     """
 
     session_id: str
@@ -77,7 +77,7 @@ _SUMMARY = TypeAdapter(SessionSummary)
 
 
 class SessionStore:
-    """Sessions on disk: the journals of the living, the summaries of the finished.
+    """Sessions on disk: journals of open sessions and summaries of finished sessions.
 
     Attributes:
         finished: summaries by session id.
@@ -91,10 +91,10 @@ class SessionStore:
             try:
                 self.finished[path.stem] = _SUMMARY.validate_json(path.read_bytes())
             except ValidationError:
-                log.warning("The summary %s of a finished session is damaged: it is not listed", path)
+                log.warning("The summary %s of a finished session is damaged: the session is not listed", path)
 
     def open(self, user_metadata: dict[str, str], display_name: str | None) -> Session:
-        """Begin a session whose id no engine has used: model ids and folders on disk derive from it."""
+        """Open a session with a new id, from which the ids of its models and their folders derive."""
         session_id, now = str(uuid.uuid4()), datetime.now(UTC)
         with disk_errors("The session"):
             journal = Journal(self._journal_path(session_id))
@@ -110,7 +110,7 @@ class SessionStore:
         return Session(session_id, now, user_metadata, display_name, journal)
 
     def unfinished(self) -> Iterator[tuple[SessionHistory, Journal]]:
-        """The sessions that an engine had when it was killed; those of an engine that runs are left to it."""
+        """Yield the open sessions of killed engines, with their journals; skip those of running engines."""
         for path in sorted(self._folder.glob("*.jsonl")):
             try:
                 journal = Journal(path)
@@ -119,21 +119,21 @@ class SessionStore:
             try:
                 records = journal.read()
                 if records and path.stem not in self.finished:
-                    yield SessionHistory.of(records), journal
+                    yield SessionHistory.from_records(records), journal
                     continue
             except (ValueError, LookupError, TypeError, AttributeError):
-                log.warning("The journal %s of a session is damaged: the session is over", path)
+                log.warning("The journal %s of a session is damaged: the session is not restored", path)
             journal.remove()
 
     def finish(self, session: Session, reason: FinishReason, detail: str | None) -> None:
-        """A session is over; its journal is no longer needed."""
+        """Write the summary of a session, and remove its journal."""
         summary = session.summary(reason, detail)
         self.finished[session.session_id] = summary
         path = self._folder / f"{session.session_id}.json"
-        aside = path.with_name(f".{path.name}")
+        temporary = path.with_name(f".{path.name}")
         try:
-            aside.write_bytes(_SUMMARY.dump_json(summary))
-            aside.replace(path)
+            temporary.write_bytes(_SUMMARY.dump_json(summary))
+            temporary.replace(path)
         except OSError as error:
             log.warning("The summary %s of a session could not be written: %s", path, error)
         session.journal.remove()

@@ -1,4 +1,4 @@
-"""What an engine is started with."""
+"""Settings of the local engine."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One engine.
+    """Settings of one engine.
 
     Attributes:
-        models: names or directories, as given.
-        state: the folder of its checkpoints and training runs.
-        cache: where built-in models are made.
-        threads: of torch; None leaves it to torch.
-        api_key: what clients must send; None asks for none, which is for loopback only.
-        micro_batch_tokens: of one forward pass, padding included: it bounds memory.
-        max_body_bytes: of one request, decompressed.
-        max_sessions: clients that are there at one time.
-        max_models: in training at one time.
-        max_waiting_requests: of one model; beyond these, clients are asked to come again.
-        memory_limit_bytes: of adapters, moments, gradients and snapshots; the least recently used go to disk.
-        clock_cycle_s: seconds between two ticks on which work may start; 0 lets it start at once.
-        log_requests: whether to log one line of JSON for each request.
-        max_waiting_samples: of one model, beyond which clients are asked to come again.
-        sampling_cache_bytes: of the keys and values of all samples in generation on one model.
-        deterministic: whether a sample's bits are the same whatever is sampled beside it, which costs time.
-        retrieve_futures: clients learn of their finished samples by one request for all of them.
+        models: names or directories of the models to serve.
+        state: folder that stores checkpoints, training runs and sessions.
+        cache: folder that stores the weights of the built-in models.
+        threads: number of torch threads; None leaves the choice to torch.
+        api_key: key that clients must send; None accepts all clients and is allowed only for loopback addresses.
+        micro_batch_tokens: maximum size of a forward pass in tokens, including padding; bounds memory.
+        max_body_bytes: maximum size of a request body after decompression.
+        max_sessions: maximum number of open sessions.
+        max_models: maximum number of models in training.
+        max_waiting_requests: maximum number of waiting requests per model; clients retry additional requests later.
+        memory_limit_bytes: memory for adapters, moments, gradients and snapshots; the least recently used move to disk
+            when it is full.
+        clock_cycle_s: seconds between the ticks on which training requests start; 0 starts them immediately.
+        log_requests: log one line of JSON per request.
+        max_waiting_samples: maximum number of waiting samples per base model; clients retry additional samples later.
+        sampling_cache_bytes: maximum size of the KV cache of all samples being generated, per base model.
+        deterministic: make samples bitwise independent of concurrent requests; sampling is slower.
+        retrieve_futures: let a client wait for all its samples with one request.
     """
 
     models: tuple[str, ...]

@@ -1,14 +1,15 @@
-"""One model in training: its queue, and what each kind of request does to it."""
+"""Training model: its request queue, and the work of each type of request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from tinker.types import AdamParams
 
-from engine.checkpoints.checkpoint import ADAPTER, OPTIMIZER, Checkpoint, Description
+from engine.checkpoints.checkpoint import ADAPTER, OPTIMIZER, Checkpoint, SaveMetadata
 from engine.checkpoints.external import external_files
 from engine.checkpoints.names import CheckpointName, Kind, check_name, parse_path
 from engine.checkpoints.runs import RunStore, TrainingRun
@@ -16,22 +17,23 @@ from engine.checkpoints.store import CheckpointStore, pack
 from engine.compute.base import BaseModel
 from engine.compute.lora import Adapter, LoraSpec
 from engine.compute.loss import Loss
-from engine.compute.parts import Parts, Result
 from engine.compute.trainer import Trainer
-from engine.errors import LostError, RequestError
-from engine.service.futures import Answer
-from engine.service.history import ModelHistory, Notes
-from engine.service.home import Home
-from engine.service.memory import Memory
-from engine.service.ordered import OrderedQueue, QueueServices
+from engine.errors import LostStateError, RequestError
+from engine.service.futures import WireResponse
+from engine.service.history import ModelHistory, ModelJournal
+from engine.service.memory import MemoryBudget
+from engine.service.ordered_queue import OrderedQueue, QueueServices
 from engine.service.origin import Origin
+from engine.service.trainer_store import TrainerStore
 from engine.service.worker import Worker
 from engine.wire.forward_backward import ForwardBackward, decode_datum, encode_output
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True, slots=True)
-class Workshop:
-    """What all models share."""
+class TrainingServices:
+    """Services shared by all training models."""
 
     find_base: Callable[[str], BaseModel]
     find_loss: Callable[[str, ForwardBackward], Loss]
@@ -39,16 +41,16 @@ class Workshop:
     queues: QueueServices
     checkpoints: CheckpointStore
     runs: RunStore
-    memory: Memory
+    memory: MemoryBudget
     micro_batch_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """A checkpoint to be written: which kind, under what name, and what to note in it.
+    """Checkpoint to write.
 
     Attributes:
-        recipients: whom external weights are encrypted to.
+        recipients: age public keys to which external weights are encrypted.
     """
 
     kind: Kind
@@ -60,164 +62,168 @@ class SaveRequest:
 
 
 class TrainingModel:
-    """A model id of the protocol. Its methods are the work of its queue: one at a time, in seq order."""
+    """Model of the Tinker protocol. Its queue calls its methods one at a time, in seq order."""
 
-    def __init__(self, model_id: str, shop: Workshop, notes: Notes) -> None:
+    def __init__(self, model_id: str, services: TrainingServices, journal: ModelJournal) -> None:
         self.model_id = model_id
-        self.queue = OrderedQueue(model_id, shop.queues, notes)
+        self.queue = OrderedQueue(model_id, services.queues, journal)
         self.last_request = datetime.now(UTC)
-        self._shop = shop
-        self._notes = notes
+        self._services = services
+        self._journal = journal
         self._origin: Origin | None = None
-        self._home: Home | None = None
-        self._lost: str | None = None
+        self._trainer_store: TrainerStore | None = None
+        self._lost_message: str | None = None
 
     @property
     def origin(self) -> Origin:
-        """What the model was made from, or last saved to; raises a RequestError until it is created."""
+        """State the model was created from or last saved to; raises a RequestError before its creation."""
         if self._origin is None:
-            raise self._never_created()
+            raise self._not_created()
         return self._origin
 
     def restore(self, history: ModelHistory) -> None:
-        """Be what the model was before the engine was killed; what no checkpoint holds is lost, and said to be."""
+        """Restore the model of a killed engine. If no checkpoint contains its state, later requests fail."""
         self._origin = history.origin
-        if history.origin is None or history.is_whole:
-            self._home = self._new_home(history.origin) if history.origin else None
-            sentence = f"The engine was restarted before this request of {self.model_id} was done: send it again."
+        if history.origin is None or history.origin_is_current:
+            self._trainer_store = self._new_store(history.origin) if history.origin else None
+            lost = f"The engine was restarted before this request of {self.model_id} ran: send it again."
         else:
-            saved = [c for c in self._shop.checkpoints.of_run(self.model_id) if c.name.kind == "weights"]
+            saved = [c for c in self._services.checkpoints.list_run(self.model_id) if c.name.kind == "weights"]
             advice = (
                 f"its last checkpoint is {saved[-1].name.path}: create a training client from it, with its optimizer."
                 if saved
                 else "it has no checkpoint: create a new training client."
             )
-            self._lost = sentence = (
-                f"The engine was restarted, and what was asked of {self.model_id} since is lost; {advice}"
+            self._lost_message = lost = (
+                f"The engine was restarted, and recent training of {self.model_id} is lost; {advice}"
             )
-            self._home = self._new_home(replace(history.origin, path=None))
-        held = (
-            f"The engine was restarted before the result of this request of {self.model_id} was fetched; what it did "
-            "to the model is kept: do not send it again."
+            self._trainer_store = self._new_store(replace(history.origin, path=None))
+        applied = (
+            f"The engine was restarted before the result of this request of {self.model_id} was fetched; its effect "
+            "on the model is saved: do not send it again."
         )
-        self.queue.restore(history, Answer.failure(held, "server"), Answer.failure(sentence, "server"))
+        self.queue.restore(history, WireResponse.failure(applied, "server"), WireResponse.failure(lost, "server"))
 
     def close(self) -> None:
-        """The session is over: drop what has not started, and the weights."""
+        """Drop waiting requests and free the weights."""
         self.queue.close()
-        if self._home is not None:
-            self._home.close()
+        if self._trainer_store is not None:
+            self._trainer_store.close()
 
-    async def create(self, base_model: str, spec: LoraSpec, user_metadata: dict[str, str]) -> Answer:
+    async def create(self, base_model: str, spec: LoraSpec, user_metadata: dict[str, str]) -> WireResponse:
         await self._start(Origin(base_model, spec), user_metadata)
-        return Answer.json({"model_id": self.model_id, "type": "create_model"})
+        return WireResponse.json({"model_id": self.model_id, "type": "create_model"})
 
     async def create_from(
         self, path: str, with_optimizer: bool, base_model: str | None, user_metadata: dict[str, str]
-    ) -> Answer:
-        checkpoint = self._shop.checkpoints.find(parse_path(path))
-        await self._start(Origin.of(checkpoint, base_model or checkpoint.base_model, with_optimizer), user_metadata)
-        return self._loaded(path)
+    ) -> WireResponse:
+        checkpoint = self._services.checkpoints.find(parse_path(path))
+        origin = Origin.from_checkpoint(checkpoint, base_model or checkpoint.base_model, with_optimizer)
+        await self._start(origin, user_metadata)
+        return self._loaded_response(path)
 
-    async def load(self, path: str, with_optimizer: bool) -> Answer:
-        checkpoint = self._shop.checkpoints.find(parse_path(path))
-        origin = Origin.of(checkpoint, self.origin.base_model, with_optimizer)
-        lost, self._lost = self._lost, None
+    async def load(self, path: str, with_optimizer: bool) -> WireResponse:
+        checkpoint = self._services.checkpoints.find(parse_path(path))
+        origin = Origin.from_checkpoint(checkpoint, self.origin.base_model, with_optimizer)
+        lost_message, self._lost_message = self._lost_message, None
         try:
-            await self._run(lambda trainer: origin.read_into(trainer, self._shop.checkpoints))
+            await self._run(lambda trainer: origin.load_into(trainer, self._services.checkpoints))
         except BaseException:
-            self._lost = lost
+            self._lost_message = lost_message
             raise
-        self._note(origin)
-        return self._loaded(path)
+        self._record_origin(origin)
+        return self._loaded_response(path)
 
-    async def forward_backward(self, request: ForwardBackward) -> Answer:
-        def compute(trainer: Trainer) -> Parts[bytes]:
-            loss = self._shop.find_loss(self.model_id, request)
+    async def forward_backward(self, request: ForwardBackward) -> WireResponse:
+        def compute(trainer: Trainer) -> Generator[None, None, bytes]:
+            loss = self._services.find_loss(self.model_id, request)
             data_D = [decode_datum(message, index, loss.inputs) for index, message in enumerate(request.data)]
             output = yield from trainer.forward_backward(data_D, loss, request.forward_only)
             use = "forwarded" if request.forward_only else "trained"
-            self._shop.queues.metrics.tokens(use, sum(len(datum.tokens_T) for datum in data_D))
+            self._services.queues.metrics.count_tokens(use, sum(len(datum.tokens_T) for datum in data_D))
             return encode_output(output.logprobs_D, output.metrics)
 
         try:
-            return Answer(await self._run_parts(compute))
+            return WireResponse(await self._run_generator(compute))
         except Exception as error:
             if not request.forward_only:
                 reason = f"request {request.seq_id}: {error}"
-                await self._run(lambda trainer: trainer.lose_batch(reason))
+                await self._run(lambda trainer: trainer.invalidate_gradient(reason))
             raise
 
-    async def optim_step(self, params: AdamParams) -> Answer:
+    async def optim_step(self, params: AdamParams) -> WireResponse:
         await self._run(lambda trainer: trainer.optim_step(params))
-        return Answer.json({"metrics": {}})
+        return WireResponse.json({"metrics": {}})
 
-    async def save(self, request: SaveRequest) -> Answer:
+    async def save(self, request: SaveRequest) -> WireResponse:
         name = CheckpointName(self.model_id, request.kind, check_name(request.name))
         base_model = self.origin.base_model
 
         def write(trainer: Trainer) -> tuple[Checkpoint, bool]:
-            description = Description(base_model, trainer.adapter.spec, request.ttl_seconds, request.user_metadata)
+            metadata = SaveMetadata(base_model, trainer.adapter.spec, request.ttl_seconds, request.user_metadata)
             files = self._files(trainer, request)
-            return self._shop.checkpoints.save(name, description, files, request.overwrite), trainer.is_settled
+            checkpoint = self._services.checkpoints.save(name, metadata, files, request.overwrite)
+            return checkpoint, trainer.is_between_steps
 
-        checkpoint, holds_all = await self._run(write)
-        if request.kind == "weights" and holds_all:
-            self._note(Origin.of(checkpoint, base_model, with_optimizer=True))
-        return Answer.json({"path": checkpoint.name.path, "size_bytes": checkpoint.num_bytes})
+        checkpoint, is_complete = await self._run(write)
+        if request.kind == "weights" and is_complete:
+            self._record_origin(Origin.from_checkpoint(checkpoint, base_model, with_optimizer=True))
+        return WireResponse.json({"path": checkpoint.name.path, "size_bytes": checkpoint.num_bytes})
 
     async def snapshot(self) -> tuple[str, Adapter]:
-        """The base model's name and a copy of the adapter as it is now."""
+        """Return the base model's name and a copy of the current adapter."""
         return self.origin.base_model, await self._run(lambda trainer: trainer.snapshot())
 
     async def _start(self, origin: Origin, user_metadata: dict[str, str]) -> None:
-        home = self._new_home(origin)
+        store = self._new_store(origin)
 
-        def make_and_note() -> None:
-            home.trainer()
-            self._shop.runs.save(
+        def create_and_record() -> None:
+            store.trainer()
+            self._services.runs.save(
                 TrainingRun(self.model_id, origin.base_model, origin.lora, datetime.now(UTC), user_metadata)
             )
 
-        self._shop.find_base(origin.base_model)
-        await self._shop.worker.run(make_and_note, self.model_id)
-        self._home = home
-        self._note(origin)
+        self._services.find_base(origin.base_model)
+        await self._services.worker.run(create_and_record, self.model_id)
+        self._trainer_store = store
+        self._record_origin(origin)
 
     async def _run(self, function: Callable[[Trainer], Result]) -> Result:
-        home = self._usable_home()
-        return await self._shop.worker.run(lambda: function(home.trainer()), self.model_id)
+        store = self._usable_store()
+        return await self._services.worker.run(lambda: function(store.trainer()), self.model_id)
 
-    async def _run_parts(self, make: Callable[[Trainer], Parts[Result]]) -> Result:
-        home = self._usable_home()
+    async def _run_generator(self, function: Callable[[Trainer], Generator[None, None, Result]]) -> Result:
+        store = self._usable_store()
 
-        def parts() -> Parts[Result]:
-            return (yield from make(home.trainer()))
+        def run() -> Generator[None, None, Result]:
+            return (yield from function(store.trainer()))
 
-        return await self._shop.worker.run_parts(parts(), self.model_id)
+        return await self._services.worker.run_generator(run(), self.model_id)
 
-    def _usable_home(self) -> Home:
-        if self._lost is not None:
-            raise LostError(self._lost)
-        if self._home is None:
-            raise self._never_created()
-        return self._home
+    def _usable_store(self) -> TrainerStore:
+        if self._lost_message is not None:
+            raise LostStateError(self._lost_message)
+        if self._trainer_store is None:
+            raise self._not_created()
+        return self._trainer_store
 
-    def _never_created(self) -> RequestError:
-        return RequestError(f"The model {self.model_id} was never created: its first request failed; create a new one.")
+    def _not_created(self) -> RequestError:
+        return RequestError(
+            f"The model {self.model_id} was not created, because its first request failed: create a new one."
+        )
 
-    def _note(self, origin: Origin) -> None:
-        """After a restart the model can be this again, if nothing else is asked of it until then."""
+    def _record_origin(self, origin: Origin) -> None:
+        """Record the current state's origin. A restart restores it, unless later requests change the state."""
         self._origin = origin
         assert self.queue.running is not None
-        self._notes.origin(self.queue.running, origin)
+        self._journal.origin(self.queue.running, origin)
 
-    def _new_home(self, origin: Origin) -> Home:
+    def _new_store(self, origin: Origin) -> TrainerStore:
         def make() -> Trainer:
-            base = self._shop.find_base(origin.base_model)
-            return origin.make(base, self._shop.checkpoints, self._shop.micro_batch_tokens)
+            base = self._services.find_base(origin.base_model)
+            return origin.make_trainer(base, self._services.checkpoints, self._services.micro_batch_tokens)
 
-        return Home(make, self._shop.memory, lambda: self.queue.running is not None)
+        return TrainerStore(make, self._services.memory, lambda: self.queue.running is not None)
 
     def _files(self, trainer: Trainer, request: SaveRequest) -> dict[str, bytes]:
         if request.kind == "external_weights":
@@ -227,5 +233,5 @@ class TrainingModel:
             files[OPTIMIZER] = pack(trainer.optimizer_state())
         return files
 
-    def _loaded(self, path: str) -> Answer:
-        return Answer.json({"path": path, "model_id": self.model_id, "type": "load_weights"})
+    def _loaded_response(self, path: str) -> WireResponse:
+        return WireResponse.json({"path": path, "model_id": self.model_id, "type": "load_weights"})

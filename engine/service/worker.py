@@ -1,120 +1,123 @@
-"""The one thread that runs torch, and whose turn it is."""
+"""Compute thread: the only thread that runs torch, shared fairly among the owners of work."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from engine.compute.parts import Parts, Result
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    function: Callable[[], Any]
+class _WorkItem:
+    function: Callable[[], object]
     result: asyncio.Future[Any]
     clients: int
 
 
 @dataclass(slots=True)
 class _Owner:
-    """Whoever has work: what waits, and the seconds spent on it."""
+    """Owner of work: its waiting items, and the seconds charged to it."""
 
     name: str
-    spent_s: float = 0.0
-    waiting: deque[_Piece] = field(default_factory=deque)
+    charged_s: float = 0.0
+    waiting: deque[_WorkItem] = field(default_factory=deque)
 
 
 class Worker:
-    """Runs functions on a thread of its own, one piece at a time, so that the event loop always answers.
+    """Runs functions one at a time on its own thread, so that the event loop stays responsive.
 
-    The next piece is of the owner on whom the least of the thread's time was spent; with pieces of like size that is
-    one after the other in turn (start-time fair queueing: Goyal, Vin and Cheng 1996). Whoever was idle starts level
-    with those at work: it waits for the piece that is running, not for a queue, and has no time saved up.
+    The next item belongs to the owner with the least charged time; with equally long items, owners take turns
+    (start-time fair queueing: Goyal, Vin and Cheng 1996). An owner that was idle starts level with the active ones:
+    it waits for the running item only, and has no time saved up.
 
     Attributes:
-        busy_s: the seconds that its pieces took so far.
+        busy_s: seconds spent on work so far.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Args:
-        clock: seconds, by which pieces are charged.
+        """Start the thread.
+
+        Args:
+            clock: returns seconds, by which work is charged.
         """
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._owners: dict[str, _Owner] = {}
         self.busy_s = 0.0
-        self._level_s = 0.0  # the time spent on the owner of the latest piece, when that started
+        self._level_s = 0.0  # time charged to the owner of the latest item when the item started
         self._busy = False
 
     async def run(self, function: Callable[[], Result], owner: str = "", clients: int = 1) -> Result:
-        """Await ``function()``; its exceptions come out here.
+        """Run ``function()`` on the thread; return its result or raise its exception.
 
         Args:
-            owner: who is served; its pieces run in the order they were given.
-            clients: how many the piece serves: the owner is charged for one of them.
+            owner: owner of the work; an owner's items run in order.
+            clients: number of clients that the item serves; the owner is charged for one of them.
         """
         result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         entry = self._owners.setdefault(owner, _Owner(owner))
         if not entry.waiting:
-            entry.spent_s = max(entry.spent_s, self._level_s)
-        entry.waiting.append(_Piece(function, result, clients))
+            entry.charged_s = max(entry.charged_s, self._level_s)
+        entry.waiting.append(_WorkItem(function, result, clients))
         self._start()
         return await result
 
-    async def run_parts(self, parts: Parts[Result], owner: str) -> Result:
-        """Await what ``parts`` returns; at each of its yields it is for others to have their turn."""
-        while not (part := await self.run(lambda: _advance(parts), owner)):
+    async def run_generator(self, generator: Generator[None, None, Result], owner: str) -> Result:
+        """Run a generator on the thread; return its return value. Other owners get their turn at each yield."""
+        while not (returned := await self.run(lambda: _advance(generator), owner)):
             pass
-        return part[0]
+        return returned[0]
 
     def stop(self) -> None:
-        """Finish what runs, drop what waits."""
+        """Finish the running item and drop the waiting ones."""
         self._thread.shutdown(cancel_futures=True)
 
     def _start(self) -> None:
         ready = [owner for owner in self._owners.values() if owner.waiting]
         if self._busy or not ready:
             return
-        owner = min(ready, key=lambda owner: owner.spent_s)
-        self._level_s = owner.spent_s
-        # Behind all that are level with it; whoever is idle and has nothing to be remembered for is forgotten.
-        self._owners = {o.name: o for o in self._owners.values() if o.waiting or o.spent_s > self._level_s}
+        owner = min(ready, key=lambda owner: owner.charged_s)
+        self._level_s = owner.charged_s
+        # Move the owner behind all owners at its level. Drop idle owners that are not ahead of it.
+        self._owners = {o.name: o for o in self._owners.values() if o.waiting or o.charged_s > self._level_s}
         self._owners[owner.name] = self._owners.pop(owner.name)
-        piece = owner.waiting.popleft()
+        item = owner.waiting.popleft()
         self._busy = True
         started = self._clock()
         loop = asyncio.get_running_loop()
 
-        def report(done: Future[Any]) -> None:
-            if not loop.is_closed():  # the engine stopped meanwhile
-                loop.call_soon_threadsafe(self._finish, owner, piece, done, self._clock() - started)
+        def report(future: Future[Any]) -> None:
+            if not loop.is_closed():  # the engine may have stopped
+                loop.call_soon_threadsafe(self._finish, owner, item, future, self._clock() - started)
 
-        self._thread.submit(piece.function).add_done_callback(report)
+        self._thread.submit(item.function).add_done_callback(report)
 
-    def _finish(self, owner: _Owner, piece: _Piece, done: Future[Any], took_s: float) -> None:
-        self.busy_s += took_s
-        owner.spent_s += took_s / piece.clients
-        if not piece.result.cancelled():
-            if error := done.exception():
-                piece.result.set_exception(error)
+    def _finish(self, owner: _Owner, item: _WorkItem, future: Future[Any], duration_s: float) -> None:
+        self.busy_s += duration_s
+        owner.charged_s += duration_s / item.clients
+        if not item.result.cancelled():
+            if error := future.exception():
+                item.result.set_exception(error)
             else:
-                piece.result.set_result(done.result())
-        # Whoever awaits the result first gives its next piece, if it has one, and then the choice is made.
-        asyncio.get_running_loop().call_soon(self._next)
+                item.result.set_result(future.result())
+        # Let the coroutine that awaits the result submit its next item before the next owner is chosen.
+        asyncio.get_running_loop().call_soon(self._start_next)
 
-    def _next(self) -> None:
+    def _start_next(self) -> None:
         self._busy = False
         self._start()
 
 
-def _advance(parts: Parts[Result]) -> tuple[Result] | None:
+def _advance(generator: Generator[None, None, Result]) -> tuple[Result] | None:
+    """Run a generator to its next yield; return its return value in a tuple if it ends."""
     try:
-        next(parts)
+        next(generator)
     except StopIteration as stop:
         return (stop.value,)
     return None

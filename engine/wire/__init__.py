@@ -1,1 +1,1 @@
-"""Between the bytes of the Tinker protocol and this engine's own types."""
+"""Conversion between the Tinker protocol's bytes and the engine's types."""

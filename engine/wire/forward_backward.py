@@ -1,4 +1,4 @@
-"""forward_backward requests and results: protobuf to packed datums, logprobs to protobuf."""
+"""Decode forward_backward requests from protobuf, and encode their results."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from engine.wire.tensors import decode_tensor
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
-    """A decoded request whose datums are not looked at yet, so that a bad one fails its own future only.
+    """Decoded request. Its datums are decoded later, so that a bad datum fails only the request's own future.
 
     Attributes:
-        config: the loss's parameters.
-        digest: 16 bytes that equal requests share, however they were encoded.
+        config: parameters of the loss.
+        digest: 16 bytes that are equal for equal requests, independent of their encoding.
     """
 
     model_id: str
@@ -38,17 +38,17 @@ class ForwardBackward:
 
 
 def decode_request(body: bytes) -> ForwardBackward:
-    """Read the protobuf body.
+    """Decode the protobuf body of a request.
 
     Raises:
-        RequestError: it is none.
+        RequestError: the body is not a valid message.
     """
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise RequestError(
-            f"The body of forward_backward ({len(body)} bytes) is not the message of tinker 0.38: {error}."
+            f"The body of forward_backward ({len(body)} bytes) is not a message of tinker 0.38: {error}."
         ) from error
     return ForwardBackward(
         model_id=message.model_id,
@@ -62,50 +62,48 @@ def decode_request(body: bytes) -> ForwardBackward:
 
 
 def decode_datum(message: pb.Datum, index: int, inputs: Sequence[str]) -> Datum:
-    """One datum, with those of its ``loss_fn_inputs`` that the loss reads.
+    """Decode one datum with the ``loss_fn_inputs`` that the loss reads.
 
     Raises:
-        RequestError: an image or audio chunk, or a tensor that cannot be read.
+        RequestError: the datum has an image or audio chunk, or an invalid tensor.
     """
-    where = f"Datum {index}"
+    name = f"Datum {index}"
     sent = message.loss_fn_inputs
     if "target_tokens" not in sent:
-        raise RequestError(f"{where} has no target_tokens in loss_fn_inputs, it has {sorted(sent)}.")
+        raise RequestError(f"{name} has no target_tokens in loss_fn_inputs, only {sorted(sent)}: add them.")
     targets = decode_tensor(sent["target_tokens"], f"target_tokens of datum {index}")
     if not np.issubdtype(targets.dtype, np.integer):
         raise RequestError(f"target_tokens of datum {index} are {targets.dtype}; send int64.")
     return Datum(
-        tokens_T=_int64(decode_tokens(message.model_input, where)),
+        tokens_T=_int64(decode_tokens(message.model_input, name)),
         targets=_int64(targets),
-        inputs={
-            name: _tensor(decode_tensor(sent[name], f"{name} of datum {index}")) for name in inputs if name in sent
-        },
+        inputs={key: _tensor(decode_tensor(sent[key], f"{key} of datum {index}")) for key in inputs if key in sent},
     )
 
 
-def decode_tokens(chunks: Sequence[pb.Chunk], where: str) -> NDArray[np.int32]:
-    """The token ids of a model input.
+def decode_tokens(chunks: Sequence[pb.Chunk], name: str) -> NDArray[np.int32]:
+    """Decode the token ids of a model input; ``name`` is its name in errors.
 
     Raises:
-        RequestError: a chunk that is no text.
+        RequestError: a chunk is not text.
     """
     tokens = []
     for chunk in chunks:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise RequestError(f"{where} has a chunk of kind {kind}; this engine takes encoded text only.")
+            raise RequestError(f"{name} has a chunk of type {kind}; send encoded text only.")
         if len(chunk.encoded_text.tokens) % 4:
-            raise RequestError(f"{where} has a token chunk that is no whole number of int32 values.")
+            raise RequestError(f"{name} has a token chunk of a length that is not a multiple of 4 bytes; send int32.")
         tokens.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
     return np.concatenate(tokens) if tokens else np.empty(0, np.int32)
 
 
 def encode_output(logprobs_D: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
-    """The result: one record per run of datums whose logprobs have the same trailing shape.
+    """Encode a result, with one record per run of datums whose logprobs have the same trailing shape.
 
     Args:
-        logprobs_D: per datum ``(T,)`` or ``(T, K)``, float32.
-        metrics: keys are ``name:reduction``; ``loss:sum`` must be among them.
+        logprobs_D: logprobs of each datum, ``(T,)`` or ``(T, K)``, float32.
+        metrics: values by ``name:reduction``; must include ``loss:sum``.
     """
     output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     for trailing_shape, run in groupby(logprobs_D, key=lambda logprobs: tuple(logprobs.shape[1:])):
@@ -120,7 +118,7 @@ def encode_output(logprobs_D: Sequence[Tensor], metrics: Mapping[str, float]) ->
 
 
 def _config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
-    """The parameters: the legacy map holds numbers only, and of a client that knows no other."""
+    """Return the loss parameters. The legacy map contains only numbers; only old clients use it."""
     if message.loss_fn_config_v2:
         return {
             name: value.text if value.WhichOneof("value") == "text" else value.number

@@ -1,15 +1,15 @@
-"""Sampling requests and results: JSON to jobs, continuations to protobuf."""
+"""Decode sampling requests from JSON to jobs, and encode results to protobuf."""
 
 from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.types import EncodedTextChunk, SampleRequest
-from tinker.types._pydantic_types.tensor_data import TensorData
 from torch import Tensor
 
 from engine.compute.datum import check_tokens
@@ -17,23 +17,23 @@ from engine.errors import RequestError
 from engine.models import LoadedModel
 from engine.sampling.job import SampleJob, SampleResult, TopTokens, check_job
 
-MAX_ELEMENTS = 2**26  # a sparse tensor of a few bytes may claim any shape
+MAX_ELEMENTS = 2**26  # a sparse tensor of a few bytes can claim any shape
 
 
 def decode_job(request: SampleRequest, loaded: LoadedModel) -> SampleJob:
-    """The job a request asks for.
+    """Convert a request to a job.
 
     Raises:
-        RequestError: the model cannot do it.
+        RequestError: the model cannot run it.
     """
     tokens = []
     for chunk in request.prompt.chunks:
         if not isinstance(chunk, EncodedTextChunk):
-            raise RequestError(f"The prompt has a chunk of kind {chunk.type}; this engine takes encoded text only.")
+            raise RequestError(f"The prompt has a chunk of type {chunk.type}; send encoded text only.")
         tokens.extend(chunk.tokens)
     params = request.sampling_params
-    room = loaded.max_context - len(tokens) + 1  # the last token is never fed back
-    stop_tokens, stop_strings = _stops(params.stop, loaded)
+    room = loaded.max_context - len(tokens) + 1  # the model never reads the last sampled token
+    stop_tokens, stop_strings = _stop_conditions(params.stop, loaded)
     job = SampleJob(
         prompt_T=torch.tensor(tokens, dtype=torch.int64),
         num_samples=request.num_samples,
@@ -47,7 +47,7 @@ def decode_job(request: SampleRequest, loaded: LoadedModel) -> SampleJob:
         prompt_logprobs=(request.prompt_logprobs_last_n or len(tokens)) if request.prompt_logprobs else 0,
         topk_prompt=request.topk_prompt_logprobs,
         topk_sample=request.topk_sample_logprobs,
-        prompt_targets=_targets(request.target_prompt_logprobs),
+        prompt_targets=_prompt_targets(request),
         prompt_draws=request.prompt_alt_tokens_k,
     )
     check_job(job, loaded.max_context)
@@ -57,28 +57,24 @@ def decode_job(request: SampleRequest, loaded: LoadedModel) -> SampleJob:
     return job
 
 
-def encode_result(result: SampleResult, targets: TensorData | None) -> bytes:
-    """The protobuf body of a finished sampling request.
-
-    Args:
-        targets: the request's `target_prompt_logprobs`, whose layout their logprobs take.
-    """
+def encode_result(result: SampleResult, request: SampleRequest) -> bytes:
+    """Encode a finished request. Logprobs of `target_prompt_logprobs` keep the layout of the request's tensor."""
     response = pb.SampleResponse()
-    for continuation in result.sequences:
+    for completion in result.sequences:
         sequence = response.sequences.add(
-            stop_reason=pb.STOP_REASON_STOP if continuation.stopped else pb.STOP_REASON_LENGTH,
-            tokens=np.asarray(continuation.tokens, np.int32).tobytes(),
-            logprobs=np.asarray(continuation.logprobs, np.float32).tobytes(),
+            stop_reason=pb.STOP_REASON_STOP if completion.stopped else pb.STOP_REASON_LENGTH,
+            tokens=np.asarray(completion.tokens, np.int32).tobytes(),
+            logprobs=np.asarray(completion.logprobs, np.float32).tobytes(),
         )
-        if continuation.top is not None:
-            sequence.topk_sampled_logprobs.CopyFrom(_top(continuation.top))
+        if completion.top is not None:
+            sequence.topk_sampled_logprobs.CopyFrom(_top_tokens(completion.top))
     prompt = result.prompt
     if prompt.logprobs_T is not None:
         response.prompt_logprobs = prompt.logprobs_T.numpy().tobytes()
     if prompt.top is not None:
-        response.topk_prompt_logprobs.CopyFrom(_top(prompt.top))
-    if prompt.targets is not None and targets is not None:
-        response.target_prompt_logprobs.CopyFrom(_laid_out(prompt.targets, targets))
+        response.topk_prompt_logprobs.CopyFrom(_top_tokens(prompt.top))
+    if prompt.targets is not None:
+        response.target_prompt_logprobs.CopyFrom(_target_logprobs(prompt.targets, request))
     if prompt.draws is not None:
         tokens, logprobs = prompt.draws
         response.prompt_alt_tokens.CopyFrom(
@@ -87,7 +83,7 @@ def encode_result(result: SampleResult, targets: TensorData | None) -> bytes:
     return response.SerializeToString()
 
 
-def _top(top: TopTokens) -> pb.TopkLogprobs:
+def _top_tokens(top: TopTokens) -> pb.TopkLogprobs:
     length, k = top.tokens.shape
     return pb.TopkLogprobs(
         token_ids=top.tokens.numpy().tobytes(), logprobs=top.logprobs.numpy().tobytes(), k=k, length=length
@@ -98,51 +94,58 @@ def _dense(tensor: Tensor, dtype: pb.DType.ValueType) -> pb.Tensor:
     return pb.Tensor(dense=tensor.numpy().tobytes(), dtype=dtype, shape=tensor.shape)
 
 
-def _targets(data: TensorData | None) -> Tensor | None:
-    """The tokens of a JSON tensor, dense or sparse CSR, as int64 with -1 where none is named.
+def _prompt_targets(request: SampleRequest) -> Tensor | None:
+    """Decode the request's target tokens, dense or sparse CSR, to int64 with -1 in empty cells.
 
     Raises:
-        RequestError: it is no matrix of token ids.
+        RequestError: the tensor is not a matrix of token ids.
     """
-    if data is None:
+    tensor = request.target_prompt_logprobs
+    if tensor is None:
         return None
-    shape, size = tuple(data.shape or ()), len(data.data)
-    if data.dtype != "int64" or len(shape) != 2 or min(shape) < 0 or math.prod(shape) > MAX_ELEMENTS:
+    shape, size = tuple(tensor.shape or ()), len(tensor.data)
+    if tensor.dtype != "int64" or len(shape) != 2 or min(shape) < 0 or math.prod(shape) > MAX_ELEMENTS:
         raise RequestError(
-            f"target_prompt_logprobs is {data.dtype} of shape {shape}; send int64 of shape (prompt length - 1, K)."
+            f"target_prompt_logprobs is {tensor.dtype} of shape {shape}; send int64 of shape (prompt length - 1, K)."
         )
-    values = torch.tensor(data.data, dtype=torch.int64)
-    if data.sparse_crow_indices is None:
+    values = torch.tensor(tensor.data, dtype=torch.int64)
+    if tensor.sparse_crow_indices is None:
         if size != math.prod(shape):
-            raise RequestError(f"target_prompt_logprobs has {size} values, but its shape {shape} asks for others.")
+            raise RequestError(
+                f"target_prompt_logprobs has {size} values, but its shape {shape} has {math.prod(shape)} cells."
+            )
         return values.reshape(shape).clamp(min=-1)
-    whole = torch.full(shape, -1)
-    rows_N, columns_N = _cells(data, shape)
-    whole[rows_N, columns_N] = values
-    return whole.clamp(min=-1)
+    dense = torch.full(shape, -1)
+    rows_N, columns_N = _csr_cells(tensor.sparse_crow_indices, tensor.sparse_col_indices or [], size, shape)
+    dense[rows_N, columns_N] = values
+    return dense.clamp(min=-1)
 
 
-def _laid_out(logprobs: Tensor, like: TensorData) -> pb.Tensor:
-    if like.sparse_crow_indices is None:
+def _target_logprobs(logprobs: Tensor, request: SampleRequest) -> pb.Tensor:
+    tensor = request.target_prompt_logprobs
+    if tensor is None or tensor.sparse_crow_indices is None:
         return _dense(logprobs, pb.DTYPE_FLOAT32)
-    rows_N, columns_N = _cells(like, tuple(logprobs.shape))
+    crow, columns = tensor.sparse_crow_indices, tensor.sparse_col_indices or []
+    rows_N, columns_N = _csr_cells(crow, columns, len(tensor.data), tuple(logprobs.shape))
     csr = pb.SparseCsr(
         values=logprobs[rows_N, columns_N].numpy().tobytes(),
-        crow_indices=np.asarray(like.sparse_crow_indices, np.int64).tobytes(),
-        col_indices=np.asarray(like.sparse_col_indices, np.int64).tobytes(),
+        crow_indices=np.asarray(crow, np.int64).tobytes(),
+        col_indices=np.asarray(columns, np.int64).tobytes(),
     )
     return pb.Tensor(sparse_csr=csr, dtype=pb.DTYPE_FLOAT32, shape=logprobs.shape)
 
 
-def _cells(data: TensorData, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Row and column of each listed value."""
-    starts = torch.tensor(data.sparse_crow_indices, dtype=torch.int64)
-    columns_N = torch.tensor(data.sparse_col_indices or [], dtype=torch.int64)
+def _csr_cells(
+    crow: Sequence[int], columns: Sequence[int], num_values: int, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return row and column of each value of a sparse CSR tensor."""
+    starts = torch.tensor(crow, dtype=torch.int64)
+    columns_N = torch.tensor(columns, dtype=torch.int64)
     counts = starts.diff()
     consistent = (
         len(starts) == shape[0] + 1
         and int(starts[0]) == 0
-        and int(starts[-1]) == len(columns_N) == len(data.data)
+        and int(starts[-1]) == len(columns_N) == num_values
         and bool((counts >= 0).all())
         and bool(((columns_N >= 0) & (columns_N < shape[1])).all())
     )
@@ -153,13 +156,13 @@ def _cells(data: TensorData, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return torch.repeat_interleave(torch.arange(shape[0]), counts), columns_N
 
 
-def _stops(stop: object, loaded: LoadedModel) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Stop tokens and stop strings; None is the model's own end, an empty list is no stop at all."""
+def _stop_conditions(stop: object, loaded: LoadedModel) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Return stop tokens and stop strings. None means the model's end tokens, an empty list means no stop."""
     if stop is None:
         return frozenset(loaded.eos_token_ids), ()
     if isinstance(stop, str):
         return frozenset(), (stop,)
     if not isinstance(stop, (list, tuple)):
-        raise RequestError(f"stop is {stop!r}; send a string, strings or token ids.")
+        raise RequestError(f"stop is {stop!r}; send a string, a list of strings or a list of token ids.")
     tokens = frozenset(item for item in stop if isinstance(item, int))
     return tokens, tuple(item for item in stop if isinstance(item, str) and item)

@@ -1,4 +1,4 @@
-"""Tensors of the protocol, dense or sparse CSR, to and from numpy."""
+"""Decode the protocol's tensors, dense or sparse CSR, to numpy."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _DTYPES: dict[int, type[np.generic]] = {
     pb.DTYPE_INT64: np.int64,
     pb.DTYPE_INT32: np.int32,
 }
-_MAX_ELEMENTS = 2**28  # a sparse tensor of a few bytes may claim any shape
+_MAX_ELEMENTS = 2**28  # a sparse tensor of a few bytes can claim any shape
 
 
 def decode_tensor(message: pb.Tensor, name: str) -> NDArray[np.generic]:
-    """The tensor as a dense array; entries that a sparse one does not list are 0.
+    """Decode a tensor to a dense array; unlisted entries of a sparse tensor are 0.
 
     Args:
-        name: what to call it in an error.
+        name: the tensor's name in errors.
 
     Raises:
-        RequestError: an unknown dtype, or sizes that contradict each other.
+        RequestError: the dtype is unknown, or the sizes contradict each other.
     """
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise RequestError(f"{name} has dtype number {message.dtype}; send float32 or int64.")
     shape = tuple(message.shape)
     if any(size < 0 for size in shape) or math.prod(shape) > _MAX_ELEMENTS:
-        raise RequestError(f"{name} claims the shape {shape}; at most {_MAX_ELEMENTS} elements are allowed.")
+        raise RequestError(f"{name} has the shape {shape}; use at most {_MAX_ELEMENTS} elements.")
     if message.HasField("sparse_csr"):
         return _decode_csr(message.sparse_csr, np.dtype(dtype), shape, name)
     values = _read(message.dense, np.dtype(dtype), name)
     if not shape:
         return values
     if values.size != math.prod(shape):
-        raise RequestError(f"{name} has {values.size} values, but its shape {shape} asks for {math.prod(shape)}.")
+        raise RequestError(f"{name} has {values.size} values, but its shape {shape} has {math.prod(shape)} elements.")
     return values.reshape(shape)
 
 
@@ -67,5 +67,5 @@ def _decode_csr(
 
 def _read(data: bytes, dtype: np.dtype[np.generic], name: str) -> NDArray[np.generic]:
     if len(data) % dtype.itemsize:
-        raise RequestError(f"{name} has {len(data)} bytes, which is no whole number of {dtype} values.")
+        raise RequestError(f"{name} has {len(data)} bytes, which is not a multiple of the size of {dtype}.")
     return np.frombuffer(data, dtype)

@@ -1,4 +1,4 @@
-"""Fixtures of the engine's tests: a session on the shared engine, and a base model in this process."""
+"""Fixtures of the engine tests: a session on the shared engine, and a base model in this process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trainer(service: tinker.ServiceClient) -> tinker.TrainingClient:
 
 @pytest.fixture(scope="session")
 def datum() -> MakeDatum:
-    """Make a datum of a text's bytes; weights are 1 unless given."""
+    """Return a function that makes a datum from the bytes of a text; weights default to 1."""
 
     def make(text: str, weights: list[float] | None = None) -> types.Datum:
         tokens = list(text.encode())

@@ -1,4 +1,4 @@
-"""Sampling jobs on the tiny model, as short as a test wants them."""
+"""Short sampling jobs on the tiny model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCAB = 264
 
 
 def make_job(seed: int, length: int = 5, max_tokens: int = 12, **changes: Any) -> SampleJob:
-    """One continuation of a prompt of random bytes, without limits or stops unless given."""
+    """Make a job with a prompt of random bytes; by default one completion without limits and stops."""
     fields: dict[str, Any] = {
         "num_samples": 1,
         "temperature": 1.0,

@@ -1,4 +1,4 @@
-"""tinker-cookbook's own loops, unmodified, run to their end on the engine and learn."""
+"""tinker-cookbook's unmodified training loops finish on the engine, and their models learn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def service(engine_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_name() -> str:
-    """The served model by its directory, where the cookbook finds the tokenizer."""
+    """Return the served model's directory, from which the cookbook loads the tokenizer."""
     rest = tinker.RestClient(base_url=os.environ["TINKER_BASE_URL"], api_key=API_KEY)
     with tinker.ServiceClient() as service:
         info = service.create_lora_training_client(base_model="tiny", rank=1).result().get_info()
@@ -46,8 +46,8 @@ def model_name() -> str:
     return str(info.model_data.tokenizer_id)
 
 
-def logged(log_path: Path, name: str) -> list[float]:
-    """A metric of each step, as the cookbook logs it."""
+def logged_values(log_path: Path, name: str) -> list[float]:
+    """Return a metric of each step from the cookbook's log."""
     lines = [json.loads(line) for line in (log_path / "metrics.jsonl").read_text().splitlines()]
     return [line[name] for line in lines if name in line]
 
@@ -56,8 +56,8 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-class Talks(SupervisedDataset):
-    """The same short conversations over and over, as datums; pairs of a good and a bad answer for DPO."""
+class RepeatedConversations(SupervisedDataset):
+    """Dataset that repeats the same short conversations; with two answers, pairs of a good and a bad one for DPO."""
 
     def __init__(self, name: str, answers: Sequence[str]) -> None:
         renderer = get_renderer(RENDERER, get_tokenizer(name))
@@ -77,22 +77,22 @@ class Talks(SupervisedDataset):
 
 
 @chz.chz
-class TalksBuilder(ChatDatasetBuilder):
+class RepeatedConversationsBuilder(ChatDatasetBuilder):
     answers: tuple[str, ...]
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
-        return Talks(self.common_config.model_name_for_tokenizer, self.answers), None
+        return RepeatedConversations(self.common_config.model_name_for_tokenizer, self.answers), None
 
 
-def talks(name: str, *answers: str) -> TalksBuilder:
+def conversations(name: str, *answers: str) -> RepeatedConversationsBuilder:
     common = ChatDatasetBuilderCommonConfig(
         model_name_for_tokenizer=name, renderer_name=RENDERER, max_length=64, batch_size=BATCH_SIZE
     )
-    return TalksBuilder(common_config=common, answers=answers)
+    return RepeatedConversationsBuilder(common_config=common, answers=answers)
 
 
 class LowBytes(Env):
-    """One turn; the reward is the share of sampled tokens below 64, a quarter by chance."""
+    """One-turn environment. Its reward is the share of sampled tokens below 64: a quarter by chance."""
 
     async def initial_observation(self) -> tuple[types.ModelInput, list[str]]:
         return types.ModelInput.from_ints(list(b"say: ")), []
@@ -122,22 +122,22 @@ class LowBytesBuilder(RLDatasetBuilder):
         return LowBytesDataset(), None
 
 
-def test_supervised(tmp_path: Path) -> None:
+def test_supervised_loop_learns(tmp_path: Path) -> None:
     name = model_name()
     config = supervised.Config(
         log_path=str(tmp_path), model_name=name, recipe_name="test", renderer_name=RENDERER,
-        dataset_builder=talks(name, "It is a number."), learning_rate=1e-2, lr_schedule="constant", lora_rank=8,
+        dataset_builder=conversations(name, "It is a number."), learning_rate=1e-2, lr_schedule="constant", lora_rank=8,
         save_every=6, eval_every=0,
     )  # fmt: skip
     asyncio.run(supervised.main(config))
-    losses = logged(tmp_path, "train_mean_nll")
+    losses = logged_values(tmp_path, "train_mean_nll")
     assert len(losses) == NUM_BATCHES
     assert losses[-1] < 0.7 * losses[0]
 
 
 @pytest.mark.parametrize("mode", ["sync", "stream", "async"])
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo"])
-def test_reinforcement(tmp_path: Path, mode: str, loss_fn: types.LossFnType) -> None:
+def test_rl_loop_learns(tmp_path: Path, mode: str, loss_fn: types.LossFnType) -> None:
     stream = rl.StreamMinibatchConfig(groups_per_batch=BATCH_SIZE, num_minibatches=2) if mode == "stream" else None
     asynchronous = rl.AsyncConfig(max_steps_off_policy=2, groups_per_batch=BATCH_SIZE) if mode == "async" else None
     config = rl.Config(
@@ -146,20 +146,20 @@ def test_reinforcement(tmp_path: Path, mode: str, loss_fn: types.LossFnType) -> 
         save_every=6, eval_every=0, stream_minibatch_config=stream, async_config=asynchronous, num_groups_to_log=0,
     )  # fmt: skip
     asyncio.run(rl.main(config))
-    rewards = logged(tmp_path, "env/all/reward/total")
+    rewards = logged_values(tmp_path, "env/all/reward/total")
     assert len(rewards) >= NUM_RL_BATCHES - 2
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.1
 
 
-def test_preferences(tmp_path: Path) -> None:
+def test_dpo_loop_learns(tmp_path: Path) -> None:
     name = model_name()
     config = train_dpo.Config(
         log_path=str(tmp_path), model_name=name, recipe_name="test", renderer_name=RENDERER,
-        dataset_builder=talks(name, "It is a number.", "Who knows?"), learning_rate=1e-2, lora_rank=8,
+        dataset_builder=conversations(name, "It is a number.", "Who knows?"), learning_rate=1e-2, lora_rank=8,
         lr_schedule="constant", save_every=6, eval_every=0, infrequent_eval_every=0, num_epochs=1,
     )  # fmt: skip
     train_dpo.main(config)
-    losses = logged(tmp_path, "dpo_loss")
+    losses = logged_values(tmp_path, "dpo_loss")
     assert len(losses) == NUM_BATCHES
     assert losses[-1] < 0.5 * losses[0]
-    assert logged(tmp_path, "accuracy")[-1] == 1.0
+    assert logged_values(tmp_path, "accuracy")[-1] == 1.0

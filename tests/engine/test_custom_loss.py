@@ -1,4 +1,4 @@
-"""Traced losses against the functions they were traced from, and graphs that no client would trace."""
+"""Traced losses compared with their Python functions, and invalid graphs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from engine.compute.datum import Datum
 from engine.custom_loss.graph import MAX_NODES, read_graph
 from engine.custom_loss.loss import CustomLoss
 from engine.errors import RequestError
-from engine.service.custom_losses import CustomLosses
+from engine.service.custom_losses import CustomLossStore
 
 RANKS = {"logprobs": 1, "advantages": 1, "beta": 0}
 
 
-def as_sent(fn: Any, ranks: dict[str, int]) -> CreateCustomLossRequest:
-    """What the SDK uploads for a function, after its way through JSON."""
+def sdk_request(fn: Any, ranks: dict[str, int]) -> CreateCustomLossRequest:
+    """Return the request that the SDK uploads for a function, after a JSON round trip."""
     handle = trace_loss(fn, ranks, "session")  # pyright: ignore[reportArgumentType]
     request = CreateCustomLossRequest(
         session_id="session",
@@ -37,8 +37,8 @@ def as_sent(fn: Any, ranks: dict[str, int]) -> CreateCustomLossRequest:
 
 
 def upload(fn: Any, ranks: dict[str, int]) -> CustomLoss:
-    sent = as_sent(fn, ranks)
-    return CustomLoss(read_graph(sent.name, sent.inputs, sent.graph.nodes))
+    request = sdk_request(fn, ranks)
+    return CustomLoss(read_graph(request.name, request.inputs, request.graph.nodes))
 
 
 def make_datum(length: int, width: int | None = None, **inputs: torch.Tensor) -> Datum:
@@ -117,7 +117,7 @@ LOSSES = [arithmetic, slices, reductions, functional, special, shapes, creations
 
 
 @pytest.mark.parametrize("fn", LOSSES)
-def test_a_traced_loss_is_the_function_it_was_traced_from(fn) -> None:
+def test_traced_loss_equals_its_python_function(fn) -> None:
     generator = torch.Generator().manual_seed(0)
     loss = upload(fn, RANKS)
     advantages, logprobs = torch.randn(2, 6, generator=generator)
@@ -130,10 +130,10 @@ def test_a_traced_loss_is_the_function_it_was_traced_from(fn) -> None:
     expected.backward()
     assert value.total.item() == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=1e-6, atol=0)
-    assert value.metrics_B == [{key: pytest.approx(each.item(), rel=1e-6) for key, each in metrics.items()}]
+    assert value.metrics_B == [{key: pytest.approx(metric.item(), rel=1e-6) for key, metric in metrics.items()}]
 
 
-def test_several_targets_per_token_and_a_sum_over_datums() -> None:
+def test_several_targets_per_token_sum_over_datums() -> None:
     def wide(logprobs, target_tokens):
         return (logprobs.logsumexp(-1) * target_tokens[:, 0]).sum(), {"custom/width:mean": (logprobs * 0 + 1).sum(1)[0]}
 
@@ -146,19 +146,19 @@ def test_several_targets_per_token_and_a_sum_over_datums() -> None:
     expected = sum(wide(part, d.targets)[0] for part, d in zip(parts, data, strict=True))
     assert value.total.item() == pytest.approx(float(expected), rel=1e-6)
     assert value.metrics_B == [{"custom/width:mean": 2.0}, {"custom/width:mean": 4.0}]
-    assert bool(loss.trained(data[0]).all())
+    assert bool(loss.trained_mask(data[0]).all())
 
 
 @pytest.mark.parametrize(
-    ("inputs", "says"),
+    ("inputs", "message"),
     [
-        ({"beta": torch.tensor(1.0)}, r"Datum 3 has no advantages in its loss_fn_inputs, and the custom loss"),
-        ({"beta": torch.ones(6), "advantages": torch.ones(6)}, "Datum 3 has beta of rank 1, .* declared rank 0"),
+        ({"beta": torch.tensor(1.0)}, r"Datum 3 has no advantages in its loss_fn_inputs, but the custom loss"),
+        ({"beta": torch.ones(6), "advantages": torch.ones(6)}, "Datum 3 has beta of rank 1, .* declares rank 0"),
         ({"beta": torch.ones(1), "advantages": torch.ones(6, 1)}, "Datum 3 has advantages of rank 2"),
     ],
 )
-def test_a_datum_that_does_not_fit_is_named(inputs, says) -> None:
-    with pytest.raises(RequestError, match=says):
+def test_error_names_the_invalid_datum(inputs, message) -> None:
+    with pytest.raises(RequestError, match=message):
         upload(arithmetic, RANKS).prepare(make_datum(6, **inputs), 3)
 
 
@@ -170,7 +170,7 @@ def run(fn: Any, length: int = 6, **changes: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("fn", "says"),
+    ("fn", "message"),
     [
         (lambda logprobs, advantages, beta: (logprobs * 1, {}), "returned torch.float32 of shape (6,) as its loss"),
         (lambda logprobs, advantages, beta: ((logprobs > 0).sum(), {}), "returned torch.int64 of shape () as its loss"),
@@ -187,19 +187,19 @@ def run(fn: Any, length: int = 6, **changes: torch.Tensor) -> float:
         ),
         (lambda logprobs, advantages, beta: (logprobs[10], {}), "failed at getitem (operator.getitem)"),
         (lambda logprobs, advantages, beta: (logprobs.gather(0, advantages.long() * 99).sum(), {}), "failed at gather"),
-        (lambda logprobs, advantages, beta: (logprobs.grad.sum(), {}), "the attribute 'grad' is not offered"),
+        (lambda logprobs, advantages, beta: (logprobs.grad.sum(), {}), "the attribute 'grad' is not supported"),
         (
             lambda logprobs, advantages, beta: (logprobs.sum() * (logprobs.shape[0] ** 999), {}),
             "failed at pow_1 (operator.pow) on a datum of 6 tokens: 6 ** 999 is beyond",
         ),
     ],
 )
-def test_a_loss_that_fails_says_where(fn, says) -> None:
-    with pytest.raises(RequestError) as refused:
+def test_error_names_the_failing_node(fn, message) -> None:
+    with pytest.raises(RequestError) as error:
         run(fn)
-    assert says in str(refused.value)
-    assert str(refused.value).endswith(".")
-    assert "\n" not in str(refused.value)
+    assert message in str(error.value)
+    assert str(error.value).endswith(".")
+    assert "\n" not in str(error.value)
 
 
 def huge_constant(logprobs, advantages, beta):
@@ -267,7 +267,7 @@ def many_results(logprobs, advantages, beta):
         (many_results, 4000),
     ],
 )
-def test_what_would_take_too_much_memory_is_refused_before_it_does(fn, length) -> None:
+def test_oversized_values_are_rejected_before_allocation(fn, length) -> None:
     with pytest.raises(RequestError, match=r"failed at .*(more than|not supported|without output_size)"):
         run(fn, length)
 
@@ -281,13 +281,13 @@ SUM = node("call_method", "sum_1", "sum", {"ref": "logprobs"})
 OUTPUT = node("output", "output", "output", {"tuple": [{"ref": "sum_1"}, {"dict": {}}]})
 
 
-def refuse(nodes: list[CustomLossNode], inputs: list[tuple[str, int]] | None = None) -> str:
+def reject(nodes: list[CustomLossNode], inputs: list[tuple[str, int]] | None = None) -> str:
     declared = [CustomLossInput(name=name, rank=rank) for name, rank in inputs or [("logprobs", 1)]]  # pyright: ignore[reportArgumentType]
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as error:
         read_graph("hostile", declared, nodes)
-    assert str(refused.value).endswith(".")
-    assert len(str(refused.value)) < 500
-    return str(refused.value)
+    assert str(error.value).endswith(".")
+    assert len(str(error.value)) < 500
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -321,21 +321,21 @@ def refuse(nodes: list[CustomLossNode], inputs: list[tuple[str, int]] | None = N
         ("call_method", "data_ptr"),
     ],
 )
-def test_an_operation_that_is_not_listed_is_refused(op, target) -> None:
-    said = refuse([LOGPROBS, node(op, "bad", target, {"ref": "logprobs"}), SUM, OUTPUT])
-    assert f"is refused at its node 'bad': {target!r} is not an operation that this engine offers" in said
+def test_unlisted_operation_is_rejected(op, target) -> None:
+    message = reject([LOGPROBS, node(op, "bad", target, {"ref": "logprobs"}), SUM, OUTPUT])
+    assert f"is rejected at its node 'bad': this engine does not support the operation {target!r}" in message
 
 
-def calling(*args: Any, **kwargs: Any) -> list[CustomLossNode]:
+def graph_with_arguments(*args: Any, **kwargs: Any) -> list[CustomLossNode]:
     return [LOGPROBS, node("call_method", "a", "exp", *args, **kwargs), SUM, OUTPUT]
 
 
-def returning(value: Any) -> list[CustomLossNode]:
+def graph_returning(value: Any) -> list[CustomLossNode]:
     return [LOGPROBS, SUM, node("output", "output", "output", value)]
 
 
-def with_metric(key: str) -> list[CustomLossNode]:
-    return returning({"tuple": [{"ref": "sum_1"}, {"dict": {key: {"ref": "sum_1"}}}]})
+def graph_with_metric(key: str) -> list[CustomLossNode]:
+    return graph_returning({"tuple": [{"ref": "sum_1"}, {"dict": {key: {"ref": "sum_1"}}}]})
 
 
 LONG = [node("call_method", f"n{i}", "exp", {"ref": "logprobs"}) for i in range(MAX_NODES)]
@@ -343,58 +343,58 @@ CYCLE = [node("call_method", name, "exp", {"ref": other}) for name, other in (("
 
 
 @pytest.mark.parametrize(
-    ("nodes", "says"),
+    ("nodes", "message"),
     [
         ([], "has 0 nodes and 1 inputs"),
         ([LOGPROBS], "has 1 nodes and 1 inputs"),
-        ([LOGPROBS, SUM], "has to end with an output of (loss, metrics)"),
-        ([SUM, OUTPUT], "the input 'logprobs' is expected there"),
+        ([LOGPROBS, SUM], "must end with an output of (loss, metrics)"),
+        ([SUM, OUTPUT], "the input 'logprobs' is expected here"),
         ([LOGPROBS, SUM, SUM, OUTPUT], "another node has this name"),
         ([LOGPROBS, *LONG, SUM, OUTPUT], "at most 1000"),
-        ([LOGPROBS, *CYCLE, SUM, OUTPUT], "it refers to 'b', and no node of that name comes before"),
-        (calling({"ref": "a"}), "it refers to 'a', and no node"),
-        ([LOGPROBS, node("get_attr", "a", "weight"), SUM, OUTPUT], "it is a get_attr, and a loss consists of"),
-        ([LOGPROBS, node("call_module", "a", "linear", {"ref": "logprobs"}), SUM, OUTPUT], "it is a call_module"),
-        ([LOGPROBS, node("placeholder", "b", "beta"), SUM, OUTPUT], "it is a placeholder"),
-        ([LOGPROBS, SUM, OUTPUT, node("output", "again", "output")], "it is a output"),
-        (returning({"ref": "sum_1"}), "has to end with an output"),
-        (returning({"tuple": [1.0, {"dict": {}}]}), "has to end with an output"),
-        (returning({"tuple": [{"ref": "output"}, {"dict": {}}]}), "it refers to 'output'"),
-        (with_metric("loss:sum"), "has the metric 'loss:sum'"),
-        (with_metric("custom/a:max"), "has the metric 'custom/a:max'"),
-        (calling({"pickle": "gASV"}), "the argument {'pickle': 'gASV'} is unknown"),
-        (calling({"dtype": "__class__"}), "the argument {'dtype': '__class__'} is unknown"),
-        (calling({"ref": ["x"]}), "the argument {'ref':"),
-        (calling({"ref": "logprobs", "more": 1}), "is no object of one key"),
-        (calling(2**80), "is beyond"),
-        (calling("x" * 300), "a text has 300 characters"),
-        (calling([0] * 2000), "an argument has 2000 items"),
-        (calling({"ref": "logprobs"}, out={"ref": "logprobs"}), "the argument 'out' is not offered"),
+        ([LOGPROBS, *CYCLE, SUM, OUTPUT], "it refers to 'b', and no earlier node has this name"),
+        (graph_with_arguments({"ref": "a"}), "it refers to 'a', and no earlier node"),
+        ([LOGPROBS, node("get_attr", "a", "weight"), SUM, OUTPUT], "it is of type get_attr, but a loss consists of"),
+        ([LOGPROBS, node("call_module", "a", "linear", {"ref": "logprobs"}), SUM, OUTPUT], "it is of type call_module"),
+        ([LOGPROBS, node("placeholder", "b", "beta"), SUM, OUTPUT], "it is of type placeholder"),
+        ([LOGPROBS, SUM, OUTPUT, node("output", "again", "output")], "it is of type output"),
+        (graph_returning({"ref": "sum_1"}), "must end with an output"),
+        (graph_returning({"tuple": [1.0, {"dict": {}}]}), "must end with an output"),
+        (graph_returning({"tuple": [{"ref": "output"}, {"dict": {}}]}), "it refers to 'output'"),
+        (graph_with_metric("loss:sum"), "has the metric 'loss:sum'"),
+        (graph_with_metric("custom/a:max"), "has the metric 'custom/a:max'"),
+        (graph_with_arguments({"pickle": "gASV"}), "the argument {'pickle': 'gASV'} is unknown"),
+        (graph_with_arguments({"dtype": "__class__"}), "the argument {'dtype': '__class__'} is unknown"),
+        (graph_with_arguments({"ref": ["x"]}), "the argument {'ref':"),
+        (graph_with_arguments({"ref": "logprobs", "more": 1}), "is not an object with one key"),
+        (graph_with_arguments(2**80), "is beyond"),
+        (graph_with_arguments("x" * 300), "a text has 300 characters"),
+        (graph_with_arguments([0] * 2000), "an argument has 2000 items"),
+        (graph_with_arguments({"ref": "logprobs"}, out={"ref": "logprobs"}), "the argument 'out' is not supported"),
     ],
 )
-def test_a_graph_that_is_none_is_refused(nodes, says) -> None:
-    assert says in refuse(nodes)
+def test_invalid_graph_is_rejected(nodes, message) -> None:
+    assert message in reject(nodes)
 
 
-def test_arguments_are_not_nested_without_end() -> None:
+def test_deeply_nested_arguments_are_rejected() -> None:
     nested: Any = {"ref": "logprobs"}
     for _ in range(50):
         nested = [nested]
-    assert "nested more than 16 deep" in refuse([LOGPROBS, node("call_method", "a", "exp", nested), SUM, OUTPUT])
+    assert "nested more than 16 deep" in reject([LOGPROBS, node("call_method", "a", "exp", nested), SUM, OUTPUT])
 
 
 @pytest.mark.parametrize(
-    ("inputs", "says"),
+    ("inputs", "message"),
     [
-        ([("advantages", 1)], "its inputs are 'logprobs' first"),
+        ([("advantages", 1)], "declare 'logprobs' first"),
         ([("logprobs", 0)], "of rank 1 or 2"),
         ([("logprobs", 1), ("logprobs", 1)], "once"),
         ([("logprobs", 1), ("Beta", 1)], "named in lowercase"),
-        ([("logprobs", 1), *[(f"x{i}", 1) for i in range(16)]], "has 17 inputs: at most 16"),
+        ([("logprobs", 1), *[(f"x{i}", 1) for i in range(16)]], "has 17 inputs: use at most 16"),
     ],
 )
-def test_inputs_that_are_none_are_refused(inputs, says) -> None:
-    assert says in refuse([LOGPROBS, SUM, OUTPUT], inputs)
+def test_invalid_inputs_are_rejected(inputs, message) -> None:
+    assert message in reject([LOGPROBS, SUM, OUTPUT], inputs)
 
 
 @pytest.mark.parametrize(
@@ -407,26 +407,26 @@ def test_inputs_that_are_none_are_refused(inputs, says) -> None:
         ("mul", {"tuple": [1]}, 9),
     ],
 )
-def test_operators_are_not_those_of_texts_and_lists(args) -> None:
+def test_operators_reject_strings_and_lists(args) -> None:
     target, *operands = args
     nodes = [LOGPROBS, node("call_function", "bad", f"operator.{target}", *operands), SUM, OUTPUT]
     graph = read_graph("hostile", [CustomLossInput(name="logprobs", rank=1)], nodes)
-    with pytest.raises(RequestError, match="is not offered: use tensors and numbers"):
+    with pytest.raises(RequestError, match="is not supported: use tensors and numbers"):
         CustomLoss(graph).compute(torch.zeros(3), [make_datum(3)])
 
 
-def test_a_kept_loss_is_found_by_the_next_run_of_the_engine(tmp_path: Path) -> None:
-    asked = as_sent(clipped, RANKS)
-    content = json.loads(asked.model_dump_json())
-    loss_id = CustomLosses(tmp_path).create(content, asked)
-    again = CustomLosses(tmp_path)
-    assert again.find("session", loss_id).inputs == ("advantages", "beta")
-    assert again.create(content, asked) == loss_id
+def test_stored_loss_survives_a_restart(tmp_path: Path) -> None:
+    request = sdk_request(clipped, RANKS)
+    content = json.loads(request.model_dump_json())
+    loss_id = CustomLossStore(tmp_path).create(content, request)
+    restarted = CustomLossStore(tmp_path)
+    assert restarted.find("session", loss_id).inputs == ("advantages", "beta")
+    assert restarted.create(content, request) == loss_id
     with pytest.raises(RequestError, match="already created with other content"):
-        again.create({**content, "name": "other"}, asked)
+        restarted.create({**content, "name": "other"}, request)
     for session, wrong in (("other", loss_id), ("session", "session:loss:7"), ("session", "session:loss:../0")):
         with pytest.raises(RequestError, match="has no custom loss"):
-            again.find(session, wrong)
-    again.forget("session")
+            restarted.find(session, wrong)
+    restarted.delete_session("session")
     with pytest.raises(RequestError, match="has no custom loss"):
-        again.find("session", loss_id)
+        restarted.find("session", loss_id)

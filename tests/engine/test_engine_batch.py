@@ -1,4 +1,4 @@
-"""The running batch against one row at a time: joining, leaving, adapters, memory."""
+"""Running batch compared with one row at a time: added and removed rows, adapters, memory."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from sampling_jobs import make_job
 from engine.compute.base import BaseModel
 from engine.compute.lora import Adapter, LoraSpec
 from engine.sampling.batch import Batch, bytes_per_token
-from engine.sampling.job import Continuation
-from engine.sampling.request import Request, Row
+from engine.sampling.job import Completion
+from engine.sampling.request import Row, SamplingRequest
 
 CACHE = 2**26
 
 
 @pytest.fixture(scope="module")
 def adapters(base: BaseModel) -> list[Adapter | None]:
-    """The base model itself, and two adapters that change it much."""
-    made: list[Adapter | None] = [None]
+    """The base model itself (None), and two adapters with large weights."""
+    adapters: list[Adapter | None] = [None]
     for seed in (1, 2):
         adapter = base.new_adapter(LoraSpec(rank=4 * seed, seed=seed))
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for _, tensor in adapter.named_parameters():
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
-        made.append(adapter)
-    return made
+        adapters.append(adapter)
+    return adapters
 
 
-def without_cache(base: BaseModel, request: Request) -> list[Continuation]:
-    """The slow twin: each token from a fresh pass over everything before it."""
+def complete_without_cache(base: BaseModel, request: SamplingRequest) -> list[Completion]:
+    """Slow reference: compute each token by a fresh pass over all earlier tokens."""
     for row in request.rows:
         while not row.done:
             batch = Batch(base, CACHE, 1024)
-            batch.join([row])
-    return [row.continuation() for row in request.rows]
+            batch.add([row])
+    return [row.completion() for row in request.rows]
 
 
-def assert_same(ours: list[Continuation], theirs: list[Continuation]) -> None:
+def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert one.tokens == other.tokens
         assert one.stopped == other.stopped
@@ -54,8 +54,8 @@ LIMITS = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}, {"temperature"
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=st.integers(0, 2**32))
-def test_company_changes_nothing(base: BaseModel, adapters: list[Adapter | None], plan: int) -> None:
-    """Rows that join and leave at random, of all lengths, limits and adapters, are those of each alone."""
+def test_other_rows_change_no_completion(base: BaseModel, adapters: list[Adapter | None], plan: int) -> None:
+    """Rows added and removed at random, with various lengths, limits and adapters, equal rows computed alone."""
     chance = random.Random(plan)
     jobs = [
         make_job(
@@ -65,31 +65,31 @@ def test_company_changes_nothing(base: BaseModel, adapters: list[Adapter | None]
         for _ in range(8)
     ]  # fmt: skip
     chosen = [chance.choice(adapters) for _ in jobs]
-    requests = [Request(job, adapter) for job, adapter in zip(jobs, chosen, strict=True)]
+    requests = [SamplingRequest(job, adapter) for job, adapter in zip(jobs, chosen, strict=True)]
     waiting = [row for request in requests for row in request.rows]
     chance.shuffle(waiting)
     batch = Batch(base, CACHE, chance.choice([16, 1024]))
     while waiting or batch.rows:
         count = chance.randint(0, 4)
         if waiting[:count]:
-            batch.join(waiting[:count])
+            batch.add(waiting[:count])
         del waiting[:count]
-        if batch.rows and chance.random() < 0.1:  # as when memory is short
+        if batch.rows and chance.random() < 0.1:  # as if memory were short
             row = chance.choice(batch.rows)
-            batch.leave(lambda other: other is row)  # noqa: B023 - called at once
+            batch.remove(lambda other: other is row)  # noqa: B023 - called at once
             waiting.append(row)
         if batch.rows:
             batch.step()
     for request, job, adapter in zip(requests, jobs, chosen, strict=True):
-        assert_same(list(request.result().sequences), without_cache(base, Request(job, adapter)))
+        assert_same(list(request.result().sequences), complete_without_cache(base, SamplingRequest(job, adapter)))
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=st.integers(0, 2**32))
-def test_company_changes_no_bit_where_the_batch_is_deterministic(
+def test_other_rows_change_no_bit_of_a_deterministic_batch(
     base: BaseModel, adapters: list[Adapter | None], plan: int
 ) -> None:
-    """Nor does the order in which rows come, some of them of one prompt, some longer than a slot begins with."""
+    """Neither does the order of arrival, with equal prompts and with rows longer than the initial buffers."""
     chance = random.Random(plan)
     jobs = [
         make_job(chance.randrange(8), chance.choice([1, 9, 40, 120]), chance.randint(1, 16), **chance.choice(LIMITS))
@@ -97,67 +97,67 @@ def test_company_changes_no_bit_where_the_batch_is_deterministic(
     ]
     chosen = [chance.choice(adapters) for _ in jobs]
 
-    def play(most: int) -> list[Continuation]:
-        requests = [Request(job, adapter) for job, adapter in zip(jobs, chosen, strict=True)]
+    def run(max_new_rows: int) -> list[Completion]:
+        requests = [SamplingRequest(job, adapter) for job, adapter in zip(jobs, chosen, strict=True)]
         waiting = [row for request in requests for row in request.rows]
         chance.shuffle(waiting)
         batch = Batch(base, CACHE, 1024, deterministic=True)
         while waiting or batch.rows:
-            if joining := waiting[: chance.randint(1, most)]:
-                batch.join(joining)
-            del waiting[: len(joining)]
+            if new_rows := waiting[: chance.randint(1, max_new_rows)]:
+                batch.add(new_rows)
+            del waiting[: len(new_rows)]
             if batch.rows:
                 batch.step()
-        return [each for request in requests for each in request.result().sequences]
+        return [completion for request in requests for completion in request.result().sequences]
 
-    assert play(1) == play(24)
-
-
-def test_a_deterministic_batch_never_lets_a_row_step_aside(base: BaseModel) -> None:
-    rows = [row for seed in range(2) for row in Request(make_job(seed, max_tokens=800), None).rows]
-    assert Batch(base, 1000 * bytes_per_token(base), 1024).fits(rows)
-    assert not Batch(base, 1000 * bytes_per_token(base), 1024, deterministic=True).fits(rows)
+    assert run(1) == run(24)
 
 
-def test_rows_step_aside_where_memory_is_short(base: BaseModel) -> None:
-    """Room for about two rows at full length: the four finish nevertheless, with the same tokens."""
+def test_deterministic_batch_never_evicts_rows(base: BaseModel) -> None:
+    rows = [row for seed in range(2) for row in SamplingRequest(make_job(seed, max_tokens=800), None).rows]
+    assert Batch(base, 1000 * bytes_per_token(base), 1024).has_room(rows)
+    assert not Batch(base, 1000 * bytes_per_token(base), 1024, deterministic=True).has_room(rows)
+
+
+def test_rows_are_evicted_if_memory_is_short(base: BaseModel) -> None:
+    """Four rows in a cache for about two rows at full length finish with the same tokens."""
     jobs = [make_job(seed, max_tokens=60) for seed in range(4)]
-    requests = [Request(job, None) for job in jobs]
+    requests = [SamplingRequest(job, None) for job in jobs]
     batch = Batch(base, 130 * bytes_per_token(base), 1024)
     waiting: list[Row] = [request.rows[0] for request in requests]
-    stepped_aside = 0
-    batch.join(waiting)
+    num_evicted = 0
+    batch.add(waiting)
     waiting = []
     while batch.rows or waiting:
-        out = batch.make_room()
-        stepped_aside += len(out)
-        waiting += out
+        evicted = batch.make_room()
+        num_evicted += len(evicted)
+        waiting += evicted
         assert sum(1 for _ in batch.rows) * max((row.num_tokens for row in batch.rows), default=0) <= 130
         if not batch.rows:
-            batch.join([waiting.pop(0)])
+            batch.add([waiting.pop(0)])
         if batch.rows:
             batch.step()
-    assert stepped_aside >= 2
+    assert num_evicted >= 2
     for request, job in zip(requests, jobs, strict=True):
-        assert_same(list(request.result().sequences), without_cache(base, Request(job, None)))
+        assert_same(list(request.result().sequences), complete_without_cache(base, SamplingRequest(job, None)))
 
 
-def test_a_long_row_makes_room_for_itself(base: BaseModel) -> None:
-    """Past the tokens that slots begin with, and next to a short row."""
+def test_buffers_grow_with_a_long_row(base: BaseModel) -> None:
+    """Rows exceed the initial buffers, next to a short row."""
     jobs = [make_job(1, length=120, max_tokens=30), make_job(2, length=3, max_tokens=200)]
-    requests = [Request(job, None) for job in jobs]
+    requests = [SamplingRequest(job, None) for job in jobs]
     batch = Batch(base, CACHE, 1024)
     for request in requests:
-        batch.join(request.rows)
+        batch.add(request.rows)
     while batch.rows:
         batch.step()
     for request, job in zip(requests, jobs, strict=True):
-        assert_same(list(request.result().sequences), without_cache(base, Request(job, None)))
+        assert_same(list(request.result().sequences), complete_without_cache(base, SamplingRequest(job, None)))
 
 
-def test_admission_counts_the_longest_row(base: BaseModel) -> None:
+def test_room_depends_on_the_longest_row(base: BaseModel) -> None:
     batch = Batch(base, 1000 * bytes_per_token(base), 1024)
-    short, long = Request(make_job(1), None).rows[0], Request(make_job(2, length=900), None).rows[0]
-    assert batch.fits([long])
-    assert batch.fits([short] * 5)
-    assert not batch.fits([short] * 5 + [long])
+    short, long = SamplingRequest(make_job(1), None).rows[0], SamplingRequest(make_job(2, length=900), None).rows[0]
+    assert batch.has_room([long])
+    assert batch.has_room([short] * 5)
+    assert not batch.has_room([short] * 5 + [long])

@@ -1,4 +1,4 @@
-"""Checkpoints: whole, exact, and there after a restart."""
+"""Checkpoints are complete, exact and available after a restart."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def files_of(engine: EngineProcess, path: str) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_a_restart_in_the_middle_changes_no_bit(tmp_path: Path, batch: list[types.Datum]) -> None:
-    """Three steps, save, kill -9, restart, load, three more: the weights and moments of six steps."""
+@pytest.mark.process
+def test_resume_after_kill_is_bitwise_exact(tmp_path: Path, batch: list[types.Datum]) -> None:
+    """Three steps, save, kill -9, restart, load and three steps equal six uninterrupted steps."""
     with running_engine(tmp_path / "engine") as engine:
         service = tinker.ServiceClient(base_url=engine.url, api_key=API_KEY)
         metadata = {"renderer_name": "role_colon"}
@@ -46,7 +47,7 @@ def test_a_restart_in_the_middle_changes_no_bit(tmp_path: Path, batch: list[type
         assert files_of(engine, resumed.save_state("end").result().path) == uninterrupted
 
 
-def test_without_the_optimizer_only_the_weights_come_back(
+def test_loading_without_optimizer_restores_only_weights(
     service: tinker.ServiceClient, trainer: tinker.TrainingClient, batch: list[types.Datum]
 ) -> None:
     train(trainer, batch, 2)
@@ -66,8 +67,8 @@ def test_sampler_weights_have_no_optimizer(service: tinker.ServiceClient, traine
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "-x", "a" * 200, "a\x00b"])
-def test_a_name_cannot_leave_its_folder(trainer: tinker.TrainingClient, name: str) -> None:
-    with pytest.raises(tinker.RequestFailedError, match="is no name for a checkpoint"):
+def test_invalid_names_are_rejected(trainer: tinker.TrainingClient, name: str) -> None:
+    with pytest.raises(tinker.RequestFailedError, match="is not a valid checkpoint name"):
         trainer.save_state(name).result()
 
 
@@ -75,18 +76,20 @@ def test_a_name_cannot_leave_its_folder(trainer: tinker.TrainingClient, name: st
     ("path", "sentence"),
     [
         ("tinker://x:train:0/weights/none", "There is no checkpoint tinker://x:train:0/weights/none"),
-        ("tinker://../../weights/a", "is no checkpoint path"),
-        ("tinker://x:train:0/weights/../a", "is no checkpoint path"),
-        ("/etc/passwd", "is no checkpoint path"),
+        ("tinker://../../weights/a", "is not a checkpoint path"),
+        ("tinker://x:train:0/weights/../a", "is not a checkpoint path"),
+        ("/etc/passwd", "is not a checkpoint path"),
     ],
 )
-def test_a_missing_checkpoint_is_named(service: tinker.ServiceClient, path: str, sentence: str) -> None:
+def test_error_names_the_missing_checkpoint(service: tinker.ServiceClient, path: str, sentence: str) -> None:
     with pytest.raises(tinker.RequestFailedError) as error:
         service.create_training_client_from_state(path).result()
     assert sentence in str(error.value)
 
 
-def test_a_name_is_written_twice_only_when_asked(trainer: tinker.TrainingClient, batch: list[types.Datum]) -> None:
+def test_existing_checkpoint_is_replaced_only_with_overwrite(
+    trainer: tinker.TrainingClient, batch: list[types.Datum]
+) -> None:
     trainer.save_state("a").result()
     with pytest.raises(tinker.RequestFailedError, match=r"exists: save under another name, or with overwrite=True"):
         trainer.save_state("a").result()
@@ -94,7 +97,7 @@ def test_a_name_is_written_twice_only_when_asked(trainer: tinker.TrainingClient,
     trainer.save_state("a", overwrite=True, user_metadata={"step": "1"}).result()
 
 
-def test_a_damaged_checkpoint_is_not_loaded(
+def test_damaged_checkpoint_is_rejected(
     engine: EngineProcess, service: tinker.ServiceClient, trainer: tinker.TrainingClient
 ) -> None:
     path = trainer.save_state("a").result().path
@@ -103,15 +106,16 @@ def test_a_damaged_checkpoint_is_not_loaded(
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(tinker.RequestFailedError, match=r"is damaged.*load the checkpoint before it"):
+    with pytest.raises(tinker.RequestFailedError, match=r"is damaged.*load an earlier checkpoint"):
         service.create_training_client_from_state_with_optimizer(path).result()
     (run / "weights" / "a.json").write_text("{")
     with pytest.raises(tinker.RequestFailedError, match=r"description .*a\.json is damaged"):
         service.create_training_client_from_state(path).result()
 
 
-def test_a_full_disk_fails_one_save_and_nothing_else(tmp_path: Path, batch: list[types.Datum]) -> None:
-    """The limit on file sizes makes every write fail as a full disk does."""
+@pytest.mark.process
+def test_full_disk_fails_only_the_save(tmp_path: Path, batch: list[types.Datum]) -> None:
+    """A limit on file sizes makes writes fail like a full disk."""
     with (
         running_engine(tmp_path / "engine") as engine,
         tinker.ServiceClient(base_url=engine.url, api_key=API_KEY) as service,
@@ -131,7 +135,7 @@ def test_a_full_disk_fails_one_save_and_nothing_else(tmp_path: Path, batch: list
         service.create_training_client_from_state_with_optimizer(trainer.save_state("b").result().path).result()
 
 
-def test_checkpoints_are_listed_and_deleted(engine: EngineProcess, trainer: tinker.TrainingClient) -> None:
+def test_checkpoints_can_be_listed_and_deleted(engine: EngineProcess, trainer: tinker.TrainingClient) -> None:
     rest = tinker.RestClient(base_url=engine.url, api_key=API_KEY)
     training = trainer.save_state("a", user_metadata={"step": "4"}).result().path
     sampler = trainer.save_weights_for_sampler("a").result().path

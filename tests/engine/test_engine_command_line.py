@@ -1,4 +1,4 @@
-"""The SDK's own command line, as a process, against the engine."""
+"""The SDK's command line, run as a process against the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine_process import API_KEY
 
 
 class CommandLine:
-    """`tinker --format json` on one engine."""
+    """Runs `tinker --format json` against one engine."""
 
     def __init__(self, url: str) -> None:
         self._environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": API_KEY}
@@ -28,9 +28,9 @@ class CommandLine:
         )  # fmt: skip
 
     def json(self, *arguments: str) -> dict[str, Any]:
-        done = self(*arguments)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        process = self(*arguments)
+        assert process.returncode == 0, process.stderr
+        return json.loads(process.stdout)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def command_line(engine_url: str) -> CommandLine:
 
 
 @pytest.mark.slow
-def test_runs_and_checkpoints(command_line: CommandLine, trainer: tinker.TrainingClient, tmp_path: Path) -> None:
+def test_run_and_checkpoint_commands(command_line: CommandLine, trainer: tinker.TrainingClient, tmp_path: Path) -> None:
     path = trainer.save_state("a").result().path
     assert path is not None
     assert trainer.model_id in [
@@ -50,19 +50,19 @@ def test_runs_and_checkpoints(command_line: CommandLine, trainer: tinker.Trainin
     assert [checkpoint["tinker_path"] for checkpoint in listed["checkpoints"]] == [path]
     assert command_line("checkpoint", "publish", path).returncode == 0
     assert command_line("checkpoint", "set-ttl", path, "--ttl", "3600").returncode == 0
-    about = command_line.json("checkpoint", "info", path)
-    assert about["public"] is True
-    assert about["expires_at"] is not None
+    info = command_line.json("checkpoint", "info", path)
+    assert info["public"] is True
+    assert info["expires_at"] is not None
     assert command_line("checkpoint", "unpublish", path).returncode == 0
-    done = command_line("checkpoint", "download", path, "--output", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    download = command_line("checkpoint", "download", path, "--output", str(tmp_path))
+    assert download.returncode == 0, download.stderr
     assert {file.name for file in tmp_path.glob("*/*")} == {"adapter_config.json", "adapter_model.safetensors"}
     assert command_line.json("checkpoint", "delete", path, "--yes") == {"deleted_count": 1, "failed": []}
-    gone = command_line("checkpoint", "info", path)
-    assert gone.returncode != 0
-    assert "not found" in gone.stderr
+    missing = command_line("checkpoint", "info", path)
+    assert missing.returncode != 0
+    assert "not found" in missing.stderr
 
 
-def test_runs_and_versions(command_line: CommandLine, trainer: tinker.TrainingClient) -> None:
+def test_run_info_and_version_commands(command_line: CommandLine, trainer: tinker.TrainingClient) -> None:
     assert command_line.json("run", "info", trainer.model_id)["base_model"] == "tiny"
     assert command_line("version").stdout.strip().endswith(tinker.__version__)

@@ -1,4 +1,4 @@
-"""The gradient and the logprobs of a batch, against a slow and obvious twin."""
+"""Gradients and logprobs of a batch, compared with a slow and simple reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.compute.base import BaseModel
 from engine.compute.datum import Datum
 from engine.compute.lora import Adapter, Factors, LoraSpec
 from engine.compute.loss import bind_loss
-from engine.compute.train import run_loss
+from engine.compute.train import exhaust, iterate_loss
 from engine.models import load_model
 
 WIDE = 10**6
@@ -30,8 +30,8 @@ def random_datum(length: int, width: int | None, generator: torch.Generator) -> 
     )
 
 
-def stirred(base: BaseModel, spec: LoraSpec) -> Adapter:
-    """An adapter whose B is not 0, so that all gradients are alive."""
+def trained_adapter(base: BaseModel, spec: LoraSpec) -> Adapter:
+    """Make an adapter with nonzero B, so that no gradient vanishes."""
     generator = torch.Generator().manual_seed(3)
     adapter = base.new_adapter(spec)
     return Adapter(
@@ -43,8 +43,8 @@ def stirred(base: BaseModel, spec: LoraSpec) -> Adapter:
     )
 
 
-def plain_pass(base: BaseModel, adapter: Adapter, data: list[Datum]) -> tuple[list[torch.Tensor], float]:
-    """One datum at a time, log-softmax over everything, autograd through all of it."""
+def reference_pass(base: BaseModel, adapter: Adapter, data: list[Datum]) -> tuple[list[torch.Tensor], float]:
+    """Compute one datum at a time, with a full log-softmax and plain autograd."""
     logprobs_D, total = [], 0.0
     for datum in data:
         with base.using(adapter):
@@ -62,11 +62,11 @@ def plain_pass(base: BaseModel, adapter: Adapter, data: list[Datum]) -> tuple[li
     return logprobs_D, total
 
 
-def gradients(adapter: Adapter) -> dict[str, torch.Tensor]:
-    taken = {name: p.grad for name, p in adapter.named_parameters() if p.grad is not None}
+def take_gradients(adapter: Adapter) -> dict[str, torch.Tensor]:
+    gradients = {name: p.grad for name, p in adapter.named_parameters() if p.grad is not None}
     for _, parameter in adapter.named_parameters():
         parameter.grad = None
-    return taken
+    return gradients
 
 
 @settings(max_examples=12, deadline=None)
@@ -75,42 +75,43 @@ def gradients(adapter: Adapter) -> dict[str, torch.Tensor]:
     max_tokens=st.sampled_from([1, 30, WIDE]),
     unembed=st.booleans(),
 )
-def test_gradients_and_logprobs_are_those_of_plain_autograd(
+def test_gradients_and_logprobs_match_autograd(
     base: BaseModel, shapes: list[tuple[int, int | None]], max_tokens: int, unembed: bool
 ) -> None:
-    adapter = stirred(base, LoraSpec(4, 0, train_unembed=unembed))
+    adapter = trained_adapter(base, LoraSpec(4, 0, train_unembed=unembed))
     generator = torch.Generator().manual_seed(len(shapes))
     data = [random_datum(length, width, generator) for length, width in shapes]
-    expected, total = plain_pass(base, adapter, data)
-    expected_gradients = gradients(adapter)
-    output = run_loss(base, adapter, data, CROSS_ENTROPY, max_tokens, backward=True)
+    expected, total = reference_pass(base, adapter, data)
+    expected_gradients = take_gradients(adapter)
+    output = exhaust(iterate_loss(base, adapter, data, CROSS_ENTROPY, max_tokens, backward=True))
     torch.testing.assert_close(output.logprobs_D, expected, atol=1e-5, rtol=1e-5)
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-4, abs=1e-4)
-    found = gradients(adapter)
+    actual_gradients = take_gradients(adapter)
     for name, parameter in adapter.named_parameters():
         zero = torch.zeros_like(parameter)
         expected_gradient = expected_gradients.get(name, zero)
         scale = expected_gradient.abs().max().item()
-        torch.testing.assert_close(found.get(name, zero), expected_gradient, atol=1e-5 * scale + 1e-6, rtol=1e-5)
+        actual_gradient = actual_gradients.get(name, zero)
+        torch.testing.assert_close(actual_gradient, expected_gradient, atol=1e-5 * scale + 1e-6, rtol=1e-5)
 
 
-def test_the_same_batch_gives_the_same_bits(base: BaseModel) -> None:
-    adapter = stirred(base, LoraSpec(4, 0))
+def test_same_batch_gives_same_bits(base: BaseModel) -> None:
+    adapter = trained_adapter(base, LoraSpec(4, 0))
     generator = torch.Generator().manual_seed(0)
     data = [random_datum(length, None, generator) for length in (5, 40, 17, 17, 3)]
-    first = run_loss(base, adapter, data, CROSS_ENTROPY, 64, backward=True).logprobs_D
-    first_gradients = gradients(adapter)
-    second = run_loss(base, adapter, data, CROSS_ENTROPY, 64, backward=True).logprobs_D
+    first = exhaust(iterate_loss(base, adapter, data, CROSS_ENTROPY, 64, backward=True)).logprobs_D
+    first_gradients = take_gradients(adapter)
+    second = exhaust(iterate_loss(base, adapter, data, CROSS_ENTROPY, 64, backward=True)).logprobs_D
     torch.testing.assert_close(second, first, atol=0, rtol=0)
-    torch.testing.assert_close(gradients(adapter), first_gradients, atol=0, rtol=0)
+    torch.testing.assert_close(take_gradients(adapter), first_gradients, atol=0, rtol=0)
 
 
-def test_a_forward_leaves_no_gradient(base: BaseModel) -> None:
-    adapter = stirred(base, LoraSpec(4, 0))
+def test_forward_leaves_no_gradient(base: BaseModel) -> None:
+    adapter = trained_adapter(base, LoraSpec(4, 0))
     data = [random_datum(9, None, torch.Generator().manual_seed(0))]
-    forward = run_loss(base, adapter, data, CROSS_ENTROPY, WIDE, backward=False)
-    assert not gradients(adapter)
-    backward = run_loss(base, adapter, data, CROSS_ENTROPY, WIDE, backward=True)
+    forward = exhaust(iterate_loss(base, adapter, data, CROSS_ENTROPY, WIDE, backward=False))
+    assert not take_gradients(adapter)
+    backward = exhaust(iterate_loss(base, adapter, data, CROSS_ENTROPY, WIDE, backward=True))
     torch.testing.assert_close(forward.logprobs_D, backward.logprobs_D)
 
 
@@ -120,8 +121,8 @@ def test_half_precision_stays_close(base: BaseModel, tiny_path: Path, dtype: str
     spec = LoraSpec(4, 0)
     generator = torch.Generator().manual_seed(0)
     data = [random_datum(12, None, generator) for _ in range(3)]
-    exact = run_loss(base, stirred(base, spec), data, CROSS_ENTROPY, WIDE, backward=True)
-    adapter = stirred(half, spec)
-    rounded = run_loss(half, adapter, data, CROSS_ENTROPY, WIDE, backward=True)
-    assert all(gradient.dtype == torch.float32 for gradient in gradients(adapter).values())
+    exact = exhaust(iterate_loss(base, trained_adapter(base, spec), data, CROSS_ENTROPY, WIDE, backward=True))
+    adapter = trained_adapter(half, spec)
+    rounded = exhaust(iterate_loss(half, adapter, data, CROSS_ENTROPY, WIDE, backward=True))
+    assert all(gradient.dtype == torch.float32 for gradient in take_gradients(adapter).values())
     torch.testing.assert_close(rounded.logprobs_D, exact.logprobs_D, atol=0.15, rtol=0.05)

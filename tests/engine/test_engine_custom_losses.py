@@ -1,4 +1,4 @@
-"""Custom losses over the wire: repeats, sessions, restarts, what is refused, and what fails while it runs."""
+"""Custom losses over HTTP: repeats, sessions, restarts, rejected losses and losses that fail at run time."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def create(http: httpx.Client, session: str, number: int = 0, **changes: Any) ->
         "type": "create_custom_loss",
         **changes,
     }
-    answer = http.post("create_custom_loss", json=content)
-    assert answer.status_code == 200, answer.text
-    return http.post("retrieve_future", json={"request_id": answer.json()["request_id"]}).json()
+    response = http.post("create_custom_loss", json=content)
+    assert response.status_code == 200, response.text
+    return http.post("retrieve_future", json={"request_id": response.json()["request_id"]}).json()
 
 
 @pytest.fixture
@@ -58,61 +58,61 @@ def session(http: httpx.Client) -> Iterator[str]:
     http.post(f"sessions/{session}/finish", json={"reason": {"type": "success"}})
 
 
-def test_a_repeat_is_the_same_loss_and_another_one_under_its_number_is_refused(
-    http: httpx.Client, session: str
-) -> None:
-    answers = [create(http, session) for _ in range(3)]
-    assert [answer["loss_id"] for answer in answers] == [f"{session}:loss:0"] * 3
+def test_repeat_returns_same_loss_and_conflict_is_rejected(http: httpx.Client, session: str) -> None:
+    responses = [create(http, session) for _ in range(3)]
+    assert [response["loss_id"] for response in responses] == [f"{session}:loss:0"] * 3
     other = copy.deepcopy(GRAPH)
     other["nodes"][1]["target"] = "exp"
-    refused = create(http, session, graph=other)
-    assert "was already created with other content" in refused["error"]
-    assert refused["category"] == "user"
+    rejected = create(http, session, graph=other)
+    assert "was already created with other content" in rejected["error"]
+    assert rejected["category"] == "user"
     assert create(http, session, number=1, graph=other)["loss_id"] == f"{session}:loss:1"
     assert create(http, session)["loss_id"] == f"{session}:loss:0"
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"graph": {**GRAPH, "format": 2}}, "graph.format"),
-        ({"graph": {**GRAPH, "nodes": GRAPH["nodes"][:-1]}}, "has to end with an output"),
+        ({"graph": {**GRAPH, "nodes": GRAPH["nodes"][:-1]}}, "must end with an output"),
         ({"graph": {**GRAPH, "nodes": [{"op": "eval", "name": "x", "target": "1"}]}}, "graph.nodes.0.op"),
         ({"inputs": [{"name": "logprobs", "rank": 7}]}, "inputs.0.rank"),
-        ({"inputs": []}, "its inputs are 'logprobs' first"),
+        ({"inputs": []}, "declare 'logprobs' first"),
         ({"number": 1000}, "A session has at most 1000 custom losses"),
     ],
 )
-def test_what_is_wrong_comes_with_the_result(http: httpx.Client, session: str, changes: Any, says: str) -> None:
-    answer = create(http, session, **changes)
-    assert says in answer["error"]
-    assert answer["category"] == "user"
+def test_invalid_loss_fails_its_result(http: httpx.Client, session: str, changes: Any, message: str) -> None:
+    response = create(http, session, **changes)
+    assert message in response["error"]
+    assert response["category"] == "user"
     assert create(http, session)["loss_id"]
 
 
-def test_garbage_and_giants_are_refused_without_a_server_error(http: httpx.Client, session: str) -> None:
+def test_malformed_and_oversized_bodies_are_client_errors(http: httpx.Client, session: str) -> None:
     for body in (b"", b"[]", b"{", b'{"session_id": "nobody"}', b"[" * 100_000, b'{"a": "' + b"x" * 2**23 + b'"}'):
         assert http.post("create_custom_loss", content=body).status_code in (404, 422)
     content = {"session_id": session, "custom_loss_seq_id": -1, "name": "a", "inputs": [], "graph": GRAPH}
     assert http.post("create_custom_loss", json=content).status_code == 422
 
 
-def test_a_loss_is_of_its_session(engine_url: str, batch: list[types.Datum], trainer: tinker.TrainingClient) -> None:
+def test_loss_belongs_to_its_session(engine_url: str, batch: list[types.Datum], trainer: tinker.TrainingClient) -> None:
     with tinker.ServiceClient(base_url=engine_url, api_key=API_KEY) as other:
         handle = other.create_custom_loss(negative, {"logprobs": 1, "weights": 1}).result()
         assert handle.loss_id is not None
-        with pytest.raises(tinker.RequestFailedError, match=r"has no custom loss .* of the service client that this"):
+        with pytest.raises(
+            tinker.RequestFailedError, match=r"has no custom loss .* on the service client that created this"
+        ):
             trainer.forward(batch, "custom", {"loss_id": handle.loss_id}).result()
 
 
-def test_metrics_of_all_datums_in_chunks(service: tinker.ServiceClient, batch: list[types.Datum]) -> None:
+def test_metrics_combine_over_chunks(service: tinker.ServiceClient, batch: list[types.Datum]) -> None:
     flags = service.holder._client_config
     service.holder._client_config = flags.model_copy(update={"fwdbwd_max_chunk_len": 2})
     trainer = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
     handle = service.create_custom_loss(negative, {"logprobs": 1, "weights": 1}).result()
     metrics = trainer.forward_backward_custom(batch, handle).result().metrics
     expected = trainer.forward(batch, "cross_entropy").result().metrics["loss:sum"]
-    lengths = [each.model_input.length for each in batch]
+    lengths = [datum.model_input.length for datum in batch]
     assert metrics == {
         "loss:sum": pytest.approx(expected, rel=1e-6),
         "custom/nll:sum": pytest.approx(expected, rel=1e-6),
@@ -120,8 +120,8 @@ def test_metrics_of_all_datums_in_chunks(service: tinker.ServiceClient, batch: l
     }
 
 
-def test_several_targets_per_token_and_sparse_ones(service: tinker.ServiceClient) -> None:
-    """Rank 2, dense and sparse: the same loss and the same gradient as cross_entropy's."""
+def test_several_and_sparse_targets_per_token(service: tinker.ServiceClient) -> None:
+    """Dense and sparse inputs of rank 2 give the loss and the gradient of cross_entropy."""
 
     def wide(logprobs, weights):
         return -(logprobs * weights).sum(), {}
@@ -132,20 +132,20 @@ def test_several_targets_per_token_and_sparse_ones(service: tinker.ServiceClient
     targets = [torch.randint(1, 256, (5, 3), generator=generator), sparse]
     weights = [torch.rand(5, 3, generator=generator), (sparse > 0).float()]
     data = [
-        types.Datum(types.ModelInput.from_ints([7] * len(each)), {"target_tokens": each, "weights": weight})  # pyright: ignore[reportArgumentType]
-        for each, weight in zip(targets, weights, strict=True)
+        types.Datum(types.ModelInput.from_ints([7] * len(target)), {"target_tokens": target, "weights": weight})  # pyright: ignore[reportArgumentType]
+        for target, weight in zip(targets, weights, strict=True)
     ]
     assert data[1].loss_fn_inputs["weights"].sparse_crow_indices is not None
     handle = service.create_custom_loss(wide, {"logprobs": 2, "weights": 2}).result()
-    found = []
+    results = []
     for name, config in (("cross_entropy", None), ("custom", {"loss_id": handle.loss_id})):
         trainer = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
         loss = trainer.forward_backward(data, name, config).result().metrics["loss:sum"]  # pyright: ignore[reportArgumentType]
         trainer.optim_step(types.AdamParams(learning_rate=1.0, eps=100.0, beta1=0.0, beta2=0.0)).result()
         outputs = trainer.forward(data, "cross_entropy").result().loss_fn_outputs
-        found.append((loss, [output["logprobs"].to_torch() for output in outputs]))
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-6, atol=2e-5)
+        results.append((loss, [output["logprobs"].to_torch() for output in outputs]))
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-6)
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-6, atol=2e-5)
 
 
 def nan(logprobs):
@@ -171,22 +171,22 @@ def overwritten(logprobs):
 
 
 @pytest.mark.parametrize(
-    ("loss", "says"),
+    ("loss", "message"),
     [
         (nan, "The loss is nan: check its inputs"),
-        (nan_gradient, "The gradient of the loss by the logprobs is not finite"),
+        (nan_gradient, "The gradient of the loss with respect to the logprobs is not finite"),
         (constant, "does not depend on the logprobs"),
-        (vector, r"returned torch.float32 of shape \(\d+,\) as its loss, where a scalar"),
-        (overwritten, "The loss has no gradient by the logprobs: one of the variables needed"),
+        (vector, r"returned torch.float32 of shape \(\d+,\) as its loss, but a floating-point scalar"),
+        (overwritten, "The loss has no gradient with respect to the logprobs: one of the variables needed"),
     ],
 )
-def test_a_loss_that_fails_while_it_runs_is_one_sentence_and_the_client_goes_on(
-    service: tinker.ServiceClient, trainer: tinker.TrainingClient, batch: list[types.Datum], loss: Any, says: str
+def test_failing_loss_gives_one_sentence_and_client_continues(
+    service: tinker.ServiceClient, trainer: tinker.TrainingClient, batch: list[types.Datum], loss: Any, message: str
 ) -> None:
     handle = service.create_custom_loss(loss, {"logprobs": 1}).result()
-    with pytest.raises(tinker.RequestFailedError, match=says) as refused:
+    with pytest.raises(tinker.RequestFailedError, match=message) as error:
         trainer.forward_backward_custom(batch, handle).result()
-    assert refused.value.category == "user"
+    assert error.value.category == "user"
     with pytest.raises(tinker.RequestFailedError, match="its gradient was dropped and no step was taken"):
         trainer.optim_step(types.AdamParams()).result()
     good = service.create_custom_loss(negative, {"logprobs": 1, "weights": 1}).result()
@@ -194,17 +194,15 @@ def test_a_loss_that_fails_while_it_runs_is_one_sentence_and_the_client_goes_on(
     trainer.optim_step(types.AdamParams()).result()
 
 
-def test_what_the_engine_does_not_offer_is_said_when_the_loss_is_created(service: tinker.ServiceClient) -> None:
+def test_unsupported_operation_fails_creation(service: tinker.ServiceClient) -> None:
     def random(logprobs):
         return (logprobs * torch.rand_like(logprobs)).sum(), {}
 
-    with pytest.raises(tinker.RequestFailedError, match=r"'torch.rand_like' is not an operation that this engine"):
+    with pytest.raises(tinker.RequestFailedError, match=r"does not support the operation 'torch.rand_like'"):
         service.create_custom_loss(random, {"logprobs": 1}).result()
 
 
-def test_losses_are_kept_on_disk_until_their_session_ends(
-    engine: EngineProcess, http: httpx.Client, session: str
-) -> None:
+def test_losses_stay_on_disk_until_their_session_ends(engine: EngineProcess, http: httpx.Client, session: str) -> None:
     assert create(http, session)["loss_id"]
     folder = engine.state / "custom_losses" / session
     assert [path.name for path in folder.iterdir()] == ["0.json"]

@@ -1,4 +1,4 @@
-"""kill -9 at any moment: what was saved is there, what was lost is said, and clients go on where they can."""
+"""Recovery from kill -9: saved state is restored, lost state is reported, and clients continue."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from train_steps import ADAM, train
 
+pytestmark = pytest.mark.process
+
 
 def service_of(engine: EngineProcess) -> tinker.ServiceClient:
     return tinker.ServiceClient(base_url=engine.url, api_key=API_KEY)
 
 
-def what_was_saved_goes_on(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
-    """The same clients train and sample on, with the numbers of an uninterrupted run."""
+def saved_models_continue(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
+    """The same clients continue to train and sample, with the numbers of an uninterrupted run."""
     service = service_of(engine)
     trainer, twin, untouched = (
         service.create_lora_training_client(base_model="tiny", rank=4, seed=3).result() for _ in range(3)
@@ -45,8 +47,8 @@ def what_was_saved_goes_on(engine: EngineProcess, batch: list[types.Datum]) -> I
     service.close("success").result()
 
 
-def what_was_lost_is_said(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
-    """Each request fails with the name of the last checkpoint, which gives the numbers from there on."""
+def lost_training_is_reported(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
+    """Requests fail and name the last checkpoint, from which training repeats the same numbers."""
     service = service_of(engine)
     trainer = service.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
     train(trainer, batch, 2)
@@ -65,7 +67,7 @@ def what_was_lost_is_said(engine: EngineProcess, batch: list[types.Datum]) -> It
     service.close("success").result()
 
 
-def a_gathered_gradient_is_in_no_checkpoint(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
+def checkpoint_excludes_accumulated_gradient(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
     service = service_of(engine)
     trainer = service.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
     trainer.forward_backward(batch, "cross_entropy").result()
@@ -76,8 +78,8 @@ def a_gathered_gradient_is_in_no_checkpoint(engine: EngineProcess, batch: list[t
     service.close("success").result()
 
 
-def answers_and_numbers_survive(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
-    """A save that nobody fetched, a repeat, and a request that a gap held up; a torn journal changes nothing."""
+def responses_and_seq_ids_survive(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
+    """An unfetched save, a repeat and a request behind a gap survive, even with a torn last journal record."""
     http = httpx.Client(base_url=f"{engine.url}/api/v1", timeout=60)
     session = http.post("create_session", json={}).json()["session_id"]
     content = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 1}}
@@ -90,8 +92,8 @@ def answers_and_numbers_survive(engine: EngineProcess, batch: list[types.Datum])
     with (engine.state / "sessions" / f"{session}.jsonl").open("ab") as file:
         file.write(b'{"type":"requ')
     yield
-    answer = http.post("retrieve_future", json={"request_id": request_id})
-    assert answer.json()["path"] == f"tinker://{model}/weights/a"
+    response = http.post("retrieve_future", json={"request_id": request_id})
+    assert response.json()["path"] == f"tinker://{model}/weights/a"
     assert http.post("save_weights", json=save).json()["request_id"] == request_id
     lost = http.post("retrieve_future", json={"request_id": f"{model}:3"})
     assert "restarted before this request" in lost.json()["error"]
@@ -102,10 +104,8 @@ def answers_and_numbers_survive(engine: EngineProcess, batch: list[types.Datum])
     http.post(f"sessions/{session}/finish", json={"reason": {"type": "success"}})
 
 
-def a_pass_that_a_checkpoint_holds_is_not_to_be_sent_again(
-    engine: EngineProcess, batch: list[types.Datum]
-) -> Iterator[None]:
-    """Its result was not fetched; sent again, it would train twice."""
+def saved_pass_must_not_be_repeated(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
+    """The error of an unfetched pass tells the client not to send it again, because it would train twice."""
     with httpx.Client(base_url=f"{engine.url}/api/v1", timeout=60) as http:
         service = service_of(engine)
         trainer = service.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
@@ -117,13 +117,13 @@ def a_pass_that_a_checkpoint_holds_is_not_to_be_sent_again(
         saved = http.post("save_weights", json={"model_id": model, "seq_id": 3, "path": "a"}).json()["request_id"]
         assert http.post("retrieve_future", json={"request_id": saved}).json()["path"].endswith("a")
         yield
-        answer = http.post("retrieve_future", json={"request_id": f"{model}:1"}).json()
-        assert "what it did to the model is kept: do not send it again" in answer["error"]
+        response = http.post("retrieve_future", json={"request_id": f"{model}:1"}).json()
+        assert "its effect on the model is saved: do not send it again" in response["error"]
         assert http.post("retrieve_future", json={"request_id": f"{model}:2"}).json() == {"metrics": {}}
         service.close("success").result()
 
 
-def a_sample_under_way_is_asked_again(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
+def running_sample_is_requested_again(engine: EngineProcess, batch: list[types.Datum]) -> Iterator[None]:
     service = service_of(engine)
     sampler = service.create_sampling_client(base_model="tiny").result()
     params = types.SamplingParams(max_tokens=200, stop=[])
@@ -136,38 +136,38 @@ def a_sample_under_way_is_asked_again(engine: EngineProcess, batch: list[types.D
 
 
 SCENARIOS = (
-    what_was_saved_goes_on,
-    what_was_lost_is_said,
-    a_gathered_gradient_is_in_no_checkpoint,
-    answers_and_numbers_survive,
-    a_pass_that_a_checkpoint_holds_is_not_to_be_sent_again,
-    a_sample_under_way_is_asked_again,
+    saved_models_continue,
+    lost_training_is_reported,
+    checkpoint_excludes_accumulated_gradient,
+    responses_and_seq_ids_survive,
+    saved_pass_must_not_be_repeated,
+    running_sample_is_requested_again,
 )
-Halves = dict[Callable[..., Iterator[None]], Iterator[None]]
+Scenarios = dict[Callable[..., Iterator[None]], Iterator[None]]
 
 
 @pytest.fixture(scope="module")
-def halves(tmp_path_factory: pytest.TempPathFactory, batch: list[types.Datum]) -> Iterator[Halves]:
-    """Every scenario up to its yield, then kill -9 and a restart on the same state and port."""
+def started(tmp_path_factory: pytest.TempPathFactory, batch: list[types.Datum]) -> Iterator[Scenarios]:
+    """Run all scenarios up to their yield, kill the engine, and restart it on the same state and port."""
     folder = tmp_path_factory.mktemp("killed")
     with running_engine(folder) as engine:
-        under_way = {scenario: scenario(engine, batch) for scenario in SCENARIOS}
-        for first_half in under_way.values():
+        scenarios = {scenario: scenario(engine, batch) for scenario in SCENARIOS}
+        for first_half in scenarios.values():
             next(first_half)
         engine.process.kill()
         engine.process.wait()
         with running_engine(folder, arguments=["--port", str(urlsplit(engine.url).port)]):
-            yield under_way
+            yield scenarios
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_after_a_kill(halves: Halves, scenario: Callable[..., Iterator[None]]) -> None:
-    assert next(halves[scenario], "ended") == "ended"
+def test_scenario_continues_after_a_kill(started: Scenarios, scenario: Callable[..., Iterator[None]]) -> None:
+    assert next(started[scenario], "ended") == "ended"
 
 
-def loadable(engine: EngineProcess) -> set[str]:
-    """The checkpoints that are listed; each one loads."""
+def load_all_checkpoints(engine: EngineProcess) -> set[str]:
+    """Load every listed checkpoint; return their paths."""
     rest = tinker.RestClient(base_url=engine.url, api_key=API_KEY)
     listed = {checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints().result().checkpoints}
     with service_of(engine) as service:
@@ -177,7 +177,7 @@ def loadable(engine: EngineProcess) -> set[str]:
 
 
 def save_until_killed(engine: EngineProcess, http: httpx.Client, model_id: str) -> Iterator[str]:
-    """Save under five names over and over; yields what was acknowledged."""
+    """Save under five names repeatedly; yield the acknowledged paths."""
     for seq_id in range(3, 100_000):
         save = {"model_id": model_id, "seq_id": seq_id, "path": f"{seq_id % 5}", "overwrite": True}
         try:
@@ -189,13 +189,13 @@ def save_until_killed(engine: EngineProcess, http: httpx.Client, model_id: str) 
 
 
 @pytest.mark.parametrize("num_kills", [1, pytest.param(12, marks=pytest.mark.slow)])
-def test_no_kill_leaves_half_a_checkpoint(tmp_path: Path, batch: list[types.Datum], num_kills: int) -> None:
-    """Killed at random moments of saves that follow each other: what was acknowledged is listed and loads."""
+def test_kills_leave_no_partial_checkpoint(tmp_path: Path, batch: list[types.Datum], num_kills: int) -> None:
+    """After kills at random moments of consecutive saves, all acknowledged checkpoints are listed and load."""
     chance = random.Random(num_kills)
     saved: set[str] = set()
     for kill in range(num_kills + 1):
         with running_engine(tmp_path / "engine") as engine, httpx.Client(timeout=60) as http:
-            assert saved <= loadable(engine)
+            assert saved <= load_all_checkpoints(engine)
             if kill < num_kills:
                 service = service_of(engine)
                 trainer = service.create_lora_training_client(base_model="tiny", rank=64, seed=kill).result()

@@ -1,4 +1,4 @@
-"""Whatever is sent to whatever route: no 5xx, no hang, no traceback, and training goes on."""
+"""Fuzzing of all routes: no 5xx status, no hang, no traceback, and training still works."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ HOSTILE: list[Any] = [
     "é" * 300, "x" * 100_000, "tinker://x:train:0/weights/a", "tinker://../weights/a", [], {}, [[]] * 50,
     {"type": "adamw"}, {"a": {"b": []}}, ["tiny"] * 1000, "NaN", "train:0", ":", "tiny",
 ]  # fmt: skip
-WAITING = ("retrieve_future", "retrieve_futures")  # they may hold the line until there is something to say
+WAITING = ("retrieve_future", "retrieve_futures")  # long polls, which may time out
 
 
 def routes(base: BaseModel, folder: Path) -> list[tuple[str, str]]:
-    """Method and path of every route that there is."""
+    """List the method and path of every route."""
     app = make_app(Engine(Settings(("tiny",), folder, folder), {"tiny": base}))
     return [(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods]
 
 
 class Fuzzer:
-    """Sends bodies that are nearly right, and some that are not at all."""
+    """Sends almost valid and completely invalid bodies."""
 
     def __init__(self, http: httpx.Client, seed: int, datum: types.Datum) -> None:
         self.http = http
@@ -47,11 +47,15 @@ class Fuzzer:
         request = types.ForwardBackwardRequest(types.ForwardBackwardInput([datum], "cross_entropy"), self.model, 1)
         self.proto = forward_backward_request_to_proto(request).SerializeToString()
         for path in ("create_model", "create_sampling_session"):
-            good = {name: value for name, value in {**self.good(), "model_seq_id": 0}.items() if name in WANTED[path]}
-            assert http.post(f"/api/v1/{path}", json=good).status_code == 200
+            content = {
+                name: value
+                for name, value in {**self.valid_content(), "model_seq_id": 0}.items()
+                if name in FIELDS[path]
+            }
+            assert http.post(f"/api/v1/{path}", json=content).status_code == 200
 
-    def good(self) -> dict[str, Any]:
-        """A body that has what any route asks for."""
+    def valid_content(self) -> dict[str, Any]:
+        """Return a body with the fields of all routes."""
         seq_id = self.chance.randrange(40)
         return {
             "session_id": self.session, "model_id": self.model, "seq_id": seq_id,
@@ -65,8 +69,8 @@ class Fuzzer:
             "limit": 3, "display_name": "a",
         }  # fmt: skip
 
-    def body(self, wanted: set[str] | None) -> bytes:
-        """A good body with some of its leaves spoilt, or something else."""
+    def body(self, fields: set[str] | None) -> bytes:
+        """Return a valid body with some corrupted values, or an invalid body."""
         kind = self.chance.randrange(10)
         if kind == 0:
             return self.chance.randbytes(self.chance.randrange(200))
@@ -74,32 +78,32 @@ class Fuzzer:
             return json.dumps(self.chance.choice(HOSTILE)).encode()
         if kind == 2:
             return b"[" * 100_000
-        content = copy.deepcopy(self.good())
-        if wanted is not None:
-            content = {name: value for name, value in content.items() if name in wanted}
+        content = copy.deepcopy(self.valid_content())
+        if fields is not None:
+            content = {name: value for name, value in content.items() if name in fields}
         for _ in range(self.chance.randrange(3)):
-            self.spoil(content)
+            self.corrupt(content)
         return json.dumps(content).encode()
 
-    def spoil(self, content: Any) -> None:
+    def corrupt(self, content: Any) -> None:
         keys = list(content) if isinstance(content, dict) else list(range(len(content)))
         key = self.chance.choice(keys or ["x"])
-        inside = content[key] if keys else None
-        if isinstance(inside, dict | list) and inside and self.chance.random() < 0.6:
-            self.spoil(inside)
+        value = content[key] if keys else None
+        if isinstance(value, dict | list) and value and self.chance.random() < 0.6:
+            self.corrupt(value)
         elif keys:
             content[key] = copy.deepcopy(self.chance.choice(HOSTILE))
 
-    def spoilt_proto(self) -> bytes:
+    def corrupt_proto(self) -> bytes:
         content = bytearray(self.proto)
         for _ in range(self.chance.randrange(4)):
             content[self.chance.randrange(len(content))] = self.chance.randrange(256)
         return bytes(content[: self.chance.choice([len(content), self.chance.randrange(len(content))])])
 
-    def part(self, name: str) -> str:
-        good = {"run": self.model, "model_id": self.model, "session_id": self.session, "sampler_id": self.sampler}
+    def path_part(self, name: str) -> str:
+        ids = {"run": self.model, "model_id": self.model, "session_id": self.session, "sampler_id": self.sampler}
         known = {
-            **good,
+            **ids,
             "kind": "weights",
             "name": "a",
             "request_id": f"{self.model}:1",
@@ -111,16 +115,16 @@ class Fuzzer:
         return str(self.chance.choice(["..", "%2e%2e%2f", "a", "tiny", "-1", "é", "a%00b", "x" * 500, ":", "tinker:"]))
 
     def send(self, method: str, path: str) -> None:
-        """One request; a status of 5xx, or none at all, is an error."""
+        """Send one request; fail on a 5xx status or a hang."""
         while "{" in path:
             start, end = path.index("{"), path.index("}")
-            path = path[:start] + self.part(path[start + 1 : end].removesuffix(":path")) + path[end + 1 :]
+            path = path[:start] + self.path_part(path[start + 1 : end].removesuffix(":path")) + path[end + 1 :]
         if path.endswith("/finish") and self.session in path:
             return
         last = path.rpartition("/")[2]
-        body, headers = self.body(WANTED.get(last)), {}
+        body, headers = self.body(FIELDS.get(last)), {}
         if last == "forward_backward":
-            body = self.spoilt_proto()
+            body = self.corrupt_proto()
         if self.chance.random() < 0.1:
             headers["Content-Encoding"] = self.chance.choice(["zstd", "gzip", ""])
             body = zstandard.compress(body) if self.chance.random() < 0.7 else body
@@ -128,16 +132,16 @@ class Fuzzer:
             query = self.chance.choice(
                 ["", "?limit=-1", "?limit=x&offset=99999999999999999999", "?expires=1&signature=é"]
             )
-            answer = self.http.request(method, path + query, content=body, headers=headers)
+            response = self.http.request(method, path + query, content=body, headers=headers)
         except httpx.ReadTimeout:
             assert last in WAITING, (method, path, body[:200])
             return
         except httpx.InvalidURL:
             return
-        assert answer.status_code < 500, (method, path, body[:200], answer.text)
+        assert response.status_code < 500, (method, path, body[:200], response.text)
 
 
-WANTED: dict[str, set[str]] = {
+FIELDS: dict[str, set[str]] = {
     "create_model": {"session_id", "model_seq_id", "base_model", "lora_config"},
     "load_weights": {"model_id", "seq_id", "path", "optimizer"},
     "optim_step": {"model_id", "seq_id", "adam_params"},
@@ -151,9 +155,10 @@ WANTED: dict[str, set[str]] = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:Duplicate Operation ID")
 @pytest.mark.parametrize("num_rounds", [12, pytest.param(300, marks=pytest.mark.slow)])
-def test_nothing_that_is_sent_breaks_the_engine(
+def test_no_request_breaks_the_engine(
     tmp_path: Path, base: BaseModel, batch: list[types.Datum], num_rounds: int
 ) -> None:
     targets = routes(base, tmp_path / "unused")

@@ -1,4 +1,4 @@
-"""Bounds on what clients may hold: each refusal is a sentence, and nothing that was accepted is lost."""
+"""Limits per client: rejections are sentences, and accepted requests are never lost."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ import pytest
 
 from engine.compute.base import BaseModel
 from engine.errors import BusyError, RequestError
-from engine.service.clock import Clock
 from engine.service.engine import Engine
-from engine.service.futures import Answer, Futures
-from engine.service.history import Notes
+from engine.service.futures import Futures, WireResponse
+from engine.service.history import ModelJournal
 from engine.service.journal import Journal
 from engine.service.metrics import Metrics
-from engine.service.ordered import OrderedQueue, QueueServices, Request
+from engine.service.ordered_queue import Clock, OrderedQueue, QueuedRequest, QueueServices
 from engine.service.sessions import SessionStore
 from engine.service.settings import Settings
 
 
-def test_sessions_and_models_are_counted(base: BaseModel, tmp_path: Path) -> None:
+def test_sessions_and_models_are_limited(base: BaseModel, tmp_path: Path) -> None:
     engine = Engine(Settings(("tiny",), tmp_path, tmp_path, max_sessions=2, max_models=1), {"tiny": base})
     first, second = (engine.open_session({}, None) for _ in range(2))
-    with pytest.raises(RequestError, match="2 sessions, and no more than 2 may be"):
+    with pytest.raises(RequestError, match="its maximum of 2 sessions"):
         engine.open_session({}, None)
     engine.new_model(first.session_id, 0)
-    with pytest.raises(RequestError, match="1 models in training"):
+    with pytest.raises(RequestError, match="its maximum of 1 models in training"):
         engine.new_model(second.session_id, 0)
     assert engine.new_model(first.session_id, 0).model_id == f"{first.session_id}:train:0"
     engine.close_session(first.session_id, "success", None)
@@ -36,44 +35,44 @@ def test_sessions_and_models_are_counted(base: BaseModel, tmp_path: Path) -> Non
     engine.stop()
 
 
-def test_a_full_queue_sends_away_all_but_the_next(tmp_path: Path) -> None:
-    """The request that the others wait for must come in, or they would wait for ever."""
-    done: list[int] = []
+def test_full_queue_accepts_only_the_next_request(tmp_path: Path) -> None:
+    """The queue must accept the request that all others wait for."""
+    finished: list[int] = []
 
     async def run() -> None:
         services = QueueServices(Futures(), Clock(0), Metrics(dict), max_waiting=2)
-        queue = OrderedQueue("m", services, Notes(Journal(tmp_path / "journal"), "m"))
+        queue = OrderedQueue("m", services, ModelJournal(Journal(tmp_path / "journal"), "m"))
 
-        def request(seq_id: int) -> Request:
-            async def work() -> Answer:
-                done.append(seq_id)
-                return Answer(b"")
+        def request(seq_id: int) -> QueuedRequest:
+            async def work() -> WireResponse:
+                finished.append(seq_id)
+                return WireResponse(b"")
 
-            return Request(seq_id, "forward_backward", bytes([seq_id]), True, work)
+            return QueuedRequest(seq_id, "forward_backward", bytes([seq_id]), True, work)
 
         queue.submit(request(1))
         queue.submit(request(2))
-        with pytest.raises(BusyError, match="2 requests of m wait"):
+        with pytest.raises(BusyError, match="2 requests of m are waiting"):
             queue.submit(request(3))
         assert queue.submit(request(2)) == "m:2"
         queue.submit(request(0))
-        while len(done) < 3:
+        while len(finished) < 3:
             await asyncio.sleep(0)
         queue.submit(request(3))
-        while len(done) < 4:
+        while len(finished) < 4:
             await asyncio.sleep(0)
 
     asyncio.run(run())
-    assert done == [0, 1, 2, 3]
+    assert finished == [0, 1, 2, 3]
 
 
-def test_a_journal_that_cannot_be_written_leaves_no_hole(tmp_path: Path) -> None:
-    """Better no session after a restart than one that forgot a step."""
+def test_failed_journal_write_removes_the_journal(tmp_path: Path) -> None:
+    """A session with a missing step must not be restored."""
     store = SessionStore(tmp_path)
     session = store.open({}, None)
-    whole = session.journal._file
-    assert whole is not None
-    os.close(whole)
+    descriptor = session.journal._file
+    assert descriptor is not None
+    os.close(descriptor)
     session.journal._file = os.open("/dev/full", os.O_WRONLY)
     session.journal.append({"type": "request"})
     assert not list(tmp_path.glob("sessions/*.jsonl"))
@@ -81,7 +80,7 @@ def test_a_journal_that_cannot_be_written_leaves_no_hole(tmp_path: Path) -> None
     assert not list(SessionStore(tmp_path).unfinished())
 
 
-def test_a_session_of_a_running_engine_is_left_to_it(base: BaseModel, tmp_path: Path) -> None:
+def test_session_of_a_running_engine_is_not_restored(base: BaseModel, tmp_path: Path) -> None:
     settings = Settings(("tiny",), tmp_path, tmp_path)
     first = Engine(settings, {"tiny": base})
     session = first.open_session({"a": "b"}, "c")

@@ -1,4 +1,4 @@
-"""Every loss through the real SDK: built in, as the client's own callable, and as a graph that the engine runs."""
+"""All losses through the real SDK: built in, as a client-side callable, and as a graph run by the engine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from engine.compute.base import BaseModel
 from engine.compute.datum import Datum
 from engine.compute.lora import Adapter, LoraSpec
 from engine.compute.loss import Loss, bind_loss
-from engine.compute.train import run_loss
+from engine.compute.train import exhaust, iterate_loss
 
-# With so large an eps a step of Adam is as long as the gradient, and not only in its direction.
+# With a large eps, the length of an Adam step is proportional to the gradient.
 LINEAR = types.AdamParams(learning_rate=1.0, eps=100.0, beta1=0.0, beta2=0.0)
 WIDE = 10**6
 
@@ -74,22 +74,22 @@ CASES: dict[str, Case] = {
 
 
 def rollout(text: str, seed: int) -> types.Datum:
-    """A prompt of three bytes and an answer; beside what the losses read, what they are to ignore."""
+    """Make a prompt of three bytes with a completion, the inputs of all losses, and inputs to be ignored."""
     tokens = list(text.encode())
     generator = torch.Generator().manual_seed(seed)
     length = len(tokens) - 1
-    answer = (torch.arange(length) >= 3).float()
-    old = (-5.5 + 0.2 * torch.randn(length, generator=generator)) * answer
+    completion_mask = (torch.arange(length) >= 3).float()
+    old = (-5.5 + 0.2 * torch.randn(length, generator=generator)) * completion_mask
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={
             "target_tokens": torch.tensor(tokens[1:]),
-            "weights": torch.rand(length, generator=generator) * answer,
+            "weights": torch.rand(length, generator=generator) * completion_mask,
             "logprobs": old,
             "old": old,
-            "advantages": torch.randn(length, generator=generator) * answer,
-            "sequence_ratio_mask": answer,
-            "mask": answer,
+            "advantages": torch.randn(length, generator=generator) * completion_mask,
+            "sequence_ratio_mask": completion_mask,
+            "mask": completion_mask,
         },  # pyright: ignore[reportArgumentType]
     )
 
@@ -107,33 +107,33 @@ def logprobs_after_step(client: tinker.TrainingClient, rollouts: list[types.Datu
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_built_in_callable_and_graph_are_the_same(
+def test_built_in_callable_and_graph_agree(
     service: tinker.ServiceClient, rollouts: list[types.Datum], name: str
 ) -> None:
     formula, config, inputs = CASES[name]
-    # The sampling logprobs go as `old`: a graph's own logprobs have their name.
-    read = [each.replace("logprobs", "old") for each in inputs]
+    # The sampling logprobs are named `old`, because a graph uses the name `logprobs` for its own input.
+    input_names = [name.replace("logprobs", "old") for name in inputs]
     built_in, by_callable, by_graph = (
         service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result() for _ in range(3)
     )
 
-    def own(data: list[types.Datum], logprobs_D: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    def custom(data: list[types.Datum], logprobs_D: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         losses = [
-            formula(logprobs, *(datum.loss_fn_inputs[key].to_torch() for key in read))[0]
+            formula(logprobs, *(datum.loss_fn_inputs[key].to_torch() for key in input_names))[0]
             for datum, logprobs in zip(data, logprobs_D, strict=True)
         ]
         return torch.stack(losses).sum(), {}
 
-    handle = service.create_custom_loss(formula, {"logprobs": 1, **dict.fromkeys(read, 1)}).result()  # pyright: ignore[reportArgumentType]
+    handle = service.create_custom_loss(formula, {"logprobs": 1, **dict.fromkeys(input_names, 1)}).result()  # pyright: ignore[reportArgumentType]
     assert handle.loss_id is not None
     outputs = [
         built_in.forward_backward(rollouts, name, config).result(),  # pyright: ignore[reportArgumentType]
-        by_callable.forward_backward_custom(rollouts, own).result(),
+        by_callable.forward_backward_custom(rollouts, custom).result(),
         by_graph.forward_backward_custom(rollouts, handle).result(),
     ]
     losses = [output.metrics["loss:sum"] for output in outputs]
     assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
-    before = [torch.cat([each["logprobs"].to_torch() for each in output.loss_fn_outputs]) for output in outputs]
+    before = [torch.cat([datum["logprobs"].to_torch() for datum in output.loss_fn_outputs]) for output in outputs]
     torch.testing.assert_close(before[1], before[0], rtol=1e-6, atol=1e-5)
     after = [logprobs_after_step(client, rollouts) for client in (built_in, by_callable, by_graph)]
     assert (after[0] - before[0]).abs().max() > 1e-3
@@ -142,8 +142,8 @@ def test_built_in_callable_and_graph_are_the_same(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_chunks_add_up_and_a_forward_changes_nothing(engine_url: str, rollouts: list[types.Datum], name: str) -> None:
-    """Three chunks in parallel, the first one last, give the loss, metrics and gradient of one request."""
+def test_chunks_add_up_and_forward_changes_nothing(engine_url: str, rollouts: list[types.Datum], name: str) -> None:
+    """Three parallel chunks, the first one sent last, give the loss, metrics and gradient of one request."""
     _, config, _ = CASES[name]
     results = []
     for chunk_length in (1024, 2):
@@ -155,13 +155,13 @@ def test_chunks_add_up_and_a_forward_changes_nothing(engine_url: str, rollouts: 
             backward = client.forward_backward(rollouts, name, config).result()  # pyright: ignore[reportArgumentType]
             assert forward.metrics == pytest.approx(backward.metrics, rel=1e-5)
             results.append((backward.metrics, logprobs_after_step(client, rollouts)))
-    (whole, expected), (parts, found) = results
+    (whole, expected), (chunked, actual) = results
     assert all(re.fullmatch(r"[a-z0-9_]+:(sum|mean|max)", key) for key in whole)
-    assert parts == pytest.approx(whole, rel=1e-5)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-5)
+    assert chunked == pytest.approx(whole, rel=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=2e-5)
 
 
-def test_metrics_of_a_policy_loss(trainer: tinker.TrainingClient, rollouts: list[types.Datum]) -> None:
+def test_policy_loss_metrics(trainer: tinker.TrainingClient, rollouts: list[types.Datum]) -> None:
     metrics = trainer.forward(rollouts, "ppo").result().metrics
     assert metrics.keys() == {"loss:sum", "ratio:mean", "ratio:max", "kl_k1:mean", "clip_fraction:mean"}
     assert 0 < metrics["clip_fraction:mean"] < 1
@@ -171,11 +171,11 @@ def test_metrics_of_a_policy_loss(trainer: tinker.TrainingClient, rollouts: list
     assert trainer.forward(rollouts, "cross_entropy").result().metrics.keys() == {"loss:sum"}
 
 
-def test_a_datum_may_bring_its_own_bounds(trainer: tinker.TrainingClient, rollouts: list[types.Datum]) -> None:
+def test_datum_can_set_its_own_clip_thresholds(trainer: tinker.TrainingClient, rollouts: list[types.Datum]) -> None:
     bounds = {"clip_low_threshold": 0.99, "clip_high_threshold": 1.01}
     tight = [
-        types.Datum(each.model_input, {**each.loss_fn_inputs, **{key: [value] for key, value in bounds.items()}})
-        for each in rollouts[:2]
+        types.Datum(datum.model_input, {**datum.loss_fn_inputs, **{key: [value] for key, value in bounds.items()}})
+        for datum in rollouts[:2]
     ]
     mixed = trainer.forward([*tight, *rollouts[2:]], "ppo").result().metrics["loss:sum"]
     parts = [
@@ -186,9 +186,9 @@ def test_a_datum_may_bring_its_own_bounds(trainer: tinker.TrainingClient, rollou
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "without", "says"),
+    ("name", "config", "without", "message"),
     [
-        ("ppo", {}, "advantages", "Datum 0 has no advantages in its loss_fn_inputs, and the loss 'ppo' reads"),
+        ("ppo", {}, "advantages", "Datum 0 has no advantages in its loss_fn_inputs, but the loss 'ppo' requires"),
         ("dro", {}, "logprobs", "Datum 0 has no logprobs in its loss_fn_inputs"),
         ("gspo", {}, "sequence_ratio_mask", "Datum 0 has no sequence_ratio_mask"),
         ("ppo", {"epsilon": 0.2}, "", "has no parameter 'epsilon'"),
@@ -197,16 +197,16 @@ def test_a_datum_may_bring_its_own_bounds(trainer: tinker.TrainingClient, rollou
         ("custom", {"loss_id": "../../x:loss:0"}, "", "has no custom loss '../../x:loss:0'"),
     ],
 )
-def test_what_is_missing_is_one_sentence_and_the_client_goes_on(
-    trainer: tinker.TrainingClient, rollouts: list[types.Datum], name: Any, config: Any, without: str, says: str
+def test_missing_input_gives_one_sentence_and_client_continues(
+    trainer: tinker.TrainingClient, rollouts: list[types.Datum], name: Any, config: Any, without: str, message: str
 ) -> None:
-    lacking = [
-        types.Datum(each.model_input, {key: value for key, value in each.loss_fn_inputs.items() if key != without})
-        for each in rollouts
+    incomplete = [
+        types.Datum(datum.model_input, {key: value for key, value in datum.loss_fn_inputs.items() if key != without})
+        for datum in rollouts
     ]
-    with pytest.raises(tinker.RequestFailedError, match=re.escape(says)) as refused:
-        trainer.forward(lacking, name, config).result()
-    assert refused.value.category == "user"
+    with pytest.raises(tinker.RequestFailedError, match=re.escape(message)) as error:
+        trainer.forward(incomplete, name, config).result()
+    assert error.value.category == "user"
     assert trainer.forward_backward(rollouts, "ppo").result().metrics["loss:sum"]
     trainer.optim_step(LINEAR).result()
 
@@ -220,34 +220,34 @@ def test_policy_losses_take_one_target_per_token(trainer: tinker.TrainingClient)
         trainer.forward([wide], "ppo").result()
 
 
-def plain_loss(name: str, logprobs: torch.Tensor, datum: Datum) -> torch.Tensor:
+def reference_loss(name: str, logprobs: torch.Tensor, datum: Datum) -> torch.Tensor:
     formula, _, inputs = CASES[name]
     return formula(logprobs, *(datum.inputs[key] for key in inputs))[0]
 
 
-def gradient(base: BaseModel, adapter: Adapter, data: list[Datum], name: str) -> dict[str, torch.Tensor]:
-    """One datum at a time, log-softmax over everything, the formula as it is written, autograd through all of it."""
+def reference_gradients(base: BaseModel, adapter: Adapter, data: list[Datum], name: str) -> dict[str, torch.Tensor]:
+    """Compute one datum at a time, with a full log-softmax, the plain formula and autograd."""
     for datum in data:
         with base.using(adapter):
             hidden_TH = base.hidden(datum.tokens_T[None])[0]
         a, b = adapter.factors["lm_head"]
         logits_TV = hidden_TH @ base.head.weight.t() + adapter.scale * hidden_TH @ a.t() @ b.t()
         logprobs = logits_TV.log_softmax(-1).gather(1, datum.targets[:, None])[:, 0]
-        plain_loss(name, logprobs, datum).backward()
-    return taken_gradients(adapter)
+        reference_loss(name, logprobs, datum).backward()
+    return take_gradients(adapter)
 
 
-def taken_gradients(adapter: Adapter) -> dict[str, torch.Tensor]:
-    taken = {key: p.grad for key, p in adapter.named_parameters() if p.grad is not None}
+def take_gradients(adapter: Adapter) -> dict[str, torch.Tensor]:
+    gradients = {key: p.grad for key, p in adapter.named_parameters() if p.grad is not None}
     for _, parameter in adapter.named_parameters():
         parameter.grad = None
-    return taken
+    return gradients
 
 
 @settings(max_examples=5, deadline=None)
 @given(lengths=st.lists(st.integers(4, 24), min_size=1, max_size=5), max_tokens=st.sampled_from([1, 40, WIDE]))
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_plain_autograd_however_the_batch_is_cut(
+def test_gradients_match_autograd_for_any_micro_batches(
     base: BaseModel, name: str, lengths: list[int], max_tokens: int
 ) -> None:
     generator = torch.Generator().manual_seed(len(lengths))
@@ -258,19 +258,19 @@ def test_gradients_are_those_of_plain_autograd_however_the_batch_is_cut(
     loss: Loss = bind_loss(name, config)
     data = []
     for length in lengths:
-        answer = (torch.arange(length) >= 2).float()
+        completion_mask = (torch.arange(length) >= 2).float()
         values = {
-            "weights": torch.rand(length, generator=generator) * answer,
+            "weights": torch.rand(length, generator=generator) * completion_mask,
             "logprobs": -5.5 + 0.2 * torch.randn(length, generator=generator),
-            "advantages": torch.randn(length, generator=generator) * answer,
-            "sequence_ratio_mask": answer,
+            "advantages": torch.randn(length, generator=generator) * completion_mask,
+            "sequence_ratio_mask": completion_mask,
         }
         tokens, targets = torch.randint(0, 256, (2, length), generator=generator)
         data.append(loss.prepare(Datum(tokens, targets, {key: values[key] for key in inputs}), 0))
-    expected = gradient(base, adapter, data, name)
-    run_loss(base, adapter, data, loss, max_tokens, backward=True)
-    found = taken_gradients(adapter)
-    assert found.keys() == expected.keys()
-    for key, each in expected.items():
-        scale = each.abs().max().item()
-        torch.testing.assert_close(found[key], each, atol=1e-5 * scale + 1e-7, rtol=1e-5)
+    expected = reference_gradients(base, adapter, data, name)
+    exhaust(iterate_loss(base, adapter, data, loss, max_tokens, backward=True))
+    actual = take_gradients(adapter)
+    assert actual.keys() == expected.keys()
+    for key, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(actual[key], gradient, atol=1e-5 * scale + 1e-7, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""A bound on memory: what is not in use waits on disk and comes back bit for bit."""
+"""Memory budget: idle trainers and adapters move to disk and return bit for bit."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import tinker
 from engine_process import API_KEY, EngineProcess, running_engine
 from tinker import types
 
-from engine.service.memory import Memory
+from engine.service.memory import MemoryBudget
 
 PROMPT, PARAMS = types.ModelInput.from_ints([1, 2, 3]), types.SamplingParams(max_tokens=8, seed=1)
 
 
 @pytest.fixture(scope="module")
 def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """It keeps one model of rank 128 in memory, and not two."""
+    """An engine whose budget holds one model of rank 128, but not two."""
     with running_engine(tmp_path_factory.mktemp("small"), arguments=["--memory-limit", "1"]) as engine:
         yield engine
 
 
 def train_in_turns(url: str, batch: list[types.Datum]) -> tuple[list[float], list[list[int]]]:
-    """Two models, a pass of each in turn, so that each has a gradient when it waits; and a snapshot after each step."""
+    """Train two models in turns, so that both are evicted with a gradient, and sample from a snapshot of each step."""
     losses, samplers = [], []
     with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
         trainers = [
             service.create_lora_training_client(base_model="tiny", rank=128, seed=seed).result() for seed in (1, 2)
         ]
         for _ in range(3):
-            for loss_fn in range(2):
+            for first in range(2):
                 for trainer in trainers:
-                    output = trainer.forward_backward(batch[loss_fn:], "cross_entropy")
+                    output = trainer.forward_backward(batch[first:], "cross_entropy")
                     losses.append(output.result().metrics["loss:sum"])
             for trainer in trainers:
                 trainer.optim_step(types.AdamParams(learning_rate=1e-2)).result()
@@ -42,27 +42,25 @@ def train_in_turns(url: str, batch: list[types.Datum]) -> tuple[list[float], lis
     return losses, tokens
 
 
-def figure(engine: EngineProcess, name: str) -> float:
+def gauge(engine: EngineProcess, name: str) -> float:
     lines = httpx.get(f"{engine.url}/metrics").text.splitlines()
     (value,) = [line.split()[1] for line in lines if line.startswith(f"tinker_engine_{name} ")]
     return float(value)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_what_had_to_leave_memory_comes_back_as_it_was(
-    small_engine: EngineProcess, engine_url: str, batch: list[types.Datum]
-) -> None:
+def test_eviction_changes_no_number(small_engine: EngineProcess, engine_url: str, batch: list[types.Datum]) -> None:
     assert train_in_turns(small_engine.url, batch) == train_in_turns(engine_url, batch)
-    assert figure(small_engine, "evictions") > 10
-    # The session is over: nothing of it is left, in memory or on disk.
-    assert figure(small_engine, "adapter_bytes") == 0
+    assert gauge(small_engine, "evictions") > 10
+    # The end of the session freed its memory and its files.
+    assert gauge(small_engine, "adapter_bytes") == 0
     assert not list((small_engine.state / "evicted").glob("*/*"))
 
 
-def test_what_a_killed_engine_left_on_disk_is_removed(tmp_path: Path) -> None:
+def test_files_of_a_killed_engine_are_removed(tmp_path: Path) -> None:
     (tmp_path / "0123").mkdir()
     (tmp_path / "0123" / "a.safetensors").write_bytes(b"x")
-    first, second = Memory(1, tmp_path), Memory(1, tmp_path)
+    first, second = MemoryBudget(1, tmp_path), MemoryBudget(1, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
     first.close()
     second.close()

@@ -1,4 +1,4 @@
-"""The process: how it starts, whom it lets in, how it ends."""
+"""The engine process: start, API key and shutdown."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ import pytest
 import tinker
 from engine_process import running_engine, start_engine
 
+pytestmark = pytest.mark.process
+
 KEY = {"TINKER_ENGINE_API_KEY": "tml-right"}
 
 
-def refusal(process: subprocess.Popen[str], folder: Path) -> str:
-    """Why the engine did not start."""
+def start_error(process: subprocess.Popen[str], folder: Path) -> str:
+    """Wait for a failed start; return its error message."""
     with process:
         assert process.wait(timeout=60) == 1
     return (folder / "engine.log").read_text().splitlines()[-1]
 
 
-def test_only_the_right_key_enters(tmp_path: Path) -> None:
+def test_wrong_key_is_rejected(tmp_path: Path) -> None:
     with running_engine(tmp_path / "engine", environment=KEY) as engine:
         for key in ("tml-wrong", "tml-right2"):
             with pytest.raises(tinker.AuthenticationError, match="The API key is not the key of this engine"):
@@ -33,30 +35,32 @@ def test_only_the_right_key_enters(tmp_path: Path) -> None:
             service.create_lora_training_client(base_model="tiny", rank=1).result()
 
 
-def test_it_ends_with_its_starter(tmp_path: Path) -> None:
-    """The starter's end of standard input closes even when it is killed with -9."""
-    starter = (
+def test_engine_stops_when_its_parent_is_killed(tmp_path: Path) -> None:
+    """The parent's end of standard input closes even on kill -9."""
+    parent = (
         "import sys, time; from engine_process import start_engine; from pathlib import Path; "
         "engine = start_engine(Path(sys.argv[1])); print(engine.pid, engine.stdout.readline().strip(), flush=True); "
         "time.sleep(600)"
     )
-    program = [sys.executable, "-c", starter, str(tmp_path / "engine")]
+    program = [sys.executable, "-c", parent, str(tmp_path / "engine")]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent) as process:
         assert process.stdout is not None
-        pid, url = process.stdout.readline().split()
-        assert url.startswith("http://127.0.0.1:")
-        engine = os.pidfd_open(int(pid))
-        process.kill()
-        ended, _, _ = select.select([engine], [], [], 60)
+        try:
+            pid, url = process.stdout.readline().split()
+            assert url.startswith("http://127.0.0.1:")
+            engine = os.pidfd_open(int(pid))
+        finally:
+            process.kill()
+        exited, _, _ = select.select([engine], [], [], 60)
         os.close(engine)
-    assert ended
+    assert exited
 
 
-def test_a_signal_ends_it_cleanly_while_a_client_waits(tmp_path: Path) -> None:
+def test_signal_stops_engine_cleanly_while_a_client_waits(tmp_path: Path) -> None:
     with running_engine(tmp_path / "engine") as engine:
         service = tinker.ServiceClient(base_url=engine.url, api_key="tml-any")
         trainer = service.create_lora_training_client(base_model="tiny", rank=1).result()
-        trainer._reserve_request_ids(1)  # a gap: the next request waits for ever
+        trainer._reserve_request_ids(1)  # a gap in the seq ids: the next request waits forever
         waiting = trainer.optim_step(tinker.types.AdamParams())
         engine.process.send_signal(signal.SIGTERM)
         assert engine.process.wait(timeout=60) == 0
@@ -65,18 +69,18 @@ def test_a_signal_ends_it_cleanly_while_a_client_waits(tmp_path: Path) -> None:
         service.holder.close()
 
 
-def test_it_says_why_it_does_not_start(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+def test_failed_start_prints_one_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = str(occupied.getsockname()[1])
         cases = {
-            "port": ((), ("--port", port), {}, f"127.0.0.1:{port} cannot be listened on"),
+            "port": ((), ("--port", port), {}, f"127.0.0.1:{port} cannot be bound"),
             "model": (("no/such/model/here",), (), {"HF_HUB_OFFLINE": "1"}, "no/such/model/here"),
             "host": (("tiny",), ("--host", "0.0.0.0"), {}, "set TINKER_ENGINE_API_KEY"),
             "key": (("tiny",), (), {"TINKER_ENGINE_API_KEY": "secret"}, "does not start with 'tml-'"),
         }
-        started = {
+        processes = {
             name: start_engine(tmp_path / name, models or ("tiny",), arguments, environment)
             for name, (models, arguments, environment, _) in cases.items()
         }
         for name, (_, _, _, sentence) in cases.items():
-            assert sentence in refusal(started[name], tmp_path / name)
+            assert sentence in start_error(processes[name], tmp_path / name)

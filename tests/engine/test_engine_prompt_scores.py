@@ -1,4 +1,4 @@
-"""What samples say beside their tokens, against a full softmax over the whole sequence."""
+"""Prompt scores and top tokens of samples, compared with a full softmax over the whole sequence."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def sampler(service: tinker.ServiceClient) -> tinker.SamplingClient:
     return service.create_sampling_client(base_model="tiny").result()
 
 
-def ask(client: tinker.SamplingClient, max_tokens: int = 1, seed: int = 3, **asked: Any) -> types.SampleResponse:
+def sample(client: tinker.SamplingClient, max_tokens: int = 1, seed: int = 3, **options: Any) -> types.SampleResponse:
     params = types.SamplingParams(max_tokens=max_tokens, stop=[], seed=seed, temperature=0.8)
-    return client.sample(PROMPT, 1, params, **asked).result()
+    return client.sample(PROMPT, 1, params, **options).result()
 
 
 def reference(base: BaseModel, tokens: list[int]) -> Tensor:
-    """Logprobs ``(T - 1, V)`` of each token after the first."""
+    """Compute logprobs ``(T - 1, V)`` at all positions after the first token."""
     with torch.inference_mode():
         logits = base.loaded.model(torch.tensor([tokens])).logits[0].float()
     return logits[:-1].log_softmax(dim=1)
 
 
 def test_top_prompt_tokens(sampler: tinker.SamplingClient, base: BaseModel) -> None:
-    top = ask(sampler, topk_prompt_logprobs=5).topk_prompt_logprobs
+    top = sample(sampler, topk_prompt_logprobs=5).topk_prompt_logprobs
     expected = reference(base, PROMPT.to_ints()).topk(5, dim=1)
     assert top is not None
     assert top[0] is None
@@ -45,9 +45,9 @@ def test_top_prompt_tokens(sampler: tinker.SamplingClient, base: BaseModel) -> N
         np.testing.assert_allclose([logprob for _, logprob in row], expected.values[position], atol=1e-4)
 
 
-def test_the_last_prompt_tokens_only(sampler: tinker.SamplingClient) -> None:
-    whole = ask(sampler, include_prompt_logprobs=True, topk_prompt_logprobs=2)
-    last = ask(sampler, include_prompt_logprobs=True, topk_prompt_logprobs=2, prompt_logprobs_last_n=3)
+def test_scores_of_only_the_last_prompt_tokens(sampler: tinker.SamplingClient) -> None:
+    whole = sample(sampler, include_prompt_logprobs=True, topk_prompt_logprobs=2)
+    last = sample(sampler, include_prompt_logprobs=True, topk_prompt_logprobs=2, prompt_logprobs_last_n=3)
     assert last.prompt_logprobs is not None
     assert whole.prompt_logprobs is not None
     assert last.prompt_logprobs[:-3] == [None] * (LENGTH - 3)
@@ -59,12 +59,12 @@ def test_the_last_prompt_tokens_only(sampler: tinker.SamplingClient) -> None:
         assert ours is not None
         assert full is not None
         assert [token for token, _ in ours] == [token for token, _ in full]
-        # Fewer rows at once take another path through the matrix product on some processors.
-        np.testing.assert_allclose([each for _, each in ours], [each for _, each in full], rtol=1e-5)
+        # On some processors, a matrix product with fewer rows uses another kernel.
+        np.testing.assert_allclose([logprob for _, logprob in ours], [logprob for _, logprob in full], rtol=1e-5)
 
 
 def test_top_sampled_tokens(sampler: tinker.SamplingClient, base: BaseModel) -> None:
-    (sequence,) = ask(sampler, max_tokens=6, topk_sample_logprobs=3).sequences
+    (sequence,) = sample(sampler, max_tokens=6, topk_sample_logprobs=3).sequences
     expected = reference(base, [*PROMPT.to_ints(), *sequence.tokens])[LENGTH - 1 :].topk(3, dim=1)
     assert sequence.topk_logprobs is not None
     assert len(sequence.topk_logprobs) == 6
@@ -75,40 +75,40 @@ def test_top_sampled_tokens(sampler: tinker.SamplingClient, base: BaseModel) -> 
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_given_tokens(sampler: tinker.SamplingClient, base: BaseModel, sparse: bool) -> None:
-    """Some positions name none, one, or several tokens; the answer has the layout of the question."""
+def test_target_tokens(sampler: tinker.SamplingClient, base: BaseModel, sparse: bool) -> None:
+    """Positions have no, one or several target tokens; the response has the layout of the request."""
     ids = torch.full((LENGTH - 1, 3), -1)
     ids[2, 0], ids[5], ids[LENGTH - 2, 1] = 101, torch.tensor([0, 101, 263]), 32
     make = types.TensorData.from_torch_sparse if sparse else types.TensorData.from_torch
-    asked = make(ids, pad_value=-1) if sparse else make(ids)
-    assert (asked.sparse_crow_indices is not None) == sparse
-    got = ask(sampler, target_prompt_logprobs=asked).target_prompt_logprobs
-    assert got is not None
-    assert (got.sparse_crow_indices is not None) == sparse
+    targets = make(ids, pad_value=-1) if sparse else make(ids)
+    assert (targets.sparse_crow_indices is not None) == sparse
+    logprobs = sample(sampler, target_prompt_logprobs=targets).target_prompt_logprobs
+    assert logprobs is not None
+    assert (logprobs.sparse_crow_indices is not None) == sparse
     expected = reference(base, PROMPT.to_ints()).gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
-    torch.testing.assert_close(got.to_torch(), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logprobs.to_torch(), expected, atol=1e-4, rtol=0)
 
 
 def test_draws_at_every_prompt_position(sampler: tinker.SamplingClient, base: BaseModel) -> None:
-    """With replacement, at the request's temperature: frequencies of 1,000 draws at one position, logprobs of all."""
-    drawn = ask(sampler, prompt_alt_tokens_k=1000).prompt_alt_tokens
-    assert drawn is not None
-    tokens, logprobs = drawn.tokens.to_torch(), drawn.logprobs.to_torch()
+    """Draws are with replacement, at the request's temperature; frequencies are checked at one position."""
+    draws = sample(sampler, prompt_alt_tokens_k=1000).prompt_alt_tokens
+    assert draws is not None
+    tokens, logprobs = draws.tokens.to_torch(), draws.logprobs.to_torch()
     assert tokens.shape == logprobs.shape == (LENGTH - 1, 1000)
     expected = reference(base, PROMPT.to_ints())
     torch.testing.assert_close(logprobs, expected.gather(1, tokens), atol=1e-4, rtol=0)
-    warm = (expected[4] / 0.8).softmax(0)
-    frequencies = torch.bincount(tokens[4], minlength=len(warm)) / 1000
-    assert float((frequencies - warm).abs().max()) < 5 * float((warm.max() / 1000) ** 0.5)
-    again = ask(sampler, prompt_alt_tokens_k=1000).prompt_alt_tokens
+    probs = (expected[4] / 0.8).softmax(0)
+    frequencies = torch.bincount(tokens[4], minlength=len(probs)) / 1000
+    assert float((frequencies - probs).abs().max()) < 5 * float((probs.max() / 1000) ** 0.5)
+    again = sample(sampler, prompt_alt_tokens_k=1000).prompt_alt_tokens
     assert again is not None
     assert torch.equal(again.tokens.to_torch(), tokens)
 
 
-def test_sampling_scoring_and_training_agree_on_a_trained_adapter(
+def test_sampling_scoring_and_training_agree(
     trainer: tinker.TrainingClient, batch: list[types.Datum], base: BaseModel
 ) -> None:
-    """Decoding with a cache, compute_logprobs and a training forward pass, to 1e-4."""
+    """Cached decoding, compute_logprobs and a training forward pass agree to 1e-4 on a trained adapter."""
     for _ in range(4):
         trainer.forward_backward(batch, "cross_entropy")
         trainer.optim_step(types.AdamParams(learning_rate=3e-2)).result()
@@ -124,21 +124,21 @@ def test_sampling_scoring_and_training_agree_on_a_trained_adapter(
             assert sequence.logprobs is not None
             np.testing.assert_allclose(sequence.logprobs, trained[LENGTH - 1 :], atol=1e-4)
             fresh = reference(base, whole).gather(1, torch.tensor(whole[1:])[:, None])[:, 0]
-            assert float((fresh - torch.tensor(trained)).abs().max()) > 0.1  # the adapter does something
+            assert float((fresh - torch.tensor(trained)).abs().max()) > 0.1  # the adapter has an effect
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("options", "message"),
     [
         ({"topk_prompt_logprobs": 5000}, "topk_prompt_logprobs is 5000"),
         ({"topk_sample_logprobs": -1}, "topk_sample_logprobs is -1"),
-        ({"target_prompt_logprobs": torch.zeros(3, 2, dtype=torch.int64)}, r"give a tensor of shape \(11, K\)"),
-        ({"target_prompt_logprobs": torch.full((11, 1), 999)}, "target_prompt_logprobs holds the token id 999"),
-        ({"include_prompt_logprobs": True, "prompt_logprobs_last_n": 99}, "give 1 to 11"),
+        ({"target_prompt_logprobs": torch.zeros(3, 2, dtype=torch.int64)}, r"use the shape \(11, K\)"),
+        ({"target_prompt_logprobs": torch.full((11, 1), 999)}, "target_prompt_logprobs has the token id 999"),
+        ({"include_prompt_logprobs": True, "prompt_logprobs_last_n": 99}, "use 1 to 11"),
     ],
 )
-def test_what_cannot_be_scored_is_named(sampler: tinker.SamplingClient, asked: dict[str, Any], sentence: str) -> None:
-    if isinstance(ids := asked.get("target_prompt_logprobs"), Tensor):
-        asked = {"target_prompt_logprobs": types.TensorData.from_torch(ids)}
-    with pytest.raises(tinker.RequestFailedError, match=sentence):
-        ask(sampler, **asked)
+def test_error_names_the_invalid_option(sampler: tinker.SamplingClient, options: dict[str, Any], message: str) -> None:
+    if isinstance(ids := options.get("target_prompt_logprobs"), Tensor):
+        options = {"target_prompt_logprobs": types.TensorData.from_torch(ids)}
+    with pytest.raises(tinker.RequestFailedError, match=message):
+        sample(sampler, **options)

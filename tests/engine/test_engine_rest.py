@@ -1,4 +1,4 @@
-"""The REST surface of the SDK: every public method works, or says at once what is not offered."""
+"""REST client of the SDK: every public method works, or fails at once if the engine does not support it."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def fetch(url: str) -> bytes:
         return response.read()
 
 
-def test_runs_are_listed_page_by_page(service: tinker.ServiceClient, rest: tinker.RestClient) -> None:
+def test_runs_are_paginated(service: tinker.ServiceClient, rest: tinker.RestClient) -> None:
     metadata = {"renderer_name": "role_colon"}
-    made = [
+    run_ids = [
         service.create_lora_training_client(base_model="tiny", rank=1, user_metadata=metadata).result().model_id
         for _ in range(3)
     ]
     pages = [rest.list_training_runs(limit=1, offset=offset).result() for offset in range(3)]
-    assert [page.training_runs[0].training_run_id for page in pages] == made[::-1]
+    assert [page.training_runs[0].training_run_id for page in pages] == run_ids[::-1]
     assert pages[0].cursor.total_count >= 3
     assert not rest.list_training_runs(offset=10_000).result().training_runs
-    assert rest.get_training_run(made[0]).result().user_metadata == metadata
+    assert rest.get_training_run(run_ids[0]).result().user_metadata == metadata
     with pytest.raises(tinker.UnprocessableEntityError):
         rest.list_training_runs(limit=-1).result()
 
 
-def test_a_checkpoint_expires_when_it_was_told_to(rest: tinker.RestClient, trainer: tinker.TrainingClient) -> None:
+def test_checkpoint_expires_after_its_ttl(rest: tinker.RestClient, trainer: tinker.TrainingClient) -> None:
     short = trainer.save_state("short", ttl_seconds=1).result().path
     long = trainer.save_state("long", ttl_seconds=3600).result().path
     assert short is not None
@@ -65,9 +65,7 @@ def test_a_checkpoint_expires_when_it_was_told_to(rest: tinker.RestClient, train
 
 
 @pytest.mark.parametrize("ttl", [0, -1, 10**12])
-def test_a_time_to_live_that_cannot_be_is_refused(
-    rest: tinker.RestClient, trainer: tinker.TrainingClient, ttl: int
-) -> None:
+def test_invalid_ttl_is_rejected(rest: tinker.RestClient, trainer: tinker.TrainingClient, ttl: int) -> None:
     path = trainer.save_state("a").result().path
     assert path is not None
     with pytest.raises(tinker.UnprocessableEntityError, match="ttl_seconds is"):
@@ -76,7 +74,7 @@ def test_a_time_to_live_that_cannot_be_is_refused(
         trainer.save_state("b", ttl_seconds=ttl).result()
 
 
-def test_publishing_is_noted(rest: tinker.RestClient, trainer: tinker.TrainingClient) -> None:
+def test_publishing_changes_the_public_flag(rest: tinker.RestClient, trainer: tinker.TrainingClient) -> None:
     path = trainer.save_state("a").result().path
     assert path is not None
     for change, public in (
@@ -88,14 +86,14 @@ def test_publishing_is_noted(rest: tinker.RestClient, trainer: tinker.TrainingCl
         assert listed.public is public
 
 
-def test_external_weights_are_what_peft_reads(
+def test_external_weights_load_in_peft(
     rest: tinker.RestClient,
     trainer: tinker.TrainingClient,
     tiny_path: Path,
     batch: list[types.Datum],
     tmp_path: Path,
 ) -> None:
-    """Downloaded without a key and loaded by peft, they give the engine's own logprobs."""
+    """External weights, downloaded without a key and loaded by peft, give the engine's logprobs."""
     trainer.forward_backward(batch, "cross_entropy").result()
     trainer.optim_step(types.AdamParams(learning_rate=0.1)).result()
     path = trainer.save_weights_external("for-peft").result().path
@@ -122,20 +120,20 @@ def test_external_weights_can_be_encrypted(rest: tinker.RestClient, trainer: tin
     assert set(secret) == {f"{name}.age" for name in plain}
     for name, url in plain.items():
         assert pyrage.decrypt(fetch(secret[f"{name}.age"]), [identity]) == fetch(url)
-    with pytest.raises(tinker.RequestFailedError, match="is no age recipient"):
+    with pytest.raises(tinker.RequestFailedError, match="is not an age recipient"):
         trainer.save_weights_external("f", age_encryption_recipients=["age1nonsense"]).result()
 
 
-def test_the_server_says_what_it_can(rest: tinker.RestClient) -> None:
+def test_server_capabilities(rest: tinker.RestClient) -> None:
     (model,) = rest.get_server_capabilities().result().supported_models
     assert (model.model_name, model.max_context_length, model.trainable) == ("tiny", 4096, True)
 
 
-NotOffered = Callable[[tinker.RestClient, tinker.TrainingClient], Any]
+UnsupportedCall = Callable[[tinker.RestClient, tinker.TrainingClient], Any]
 
 
 @pytest.mark.parametrize(
-    ("call", "what"),
+    ("call", "feature"),
     [
         (lambda rest, _: rest.get_audit_log().result(), "audit log"),
         (lambda rest, _: rest.get_billing_usage(datetime(2026, 1, 1), datetime(2026, 2, 1)).result(), "billing"),
@@ -146,8 +144,8 @@ NotOffered = Callable[[tinker.RestClient, tinker.TrainingClient], Any]
         (lambda rest, trainer: rest.copy_weights(f"tinker://{trainer.model_id}/weights/a", "p").result(), "projects"),
     ],
 )
-def test_what_is_not_offered_is_said_at_once(
-    rest: tinker.RestClient, trainer: tinker.TrainingClient, call: NotOffered, what: str
+def test_unsupported_calls_fail_at_once(
+    rest: tinker.RestClient, trainer: tinker.TrainingClient, call: UnsupportedCall, feature: str
 ) -> None:
-    with pytest.raises(tinker.UnprocessableEntityError, match=rf"local engine .*{what}"):
+    with pytest.raises(tinker.UnprocessableEntityError, match=rf"local engine .*{feature}"):
         call(rest, trainer)

@@ -1,4 +1,4 @@
-"""Sessions, as the REST client finds them."""
+"""Sessions in the REST client: details, lists and search."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ def rest(engine_url: str) -> tinker.RestClient:
     return tinker.RestClient(base_url=engine_url, api_key=API_KEY)
 
 
-def test_a_session_knows_its_runs_and_samplers(engine_url: str, rest: tinker.RestClient) -> None:
+def test_session_lists_its_runs_and_samplers(engine_url: str, rest: tinker.RestClient) -> None:
     with tinker.ServiceClient({"a": "b"}, display_name="Ann's", base_url=engine_url, api_key=API_KEY) as service:
         trainer = service.create_lora_training_client(base_model="tiny", rank=1).result()
         service.create_sampling_client(base_model="tiny").result()
         session_id = service.holder.get_session_id()
-        found = rest.get_session(session_id).result()
-        assert found.training_run_ids == [trainer.model_id]
-        (sampler_id,) = found.sampler_ids
+        details = rest.get_session(session_id).result()
+        assert details.training_run_ids == [trainer.model_id]
+        (sampler_id,) = details.sampler_ids
         assert rest.get_sampler(sampler_id).result().sampler_id == sampler_id
-        assert (found.user_metadata, found.display_name) == ({"a": "b"}, "Ann's")
+        assert (details.user_metadata, details.display_name) == ({"a": "b"}, "Ann's")
         assert session_id in rest.list_sessions(limit=1000).result().sessions
-    assert rest.get_session(session_id).result() == found
-    with pytest.raises(tinker.NotFoundError, match="no session"):
+    assert rest.get_session(session_id).result() == details
+    with pytest.raises(tinker.NotFoundError, match="There is no session"):
         rest.get_session("nobody").result()
 
 
 @pytest.mark.filterwarnings("ignore::tinker.ExperimentalWarning")
-def test_sessions_are_searched(engine_url: str, rest: tinker.RestClient) -> None:
+def test_session_search(engine_url: str, rest: tinker.RestClient) -> None:
     for name in ("red one", "red two", "blue"):
         with tinker.ServiceClient(display_name=name, base_url=engine_url, api_key=API_KEY) as service:
             assert service.holder.get_session_id()

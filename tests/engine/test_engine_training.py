@@ -1,4 +1,4 @@
-"""Training through the real SDK against a real engine."""
+"""Training with the real SDK on a real engine."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_loss_falls(trainer: tinker.TrainingClient, batch: list[types.Datum]) ->
     assert losses[-1] < losses[0] / 2
 
 
-def test_a_step_is_what_peft_and_torch_do(
+def test_step_matches_peft_and_torch(
     engine: EngineProcess, tiny_path: Path, trainer: tinker.TrainingClient, batch: list[types.Datum]
 ) -> None:
-    """Same adapter, same batches, same AdamW: a plain loop over a peft model gets the same weights."""
+    """A plain training loop with peft and torch.optim.AdamW gives the same weights."""
     adapter = adapter_file(engine, trainer.save_state("start").result().path)
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
     plain = get_peft_model(
@@ -82,7 +82,7 @@ def test_a_step_is_what_peft_and_torch_do(
 def test_gradients_of_one_step_add_up(
     service: tinker.ServiceClient, trainer: tinker.TrainingClient, batch: list[types.Datum]
 ) -> None:
-    """Two forward_backwards before a step are one of both batches; a forward between them changes nothing."""
+    """Two forward_backwards before a step equal one with both batches; a forward between them changes nothing."""
     other = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
     step(other, batch)
     trainer.forward_backward(batch[:1], "cross_entropy")
@@ -91,7 +91,7 @@ def test_gradients_of_one_step_add_up(
     torch.testing.assert_close(logprobs(trainer, batch), logprobs(other, batch), atol=1e-5, rtol=0)
 
 
-def test_adapters_do_not_touch_each_other(
+def test_adapters_are_independent(
     service: tinker.ServiceClient, trainer: tinker.TrainingClient, batch: list[types.Datum]
 ) -> None:
     other = service.create_lora_training_client(base_model="tiny", rank=8, seed=2, train_unembed=False).result()
@@ -106,7 +106,7 @@ def test_adapters_do_not_touch_each_other(
     assert torch.equal(logprobs(other, batch), logprobs(alone, batch))
 
 
-def test_the_seed_decides_the_first_weights(service: tinker.ServiceClient, batch: list[types.Datum]) -> None:
+def test_seed_determines_initial_weights(service: tinker.ServiceClient, batch: list[types.Datum]) -> None:
     def after_a_step(seed: int) -> torch.Tensor:
         client = service.create_lora_training_client(base_model="tiny", rank=4, seed=seed).result()
         step(client, batch)
@@ -118,7 +118,7 @@ def test_the_seed_decides_the_first_weights(service: tinker.ServiceClient, batch
 
 
 def test_several_targets_per_position(trainer: tinker.TrainingClient) -> None:
-    """(T, K) targets, dense and sparse, give (T, K) logprobs, in the order of the batch whatever K is."""
+    """Dense and sparse (T, K) targets give (T, K) logprobs, in the order of the batch, for mixed K."""
     generator = torch.Generator().manual_seed(0)
     dense = torch.randint(1, 256, (5, 3), generator=generator)
     sparse = torch.zeros(6, 9, dtype=torch.int64)
@@ -141,7 +141,7 @@ def test_several_targets_per_position(trainer: tinker.TrainingClient) -> None:
     trainer.optim_step(ADAM).result()
 
 
-def test_a_custom_loss_trains(trainer: tinker.TrainingClient, batch: list[types.Datum]) -> None:
+def test_custom_loss_trains(trainer: tinker.TrainingClient, batch: list[types.Datum]) -> None:
     def squared(data: list[types.Datum], logprobs_D: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         loss = torch.stack([(logprobs_T**2).mean() for logprobs_T in logprobs_D]).sum()
         return loss, {"squared": loss.item()}
@@ -155,6 +155,6 @@ def test_a_custom_loss_trains(trainer: tinker.TrainingClient, batch: list[types.
     assert values[-1] < values[0]
 
 
-def test_the_tokenizer_is_found(trainer: tinker.TrainingClient) -> None:
+def test_tokenizer_loads(trainer: tinker.TrainingClient) -> None:
     tokenizer = trainer.get_tokenizer()
     assert tokenizer.decode(tokenizer.encode("Betti")) == "Betti"

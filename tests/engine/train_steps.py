@@ -1,4 +1,4 @@
-"""Some steps of training by the SDK alone."""
+"""Training steps through the SDK."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ADAM = types.AdamParams(learning_rate=1e-2)
 
 
 def train(trainer: tinker.TrainingClient, batch: list[types.Datum], num_steps: int) -> list[float]:
-    """The loss before each of some updates on one batch."""
+    """Run updates on one batch; return the loss before each update."""
     losses = []
     for _ in range(num_steps):
         output = trainer.forward_backward(batch, "cross_entropy")

@@ -1,4 +1,4 @@
-"""Where the adapter of one sampler is: in memory, in a checkpoint, or on disk until it is needed again."""
+"""Store of one sampler's adapter: in memory, in a checkpoint, or evicted to disk."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from engine.checkpoints.store import CheckpointStore
 from engine.compute.base import BaseModel
 from engine.compute.lora import Adapter, LoraSpec
 from engine.compute.trainer import adapter_tensors, copy_weights
-from engine.service.memory import Memory
+from engine.service.memory import MemoryBudget
 
 
-class AdapterHome:
-    """Reads the adapter when it is needed. For the compute thread, `close` aside.
+class AdapterStore:
+    """Keeps one adapter and loads it when needed. Only the compute thread uses it, except for `close`.
 
     Attributes:
-        in_use: whether someone samples with it, so that leaving memory would free nothing.
+        in_use: returns True while a request samples with the adapter, so that an eviction would free nothing.
     """
 
     def __init__(
-        self, memory: Memory, base: BaseModel, spec: LoraSpec, read: Callable[[], Mapping[str, Tensor]] | None
+        self, memory: MemoryBudget, base: BaseModel, spec: LoraSpec, read: Callable[[], Mapping[str, Tensor]] | None
     ) -> None:
-        """Args:
-        read: the tensors, each time they are needed; None where they are nowhere but in memory.
+        """Create a store.
+
+        Args:
+            read: loads the adapter's tensors; None if they exist in memory only.
         """
         self.in_use: Callable[[], bool] = lambda: False
         self._memory = memory
@@ -38,15 +40,17 @@ class AdapterHome:
         self._closed = False
 
     @staticmethod
-    def of_checkpoint(memory: Memory, base: BaseModel, store: CheckpointStore, checkpoint: Checkpoint) -> AdapterHome:
-        return AdapterHome(memory, base, checkpoint.lora, lambda: store.read(checkpoint, ADAPTER))
+    def from_checkpoint(
+        memory: MemoryBudget, base: BaseModel, checkpoints: CheckpointStore, checkpoint: Checkpoint
+    ) -> AdapterStore:
+        return AdapterStore(memory, base, checkpoint.lora, lambda: checkpoints.read(checkpoint, ADAPTER))
 
     @staticmethod
-    def of_snapshot(memory: Memory, base: BaseModel, adapter: Adapter) -> AdapterHome:
-        home = AdapterHome(memory, base, adapter.spec, None)
-        home._adapter = adapter
-        memory.used(home)
-        return home
+    def from_snapshot(memory: MemoryBudget, base: BaseModel, adapter: Adapter) -> AdapterStore:
+        store = AdapterStore(memory, base, adapter.spec, None)
+        store._adapter = adapter
+        memory.touch(store)
+        return store
 
     def adapter(self) -> Adapter:
         if self._adapter is None:
@@ -55,7 +59,7 @@ class AdapterHome:
             copy_weights(self._read(), adapter)
             self._adapter = adapter
         if not self._closed:
-            self._memory.used(self)
+            self._memory.touch(self)
         return self._adapter
 
     @property
@@ -66,17 +70,17 @@ class AdapterHome:
     def is_busy(self) -> bool:
         return self.in_use()
 
-    def leave(self) -> None:
+    def evict(self) -> None:
         assert self._adapter is not None
         if self._read is None:
             path = self._file = self._memory.write(adapter_tensors(self._adapter))
-            # The file stays: a snapshot never changes, so it need not be written again.
+            # The file remains after the next load: a snapshot never changes, so it is written only once.
             self._read = lambda: self._memory.read(path)
         self._adapter = None
 
     def close(self) -> None:
-        """The sampler is gone."""
+        """Free the adapter and delete its file."""
         self._closed = True
-        self._memory.forget(self)
+        self._memory.remove(self)
         if self._file is not None:
             self._file.unlink(missing_ok=True)

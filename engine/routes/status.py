@@ -1,29 +1,30 @@
-"""What an onlooker may ask: figures for Prometheus, the state of queues, and a page for a browser."""
+"""Status of the engine: Prometheus metrics, queues, and a page for the browser."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, Response
 from starlette.responses import FileResponse
 
-from engine.errors import NotThereError
+from engine.errors import NotFoundError
+from engine.routes.body import JsonObject
 from engine.service.engine import Engine
-from engine.service.metrics import TEXT
+from engine.service.metrics import CONTENT_TYPE
 
 PAGE = Path(__file__).with_name("status.html")
 
 
-def observe_router(engine: Engine) -> APIRouter:
+def status_router(engine: Engine) -> APIRouter:
+    """Return the routes of the status page and metrics."""
     router = APIRouter()
 
     @router.get("/metrics")
     def metrics() -> Response:
-        return Response(engine.metrics.text(), media_type=TEXT)
+        return Response(engine.metrics.text(), media_type=CONTENT_TYPE)
 
     @router.get("/runs/{model_id}/queue/stats")
-    async def queue_stats(model_id: str) -> dict[str, Any]:
+    async def queue_stats(model_id: str) -> JsonObject:
         return {"model_id": model_id, **engine.model(model_id).queue.stats()}
 
     @router.get("/runs/{model_id}/requests/{request_id}/status")
@@ -31,11 +32,11 @@ def observe_router(engine: Engine) -> APIRouter:
         seq_id = request_id.removeprefix(f"{model_id}:")
         status = engine.model(model_id).queue.status(int(seq_id)) if seq_id.isdecimal() else "unknown"
         if status == "unknown":
-            raise NotThereError(f"{model_id} has no request {request_id}: give its request id, or its seq id.")
+            raise NotFoundError(f"{model_id} has no request {request_id}: use its request id, or its seq id.")
         return {"request_id": f"{model_id}:{seq_id}", "status": status}
 
     @router.get("/status")
-    async def status() -> dict[str, Any]:
+    async def status() -> JsonObject:
         return {
             "bases": list(engine.bases),
             "figures": engine.gauges(),

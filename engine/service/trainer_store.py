@@ -1,4 +1,4 @@
-"""Where one model's trainer is: in memory, on disk, or still to be made from where it comes from."""
+"""Store of one model's trainer: in memory, evicted to disk, or not created yet."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.compute.trainer import Trainer
-from engine.service.memory import Memory
+from engine.service.memory import MemoryBudget
 
 
-class Home:
-    """Makes the trainer when it is first needed, and again after it had to leave memory. For the compute thread."""
+class TrainerStore:
+    """Creates the trainer when it is first needed and restores it after an eviction; for the compute thread only."""
 
-    def __init__(self, make: Callable[[], Trainer], memory: Memory, is_busy: Callable[[], bool]) -> None:
-        """Args:
-        make: the trainer in its first state.
-        is_busy: whether a request is at work on it.
+    def __init__(self, make: Callable[[], Trainer], memory: MemoryBudget, is_busy: Callable[[], bool]) -> None:
+        """Create a store without its trainer.
+
+        Args:
+            make: creates the trainer in its initial state.
+            is_busy: returns True while a request uses the trainer.
         """
         self._make = make
         self._memory = memory
@@ -29,7 +31,7 @@ class Home:
             self._trainer = self._make()
             self._discard_file()
         if not self._closed:
-            self._memory.used(self)
+            self._memory.touch(self)
         return self._trainer
 
     @property
@@ -40,24 +42,24 @@ class Home:
     def is_busy(self) -> bool:
         return self._is_busy()
 
-    def leave(self) -> None:
+    def evict(self) -> None:
         trainer = self._trainer
         assert trainer is not None
         path = self._file = self._memory.write(trainer.tensors())
-        base, spec, lost = trainer.base, trainer.adapter.spec, trainer.lost
+        base, spec, gradient_error = trainer.base, trainer.adapter.spec, trainer.gradient_error
         micro_batch_tokens = trainer.micro_batch_tokens
 
-        def make() -> Trainer:
-            again = Trainer(base, spec, micro_batch_tokens)
-            again.restore(self._memory.read(path), lost)
-            return again
+        def restore() -> Trainer:
+            restored = Trainer(base, spec, micro_batch_tokens)
+            restored.restore(self._memory.read(path), gradient_error)
+            return restored
 
-        self._make, self._trainer = make, None
+        self._make, self._trainer = restore, None
 
     def close(self) -> None:
-        """The model is gone."""
+        """Free the trainer and delete its file."""
         self._closed = True
-        self._memory.forget(self)
+        self._memory.remove(self)
         self._discard_file()
 
     def _discard_file(self) -> None:

@@ -1,7 +1,7 @@
-"""The keys and values of all rows in generation, and the attention that reads them.
+"""Key-value cache of all rows in generation, and the attention that reads it.
 
-Each row has a slot of its own and fills it from the left: position and index in the slot are the same, whenever the
-row came. Room is made ahead, so that a step writes one token per row and layer and copies nothing.
+Each row has its own buffer, filled from the left, so a token's position is its index in the buffer. Buffers grow
+ahead of time: a decoding step writes one token per row and layer, and copies nothing.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-ATTENTION = "slots"
-STEP = 128  # tokens by which slots grow
+from engine.transformers_internals import AttentionMaskInterface, sdpa_attention_forward, sdpa_mask
+
+ATTENTION = "kv_cache"
+GROWTH = 128  # tokens by which buffers grow
 
 
-def rounded_up(num_tokens: int) -> int:
-    """To where slots grow next.
+def round_up(num_tokens: int) -> int:
+    """Round up to the next buffer size.
 
-    >>> rounded_up(128), rounded_up(129)
+    >>> round_up(128), round_up(129)
     (128, 256)
     """
-    return -(-num_tokens // STEP) * STEP
+    return -(-num_tokens // GROWTH) * GROWTH
 
 
-class Slots(Cache):
-    """Keys and values per layer, ``(rows, heads, tokens, width)``; the first `num_rows` rows are in use."""
+class KVCache(Cache):
+    """Keys and values per layer, ``(rows, heads, tokens, width)``; only the first `num_rows` rows are in use."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -45,7 +45,7 @@ class Slots(Cache):
         return len(self._lengths_R)
 
     def add(self, prefill: DynamicCache, rows_N: Sequence[int], lengths_N: Sequence[int]) -> None:
-        """Append ``N`` rows: row ``rows_N[n]`` of a right-padded prefill, of which ``lengths_N[n]`` tokens are real."""
+        """Append ``N`` rows: row ``rows_N[n]`` of a right-padded prefill, with ``lengths_N[n]`` real tokens."""
         first, count = self.num_rows, len(rows_N)
         self._lengths_R = torch.cat([self._lengths_R, torch.tensor(lengths_N)])
         per_layer: list[Any] = prefill.layers
@@ -61,32 +61,35 @@ class Slots(Cache):
             self._values[layer][first : first + count, :, :length] = values[index_N, :, :length]
 
     def drop(self, rows: Sequence[int]) -> list[int]:
-        """Free ``rows``; the last rows move into the gaps. Returns the former index of each row that is left."""
-        left = list(range(self.num_rows))
+        """Drop ``rows`` and move the last rows into the gaps; return the former index of each remaining row."""
+        remaining = list(range(self.num_rows))
         for gap in sorted(rows, reverse=True):
-            left[gap] = left[-1]
-            left.pop()
-        moved = [(new, old) for new, old in enumerate(left) if new != old]
+            remaining[gap] = remaining[-1]
+            remaining.pop()
+        moved = [(new, old) for new, old in enumerate(remaining) if new != old]
         if moved:
             new_M, old_M = (list(side) for side in zip(*moved, strict=True))
             for buffer in (*self._keys, *self._values):
                 buffer[new_M] = buffer[old_M]
-        self._lengths_R = self._lengths_R[left]
-        if not left:
+        self._lengths_R = self._lengths_R[remaining]
+        if not remaining:
             self._keys, self._values = [], []
-        return left
+        return remaining
 
     def begin_step(self) -> None:
         """Make room for one more token per row."""
         self._lengths_R = self._lengths_R + 1
         self._make_room()
 
-    def turn_to(self, rows_R: Tensor, width: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Let the next pass be over some rows; the positions ``(R, 1)`` of their new tokens, and its mask.
+    def select_rows(self, rows_R: Tensor, width: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Select the rows of the next forward pass.
 
         Args:
-            rows_R: int64, one of them more than once where the pass has room; all rows, in their order, cost no copy.
-            width: how many tokens of each slot are looked at; None for as many as the longest row has.
+            rows_R: int64 row indices. Repeated indices pad a pass to a fixed size. All rows in order need no copy.
+            width: number of tokens of each buffer to attend to; None is the length of the longest row.
+
+        Returns:
+            Positions ``(R, 1)`` of the new tokens, and the attention mask of the pass.
         """
         self._index_R = rows_R.to(device)
         self._positions_R = (self._lengths_R[rows_R] - 1).to(device)
@@ -96,19 +99,19 @@ class Slots(Cache):
         return self._positions_R[:, None], self.mask(None)
 
     def mask(self, window: int | None) -> Tensor:
-        """What each row's new token sees, ``(R, 1, 1, T)``: all tokens up to itself, or the last ``window`` of them."""
+        """Mask ``(R, 1, 1, T)`` of each row's new token: all tokens up to itself, or the last ``window`` of them."""
         if window not in self._masks:
             distance_RT = self._positions_R[:, None] - torch.arange(self._width, device=self._positions_R.device)
-            seen_RT = distance_RT >= 0
+            visible_RT = distance_RT >= 0
             if window is not None:
-                seen_RT &= distance_RT < window
-            self._masks[window] = seen_RT[:, None, None]
+                visible_RT &= distance_RT < window
+            self._masks[window] = visible_RT[:, None, None]
         return self._masks[window]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by each layer of the model with its new keys and values ``(R, heads, 1, width)``."""
+        """Store a layer's new keys and values ``(R, heads, 1, width)``; return all that its attention reads."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         keys[self._index_R, :, self._positions_R] = key_states[:, :, 0].to(keys.dtype)
         values[self._index_R, :, self._positions_R] = value_states[:, :, 0].to(values.dtype)
@@ -117,20 +120,20 @@ class Slots(Cache):
 
     def _make_room(self) -> None:
         rows, tokens = self.num_rows, int(self._lengths_R.max())
-        held_rows, _, held_tokens, _ = self._keys[0].shape
-        if rows <= held_rows and tokens <= held_tokens:
+        old_rows, _, old_tokens, _ = self._keys[0].shape
+        if rows <= old_rows and tokens <= old_tokens:
             return
-        tokens = rounded_up(tokens)
-        kept_rows, kept_tokens = min(rows, held_rows), min(tokens, held_tokens)
+        tokens = round_up(tokens)
+        copied_rows, copied_tokens = min(rows, old_rows), min(tokens, old_tokens)
         for buffers in (self._keys, self._values):
             for layer, old in enumerate(buffers):
                 grown = old.new_zeros(rows, old.shape[1], tokens, old.shape[3])
-                grown[:kept_rows, :, :kept_tokens] = old[:kept_rows, :, :kept_tokens]
+                grown[:copied_rows, :, :copied_tokens] = old[:copied_rows, :, :copied_tokens]
                 buffers[layer] = grown
 
 
-def attend_slots(model: PreTrainedModel) -> None:
-    """Let ``model`` use the attention below; without slots it computes what "sdpa" does."""
+def register_cached_attention(model: PreTrainedModel) -> None:
+    """Install the attention below in ``model``; calls without a cache behave as with "sdpa"."""
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)
@@ -142,14 +145,14 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    slots: Slots | None = None,
+    kv_cache: KVCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """A step's query of each row, ``(R, heads, 1, width)``, over the row's slot.
+    """Attend from each row's new token, ``(R, heads, 1, width)``, to the row's cached tokens.
 
-    Query heads that share keys and values attend as if they were tokens of one head, so that nothing is repeated.
+    Query heads that share keys and values are treated as tokens of one head, so keys and values are not repeated.
     """
-    if slots is None:
+    if kv_cache is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     num_rows, num_heads, _, width = query.shape
     shared = num_heads // key.shape[1]
@@ -157,7 +160,7 @@ def _attention(
         query.reshape(num_rows, -1, shared, width),
         key,
         value,
-        attn_mask=slots.mask(kwargs.get("sliding_window")),
+        attn_mask=kv_cache.mask(kwargs.get("sliding_window")),
         scale=kwargs.get("scaling"),
     )
     return mixed.reshape(num_rows, 1, num_heads, -1), None
