@@ -1,7 +1,7 @@
-"""From rewards to advantages: how much better than expected an answer, or each of its tokens, did.
+"""Advantages from rewards, per completion or per token.
 
-The functions of groups take one reward per answer, those of returns one per token. All are constants to the losses that
-read them. An advantage per answer becomes one per token by ``advantages_D[batch.datum_of_DT]``.
+Group functions take one reward per completion; return functions take one reward per token. Losses treat advantages as
+constants. ``advantages_D[batch.datum_of_DT]`` expands advantages per completion to advantages per token.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Keeps a group whose rewards are almost the same from being blown up; as in GRPO's implementations.
+# Added to the standard deviation of a group, as in implementations of GRPO, so that nearly equal rewards stay bounded.
 _LEAST_SPREAD = 1e-4
 
 
 def centre_by_group(rewards_D: Tensor, group_D: Tensor, *, scale: bool = False) -> Tensor:
-    """``A_d = R_d - mean of its group``, ``(D,)``; with ``scale``, over the group's standard deviation.
+    """Group-centered advantages ``A_d = R_d - mean of the group``, ``(D,)``; ``scale`` divides by the deviation.
 
-    Sources: tinker-cookbook, which centres; Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), section 4.1.2, for
-    the scale (of the sample, ``n - 1``, plus 1e-4), which Liu et al. 2025 (arXiv:2503.20783) advise against: it
-    lifts the questions that nearly all answers get right or wrong.
+    Sources: tinker-cookbook for centering; Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), section 4.1.2, for
+    the scale (sample standard deviation, ``n - 1``, plus 1e-4). Liu et al. 2025 (arXiv:2503.20783) advise against the
+    scale, because it gives more weight to prompts that nearly all completions get right or wrong.
 
     Args:
         rewards_D: ``(D,)``, any unit.
-        group_D: int64 ``(D,)``: answers to one question share a number, any number.
+        group_D: int64 ``(D,)``: any number, shared by the completions of one prompt.
 
     >>> centre_by_group(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([7, 7, 3]))
     tensor([ 0.5000, -0.5000,  0.0000])
@@ -39,15 +39,15 @@ def centre_by_group(rewards_D: Tensor, group_D: Tensor, *, scale: bool = False) 
 
 
 def leave_one_out(rewards_D: Tensor, group_D: Tensor) -> Tensor:
-    """``A_d = R_d - mean of the others of its group``, ``(D,)``; 0 for an answer without another.
+    """Leave-one-out advantages ``A_d = R_d - mean of the other rewards of the group``, ``(D,)``; 0 for a group of one.
 
-    The baseline does not depend on the answer that it is taken from, so the gradient stays unbiased; it is
-    ``n / (n - 1)`` times the centred one.
+    The baseline is independent of the completion's own reward, so the gradient is unbiased. The advantages are
+    ``n / (n - 1)`` times the centered ones.
 
     Source: Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; for language models, Ahmadian et al.
     2024, "Back to Basics" (arXiv:2402.14740), section 3.
 
-    Args: as those of `centre_by_group`.
+    Args: see `centre_by_group`.
 
     >>> leave_one_out(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([7, 7, 3]))
     tensor([ 1., -1.,  0.])
@@ -59,15 +59,15 @@ def leave_one_out(rewards_D: Tensor, group_D: Tensor) -> Tensor:
 
 
 def discounted_returns(rewards_DT: Tensor, mask_DT: Tensor, offsets_D: Tensor, *, discount: float = 1.0) -> Tensor:
-    """``G_t = r_t + discount G_{t+1}`` over the marked tokens of each datum, ``(N,)``; 0 elsewhere.
+    """Discounted returns ``G_t = r_t + discount G_{t+1}`` over the masked-in tokens of each datum, ``(N,)``; else 0.
 
     Source: Sutton & Barto 2018, "Reinforcement Learning", equation 3.9.
 
     Args:
-        rewards_DT: ``(N,)``: what each token earned; where only the answer has a reward, at its last token.
-        mask_DT: bool ``(N,)``: the sampled tokens; time passes over the others, whose rewards are not read.
+        rewards_DT: ``(N,)``: reward of each token; put the reward of a completion on its last token.
+        mask_DT: bool ``(N,)``: the sampled tokens; other tokens are skipped and their rewards ignored.
         offsets_D: ``(D + 1,)``: datum ``d`` is ``[offsets_D[d], offsets_D[d + 1])``.
-        discount: what a reward is worth one token earlier, 0 to 1.
+        discount: discount factor per token, 0 to 1.
 
     >>> rewards, mask = torch.tensor([0.0, 1.0, 8.0, 4.0]), torch.tensor([True, True, False, True])
     >>> discounted_returns(rewards, mask, torch.tensor([0, 4]), discount=0.5)
@@ -85,33 +85,33 @@ def compute_gae(
     discount: float = 1.0,
     decay: float = 0.95,
 ) -> Tensor:
-    """Generalized advantage estimates ``A_t = e_t + discount decay A_{t+1}``, ``(N,)``; 0 outside the marked tokens.
+    """Generalized advantage estimates ``A_t = e_t + discount decay A_{t+1}``, ``(N,)``; 0 outside the mask.
 
-    ``e_t = r_t + discount V_{t+1} - V_t`` is what the critic did not expect, with V = 0 behind a datum's last marked
-    token. A decay of 1 gives the return less V, without bias; 0 gives e alone, with little variance. The returns to
-    teach the critic are ``A + V``.
+    ``e_t = r_t + discount V_{t+1} - V_t`` is the TD error, with V = 0 after a datum's last sampled token. A decay of 1
+    gives the return minus V, without bias; 0 gives the TD error, with low variance. The critic's training targets are
+    ``A + V``.
 
     Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation"
     (arXiv:1506.02438), equation 16; the default is common in PPO.
 
     Args:
-        rewards_DT: as in `discounted_returns`, and so are mask_DT, offsets_D and discount.
-        values_DT: ``(N,)``: a critic's estimate of the return from each token on; not the service's, which has none.
-        decay: how much a later surprise counts one token earlier, lambda, 0 to 1.
+        rewards_DT, mask_DT, offsets_D, discount: see `discounted_returns`.
+        values_DT: ``(N,)``: an external critic's estimate of the return from each token on.
+        decay: lambda, 0 to 1.
 
     >>> rewards, values = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5])
     >>> compute_gae(rewards, values, torch.tensor([True, True]), torch.tensor([0, 2]), decay=0.5)
     tensor([0.2500, 0.5000])
     """
     next_DT = torch.zeros_like(values_DT)
-    marked = mask_DT.nonzero()[:, 0]
-    datum_of = torch.bucketize(marked, offsets_D, right=True)
-    next_DT[marked[:-1]] = torch.where(datum_of[:-1] == datum_of[1:], values_DT[marked[1:]], 0.0)
+    sampled = mask_DT.nonzero()[:, 0]
+    datum_of = torch.bucketize(sampled, offsets_D, right=True)
+    next_DT[sampled[:-1]] = torch.where(datum_of[:-1] == datum_of[1:], values_DT[sampled[1:]], 0.0)
     return _accumulate(rewards_DT + discount * next_DT - values_DT, mask_DT, offsets_D, discount * decay)
 
 
 class _Groups(NamedTuple):
-    """What group each answer is in, counted from 0, and of each group the number and the sum."""
+    """Index of each completion's group, counted from 0, and the size and reward sum of each group."""
 
     index_D: Tensor
     counts: Tensor
@@ -125,11 +125,11 @@ def _group(rewards_D: Tensor, group_D: Tensor) -> _Groups:
 
 
 def _accumulate(values_DT: Tensor, mask_DT: Tensor, offsets_D: Tensor, factor: float) -> Tensor:
-    """``x_t = value_t + factor x_{t+1}`` over the marked tokens of each datum; all datums at once, from the end."""
+    """Compute ``x_t = value_t + factor x_{t+1}`` over the masked-in tokens of all datums in parallel, backwards."""
     lengths_D = torch.segment_reduce(mask_DT.to(values_DT.dtype), "sum", offsets=offsets_D, axis=0).long()
-    marked_D = list(values_DT[mask_DT].split(lengths_D.tolist()))
-    # Turned round, so that all last tokens stand in the first column.
-    columns = torch.nn.utils.rnn.pad_sequence([each.flip(0) for each in marked_D])
+    values_D = list(values_DT[mask_DT].split(lengths_D.tolist()))
+    # Reverse each datum, so that row 0 has the last tokens of all datums.
+    columns = torch.nn.utils.rnn.pad_sequence([values.flip(0) for values in values_D])
     for earlier in range(1, len(columns)):
         columns[earlier] += factor * columns[earlier - 1]
     result_DT = torch.zeros_like(values_DT)

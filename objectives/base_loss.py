@@ -1,4 +1,4 @@
-"""Policy losses, those of the service and those of the client alone, as base losses of an objective."""
+"""Adapter that lets policy losses, from the service or the client, serve as the base loss of an objective."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from torch import Tensor
 from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError, UntraceableError
 from objectives.losses import BUILT_IN, BuiltInLoss, find_base_loss
-from objectives.one_datum import OneDatum
+from objectives.proxies import OneDatum
 from objectives.reductions import sum_by_datum
 from objectives.term import Need, NoParams, Term
 
-# Where an input of a loss is found, by its name among those that a term may need.
-_NEEDS: dict[str, Need] = {**{each: each for each in get_args(Need)}, "logprobs": "sampling_logprobs"}
+# Need (the name of a field of `Outputs` or `Batch`) that supplies each input of a loss.
+_NEEDS: dict[str, Need] = {**{need: need for need in get_args(Need)}, "logprobs": "sampling_logprobs"}
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A policy loss over the trained tokens; called as a term is.
+    """Policy loss over the trained tokens, with the call signature of a term.
 
-    A weight of 0 leaves a token out of everything, the sequence ratio of gspo, the penalty of dro and the lengths of
-    grpo included; the size of the others plays no part, as on the service.
+    Tokens of weight 0 are excluded from all computations, including the sequence ratio of gspo, the penalty of dro and
+    the lengths of grpo. As on the service, only whether a weight is zero matters, not its size.
 
     Metrics:
-        ratio_mean, ratio_max, kl_k1: see `objectives.losses.RatioMetrics`; means over datums.
-        clip_fraction: the same, of a loss that clips.
-        what the loss explains of itself, such as the entropy of enhanced_ppo.
+        ratio_mean, ratio_max, kl_k1: see `objectives.losses.RatioMetrics`; means over datums, except ratio_max, which
+            is the maximum over datums.
+        clip_fraction: share of tokens whose ratio is outside the bounds, mean over datums; only for losses that
+            clip.
+        additional metrics of the loss, such as the entropy of enhanced_ppo.
     """
 
     loss: BuiltInLoss
@@ -38,60 +40,63 @@ class PolicyLoss:
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return tuple(_NEEDS[name] for name in self.loss.needed(self.params) if name in _NEEDS)
+        return tuple(_NEEDS[name] for name in self.loss.required_inputs(self.params) if name in _NEEDS)
 
     @property
     def adds_up(self) -> bool:
-        """Whether it is a sum over the datums, as the service's losses are."""
+        """True if the loss of a batch is the sum of the losses of its datums, as for the service's losses."""
         return self.loss.name in BUILT_IN
 
     def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         if outputs.logprobs_DT.ndim != 1:
-            raise ObjectiveError("it takes one target at each position: only cross_entropy and callables take several")
+            raise ObjectiveError(
+                f"the loss {self.loss.name!r} takes one target per position; use cross_entropy for several "
+                "targets per position"
+            )
         inputs = self._trained(outputs, batch)
         lengths_D = sum_by_datum(torch.ones(batch.num_tokens), batch).long()
         offsets_D = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_D.cumsum(0)])
         logprobs_DT = outputs.logprobs_DT[batch.mask_DT]
-        watched = self.loss.compute_metrics(logprobs_DT, inputs, offsets_D, self.params)
+        ratios = self.loss.compute_metrics(logprobs_DT, inputs, offsets_D, self.params)
         metrics = {
-            "ratio_mean": watched.mean_D.mean().item(),
-            "ratio_max": watched.max_D.max().item(),
-            "kl_k1": watched.kl_k1_D.mean().item(),
+            "ratio_mean": ratios.mean_D.mean().item(),
+            "ratio_max": ratios.max_D.max().item(),
+            "kl_k1": ratios.kl_k1_D.mean().item(),
         }
         if self.loss.clips:
-            metrics["clip_fraction"] = watched.clip_fraction_D.mean().item()
-        explained = self.loss.explained(logprobs_DT, inputs, offsets_D, self.params)
-        return self.loss.compute(logprobs_DT, inputs, offsets_D, self.params), metrics | explained
+            metrics["clip_fraction"] = ratios.clip_fraction_D.mean().item()
+        extra_metrics = self.loss.compute_extra_metrics(logprobs_DT, inputs, offsets_D, self.params)
+        return self.loss.compute(logprobs_DT, inputs, offsets_D, self.params), metrics | extra_metrics
 
-    def of_one(self, outputs: Outputs, datum: OneDatum) -> Tensor:
-        """The loss of one datum, 0-d; those of a batch add up to the batch's.
+    def compute_datum(self, outputs: Outputs, datum: OneDatum) -> Tensor:
+        """Compute the loss of one datum, 0-d.
 
         Raises:
-            UntraceableError: a loss of the client that is no sum over the datums.
+            UntraceableError: the loss of a batch is not the sum over its datums.
         """
         if not self.adds_up:
-            raise UntraceableError(f"the loss {self.loss.name!r} is no sum over datums")
+            raise UntraceableError(f"the loss {self.loss.name!r} is not a sum over datums")
         return self.loss.compute(outputs.logprobs_DT[datum.mask_DT], self._trained(outputs, datum), None, self.params)
 
     def _trained(self, outputs: Outputs, batch: Batch | OneDatum) -> dict[str, Tensor]:
-        """What the loss reads of the trained tokens."""
+        """Return the inputs of the loss at the trained tokens."""
         inputs: dict[str, Tensor] = {}
-        for name in self.loss.needed(self.params):
+        for name in self.loss.required_inputs(self.params):
             if name in _NEEDS:
                 field = f"{_NEEDS[name]}_DT"
                 value_DT = getattr(outputs if hasattr(outputs, field) else batch, field)
-                assert value_DT is not None, "held by needs"
-            else:  # sequence_ratio_mask: of the trained tokens all were sampled
+                assert value_DT is not None, "guaranteed by needs"
+            else:  # sequence_ratio_mask: include every trained token, because all of them were sampled
                 value_DT = torch.ones_like(batch.weights_DT)
             inputs[name] = value_DT[batch.mask_DT]
         return inputs
 
 
 def policy_loss_term(name: str, params: Mapping[str, object]) -> Term:
-    """A differentiable term that is a `PolicyLoss`.
+    """Wrap a policy loss in a differentiable term.
 
     Raises:
-        ObjectiveError: an unknown or a wrong parameter.
+        ObjectiveError: the loss or a parameter is unknown, or a parameter is invalid.
     """
     loss = find_base_loss(name)
     evaluate = PolicyLoss(loss, loss.check_params(params))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,31 +11,30 @@ from torch import Tensor
 
 from objectives.errors import ObjectiveError
 
-# What a term needs that reads K targets at each position. Not a field: the logprobs are (N, K) where the targets are.
+# Need of a term that reads K targets per position. It has no field: the logprobs have the shape (N, K) of the targets.
 TOPK = "topk_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch of datums, packed along the joined datum and token axis ``_DT``.
+    """Batch of datums, packed along the joint datum and token axis ``_DT``.
 
     Attributes:
-        target_tokens_DT: int64 ``(N,)``: the token each position predicts, all datums end to end; ``(N, K)`` where
-            each position has K targets, as in distillation from a teacher's likeliest tokens.
-        weights_DT: float32, of the same shape: the base loss's weight of each target token; 0 is prompt or padding.
+        target_tokens_DT: int64 ``(N,)``: target token of each position, datums concatenated; ``(N, K)`` with K targets
+            per position, as in distillation from a teacher's top-K tokens.
+        weights_DT: float32, same shape: weight of each target token in the base loss; 0 for prompt and padding.
         offsets_D: int64 ``(D + 1,)``: datum ``d`` is ``[offsets_D[d], offsets_D[d + 1])``.
-        texts_D: what each datum trains on (its tokens of non-zero weight), decoded; ``D`` strings.
-        features: what the term's ``prepare`` made of this batch; ``None`` for a term without one.
-        datums: the service's own datums, opaque here; only callables of the SDK's shape read them.
-        advantages_DT: float32 ``(N,)``: how much better than expected each sampled token did; 0 outside the
-            sampled ones. ``None`` for fixed data.
-        sampling_logprobs_DT: float32 ``(N,)``, nats: of each sampled token under the policy that sampled it; 0 outside
-            the sampled ones. ``None`` for fixed data.
-        labels_D: what the data says of each datum beside its tokens, int64 ``(D,)`` by name, such as the pair or the
-            group that it belongs to; see `objectives.labels`.
-        values_DT: float32 ``(N,)``: what a critic expected to be earned from each sampled token on, in units of reward;
-            ``None`` without one.
-        returns_DT: float32 ``(N,)``: what it should have expected; ``None`` without a critic.
+        texts_D: decoded trained tokens of each datum (non-zero weight); ``D`` strings.
+        features: result of the term's ``prepare`` for this batch; ``None`` for a term without ``prepare``.
+        datums: the service's datums, read only by loss functions of the SDK.
+        advantages_DT: float32 ``(N,)``: advantage of each sampled token, 0 for other tokens; ``None`` for fixed data.
+        sampling_logprobs_DT: float32 ``(N,)``, nats: logprob of each sampled token under the policy that sampled it, 0
+            for other tokens; ``None`` for fixed data.
+        labels_D: labels of each datum, int64 ``(D,)`` by name, such as its pair or group; see `objectives.labels`.
+        text_labels_D: text labels of each datum, ``D`` strings by name, such as the constraints of its answer.
+        values_DT: float32 ``(N,)``: a critic's estimate of the return from each sampled token on, in units of reward;
+            ``None`` without a critic.
+        returns_DT: float32 ``(N,)``: training targets of the critic; ``None`` without a critic.
     """
 
     target_tokens_DT: Tensor
@@ -49,24 +48,25 @@ class Batch:
     labels_D: Mapping[str, Tensor] = field(default_factory=dict)
     values_DT: Tensor | None = None
     returns_DT: Tensor | None = None
+    text_labels_D: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.num_datums == 0 or self.num_tokens == 0:
             raise ObjectiveError(
-                f"A batch has {self.num_datums} datums and {self.num_tokens} tokens where at least one of "
-                "each is needed: check the data file and the filters of its builder."
+                f"A batch has {self.num_datums} datums and {self.num_tokens} tokens but needs at least one of each; "
+                "check the data file and the filters of its builder."
             )
         if not bool(self.mask_DT.any()):
             raise ObjectiveError(
-                "No token of a batch has a non-zero weight, so nothing would be trained: "
-                "check `train_on_what` and `max_length` of the data."
+                "No token of a batch has a non-zero weight, so there is nothing to train; check `train_on_what` and "
+                "`max_length` of the data."
             )
         for name in ("advantages", "sampling_logprobs", "values", "returns"):
-            given_DT = getattr(self, f"{name}_DT")
-            if given_DT is not None and len(given_DT) != self.num_tokens:
+            values_DT = getattr(self, f"{name}_DT")
+            if values_DT is not None and len(values_DT) != self.num_tokens:
                 raise ObjectiveError(
-                    f"A batch of {self.num_tokens} tokens has {len(given_DT)} {name}: give one per token, 0 "
-                    "outside the sampled ones."
+                    f"A batch of {self.num_tokens} tokens has {len(values_DT)} {name}; pass one per token, 0 for "
+                    "tokens that were not sampled."
                 )
 
     @property
@@ -79,25 +79,24 @@ class Batch:
 
     @property
     def mask_DT(self) -> Tensor:
-        """bool ``(N,)``: the tokens that are trained on; of K targets, the positions where one of them is."""
+        """Mask of the trained tokens, bool ``(N,)``; with K targets, of positions with any trained target."""
         trained_DT = self.weights_DT != 0
         return trained_DT if trained_DT.ndim == 1 else trained_DT.any(-1)
 
     @property
     def datum_of_DT(self) -> Tensor:
-        """int64 ``(N,)``: the datum each token belongs to."""
+        """Index of each token's datum, int64 ``(N,)``."""
         return torch.repeat_interleave(torch.arange(self.num_datums), self.offsets_D.diff())
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What the service returned for a batch, packed as the batch is.
+    """Logprobs of a batch's targets, packed like the batch.
 
     Attributes:
-        logprobs_DT: float32, nats: log-probability of each target token under the current policy, ``(N,)``, or
-            ``(N, K)`` as the batch's targets are.
-        ref_logprobs_DT: the same under the frozen reference, where a term needs it.
-        sampling_logprobs_DT: the same under the policy that sampled the data, where a term needs it.
+        logprobs_DT: float32, nats, shape of the targets: logprobs under the current policy.
+        ref_logprobs_DT: logprobs under the frozen reference; ``None`` unless a term needs them.
+        sampling_logprobs_DT: logprobs under the policy that sampled the data; ``None`` unless a term needs them.
     """
 
     logprobs_DT: Tensor
@@ -106,7 +105,7 @@ class Outputs:
 
 
 def pack(fields_D: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Join ``D`` ragged tensors end to end: the flat tensor and its ``(D + 1,)`` offsets.
+    """Concatenate ``D`` ragged tensors; return the flat tensor and its ``(D + 1,)`` offsets.
 
     >>> pack([torch.tensor([1.0, 2.0]), torch.tensor([3.0])])
     (tensor([1., 2., 3.]), tensor([0, 2, 3]))
@@ -115,6 +114,26 @@ def pack(fields_D: list[Tensor]) -> tuple[Tensor, Tensor]:
     return (torch.cat(fields_D) if fields_D else torch.empty(0)), lengths.cumsum(0)
 
 
+def pack_targets(
+    targets_D: list[Tensor], weights_D: list[Tensor], decode: Callable[[list[int]], object], **fields: Any
+) -> Batch:
+    """Pack the targets and weights of datums into a batch.
+
+    Args:
+        targets_D: target tokens of each datum, int64, ``(T,)`` or ``(T, K)``.
+        weights_D: weights of the targets, in the same shapes.
+        decode: tokenizer's `decode`. The text of a datum is that of its trained targets; a batch with several targets
+            per position has no texts.
+        fields: other fields of `Batch`.
+    """
+    target_tokens_DT, offsets_D = pack(targets_D)
+    texts_D: tuple[str, ...] = ()
+    if target_tokens_DT.ndim == 1:
+        trained_D = (targets[weights != 0] for targets, weights in zip(targets_D, weights_D, strict=True))
+        texts_D = tuple(str(decode(targets.tolist())) for targets in trained_D)
+    return Batch(target_tokens_DT, pack(weights_D)[0], offsets_D, texts_D, **fields)
+
+
 def unpack(flat_DT: Tensor, offsets_D: Tensor) -> list[Tensor]:
-    """Cut a flat tensor back into its datums: the inverse of `pack`."""
+    """Split a flat tensor into its datums, the inverse of `pack`."""
     return list(flat_DT.split(offsets_D.diff().tolist()))

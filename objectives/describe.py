@@ -1,4 +1,4 @@
-"""What a term says of itself: its first line, and each parameter with type, default and meaning."""
+"""Descriptions of terms for forms and docs: summary line and parameters."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from objectives.estimators import ESTIMATORS
-from objectives.term import Term
+from objectives.term import Term, definition_of, estimator_functions
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a term, as text.
+    """Parameter of a term, as text.
 
     Attributes:
-        name: its keyword.
-        type: as written in Python, with its limits.
-        default: as written in Python; empty where it has to be given.
-        description: that of its ``Field``, else its entry under ``Args:`` in the docstring of a function that takes it.
+        name: keyword.
+        type: Python type with limits.
+        default: Python expression; empty for a required parameter.
+        description: description of the ``Field``, else the entry under ``Args:`` in a docstring of the term.
     """
 
     name: str
@@ -32,37 +30,37 @@ class Parameter:
 
 
 def first_line(term: Term) -> str:
-    """The first sentence of a term's docstring; empty where it has none.
+    """Return the first line of a term's docstring; empty without a docstring.
 
-    >>> from objectives.terms.confidence import confidence
-    >>> first_line(confidence)[:44]
-    '``p log p`` of each target token, nats, ``(N'
+    >>> from objectives.terms.token.confidence import confidence
+    >>> first_line(confidence)[:31]
+    'Confidence penalty, ``p log p``'
     """
-    return (inspect.getdoc(term.evaluate) or "").partition("\n")[0]
+    return (inspect.getdoc(definition_of(term.evaluate)) or "").partition("\n")[0]
 
 
 def parameters_of(term: Term) -> list[Parameter]:
-    """All parameters of a term, those of its estimator among them.
+    """Describe all parameters of a term, including those of its estimator.
 
-    >>> from objectives.terms.logic import logic
-    >>> [(each.name, each.type, each.default) for each in parameters_of(logic)][-1:]
+    >>> from objectives.terms.text.logic import logic
+    >>> [(parameter.name, parameter.type, parameter.default) for parameter in parameters_of(logic)][-1:]
     [('alpha', 'float > 0', '1.0')]
     """
-    parts = (term.evaluate, term.prepare, ESTIMATORS[term.estimator] if term.estimator else None)
-    written = _documented(*(part for part in parts if part))
+    functions = (term.evaluate, term.prepare, *estimator_functions(term.estimator))
+    documented = _documented_args(*(function for function in functions if function))
     return [
         Parameter(
             name,
             _type(field),
             "" if field.is_required() else repr(field.get_default(call_default_factory=True)),
-            field.description or written.get(name, ""),
+            field.description or documented.get(name, ""),
         )
         for name, field in term.params.model_fields.items()
     ]
 
 
 def _type(field: FieldInfo) -> str:
-    annotation: Any = field.annotation
+    annotation: object = field.annotation
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     limits = [
@@ -74,8 +72,8 @@ def _type(field: FieldInfo) -> str:
     return " ".join([name, " and ".join(limits)]).strip()
 
 
-def _documented(*functions: Callable[..., Any]) -> dict[str, str]:
-    """The entries under ``Args:`` of some docstrings, each on one line."""
+def _documented_args(*functions: Callable[..., object]) -> dict[str, str]:
+    """Parse the entries under ``Args:`` of docstrings, joined to one line each."""
     entries: dict[str, str] = {}
     for function in functions:
         section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", inspect.getdoc(function) or "", re.MULTILINE)

@@ -1,28 +1,29 @@
-"""The exceptions of this room: what a user can mend in an objective."""
+"""Exceptions about objectives that a user can fix."""
 
 from pydantic import ValidationError
 
 
 class ObjectiveError(ValueError):
-    """An objective, term or batch that cannot be trained on; the message is one sentence for the user."""
+    """Invalid objective, term or batch; the message is one sentence for the user."""
 
 
 class ExecutionError(ObjectiveError):
-    """A term that was not run to its end; a clause, from which the runner makes the sentence."""
+    """Term that did not run to completion; the message is a clause that the runner completes to a sentence."""
 
 
 class UntraceableError(ObjectiveError):
-    """An objective, or a term, that cannot be one pass of the service; a clause that says why."""
+    """Objective or term that cannot run in one pass of the service; the message is a clause with the reason."""
 
 
 class NotFiniteError(ObjectiveError):
-    """A value or gradient that is NaN or infinite; the message is one sentence for the user."""
+    """NaN or infinite value or gradient; the message is one sentence for the user."""
 
 
 def explain(error: ValidationError) -> str:
-    """The first thing a validation found wrong, as a clause: where, what was got, what was expected."""
+    """Describe the first error of a validation as a clause: field, value and expectation."""
     first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "number") or "it"  # "number": a plain weight
+    # "number" is the union tag of a plain weight.
+    where = ".".join(str(part) for part in first["loc"] if part != "number") or "it"
     message = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] in ("extra_forbidden", "missing"):
         return f"{where!r}: {message}"

@@ -1,4 +1,4 @@
-"""One term on one batch: its value, its metrics, and its gradient by the logprobs, computed once."""
+"""Evaluation of one term on one batch: value, metrics and gradient with respect to the logprobs."""
 
 from __future__ import annotations
 
@@ -6,44 +6,39 @@ import inspect
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from objectives.batch import TOPK, Batch, Outputs
-from objectives.diagnostics import ROW_METRICS, all_finite
 from objectives.errors import NotFiniteError, ObjectiveError
-from objectives.estimators import ESTIMATORS
-from objectives.execution.event_loop import wait_for
+from objectives.estimators import ESTIMATORS, choose_estimator, num_compared, num_prompts
+from objectives.event_loop import wait_for
+from objectives.gradients.diagnostics import ROW_METRICS, all_finite
 from objectives.losses import cross_entropy
-from objectives.own_copy import changed, own_copy
 from objectives.reductions import mean_by_datum, reduce
-from objectives.regularizer import BASE, Regularizer
-from objectives.term import own_params
+from objectives.term import BASE, Regularizer, own_params
+from objectives.torch_internals import count_changes
 
-if TYPE_CHECKING:
-    from objectives.objective import Objective
-
-# What MLflow takes, and short enough to stand behind the names of its term and objective.
+# Characters that MLflow allows, and a length that leaves room for the prefix with the term's name.
 _METRIC = re.compile(r"[\w./ -]{1,100}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What one term says about one batch, before its weight.
+    """Unweighted value, gradient and metrics of one term on one batch.
 
     Attributes:
         name: the term's name in its objective; ``"base"`` for the base loss.
-        value: the term, reduced to one number.
-        gradient_DT: ``(N,)``, of the logprobs' dtype (float32 from a service): d value / d logprobs; zeros
-            for a monitor.
+        value: reduced value of the term.
+        gradient_DT: ``(N,)``, dtype of the logprobs (float32 from a service): d value / d logprobs; 0 for a monitor.
         metrics: the term's own metrics.
         duration_s: wall time of the evaluation, seconds.
-        by_datum_D: ``(D,)``, the term's value at each datum, or the mean over its tokens; None where it has but one for
-            the batch.
+        by_datum_D: ``(D,)``: value of each datum, or mean over its tokens; None for a term with one value per batch.
     """
 
     name: str
@@ -54,8 +49,8 @@ class Evaluation:
     by_datum_D: Tensor | None = None
 
 
-def prepare_features(regularizer: Regularizer, batch: Batch) -> Any:
-    """What a term makes of the data alone, ahead of the service; ``None`` for a term without ``prepare``."""
+def prepare_features(regularizer: Regularizer, batch: Batch) -> object:
+    """Call a term's ``prepare`` on a batch; return None for a term without ``prepare``."""
     prepare = regularizer.term.prepare
     if prepare is None:
         return None
@@ -68,18 +63,19 @@ def prepare_features(regularizer: Regularizer, batch: Batch) -> Any:
         raise failure(regularizer, "preparing", error) from error
 
 
-def evaluate_base(objective: Objective, outputs: Outputs, batch: Batch, first_step: bool = True) -> Evaluation:
-    """Evaluate the base loss.
+def evaluate_base(base: Regularizer | None, outputs: Outputs, batch: Batch, first_step: bool = True) -> Evaluation:
+    """Evaluate the base loss of an objective.
 
-    The gradient of cross_entropy, ``-weights``, is written down, not derived.
+    Args:
+        base: `Objective.base`; ``None`` for cross_entropy, whose gradient is ``-weights``.
 
     Raises:
-        ObjectiveError: as `evaluate_term` does.
+        ObjectiveError: see `evaluate_term`.
     """
-    if objective.base is not None:
-        # A policy loss is right to be flat: all its ratios may be clipped, all its rewards be as expected.
-        may_be_flat = "advantages" in objective.base.term.needs
-        return evaluate_term(objective.base, outputs, batch, first_step and not may_be_flat)
+    if base is not None:
+        # A policy loss can have zero gradient, if all ratios are clipped or all advantages are 0.
+        may_be_flat = "advantages" in base.term.needs
+        return evaluate_term(base, outputs, batch, first_step and not may_be_flat)
     start = time.perf_counter()
     value = float(cross_entropy(outputs.logprobs_DT, batch.weights_DT))
     gradient_DT = -batch.weights_DT.to(outputs.logprobs_DT.dtype)
@@ -91,20 +87,20 @@ def evaluate_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, firs
     """Evaluate one term and its gradient.
 
     Args:
-        batch: with ``features`` as `prepare_features` returned them.
-        first_step: whether to refuse a term declared differentiable that has no gradient.
+        batch: batch with ``features`` from `prepare_features`.
+        first_step: True to reject a term that is declared differentiable but has no gradient.
 
     Raises:
-        ObjectiveError: the term raises, returns what its kind does not allow, or is not finite; names it.
+        ObjectiveError: the term raises, returns a value that its kind does not allow, or is not finite.
     """
     start = time.perf_counter()
     _check_inputs(regularizer, outputs, batch)
     value, gradient_DT, metrics, by_datum_D = _differentiate(regularizer, outputs, batch)
     _check_finite(regularizer.name, value, gradient_DT)
-    # A run that skips failures gets past the first step, so there every step is checked.
+    # A run that skips failures can pass the first step without a check, so check every step.
     checked = first_step or regularizer.on_error != "raise"
     if checked and regularizer.term.kind == "differentiable" and not gradient_DT.any():
-        _refuse_constant(regularizer, outputs, batch)
+        _reject_constant(regularizer, outputs, batch)
     return Evaluation(regularizer.name, value, gradient_DT, metrics, time.perf_counter() - start, by_datum_D)
 
 
@@ -120,8 +116,12 @@ def _differentiate(
             returned = _call(regularizer, term.evaluate, own_outputs, own_batch)
             _check_unchanged([*changed(own_outputs), *changed(own_batch)])
             value, metrics = _split(returned, is_monitor=term.kind == "monitor")
+            if regularizer.metric is not None:
+                value = _call(regularizer, term.metric_values[regularizer.metric], own_outputs, own_batch)
             value = _as_tensor(value, outputs)
             total = _total(regularizer, own_outputs, batch, value)
+        if term.kind == "scored" and value.shape == (batch.num_datums,):
+            metrics["trained_prompts"] = num_compared(batch, value.detach()) / num_prompts(batch)
         if total.requires_grad:
             (gradient_DT,) = torch.autograd.grad(total, logprobs_DT, allow_unused=True)
     except Exception as error:
@@ -131,16 +131,16 @@ def _differentiate(
     return total.item(), gradient_DT, metrics, _by_datum(value.detach(), batch)
 
 
-def _call(regularizer: Regularizer, function: Callable[..., Any], *arguments: object) -> Any:
-    """What one of a term's functions returns; awaited where it is async."""
+def _call(regularizer: Regularizer, function: Callable[..., object], *arguments: object) -> object:
+    """Call one of a term's functions, and await an async one."""
     returned = function(*arguments, **own_params(function, regularizer.params))
     if not inspect.isawaitable(returned):
         return returned
     return wait_for(returned, regularizer.timeout_s if regularizer.execution == "async" else None)
 
 
-def _split(returned: Any, is_monitor: bool) -> tuple[Any, dict[str, float]]:
-    """The value and the metrics of ``value``, ``(value, metrics)``, or a monitor's ``metrics``."""
+def _split(returned: object, is_monitor: bool) -> tuple[object, dict[str, float]]:
+    """Split a result ``value``, ``(value, metrics)`` or, for a monitor, ``metrics`` into value and metrics."""
     match returned:
         case Mapping() if is_monitor:
             value, metrics = 0.0, returned
@@ -148,24 +148,23 @@ def _split(returned: Any, is_monitor: bool) -> tuple[Any, dict[str, float]]:
             pass
         case _:
             value, metrics = returned, {}
-    if taken := ROW_METRICS & metrics.keys():
-        raise ObjectiveError(f"its metrics {', '.join(sorted(taken))} are kept for every term: call them otherwise")
-    if wrong := [key for key in metrics if not (isinstance(key, str) and _METRIC.fullmatch(key))]:
+    if reserved := ROW_METRICS & metrics.keys():
+        raise ObjectiveError(f"its metric names {', '.join(sorted(reserved))} are reserved; rename them")
+    if invalid := [key for key in metrics if not (isinstance(key, str) and _METRIC.fullmatch(key))]:
         raise ObjectiveError(
-            f"its metric {wrong[0]!r} has a name that no tracker takes: use up to 100 letters, digits, '_', '-', '.', "
-            "'/' and spaces"
+            f"its metric name {invalid[0]!r} is invalid; use up to 100 letters, digits, '_', '-', '.', '/' and spaces"
         )
     return value, {
         key: float(number.detach() if isinstance(number, Tensor) else number) for key, number in metrics.items()
     }
 
 
-def _as_tensor(value: Any, outputs: Outputs) -> Tensor:
+def _as_tensor(value: object, outputs: Outputs) -> Tensor:
     try:
         return torch.as_tensor(value, dtype=outputs.logprobs_DT.dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ObjectiveError(
-            f"it returned {type(value).__name__} where numbers are expected: return value or (value, metrics)"
+            f"it returned {type(value).__name__} instead of numbers; return value or (value, metrics)"
         ) from error
 
 
@@ -176,93 +175,143 @@ def _by_datum(value: Tensor, batch: Batch) -> Tensor | None:
 
 
 def _total(regularizer: Regularizer, outputs: Outputs, batch: Batch, value: Tensor) -> Tensor:
-    """The 0-d tensor whose gradient is the term's."""
+    """Reduce the value to a 0-d tensor with the gradient of the term."""
     term = regularizer.term
     if term.kind == "monitor":
         return value.detach().sum()
-    if term.estimator is not None:
-        estimator = ESTIMATORS[term.estimator]
-        expected = batch.num_tokens if term.estimator == "unlikelihood" else batch.num_datums
+    if term.kind == "scored":
+        name = estimator_of(regularizer, batch)
+        estimator = ESTIMATORS[name]
+        expected = batch.num_tokens if estimator.per_token else batch.num_datums
         if value.shape != (expected,):
             raise ObjectiveError(
-                f"its scores have the shape {tuple(value.shape)} where the estimator {term.estimator!r} "
-                f"expects ({expected},): return one score for each"
+                f"its scores have the shape {tuple(value.shape)}, but the estimator {name!r} expects ({expected},); "
+                f"return one score per {'token' if estimator.per_token else 'datum'}"
             )
-        value = estimator(outputs, batch, value.detach(), **own_params(estimator, regularizer.params))
+        params = own_params(estimator.function, regularizer.params)
+        value = estimator.function(outputs, batch, value.detach(), **params)
         if value.ndim == 0:
             return value
     return reduce(value, batch, term.reduction)
 
 
-def _refuse_constant(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> None:
-    """Refuse a term that has no gradient here nor at logprobs spread over all that occur.
+def estimator_of(regularizer: Regularizer, batch: Batch) -> str:
+    """Return the name of a scored term's estimator.
 
-    A term may well be flat at one point: a KL divergence is where the policy still is its reference.
+    While the choice is open (``"auto"``), it depends on the batch: `minimum_risk` if no estimator fits, so that the
+    term has a value, but no gradient.
+    """
+    if regularizer.estimator == "auto":
+        return choose_estimator(batch).estimator or "minimum_risk"
+    assert regularizer.estimator is not None, "scored terms have an estimator"
+    return regularizer.estimator
+
+
+def _reject_constant(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> None:
+    """Reject a term without gradient at the current logprobs and at logprobs spread over the usual range.
+
+    Zero gradient at one point is valid: a KL divergence has zero gradient while the policy equals its reference.
     """
     spread_DT = -torch.linspace(0.01, 10.0, outputs.logprobs_DT.numel()).to(outputs.logprobs_DT)
     spread_DT = spread_DT.reshape_as(outputs.logprobs_DT)
-    # Both ways round: a margin that one of them keeps is flat there, and the other breaks it.
-    both = (replace(outputs, logprobs_DT=each) for each in (spread_DT, spread_DT.flip(0)))
-    if not any(_differentiate(regularizer, each, batch)[1].any() for each in both):
+    # Both orders: a margin can be met, and flat, in one order, but not in the other.
+    candidates = (replace(outputs, logprobs_DT=logprobs_DT) for logprobs_DT in (spread_DT, spread_DT.flip(0)))
+    if not any(_differentiate(regularizer, candidate, batch)[1].any() for candidate in candidates):
         raise ObjectiveError(
             f"Term {regularizer.name!r} is declared differentiable, but its value does not depend on the "
-            "logprobs, so it would train nothing: declare it kind='scored', and an estimator makes a gradient of its "
-            "scores, or kind='monitor', for metrics only."
+            "logprobs, so it would train nothing; declare kind='scored' to estimate a gradient from its values, or "
+            "kind='monitor' for metrics only."
         )
 
 
 def _check_inputs(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> None:
     if outputs.logprobs_DT.shape != batch.target_tokens_DT.shape:
         raise ObjectiveError(
-            f"Term {regularizer.name!r} got logprobs of shape {tuple(outputs.logprobs_DT.shape)} where the "
-            f"batch has {batch.num_tokens} tokens: pack the service's answer with the offsets of the same batch."
+            f"Term {regularizer.name!r} received logprobs of shape {tuple(outputs.logprobs_DT.shape)}, but the batch "
+            f"has {batch.num_tokens} tokens; pack the service's result with the offsets of the same batch."
         )
     if TOPK in regularizer.term.needs and outputs.logprobs_DT.ndim != 2:
         raise ObjectiveError(
-            f"Term {regularizer.name!r} needs {TOPK}, several targets at each position, and this batch has one: give "
-            "datums with target_tokens and weights of shape (T, K), or take the term's form for sampled tokens."
+            f"Term {regularizer.name!r} needs {TOPK}, several targets per position, but the batch has one; use datums "
+            "with target_tokens and weights of shape (T, K), or the term's variant for sampled tokens."
         )
     for need in set(regularizer.term.needs) - {TOPK}:
         if getattr(outputs, f"{need}_DT", None) is None and getattr(batch, f"{need}_DT", None) is None:
             raise ObjectiveError(
-                f"Term {regularizer.name!r} needs {need}, which these outputs and their batch lack: use a flow that "
-                "gives it, or disable the term."
+                f"Term {regularizer.name!r} needs {need}, which the outputs and the batch do not have; use a flow that "
+                "provides it, or disable the term."
             )
     for need in ("ref_logprobs", "sampling_logprobs"):
-        given_DT = getattr(outputs, f"{need}_DT")
-        if given_DT is not None and given_DT.shape != outputs.logprobs_DT.shape:
+        other_DT = getattr(outputs, f"{need}_DT")
+        if other_DT is not None and other_DT.shape != outputs.logprobs_DT.shape:
             raise ObjectiveError(
-                f"Term {regularizer.name!r} got {need} of shape {tuple(given_DT.shape)} where the logprobs have "
-                f"{tuple(outputs.logprobs_DT.shape)}: ask both models for the same targets."
+                f"Term {regularizer.name!r} received {need} of shape {tuple(other_DT.shape)}, but the logprobs have "
+                f"{tuple(outputs.logprobs_DT.shape)}; compute both for the same targets."
             )
     if regularizer.term.prepare is not None and batch.features is None:
         raise ObjectiveError(
-            f"Term {regularizer.name!r} needs its prepared features, and the batch came without: put what "
-            "`prepare_features` returns into `features` of the batch."
+            f"Term {regularizer.name!r} needs prepared features, but the batch has none; set `features` of the batch "
+            "to the result of `prepare_features`."
         )
 
 
 def _check_unchanged(names: Sequence[str]) -> None:
     if names:
-        raise ObjectiveError(f"it changed {', '.join(names)} of what it was given: let it change a clone")
+        raise ObjectiveError(f"it changed its input {', '.join(names)} in place; change a clone")
 
 
 def _check_finite(name: str, value: float, gradient_DT: Tensor) -> None:
     if not math.isfinite(value):
         raise NotFiniteError(
-            f"Term {name!r} has the value {value} where a finite one is expected: look for a logarithm or a "
-            "division of zero in it, or for logprobs that are not finite."
+            f"Term {name!r} has the value {value}, which is not finite; check it for a logarithm or division of zero, "
+            "and the logprobs for values that are not finite."
         )
     if not all_finite(gradient_DT):
         num_bad = int((~gradient_DT.isfinite()).sum())
         raise NotFiniteError(
-            f"The gradient of term {name!r} is not finite at {num_bad} of {len(gradient_DT)} tokens, though "
-            "its value is: clamp what it divides by or takes the root or logarithm of."
+            f"The gradient of term {name!r} is not finite at {num_bad} of {len(gradient_DT)} tokens; clamp its "
+            "denominators and the arguments of roots and logarithms."
         )
 
 
 def failure(regularizer: Regularizer, doing: str, error: Exception) -> ObjectiveError:
-    """What went wrong with a term, as one sentence that names it."""
+    """Return an error whose message is one sentence with the term's name and the reason."""
     reason = str(error) if isinstance(error, ObjectiveError) else f"it raised {type(error).__name__}: {error}"
-    remedy = "" if regularizer.name == BASE else " (a run goes on without it under on_error='skip')"
-    return ObjectiveError(f"Term {regularizer.name!r} failed {doing}: {' '.join(reason.split()).rstrip('.')}{remedy}.")
+    is_fatal = regularizer.name != BASE and regularizer.on_error == "raise"
+    hint = " (set on_error='skip' to continue without it)" if is_fatal else ""
+    return ObjectiveError(f"Term {regularizer.name!r} failed {doing}: {' '.join(reason.split()).rstrip('.')}{hint}.")
+
+
+R = TypeVar("R", Batch, Outputs)
+
+
+def own_copy(record: R) -> R:
+    """Copy a record and its tensors; texts, text labels, features and datums are shared."""
+    copied = copy(record)  # `dataclasses.replace` would validate the batch again.
+    for entry in fields(record):
+        match getattr(record, entry.name):
+            case Tensor() as tensor:
+                object.__setattr__(copied, entry.name, tensor.detach().clone())
+            case Mapping() as tensors if entry.name == "labels_D":
+                object.__setattr__(copied, entry.name, {key: tensor.clone() for key, tensor in tensors.items()})
+    return copied
+
+
+def changed(copied: Batch | Outputs) -> list[str]:
+    """Return the names of the tensors that were changed in place since `own_copy`.
+
+    >>> import torch
+    >>> copied = own_copy(Outputs(torch.tensor([1.0, 2.0])))
+    >>> changed(copied), copied.logprobs_DT[:1].zero_(), changed(copied)
+    ([], tensor([0.]), ['logprobs_DT'])
+    """
+    return [name for name, tensor in _tensors(copied) if count_changes(tensor) > 0]
+
+
+def _tensors(record: Batch | Outputs) -> Iterator[tuple[str, Tensor]]:
+    for entry in fields(record):
+        value = getattr(record, entry.name)
+        if isinstance(value, Tensor):
+            yield entry.name, value
+        elif isinstance(value, Mapping) and entry.name == "labels_D":
+            yield from ((f"{entry.name}[{key!r}]", tensor) for key, tensor in value.items())

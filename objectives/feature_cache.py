@@ -1,4 +1,4 @@
-"""What terms prepared of single datums, kept by the content of the datum: computed once, however often it comes."""
+"""Cache of the features that terms prepare per datum, keyed by the content of the datum."""
 
 from __future__ import annotations
 
@@ -16,77 +16,80 @@ from torch import Tensor
 
 from objectives.batch import Batch, pack
 from objectives.errors import ObjectiveError
-from objectives.kept import Kept
-from objectives.per_datum import version_of
-from objectives.regularizer import Regularizer
-from objectives.term import Term, own_params
+from objectives.import_path import ImportedFunction
+from objectives.jsonl_cache import JsonlCache
+from objectives.term import Regularizer, Term, definition_of, globals_of, origin_of, own_params, version_of
 
 
-class FeatureCache(Kept):
-    """The features of datums. A key is a hash of the term's ``prepare``, its version and parameters, and of
-    the datum's tokens, of which of them are trained, and its text.
+class FeatureCache(JsonlCache):
+    """Cache of features per datum.
+
+    A key is a hash of the term's ``prepare``, its version and parameters, and the datum's tokens, mask, text and text
+    labels.
     """
 
-    def features(self, regularizer: Regularizer, batch: Batch, prepare: Callable[[Batch], Sequence[Any]]) -> list[Any]:
-        """One feature for each datum of a batch; `prepare` is called with those datums that are new, if any.
+    def features(self, regularizer: Regularizer, batch: Batch, prepare: Callable[[Batch], Any]) -> list[object]:
+        """Return one feature per datum of a batch; `prepare` is called for the uncached datums only.
 
         Raises:
-            ObjectiveError: it returns another number of features, or one that JSON cannot hold.
+            ObjectiveError: `prepare` returns a wrong number of features, or a feature that is not JSON data.
         """
         keys_D = _keys(regularizer, batch)
         adapter = _adapter(regularizer.term)
-        found = self._typed(adapter, keys_D)
-        missing = [d for d, key in enumerate(keys_D) if key not in found]
+        cached = self._find_valid(adapter, keys_D)
+        missing = [d for d, key in enumerate(keys_D) if key not in cached]
         if missing:
-            part, places = _part(batch, missing)
-            made = list(prepare(part))
-            if len(made) != part.num_datums:
+            subset, index_of = _subset(batch, missing)
+            features = prepare(subset)
+            if not isinstance(features, Sequence) or len(features) != subset.num_datums:
+                returned = f"{len(features)} features" if isinstance(features, Sequence) else type(features).__name__
                 raise ObjectiveError(
-                    f"Term {regularizer.name!r} is declared per_datum and prepared {len(made)} features of "
-                    f"{part.num_datums} datums: return a list with one for each."
+                    f"Term {regularizer.name!r} is declared per_datum but prepared {returned} for {subset.num_datums} "
+                    "datums; return a list with one feature per datum."
                 )
-            self.keep({keys_D[d]: _dump(adapter, made[place], regularizer.name) for d, place in places.items()})
-            found = self._typed(adapter, keys_D)
-        return [found[key] for key in keys_D]
+            self.put({keys_D[d]: _dump(adapter, features[index], regularizer.name) for d, index in index_of.items()})
+            cached = self._find_valid(adapter, keys_D)
+        return [cached[key] for key in keys_D]
 
-    def _typed(self, adapter: TypeAdapter[Any], keys_D: Sequence[str]) -> dict[str, Any]:
-        """What is known of these keys; without what was kept as a type that has changed since."""
-        found: dict[str, Any] = {}
+    def _find_valid(self, adapter: TypeAdapter[object], keys_D: Sequence[str]) -> dict[str, object]:
+        """Find cached features; ignore entries of an earlier type."""
+        features: dict[str, object] = {}
         for key, value in self.find(keys_D).items():
             with suppress(ValidationError):
-                found[key] = adapter.validate_python(value)
-        return found
+                features[key] = adapter.validate_python(value)
+        return features
 
 
-def _dump(adapter: TypeAdapter[Any], feature: object, name: str) -> Any:
+def _dump(adapter: TypeAdapter[object], feature: object, name: str) -> object:
     try:
-        plain = json.loads(json.dumps(adapter.dump_python(feature, mode="json", warnings="error")))
-        if adapter.validate_python(plain) == feature:
-            return plain
-        reason = f"{feature!r} is {plain!r} there"
+        json_data = json.loads(json.dumps(adapter.dump_python(feature, mode="json", warnings="error")))
+        if adapter.validate_python(json_data) == feature:
+            return json_data
+        reason = f"{feature!r} becomes {json_data!r}"
     except (TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
     raise ObjectiveError(
-        f"Term {name!r} is declared per_datum, and a feature that it prepared cannot be kept as JSON ({reason[:200]}): "
-        "annotate what prepare returns, as in list[Verdict], return plain data, or leave out per_datum."
+        f"Term {name!r} is declared per_datum, but one of its features cannot be stored as JSON ({reason[:200]}); "
+        "annotate the return type of prepare, such as list[Verdict], return JSON data, or remove per_datum."
     )
 
 
-def _part(batch: Batch, missing: Sequence[int]) -> tuple[Batch, dict[int, int]]:
-    """The batch of some datums, and where in it each is; all of them, where these have no trained token."""
-    whole = len(missing) == batch.num_datums
-    if whole or not any(bool(_datum(batch.mask_DT, batch, d).any()) for d in missing):
+def _subset(batch: Batch, missing: Sequence[int]) -> tuple[Batch, dict[int, int]]:
+    """Return a batch of the given datums and each datum's index in it; the full batch if none has a trained token."""
+    if len(missing) == batch.num_datums or not any(bool(_datum(batch.mask_DT, batch, d).any()) for d in missing):
         return batch, {d: d for d in missing}
     target_tokens_DT, offsets_D = pack([_datum(batch.target_tokens_DT, batch, d) for d in missing])
     weights_DT, _ = pack([_datum(batch.weights_DT, batch, d) for d in missing])
     texts_D = tuple(batch.texts_D[d] for d in missing) if batch.texts_D else ()
-    return Batch(target_tokens_DT, weights_DT, offsets_D, texts_D), {d: place for place, d in enumerate(missing)}
+    labels_D = {name: tuple(labels[d] for d in missing) for name, labels in batch.text_labels_D.items()}
+    subset = Batch(target_tokens_DT, weights_DT, offsets_D, texts_D, text_labels_D=labels_D)
+    return subset, {d: index for index, d in enumerate(missing)}
 
 
 def _keys(regularizer: Regularizer, batch: Batch) -> list[str]:
     prepare = regularizer.term.prepare
     assert prepare is not None
-    params = json.dumps(own_params(prepare, regularizer.params), sort_keys=True, default=repr)
+    params = json.dumps(own_params(prepare, regularizer.params), sort_keys=True, default=_describe)
     start = hashlib.sha256(f"{_version(regularizer.term)}\0{params}".encode())
     keys = []
     for d in range(batch.num_datums):
@@ -94,28 +97,36 @@ def _keys(regularizer: Regularizer, batch: Batch) -> list[str]:
         for tensor in (_datum(batch.target_tokens_DT, batch, d), _datum(batch.mask_DT, batch, d)):
             key.update(f"\0{tuple(tensor.shape)}\0".encode() + tensor.numpy().tobytes())
         key.update(batch.texts_D[d].encode("utf-8", "surrogatepass") if batch.texts_D else b"")
+        if labels := {name: labels_D[d] for name, labels_D in sorted(batch.text_labels_D.items())}:
+            key.update(f"\0{json.dumps(labels)}".encode())
         keys.append(key.hexdigest()[:32])
     return keys
 
 
+def _describe(param: object) -> str:
+    return param.fingerprint() if isinstance(param, ImportedFunction) else repr(param)
+
+
 @cache
 def _version(term: Term) -> str:
-    """What a feature depends on beside datum and parameters: the function, as far as can be seen, and its version."""
+    """Identify the code of a term's ``prepare``: name, bound arguments, declared version and source of its module."""
     assert term.prepare is not None
+    definition = definition_of(term.prepare)
     try:
-        source = inspect.getsource(inspect.getmodule(term.prepare) or term.prepare)
-    except (OSError, TypeError):  # written in no file
+        source = inspect.getsource(inspect.getmodule(definition) or definition)
+    except (OSError, TypeError):  # The function has no source file.
         source = ""
-    return f"{term.name}\0{term.prepare.__module__}.{term.prepare.__qualname__}\0{version_of(term.prepare)}\0{source}"
+    return f"{term.name}\0{origin_of(term.prepare)}\0{version_of(term.prepare)}\0{source}"
 
 
 @cache
-def _adapter(term: Term) -> TypeAdapter[Any]:
-    """To JSON and back, by what prepare is annotated to return."""
-    prepare: Any = inspect.unwrap(term.prepare) if term.prepare else None
-    written = {key: value for key, value in getattr(prepare, "__annotations__", {}).items() if key == "return"}
-    returned = get_type_hints(SimpleNamespace(__annotations__=written), prepare.__globals__).get("return")
-    return TypeAdapter((get_args(returned) or (Any,))[0])
+def _adapter(term: Term) -> TypeAdapter[object]:
+    """Converter of features to JSON and back, from the annotated return type of ``prepare``."""
+    assert term.prepare is not None
+    annotations = getattr(definition_of(term.prepare), "__annotations__", {})
+    annotations = {key: value for key, value in annotations.items() if key == "return"}
+    return_type = get_type_hints(SimpleNamespace(__annotations__=annotations), globals_of(term.prepare)).get("return")
+    return TypeAdapter((get_args(return_type) or (Any,))[0])
 
 
 def _datum(values_DT: Tensor, batch: Batch, d: int) -> Tensor:

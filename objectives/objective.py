@@ -1,99 +1,143 @@
-"""A base loss and weighted terms, bound and checked before anything runs."""
+"""Objective: a base loss and weighted terms, validated on construction."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, TypedDict
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from objectives.balance import Balance, make_balance
 from objectives.base_loss import policy_loss_term
 from objectives.batch import TOPK, Batch, Outputs
 from objectives.errors import ExecutionError, ObjectiveError, explain
-from objectives.estimators import fixed_data_refusal
+from objectives.estimators import BATCH_RISK, Choice, choose_estimator, fixed_data_refusal
 from objectives.execution.cluster import library
 from objectives.execution.process import importable
-from objectives.execution.runner import PLACES, TermRunner
-from objectives.find_term import allowed_modules, find_term, registered_terms
+from objectives.execution.runner import PLACES, LastValue, TermRunner
+from objectives.gradients.alerts import Watch, WatchState
+from objectives.gradients.balance import Balance, BalanceState, make_balance
+from objectives.import_path import ImportedFunction
 from objectives.losses import BASE_LOSSES, find_base_loss
-from objectives.regularizer import BASE, Regularizer
+from objectives.scale import Scale, compute_scale, plain_scale
 from objectives.schedule import Constant, WeightSchedule
-from objectives.sdk import sdk_term
+from objectives.sdk.custom_loss import sdk_term
 from objectives.spec import Backend, BalanceSpec, BaseLossSpec, ObjectiveSpec, RegularizerSpec, WatchSpec
-from objectives.term import Need, Term, check_params
-from objectives.watch import Watch
+from objectives.targets import Targets, TargetStates
+from objectives.term import BASE, Need, Regularizer, Term, check_params, definition_of
+from objectives.term_lookup import allowed_modules, check_allowed, find_term, registered_terms
 
 CROSS_ENTROPY = "cross_entropy"
 
 
+class ObjectiveState(TypedDict, total=False):
+    """State of an `Objective` for resuming a run, as JSON data.
+
+    Attributes:
+        watch: state of the monitor.
+        balance: state of the balancing rule; empty without a rule.
+        targets: state of each target by the name of the term.
+        passes: number of passes per step.
+        last: last values of the terms with ``on_error: last``.
+        estimators: estimators of the scored terms by term name.
+        has_chosen: true if the data has chosen the estimators.
+        on_candidates: names of the terms that train on sampled candidates.
+    """
+
+    watch: WatchState
+    balance: BalanceState
+    targets: TargetStates
+    passes: int | None
+    estimators: dict[str, str]
+    has_chosen: bool
+    on_candidates: list[str]
+    last: dict[str, LastValue]
+
+
 class Objective:
-    """``total = base + sum_i weight_i * term_i``.
+    """Training objective ``total = base + sum_i weight_i * term_i``.
+
+    The objective's `runner` runs the terms. If a term is async or has the execution ``process``, ``dask`` or ``ray``,
+    use the objective as a context manager (or call ``runner.close()``) to end its event loop and processes.
 
     Args:
         base_loss: the name of a loss, such as ``"cross_entropy"`` or ``"ppo"``, or of a term, such as ``"dpo"``; a
-            `BaseLossSpec` or its fields as a dict, ``{"name": "ppo", "params": {...}}``; a `Term`; or any callable
-            of the SDK's ``CustomLossFnV1`` shape, ``(data, logprobs) -> (loss, metrics)``.
-        regularizers: a `RegularizerSpec` each, or its fields as a dict. In a dict ``fn`` may also be a
-            `Term`, whose name is then the default, or a callable of the SDK's shape.
-        modules: what an ``fn`` that is an import path may lead to; everywhere, unless given.
-        balance: a rule that changes the weights at each step, such as `PCGradSpec`.
-        watch: what is warned of, and after how long.
-        backend: whether a step is one pass of the service, see `objectives.one_pass`.
-
-    Its terms are run by its `runner`. With one of execution ``process``, ``dask`` or ``ray``, use it as a context
-    manager (or call ``runner.close()``), so that the processes end with it.
+            `BaseLossSpec` or its fields as a dict, ``{"name": "ppo", "params": {...}}``; a `Term`; or a callable with
+            the SDK's signature ``CustomLossFnV1``, ``(data, logprobs) -> (loss, metrics)``.
+        regularizers: `RegularizerSpec` objects, or dicts of their fields. In a dict, ``fn`` may also be a `Term`, which
+            provides the default name, or a callable with the SDK's signature.
+        modules: modules from which import paths in ``fn`` are allowed; all by default.
+        balance: rule that adapts the weights at each step: a spec, such as ``WeightingSpec(method="dualproj")``, or an
+            object with the methods of `objectives.gradients.balance.Balance`. A spec's random numbers have the seed 0.
+        watch: thresholds of warnings.
+        backend: selection between one and two passes per step; see `objectives.one_pass.planner`.
 
     Raises:
-        ObjectiveError: for whatever is wrong with any of them, before anything runs.
+        ObjectiveError: an argument is invalid.
 
     >>> objective = Objective(regularizers=[{"name": "confidence", "weight": 0.1}])
-    >>> [(each.name, each.weight_at(step=0, num_steps=10)) for each in objective.regularizers]
+    >>> [(term.name, term.weight_at(step=0, num_steps=10)) for term in objective.regularizers]
     [('confidence', 0.1)]
     """
 
-    __slots__ = ("backend", "balance", "base", "passes", "regularizers", "runner", "watch")
+    __slots__ = (
+        "_has_chosen",
+        "backend",
+        "balance",
+        "base",
+        "passes",
+        "regularizers",
+        "runner",
+        "scaled",
+        "targets",
+        "watch",
+    )
 
     base: Regularizer | None
-    """The base loss as a term of weight 1; ``None`` for cross_entropy, whose gradient needs no autograd."""
+    """Base loss as a term of weight 1; ``None`` for cross_entropy, whose gradient needs no autograd."""
     regularizers: tuple[Regularizer, ...]
-    """The enabled terms, in the order given."""
+    """Enabled terms in the given order."""
     runner: TermRunner
-    """What evaluates them where their specs say."""
+    """Runner that evaluates the terms with their configured execution."""
     balance: Balance | None
-    """What gives them other weights, step by step."""
+    """Rule that adapts the weights at each step."""
+    targets: Targets
+    """Controllers of the weights of terms with a target."""
     watch: Watch
-    """What remembers the steps before and warns of what lasts."""
+    """Monitor of consecutive steps that produces warnings."""
     backend: Backend
-    """Which way its steps may go."""
+    """Allowed numbers of passes per step."""
     passes: int | None
-    """Which way they went so far: one pass of the service, or two; ``None`` before the first."""
+    """Number of passes of the service per step, 1 or 2; ``None`` before the first step."""
+    scaled: bool
+    """False for the conventions of release 0.1; see `keep_conventions_of_0_1`."""
 
     def __init__(
         self,
-        base_loss: str | BaseLossSpec | Mapping[str, Any] | Term | Callable[..., Any] = CROSS_ENTROPY,
-        regularizers: Iterable[RegularizerSpec | Mapping[str, Any]] = (),
+        base_loss: str | BaseLossSpec | Mapping[str, object] | Term | Callable[..., object] = CROSS_ENTROPY,
+        regularizers: Iterable[RegularizerSpec | Mapping[str, object]] = (),
         modules: Collection[str] | None = None,
-        balance: BalanceSpec | None = None,
+        balance: BalanceSpec | Balance | None = None,
         watch: WatchSpec | None = None,
         backend: Backend = "auto",
     ) -> None:
         self.base = _bind_base(base_loss)
-        bound = [_bind(each, modules) for each in regularizers]
-        seen = {BASE}
-        for each, _ in bound:
-            if each.name in seen:
-                taken = "is kept for the base loss" if each.name == BASE else "is used twice"
-                raise ObjectiveError(f"The name {each.name!r} of a regularizer {taken}: give each its own `name`.")
-            seen.add(each.name)
-        self.regularizers = tuple(each for each, enabled in bound if enabled)
+        bound = [_bind(entry, modules) for entry in regularizers]
+        names = {BASE}
+        for regularizer, _ in bound:
+            if regularizer.name in names:
+                problem = "is reserved for the base loss" if regularizer.name == BASE else "is used twice"
+                raise ObjectiveError(f"The regularizer name {regularizer.name!r} {problem}; choose a unique `name`.")
+            names.add(regularizer.name)
+        self.regularizers = tuple(regularizer for regularizer, enabled in bound if enabled)
         self.runner = TermRunner()
-        self.balance = make_balance(balance)
+        self.balance = make_balance(balance) if isinstance(balance, BaseModel) else balance
+        self.targets = Targets({term.name: term.target for term in self.regularizers if term.target})
         self.watch = Watch(watch or WatchSpec())
-        self.backend, self.passes = backend, None
+        self.backend, self.passes, self.scaled = backend, None, True
+        self._has_chosen = False
 
     def __enter__(self) -> Self:
         return self
@@ -104,49 +148,172 @@ class Objective:
         self.runner.close()
 
     @classmethod
-    def from_spec(cls, spec: ObjectiveSpec) -> Objective:
-        """The objective that plain data describes; its import paths lead only where `allowed_modules` says."""
-        return cls(spec.base_loss, spec.regularizers, allowed_modules(), spec.balance, spec.watch, spec.backend)
+    def from_spec(cls, spec: ObjectiveSpec, seed: int = 0) -> Objective:
+        """Create an objective from a spec; import paths are restricted to `allowed_modules`.
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on with, as plain data."""
+        Args:
+            seed: seed of a balancing rule that draws random numbers; the run's seed.
+        """
+        balance = make_balance(spec.balance, seed) if spec.balance else None
+        return cls(spec.base_loss, spec.regularizers, allowed_modules(), balance, spec.watch, spec.backend)
+
+    def state(self) -> ObjectiveState:
+        """Return the state for resuming a run, as JSON data."""
         balance = self.balance.state() if self.balance else {}
-        return {"watch": self.watch.state(), "balance": balance, "passes": self.passes, "last": self.runner.state()}
+        estimators = {term.name: term.estimator for term in self.regularizers if term.estimator is not None}
+        return {
+            "watch": self.watch.state(),
+            "balance": balance,
+            "targets": self.targets.state(),
+            "passes": self.passes,
+            "last": self.runner.state(),
+            "estimators": estimators,
+            "has_chosen": self._has_chosen,
+            "on_candidates": [term.name for term in self.regularizers if term.on_candidates],
+        }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; an empty one is the beginning."""
+    def restore(self, state: ObjectiveState) -> None:
+        """Restore a state; an empty state resets."""
         self.watch.restore(state.get("watch", {}))
         self.runner.restore(state.get("last", {}))
         if self.balance:
             self.balance.restore(state.get("balance", {}))
-        # A run of a release that knew two passes only goes on with two.
+        self.targets.restore(state.get("targets", {}))
+        # States of releases without one-pass steps have no "passes"; their runs continue with two.
         self.passes = state.get("passes", 2 if state else None)
+        self._set_estimators(state.get("estimators", {}))
+        self._set_candidate_terms(state.get("on_candidates", ()))
+        self._has_chosen = state.get("has_chosen", False)
 
     def needs(self, need: Need) -> bool:
-        """Whether the base loss or an enabled term reads it."""
-        return any(need in each.term.needs for each in (*([self.base] if self.base else []), *self.regularizers))
+        """Check whether the base loss or an enabled term reads an input."""
+        return any(need in term.term.needs for term in self._all_terms())
 
-    def check_needs(self, given: Collection[str] = ()) -> None:
-        """Refuse, before the run, the terms that need what a flow does not give them.
+    def check_needs(self, given: Collection[str] = (), *, can_sample: bool = False) -> None:
+        """Check that a flow provides all inputs of the terms.
 
         Args:
-            given: what the flow fills in beside the current logprobs: ``"ref_logprobs"``,
+            given: inputs that the flow provides in addition to the current logprobs, such as ``"ref_logprobs"``,
                 ``"sampling_logprobs"``, ``"advantages"``.
+            can_sample: True if the flow can sample candidates, which have sampling logprobs.
+
+        Raises:
+            ObjectiveError: a term needs another input.
         """
-        for each in (*([self.base] if self.base else []), *self.regularizers):
-            if each.term.estimator == "score_function" and "sampling_logprobs" not in given:
-                raise ObjectiveError(f"Term {each.name!r} cannot run here: {fixed_data_refusal()}.")
-            for need in each.term.needs:
+        for term in self._all_terms():
+            if term.estimator == "score_function" and "sampling_logprobs" not in given and not can_sample:
+                raise ObjectiveError(f"Term {term.name!r} cannot run here: {fixed_data_refusal()}.")
+            for need in term.term.needs:
                 if need not in given:
-                    remedy = "take another base loss" if each.name == BASE else "disable the term"
+                    fix = "use another base loss" if term.name == BASE else "disable the term"
                     raise ObjectiveError(
-                        f"Term {each.name!r} needs {need}, and this flow gives {', '.join(given) or 'nothing'} "
-                        f"beside the logprobs: {remedy}, or use a flow that gives it."
+                        f"Term {term.name!r} needs {need}, but this flow provides only the logprobs and "
+                        f"{', '.join(given) or 'no other input'}; {fix}, or use a flow that provides it."
                     )
+
+    @property
+    def has_open_choice(self) -> bool:
+        """True while the data must still choose the estimator of a term, or its candidates; see `choose_estimators`."""
+        return not self._has_chosen and any(
+            regularizer.estimator in ("auto", "score_function") for regularizer in self.regularizers
+        )
+
+    def due(self, step: int, *, on_candidates: bool = False) -> list[Regularizer]:
+        """Return the terms that are due at a step, on the batch or on its sampled candidates."""
+        return [term for term in self.regularizers if term.on_candidates == on_candidates and term.due_at(step)]
+
+    def measures_effects(self, step: int) -> bool:
+        """Return whether a run measures the effects of the update of a step on the terms."""
+        trains_terms = any(regularizer.term.kind != "monitor" for regularizer in self.regularizers)
+        every = self.watch.effect_every
+        return trains_terms and every > 0 and step % every == 0
+
+    def choose_estimators(self, batch: Batch, *, can_sample: bool = False) -> dict[str, str]:
+        """Fix the estimators that depend on the data (``auto``) by a batch; return the reasons by term name.
+
+        Args:
+            can_sample: True if completions of the batch's prompts can be sampled, on which the terms then train if no
+                estimator fits the batch.
+
+        Raises:
+            ObjectiveError: no estimator fits the batch.
+        """
+        auto = [regularizer.name for regularizer in self.regularizers if regularizer.estimator == "auto"]
+        if can_sample and batch.sampling_logprobs_DT is None:
+            self._set_candidate_terms([term.name for term in self.regularizers if term.estimator == "score_function"])
+        if not auto:
+            self._has_chosen = True
+            return {}
+        choice = choose_estimator(batch)
+        if choice.estimator is None and not can_sample:
+            raise ObjectiveError(
+                f"The scores of {', '.join(auto)} cannot train, because {choice.reason}; provide several completions "
+                "of each prompt in a batch, sample candidates (`candidates` of sft), or disable the term."
+            )
+        if choice.estimator is None:
+            choice = Choice("score_function", f"{choice.reason}, so that the model samples candidates")
+            self._set_candidate_terms([*auto, *(term.name for term in self.regularizers if term.on_candidates)])
+        self._set_estimators(dict.fromkeys(auto, choice.estimator))
+        self._has_chosen = True
+        return dict.fromkeys(auto, f"{choice.estimator}, because {choice.reason}")
+
+    def keep_conventions_of_0_1(self) -> None:
+        """Scale and estimate as release 0.1 did, for a run that it started."""
+        self.scaled = False
+        scored = [regularizer.name for regularizer in self.regularizers if regularizer.estimator == "auto"]
+        self._set_estimators(dict.fromkeys(scored, BATCH_RISK))
+
+    def weight_at(self, regularizer: Regularizer, step: int, num_steps: int) -> float:
+        """Return the weight of a term at the next step to train: the configured weight, or that of its target."""
+        if regularizer.target:
+            return self.targets.weight_of(regularizer.name)
+        return regularizer.weight_at(step, num_steps)
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Record the metrics of a trained step, for the next weights of terms with a target and for warnings.
+
+        Returns:
+            Metrics of the targets (`Targets.observe`) and moving averages (`Watch.observe`).
+        """
+        targets = self.targets.observe(step, metrics)
+        return targets | self.watch.observe(step, {**metrics, **targets})
+
+    def scale(self, batch: Batch, share: float = 1.0) -> Scale:
+        """Return the scale of a batch; see `objectives.scale`.
+
+        Args:
+            share: share of the batch in its update: one over the number of minibatches.
+        """
+        return compute_scale(self.base, batch, share) if self.scaled else plain_scale(self.base, share)
+
+    def factors(self, batch: Batch, step: int, num_steps: int, share: float = 1.0) -> Callable[[Regularizer], float]:
+        """Return the function from a term, or the base loss, to its factor in the trained sum of a batch."""
+        scale = self.scale(batch, share)
+
+        def factor(regularizer: Regularizer) -> float:
+            if regularizer.name == BASE:
+                return scale.base
+            return self.weight_at(regularizer, step, num_steps) * scale.of(regularizer, batch)
+
+        return factor
+
+    def _set_candidate_terms(self, names: Collection[str]) -> None:
+        self.regularizers = tuple(
+            replace(regularizer, on_candidates=regularizer.name in names) for regularizer in self.regularizers
+        )
+
+    def _set_estimators(self, names: Mapping[str, str | None]) -> None:
+        self.regularizers = tuple(
+            replace(regularizer, estimator=names.get(regularizer.name, regularizer.estimator))
+            for regularizer in self.regularizers
+        )
+
+    def _all_terms(self) -> tuple[Regularizer, ...]:
+        return (*([self.base] if self.base else []), *self.regularizers)
 
 
 def _bind_base(base_loss: object) -> Regularizer | None:
-    params: Mapping[str, Any] = {}
+    params: Mapping[str, object] = {}
     if callable(base_loss):
         term = base_loss if isinstance(base_loss, Term) else sdk_term(BASE, base_loss)
     else:
@@ -159,7 +326,7 @@ def _bind_base(base_loss: object) -> Regularizer | None:
         else:
             term, params = registered_terms()[spec.name], spec.params
     if term.kind != "differentiable":
-        raise ObjectiveError(f"The base loss {term.name!r} is a {term.kind} term: only a differentiable one can be it.")
+        raise ObjectiveError(f"The base loss {term.name!r} is a {term.kind} term; use a differentiable term.")
     return Regularizer(BASE, term, Constant(value=1.0), check_params(term, params))
 
 
@@ -170,68 +337,122 @@ def _base_spec(base_loss: object) -> BaseLossSpec:
         raise ObjectiveError(f"The base loss {base_loss!r} is unknown: {explain(error)}.") from error
     if spec.name not in BASE_LOSSES.keys() | registered_terms().keys():
         raise ObjectiveError(
-            f"The base loss {spec.name!r} is unknown: it is one of {', '.join(BASE_LOSSES)}, a registered term, or "
-            "a callable (data, logprobs) -> (loss, metrics)."
+            f"The base loss {spec.name!r} is unknown; use one of {', '.join(BASE_LOSSES)}, a registered term, or a "
+            "callable (data, logprobs) -> (loss, metrics)."
         )
     return spec
 
 
-def _bind(entry: RegularizerSpec | Mapping[str, Any], modules: Collection[str] | None) -> tuple[Regularizer, bool]:
-    """The bound term, and whether it is enabled: what is disabled is checked all the same."""
+def _bind(entry: RegularizerSpec | Mapping[str, object], modules: Collection[str] | None) -> tuple[Regularizer, bool]:
+    """Bind a regularizer; return it and its ``enabled``. Disabled regularizers are validated as well."""
     if not isinstance(entry, RegularizerSpec | Mapping):
         raise ObjectiveError(
-            f"A regularizer is {entry!r} where a RegularizerSpec or a dict of its fields is expected: write "
+            f"A regularizer is {entry!r}, not a RegularizerSpec or a dict of its fields; write "
             "{'name': ..., 'fn': ..., 'weight': ...}."
         )
-    written = dict(entry)
-    fn = written.get("fn")
+    fields_by_name = dict(entry)
+    fn = fields_by_name.get("fn")
     if callable(fn):
-        del written["fn"]
-        written.setdefault("name", getattr(fn, "name", None) or getattr(fn, "__name__", None))
+        del fields_by_name["fn"]
+        if fields_by_name.get("name") is None:
+            fields_by_name["name"] = _default_name(fn)
     try:
-        spec = RegularizerSpec.model_validate(written)
+        spec = RegularizerSpec.model_validate(fields_by_name)
     except ValidationError as error:
-        raise ObjectiveError(f"Regularizer {written.get('name')!r} is wrong: {explain(error)}.") from error
+        raise ObjectiveError(f"Regularizer {fields_by_name.get('name')!r} is wrong: {explain(error)}.") from error
     if isinstance(fn, Term):
         term = fn
     elif callable(fn):
         term = sdk_term(spec.name, fn)
     else:
         term = find_term(spec.fn or spec.name, modules)
-    _check_givable(spec.name, term)
+    _check_available(spec.name, term)
     _check_execution(spec, term)
-    schedule = spec.weight if isinstance(spec.weight, WeightSchedule) else Constant(value=spec.weight)
+    _check_target(spec, term)
+    schedule = spec.weight if isinstance(spec.weight, WeightSchedule) else Constant(value=spec.weight or 0.0)
     params = check_params(term, spec.params)
+    _load_functions(spec.name, params, modules)
     settings = {key: getattr(spec, key) for key in ("every", "retries", "on_error", "execution", "timeout_s")}
-    return Regularizer(spec.name, term, schedule, params, **settings), spec.enabled
+    estimator = _bind_estimator(spec, term)
+    bound = Regularizer(spec.name, term, schedule, params, **settings, estimator=estimator, target=spec.target)
+    return bound, spec.enabled
 
 
-def _check_givable(name: str, term: Term) -> None:
+def _load_functions(name: str, params: Mapping[str, object], modules: Collection[str] | None) -> None:
+    """Import the functions that a term's parameters name, so that a wrong path fails before the first step."""
+    for function in params.values():
+        if isinstance(function, ImportedFunction):
+            check_allowed(function.path, "function", modules)
+            try:
+                function.load()
+            except ObjectiveError as error:
+                raise ObjectiveError(f"The parameters of term {name!r} are wrong: {error}.") from error
+
+
+def _bind_estimator(spec: RegularizerSpec, term: Term) -> str | None:
+    """Return the estimator of a term: the spec's, or the term's own for `auto`; None if it is not scored."""
+    if term.kind == "scored":
+        return term.estimator if spec.estimator == "auto" else spec.estimator
+    if spec.estimator != "auto":
+        raise ObjectiveError(
+            f"Term {spec.name!r} has estimator {spec.estimator!r}, but it is a {term.kind} term, which needs none; "
+            "remove the estimator."
+        )
+    return None
+
+
+def _default_name(fn: Callable[..., object]) -> str:
+    """Return the name of a term or function, or of the function in a `functools.partial`."""
+    name = getattr(fn, "name", None) or definition_of(fn).__name__
+    if name in ("<lambda>", "__call__"):
+        kind = "lambda" if name == "<lambda>" else type(fn).__name__
+        raise ObjectiveError(
+            f"The `fn` of a regularizer is a {kind}, which has no name; write {{'name': 'my_term', 'fn': ..., ...}}."
+        )
+    return name
+
+
+def _check_available(name: str, term: Term) -> None:
     for need in set(term.needs) - {TOPK}:
         if f"{need}_DT" not in {field.name for field in (*fields(Outputs), *fields(Batch))}:
             raise ObjectiveError(
-                f"Term {name!r} needs {need}, which no Tinker service returns: it gives one logprob per "
-                "token; write the term on those."
+                f"Term {name!r} needs {need}, which no Tinker service returns; write the term on the logprobs of the "
+                "target tokens."
             )
+
+
+def _check_target(spec: RegularizerSpec, term: Term) -> None:
+    if spec.target is None:
+        return
+    if term.kind == "monitor":
+        raise ObjectiveError(
+            f"Term {spec.name!r} has a target, but it is a monitor, which has no gradient; remove the target, or use a "
+            "differentiable or scored term."
+        )
+    if spec.target.metric is not None and spec.target.metric not in term.metric_values:
+        raise ObjectiveError(
+            f"The target of term {spec.name!r} is on the metric {spec.target.metric!r}, for which the term declares no "
+            f"gradient; use {', '.join(term.metric_values) or 'the value of the term'}."
+        )
 
 
 def _check_execution(spec: RegularizerSpec, term: Term) -> None:
     if spec.execution == "inline" and spec.timeout_s is not None:
         raise ObjectiveError(
-            f"Term {spec.name!r} has a timeout_s of {spec.timeout_s:g} and the execution 'inline', which cannot be "
-            "stopped: leave out timeout_s, or take 'thread', 'async' or 'process'."
+            f"Term {spec.name!r} has timeout_s={spec.timeout_s:g} and the execution 'inline', which cannot be stopped; "
+            "remove timeout_s, or set execution to 'thread', 'async' or 'process'."
         )
     if spec.execution in PLACES:
-        where = "a process" if spec.execution == "process" else f"a worker of {spec.execution}"
+        place = "a process" if spec.execution == "process" else f"a worker of {spec.execution}"
         try:
             importable(term)
             if spec.execution != "process":
                 library(spec.execution)
         except ExecutionError as error:
-            raise ObjectiveError(f"Term {spec.name!r} cannot have {where}: {error}.") from error
+            raise ObjectiveError(f"Term {spec.name!r} cannot run in {place}: {error}.") from error
     functions = (term.evaluate, term.prepare)
     if spec.execution == "async" and not any(map(inspect.iscoroutinefunction, functions)):
         raise ObjectiveError(
-            f"Term {spec.name!r} has the execution 'async' and no async function: write `async def`, or take another "
+            f"Term {spec.name!r} has the execution 'async' but no async function; write `async def`, or use another "
             "execution."
         )

@@ -1,17 +1,21 @@
-"""From one value per token or per datum to one number, over the tokens that are trained on."""
+"""Reductions of values per token or per datum to one number, over the trained tokens."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from objectives.aliases import renamed_attribute
 from objectives.batch import Batch
 from objectives.errors import ObjectiveError
-from objectives.one_datum import OneDatum
+from objectives.proxies import OneDatum
 
 Reduction = Literal["token_mean", "sequence_mean", "sum", "none"]
+
+__getattr__ = partial(renamed_attribute, __name__)  # names of release 0.1
 
 
 def sum_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
@@ -25,61 +29,76 @@ def sum_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
         return batch.sum(values_DT)
     if values_DT.shape != (batch.num_tokens,):
         raise ObjectiveError(
-            f"values of shape {tuple(values_DT.shape)} where one for each of {batch.num_tokens} tokens is expected; of "
-            "a batch with K targets at each position, a term reads them all or sums over them"
+            f"values have the shape {tuple(values_DT.shape)}, but the batch has {batch.num_tokens} tokens; return one "
+            "value per token, and sum over the K targets if a position has several"
         )
     trained_DT = torch.where(batch.mask_DT, values_DT, 0.0)
     return torch.segment_reduce(trained_DT, "sum", offsets=batch.offsets_D, axis=0)
 
 
 def mean_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
-    """Mean of each datum's trained tokens: ``(N,) -> (D,)``; 0 for a datum that has none."""
+    """Mean of each datum's trained tokens: ``(N,) -> (D,)``; 0 for a datum without trained tokens."""
     counts_D = sum_by_datum(torch.ones_like(values_DT), batch)
     return sum_by_datum(values_DT, batch) / counts_D.clamp(min=1)
 
 
 def trained_datums(batch: Batch) -> Tensor:
-    """bool ``(D,)``: the datums that have a token to train on."""
+    """Mask of the datums with at least one trained token, bool ``(D,)``."""
     return sum_by_datum(torch.ones(batch.num_tokens), batch) > 0
 
 
-def refuse_several_targets(batch: Batch) -> None:
-    """Refuse a batch with K targets at each position, for a term that would mistake them for something else."""
+def check_single_target(batch: Batch) -> None:
+    """Check that the batch has one target per position.
+
+    Raises:
+        ObjectiveError: the batch has K targets per position.
+    """
     if batch.target_tokens_DT.ndim != 1:
-        raise ObjectiveError("it reads one target at each position, and this batch has several: leave the term out")
+        raise ObjectiveError(
+            f"the batch has {batch.target_tokens_DT.shape[1]} targets per position, but this term reads one; disable it"
+        )
 
 
 def trained_tokens(batch: Batch) -> list[list[int]]:
-    """The target tokens that each datum is trained on, as ``D`` lists."""
-    refuse_several_targets(batch)
+    """Return the trained target tokens of each datum, as ``D`` lists."""
+    check_single_target(batch)
     lengths_D = sum_by_datum(torch.ones(batch.num_tokens), batch).long().tolist()
-    return [each.tolist() for each in batch.target_tokens_DT[batch.mask_DT].split(lengths_D)]
+    return [tokens.tolist() for tokens in batch.target_tokens_DT[batch.mask_DT].split(lengths_D)]
+
+
+def _fix_of_shape(value: Tensor, batch: Batch, reduction: Reduction) -> str:
+    """Advice on a value that does not fit its reduction: another reduction if one fits, otherwise another shape."""
+    if value.ndim == 0:
+        return "declare the reduction 'none'"
+    if value.shape in ((batch.num_tokens,), (batch.num_datums,)):
+        return "declare the reduction 'token_mean', 'sequence_mean' or 'sum'"
+    expected = f"({batch.num_tokens},) per token or ({batch.num_datums},) per datum"
+    return "return a 0-d value" if reduction == "none" else f"return {expected}"
 
 
 def reduce(value: Tensor, batch: Batch, reduction: Reduction) -> Tensor:
     """Reduce a term's value to 0-d.
 
-    Tokens of weight 0, and datums that have no other, take no part. A value per datum ``(D,)`` is averaged
-    over the datums under either mean.
+    Tokens of weight 0 and datums without other tokens are ignored. Both means average a value per datum ``(D,)`` over
+    the datums.
 
     Args:
         value: ``(N,)``, ``(D,)``, or 0-d with ``"none"``.
-        reduction: ``"token_mean"``: mean over all tokens, a long datum counts more;
-            ``"sequence_mean"``: mean over datums of each one's mean, all datums count the same;
-            ``"sum"``: neither length nor batch size is divided out; ``"none"``: the value is reduced already.
+        reduction: ``"token_mean"``: mean over all tokens, so long datums count more;
+            ``"sequence_mean"``: mean over datums of the mean of each datum, so all datums count the same;
+            ``"sum"``: no normalization; ``"none"``: the value is already 0-d.
 
     Raises:
-        ObjectiveError: for a value of any other shape.
+        ObjectiveError: the value has another shape.
     """
     if isinstance(batch, OneDatum):
-        return value.sum()  # not a term's value but one of its metrics, which are computed from the answer
+        return value.sum()  # Traced terms call this for metrics only, which are computed again after the pass.
     if reduction == "none" and value.ndim == 0:
         return value
     if reduction == "none" or value.shape not in ((batch.num_tokens,), (batch.num_datums,)):
         raise ObjectiveError(
-            f"a value of shape {tuple(value.shape)} under the reduction {reduction!r}, where "
-            f"({batch.num_tokens},) per token, ({batch.num_datums},) per datum, or 0-d with the reduction "
-            "'none' is expected; declare the reduction that fits"
+            f"the value has the shape {tuple(value.shape)} with the reduction {reduction!r}; "
+            f"{_fix_of_shape(value, batch, reduction)}"
         )
     per_token = value.shape == (batch.num_tokens,)
     if per_token and reduction == "sequence_mean":

@@ -1,9 +1,9 @@
-"""How a term's weight changes over a run: constant, linear, cosine, warmup."""
+"""Schedules of a term's weight over a run: constant, linear, cosine, warmup."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
@@ -15,7 +15,7 @@ class _Schedule(BaseModel):
 
 
 class Constant(_Schedule):
-    """The same weight at every step."""
+    """Constant weight."""
 
     schedule: Literal["constant"] = Field(default="constant", description="The shape of the schedule.")
     value: NonNegative = Field(description="The weight of every step.")
@@ -30,7 +30,7 @@ class Constant(_Schedule):
 
 
 class Linear(_Schedule):
-    """From ``start`` at the first step to ``end`` at the last, in equal steps."""
+    """Linear change from ``start`` at the first step to ``end`` at the last."""
 
     schedule: Literal["linear"] = Field(default="linear", description="The shape of the schedule.")
     start: NonNegative = Field(description="The weight of the first step.")
@@ -47,9 +47,9 @@ class Linear(_Schedule):
 
 
 class Cosine(_Schedule):
-    """From ``start`` to ``end`` along half a cosine: ``end + (start - end) (1 + cos(pi progress)) / 2``.
+    """Cosine change from ``start`` to ``end``: ``end + (start - end) (1 + cos(pi progress)) / 2``.
 
-    The shape is that of Loshchilov & Hutter 2017, "SGDR" (arXiv:1608.03983), without restarts.
+    The shape is from Loshchilov & Hutter 2017, "SGDR" (arXiv:1608.03983), without restarts.
     """
 
     schedule: Literal["cosine"] = Field(default="cosine", description="The shape of the schedule.")
@@ -67,11 +67,11 @@ class Cosine(_Schedule):
 
 
 class Warmup(_Schedule):
-    """Up to ``value`` in ``steps`` equal steps, the first one already above zero; then constant."""
+    """Linear warmup to ``value`` in ``steps`` equal increments, starting above zero; then constant."""
 
     schedule: Literal["warmup"] = Field(default="warmup", description="The shape of the schedule.")
     value: NonNegative = Field(description="The weight after the warmup.")
-    steps: int = Field(ge=1, description="How many steps the warmup takes.")
+    steps: int = Field(ge=1, description="Number of steps of the warmup.")
 
     def weight_at(self, step: int, num_steps: int) -> float:
         """The weight of a step.
@@ -83,11 +83,11 @@ class Warmup(_Schedule):
 
 
 def _progress(step: int, num_steps: int) -> float:
-    """0 at the first step, 1 at the last."""
+    """Progress from 0 at the first step to 1 at the last."""
     return min(1.0, step / max(1, num_steps - 1))
 
 
-def _tag(value: Any) -> str | None:
+def _tag(value: object) -> str | None:
     if isinstance(value, dict):
         return value.get("schedule")
     return getattr(value, "schedule", "number")
@@ -95,7 +95,7 @@ def _tag(value: Any) -> str | None:
 
 WeightSchedule = Constant | Linear | Cosine | Warmup
 
-# Tagged, so that a bad schedule is told what is wrong with it and not that it is no number.
+# Tagged, so that the error for an invalid schedule is about its fields and not about the other union members.
 Weight = Annotated[
     Annotated[NonNegative, Tag("number")]
     | Annotated[Constant, Tag("constant")]

@@ -1,68 +1,99 @@
-"""An objective as plain data: what YAML, JSON and a Prefect parameter form can hold."""
+"""Specs of objectives as plain data, for YAML, JSON and Prefect parameter forms."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from objectives.form import choose_base_loss, choose_term
+from objectives.estimators import EstimatorChoice
+from objectives.json_schema import choose_base_loss, choose_term
 from objectives.schedule import Weight
+from objectives.targets import TargetSpec
+from objectives.term import Execution, OnError
 
-Execution = Literal["inline", "async", "thread", "process", "dask", "ray"]
-OnError = Literal["raise", "skip", "last"]
 Backend = Literal["auto", "client", "server"]
 
 
 class RegularizerSpec(BaseModel):
-    """One weighted term of an objective."""
+    """Weighted term of an objective."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=choose_term)
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9_.-]+$",
         title="Name",
-        description="Unique in its objective; names the term's metrics, `term/<name>/...`.",
+        description="Unique name within the objective; prefix of the term's metrics, `term/<name>/...`.",
     )
     fn: str | None = Field(
         default=None,
         title="Term",
-        description="The term to use: a registered name or an import path, `package.module:name`; by default the "
-        "registered one of this name.",
+        description="Term to use: a registered name or an import path, `package.module:name`; by default the "
+        "registered term with the name above.",
     )
-    weight: Weight = Field(
+    weight: Weight | None = Field(
         default=1.0,
         title="Weight",
-        description="Factor of the term in the total loss, at least 0: a number or a schedule; monitors have none.",
+        description="Factor of the term in the total loss, at least 0: a number or a schedule; ignored for monitors, "
+        "unset if there is a target.",
     )
-    params: dict[str, Any] = Field(
+    target: TargetSpec | None = Field(
+        default=None,
+        title="Target",
+        description="Limit of the term's mean value, such as `{at_most: 0.05}`; a controller finds the weight.",
+    )
+    params: dict[str, object] = Field(
         default_factory=dict, title="Parameters", description="Keyword parameters of the term."
     )
-    enabled: bool = Field(default=True, title="Enabled", description="Whether the term takes part at all.")
-    every: int = Field(default=1, ge=1, title="Every", description="The term is evaluated at steps divisible by this.")
-    retries: int = Field(default=0, ge=0, title="Retries", description="How often a failed evaluation is tried again.")
+    estimator: EstimatorChoice = Field(
+        default="auto",
+        title="Estimator",
+        description="Estimator that turns the scores of a black box into a gradient; `auto` chooses by the data: "
+        "`score_function` for samples of the model, `minimum_risk` for fixed data with several completions of a "
+        "prompt, the term's own for flagged tokens. Ignored for differentiable terms.",
+    )
+    enabled: bool = Field(default=True, title="Enabled", description="Evaluate the term.")
+    every: int = Field(default=1, ge=1, title="Every", description="Evaluate at steps divisible by this number.")
+    retries: int = Field(default=0, ge=0, title="Retries", description="Number of retries of a failed evaluation.")
     on_error: OnError = Field(
         default="raise",
         title="On error",
-        description="`raise` ends the run when the term fails; `skip` goes on without it for that step; `last` "
-        "too, and shows its last value again.",
+        description="Action when the term fails: `raise` ends the run; `skip` continues the step without the term; "
+        "`last` also continues without the term, but reports the term's last value again.",
     )
     execution: Execution = Field(
         default="thread",
         title="Execution",
-        description="Where the term runs: `inline` after the others, `thread` beside them, `async` on an event loop, "
-        "`process` in a process of its own, `dask` and `ray` on a worker of a cluster.",
+        description="Place where the term runs: `inline` after the other terms, `thread` in parallel with them, "
+        "`async` on an event loop, `process` in a separate process, `dask` and `ray` on a worker of a cluster.",
     )
     timeout_s: float | None = Field(
         default=None,
         gt=0,
         title="Timeout (s)",
-        description="Longest time for preparing or evaluating one batch, in seconds; longer is a failure.",
+        description="Time limit for preparing or evaluating one batch, in seconds; exceeding it is a failure.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unset_weight(cls, fields: Any) -> Any:
+        """Leave the weight unset if there is a target; an explicit weight is checked below."""
+        if isinstance(fields, Mapping) and fields.get("target") is not None:
+            return {"weight": None, **fields}
+        return fields
+
+    @model_validator(mode="after")
+    def _check_weight(self) -> Self:
+        if self.target is not None and self.weight is not None:
+            raise ValueError("it has both a weight and a target, which finds the weight; remove one of them")
+        if self.target is None and self.weight is None:
+            raise ValueError("it has neither a weight nor a target; set one of them")
+        return self
 
 
 class BaseLossSpec(BaseModel):
-    """A base loss with parameters."""
+    """Base loss with parameters."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -72,16 +103,50 @@ class BaseLossSpec(BaseModel):
     )
 
 
-class PCGradSpec(BaseModel):
-    """Conflicting gradients are projected (Yu et al. 2020)."""
+class WeightingSpec(BaseModel):
+    """Balancing by a rule of TorchJD without parameters."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    method: Literal["pcgrad"] = Field(title="Method", description="The balancing rule.")
+    method: Literal["upgrad", "dualproj", "mgda", "imtl_g", "pcgrad", "random"] = Field(
+        title="Method", description="The balancing rule."
+    )
+
+
+PCGradSpec = WeightingSpec
+"""Name of release 0.1, when `pcgrad` was the only method."""
+
+
+class AlignedMTLSpec(BaseModel):
+    """Balancing by aligned principal components of the gradients (Senushkin et al. 2023)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Literal["aligned_mtl"] = Field(title="Method", description="The balancing rule.")
+    scale: Literal["min", "median", "rmse"] = Field(
+        default="min",
+        title="Scale",
+        description="Common length of the principal components: that of the shortest, of the median, or their root "
+        "mean square.",
+    )
+
+
+class CAGradSpec(BaseModel):
+    """Balancing in favor of the term that improves least, near the sum of the gradients (Liu et al. 2021)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Literal["cagrad"] = Field(title="Method", description="The balancing rule.")
+    c: float = Field(
+        default=0.5,
+        ge=0,
+        title="c",
+        description="Largest distance from the sum of the gradients, relative to its norm; 0 changes nothing.",
+    )
 
 
 class GradNormSpec(BaseModel):
-    """Weights are learned so that gradients have comparable norms (Chen et al. 2018)."""
+    """Balancing by learned weights that give gradients comparable norms (Chen et al. 2018)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -90,55 +155,76 @@ class GradNormSpec(BaseModel):
         default=1.5,
         ge=0,
         title="Alpha",
-        description="How much more a term pulls that has learned less; 0 makes all norms the same.",
+        description="Strength of the preference for terms with slower progress; 0 gives all gradients the same norm.",
     )
-    learning_rate: float = Field(default=0.025, gt=0, title="Learning rate", description="Of the weights' factors.")
+    learning_rate: float = Field(
+        default=0.025, gt=0, title="Learning rate", description="Learning rate of the weights."
+    )
 
 
-BalanceSpec = Annotated[PCGradSpec | GradNormSpec, Field(discriminator="method")]
+BalanceSpec = Annotated[WeightingSpec | AlignedMTLSpec | CAGradSpec | GradNormSpec, Field(discriminator="method")]
 
 
 class WatchSpec(BaseModel):
-    """What is warned of, and after how long."""
+    """Thresholds and durations of warnings about terms."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dominance_above: float = Field(
-        default=0.8, gt=0, le=1, title="Dominance above", description="Share of the gradient of one term."
+        default=0.8, gt=0, le=1, title="Dominance above", description="Maximum gradient share of one term."
     )
     conflict_below: float = Field(
-        default=0.0, ge=-1, le=0, title="Conflict below", description="Cosine of two gradients."
+        default=0.0, ge=-1, le=0, title="Conflict below", description="Minimum cosine of two gradients."
+    )
+    idle_below: float = Field(
+        default=1e-3,
+        ge=0,
+        lt=1,
+        title="Idle below",
+        description="Minimum gradient share of a scored term; below it, the term trains next to nothing.",
     )
     patience: int = Field(
-        default=20, ge=1, title="Patience (steps)", description="Steps on end that it lasts before it is warned of."
+        default=20, ge=1, title="Patience (steps)", description="Number of consecutive steps before a warning."
     )
     share_decay: float = Field(
-        default=0.9, ge=0, lt=1, title="Decay of shares", description="Of the moving average of shares, per step."
+        default=0.9,
+        ge=0,
+        lt=1,
+        title="Decay of shares",
+        description="Decay of the moving average of gradient shares, per step.",
+    )
+    effect_every: int = Field(
+        default=10,
+        ge=0,
+        title="Effect every",
+        description="Steps between measurements of what an update did to each term (`term/<name>/effect`), one forward "
+        "pass each; 0 for none.",
     )
 
 
 class ObjectiveSpec(BaseModel):
-    """A base loss and the terms added to it."""
+    """Base loss and the terms added to it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=choose_base_loss)
 
     base_loss: str | BaseLossSpec = Field(
         default="cross_entropy",
         title="Base loss",
-        description="The loss that the terms are added to: its name, or name and params.",
+        description="Loss to which the terms are added: its name, or its name and parameters.",
     )
-    regularizers: tuple[RegularizerSpec, ...] = Field(
-        default=(), title="Regularizers", description="The weighted terms."
-    )
+    regularizers: tuple[RegularizerSpec, ...] = Field(default=(), title="Regularizers", description="Weighted terms.")
     balance: BalanceSpec | None = Field(
-        default=None, title="Balance", description="Changes the weights at each step by a known rule; none by default."
+        default=None,
+        title="Balance",
+        description="Rule that adapts the weights at each step: a mapping with the `method` `upgrad`, `dualproj`, "
+        "`cagrad`, `mgda`, `imtl_g`, `aligned_mtl`, `pcgrad`, `random` or `gradnorm`; none by default.",
     )
     watch: WatchSpec = Field(
-        default=WatchSpec(), title="Watch", description="Warnings of terms that dominate or conflict."
+        default=WatchSpec(), title="Watch", description="Warnings about terms that dominate or conflict."
     )
     backend: Backend = Field(
         default="auto",
         title="Backend",
-        description="`server`: the service runs the whole objective, one pass for each step; `client`: two passes, the "
-        "terms evaluated here between them; `auto`: one pass where the base loss and every term can be traced.",
+        description="`server`: the service computes the objective in one pass per step; `client`: two passes, with the "
+        "terms evaluated on the client in between; `auto`: one pass if the base loss and every term can be traced.",
     )

@@ -1,75 +1,95 @@
-"""The contract of a regularizer, and the register of those that have a name."""
+"""Terms, their registry, and terms bound into an objective."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from objectives.aliases import renamed_attribute
 from objectives.errors import ObjectiveError, explain
-from objectives.estimators import ESTIMATORS
+from objectives.estimators import ESTIMATORS, EstimatorChoice, minimum_risk
 from objectives.reductions import Reduction
+from objectives.schedule import WeightSchedule
+
+if TYPE_CHECKING:
+    from objectives.targets import TargetSpec  # imports this module, by way of the terms of its schema
 
 Kind = Literal["differentiable", "scored", "monitor"]
-Estimator = Literal["minimum_risk", "score_function", "unlikelihood"]
+Unit = Literal["token", "sequence"]
+
+__getattr__ = partial(renamed_attribute, __name__)  # names of release 0.1
 Need = Literal["ref_logprobs", "sampling_logprobs", "advantages", "values", "returns", "topk_logprobs", "hidden_states"]
+Execution = Literal["inline", "async", "thread", "process", "dask", "ray"]
+OnError = Literal["raise", "skip", "last"]
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A function of a batch that takes part in an objective; made by `regularizer`, called like the function.
+    """Function of a batch that is part of an objective; created by `regularizer` and callable like the function.
 
     Attributes:
-        name: what it is registered as.
-        kind: ``"differentiable"``: its value is a function of the logprobs that autograd can follow;
-            ``"scored"``: its value is a score from outside, which ``estimator`` turns into a gradient;
+        name: registered name.
+        kind: ``"differentiable"``: the value is a differentiable function of the logprobs;
+            ``"scored"``: the value is an external score, and an estimator provides the gradient;
             ``"monitor"``: metrics only.
-        evaluate: ``(outputs, batch, **params) -> value`` or ``(value, metrics)``. The value is a tensor of
-            ``(N,)`` per token, ``(D,)`` per datum, or 0-d; a monitor may return its metrics alone. It is
-            minimised, so a higher score is a worse one.
-        prepare: ``(batch, **params) -> features``, what needs the data only; runs ahead of the service, and once for
-            each datum where it is declared so (`objectives.per_datum`).
-        reduction: how the value becomes one number, see `objectives.reductions.reduce`.
-        estimator: how scores become a gradient, see `objectives.estimators`; ``None`` unless scored.
-        params: the model that checks the parameters, read off the keyword-only arguments of ``evaluate``,
-            ``prepare`` and the estimator; each of them is given those it names.
-        needs: what it reads beyond the current logprobs, such as the ``ref_logprobs_DT`` of `Outputs` or the
-            ``advantages_DT`` of `Batch`.
+        evaluate: ``(outputs, batch, **params) -> value`` or ``(value, metrics)``. The value is a tensor ``(N,)`` per
+            token, ``(D,)`` per datum, or 0-d; a monitor may return only metrics. The value is minimized, so a higher
+            score is worse.
+        prepare: ``(batch, **params) -> features``, the part that needs the data only. It runs before the service's
+            result is available, and once per datum if declared with `per_datum`.
+        reduction: reduction of the value to one number; see `objectives.reductions.reduce`.
+        unit: gradient at one token: ``"token"`` if it shrinks with the number of tokens of a batch, as for means over
+            tokens, ``"sequence"`` if it shrinks with the number of datums, as for functions of a datum's summed
+            logprobs; see `objectives.scale`. The unit of a scored term is that of its estimator.
+        estimator: gradient estimator of scores; ``"auto"`` for scores per datum, whose estimator depends on the data
+            (`objectives.estimators.choose_estimator`); ``None`` for other kinds.
+        params: model that validates the parameters: the keyword-only arguments of ``evaluate``, ``prepare`` and the
+            estimator. Each function receives the parameters that it declares.
+        needs: inputs beyond the current logprobs, such as ``ref_logprobs_DT`` of `Outputs` or ``advantages_DT`` of
+            `Batch`.
+        metric_values: functions of the metrics that a target can constrain, by metric: like ``evaluate``, but
+            ``(outputs, batch, **params) -> value``, with the metric as the reduced value.
     """
 
     name: str
     kind: Kind
-    evaluate: Callable[..., Any]
-    prepare: Callable[..., Any] | None
+    evaluate: Callable[..., object]
+    prepare: Callable[..., object] | None
     reduction: Reduction
-    estimator: Estimator | None
+    estimator: EstimatorChoice | None
     params: type[BaseModel]
     needs: tuple[Need, ...]
+    unit: Unit = "token"
+    metric_values: Mapping[str, Callable[..., object]] = field(default_factory=dict, hash=False)
 
-    def __call__(self, *args: Any, **params: Any) -> Any:
+    def __call__(self, *args: object, **params: object) -> Any:
         return self.evaluate(*args, **params)
 
 
 class NoParams(BaseModel):
-    """The parameters of a term that takes none, or has them already."""
+    """Parameters of a term without parameters, or with bound ones."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def regularizer(
+def regularizer(  # noqa: PLR0913 - a declaration, every option by keyword
     name: str,
     kind: Kind = "differentiable",
     *,
-    prepare: Callable[..., Any] | None = None,
+    prepare: Callable[..., object] | None = None,
     reduction: Reduction = "token_mean",
-    estimator: Estimator = "minimum_risk",
+    estimator: EstimatorChoice = "auto",
     needs: tuple[Need, ...] = (),
-) -> Callable[[Callable[..., Any]], Term]:
-    """Make a function a `Term` and register it, so that an objective can name it.
+    unit: Unit = "token",
+    metric_values: Mapping[str, Callable[..., object]] | None = None,
+) -> Callable[[Callable[..., object]], Term]:
+    """Decorate a function as a `Term` and register it by name; the arguments are attributes of `Term`.
 
     >>> @regularizer("doctest_surprise")
     ... def surprise(outputs, batch, *, power: int = 2):
@@ -77,27 +97,33 @@ def regularizer(
     >>> surprise.kind, check_params(surprise, {})
     ('differentiable', {'power': 2})
     """
-    for what, given, known in (
+    for option, value, allowed in (
         ("kind", kind, get_args(Kind)),
         ("reduction", reduction, get_args(Reduction)),
-        ("estimator", estimator, get_args(Estimator)),
+        ("estimator", estimator, get_args(EstimatorChoice)),
+        ("unit", unit, get_args(Unit)),
         *(("need", need, get_args(Need)) for need in needs),
     ):
-        if given not in known:
-            raise ObjectiveError(f"Term {name!r} declares the {what} {given!r}: name one of {', '.join(known)}.")
+        if value not in allowed:
+            raise ObjectiveError(f"Term {name!r} declares the {option} {value!r}; use one of {', '.join(allowed)}.")
 
-    def decorate(evaluate: Callable[..., Any]) -> Term:
-        used = estimator if kind == "scored" else None
-        parts = (evaluate, prepare, ESTIMATORS[used] if used else None)
-        params = _params_model(name, [part for part in parts if part])
-        term = Term(name, kind, evaluate, prepare, reduction, used, params, needs)
+    def decorate(evaluate: Callable[..., object]) -> Term:
+        used_estimator = estimator if kind == "scored" else None
+        values = dict(metric_values or {})
+        functions = (evaluate, *([prepare] if prepare else []), *values.values(), *estimator_functions(used_estimator))
+        params = _params_model(name, functions)
+        term = Term(name, kind, evaluate, prepare, reduction, used_estimator, params, needs, unit, values)
         return _register(term)
 
     return decorate
 
 
-def check_params(term: Term, params: Mapping[str, Any]) -> dict[str, Any]:
-    """All parameters of a term, checked and with their defaults."""
+def check_params(term: Term, params: Mapping[str, object]) -> dict[str, object]:
+    """Validate the parameters of a term and fill in the defaults.
+
+    Raises:
+        ObjectiveError: a parameter is unknown, missing or invalid.
+    """
     try:
         return dict(term.params(**params))
     except ValidationError as error:
@@ -107,49 +133,175 @@ def check_params(term: Term, params: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def own_params(part: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a term's parameters that one of its functions names."""
-    return {name: params[name] for name in _keyword_only(part)}
+def estimator_functions(estimator: EstimatorChoice | None) -> tuple[Callable[..., object], ...]:
+    """Return the estimators whose parameters a term accepts: those that its scores allow."""
+    if estimator is None:
+        return ()
+    return (minimum_risk,) if estimator == "auto" else (ESTIMATORS[estimator].function,)
 
 
+def own_params(function: Callable[..., object], params: Mapping[str, object]) -> dict[str, object]:
+    """Select the parameters that one of the term's functions declares."""
+    return {name: params[name] for name in _keyword_only(function)}
+
+
+# Process-wide, because decorators fill it while modules are imported.
 TERMS: dict[str, Term] = {}
 
 
 def _register(term: Term) -> Term:
-    other = TERMS.get(term.name)
-    # The same definition run again, as a notebook does, replaces itself.
-    if other is not None and _origin(other) != _origin(term):
+    registered = TERMS.get(term.name)
+    # Running the same definition again, as in a notebook, replaces the term.
+    if registered is not None and _origin(registered) != _origin(term):
         raise ObjectiveError(
-            f"Term {term.name!r} of {_origin(term)} is already registered by {_origin(other)}: give it another name."
+            f"The term name {term.name!r} of {_origin(term)} is already registered by {_origin(registered)}; choose "
+            "another name."
         )
     TERMS[term.name] = term
     return term
 
 
 def _origin(term: Term) -> str:
-    return f"{term.evaluate.__module__}.{term.evaluate.__qualname__}"
+    return origin_of(term.evaluate)
 
 
-def _keyword_only(part: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(part).parameters
-    return {name: each for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
+def definition_of(function: Callable[..., object]) -> Callable[..., object]:
+    """Return the function behind `functools.partial` and decorators, which has the name, source and annotations.
+
+    >>> from functools import partial
+    >>> definition_of(partial(partial(len)))
+    <built-in function len>
+    """
+    while True:
+        match function:
+            case partial():
+                function = function.func
+            case object(__wrapped__=wrapped):
+                function = wrapped
+            case _:
+                # An object with a method `__call__` has none of these itself.
+                return function if hasattr(function, "__qualname__") else type(function).__call__
 
 
-def _params_model(term: str, parts: Sequence[Callable[..., Any]]) -> type[BaseModel]:
+def globals_of(function: Callable[..., object]) -> dict[str, Any]:
+    """Return the names of the module that defines a function, in which its annotations are resolved."""
+    return getattr(definition_of(function), "__globals__", {})
+
+
+def origin_of(function: Callable[..., object]) -> str:
+    """Return the import path of a function's definition, followed by the arguments of `functools.partial`.
+
+    >>> from functools import partial
+    >>> origin_of(partial(sorted, key=None))
+    "builtins.sorted() {'key': None}"
+    """
+    definition = definition_of(function)
+    bound = ""
+    while isinstance(function, partial):
+        bound += f"{function.args or '()'} {dict(sorted(function.keywords.items()))}"
+        function = function.func
+    return f"{definition.__module__}.{definition.__qualname__}{bound}"
+
+
+def _keyword_only(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(function).parameters
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
+
+
+def _params_model(term: str, functions: Sequence[Callable[..., object]]) -> type[BaseModel]:
     fields: dict[str, Any] = {}
-    for part in parts:
-        parameters = _keyword_only(part)
-        # Only these: a positional one may be annotated with what is imported for type checkers alone.
-        written = {name: each.annotation for name, each in parameters.items() if each.annotation is not each.empty}
-        annotations = get_type_hints(
-            SimpleNamespace(__annotations__=written), inspect.unwrap(part).__globals__, include_extras=True
-        )
-        for name, each in parameters.items():
-            default = ... if each.default is each.empty else each.default
+    for function in functions:
+        parameters = _keyword_only(function)
+        # Resolve these annotations only: others may use names that are imported for type checkers alone.
+        hints = {name: item.annotation for name, item in parameters.items() if item.annotation is not item.empty}
+        annotations = get_type_hints(SimpleNamespace(__annotations__=hints), globals_of(function), include_extras=True)
+        for name, parameter in parameters.items():
+            default = ... if parameter.default is parameter.empty else parameter.default
             field = (annotations.get(name, Any), default)
             if fields.setdefault(name, field) != field:
                 raise ObjectiveError(
                     f"Two functions of term {term!r} declare the parameter {name!r} with different types or "
-                    "defaults: declare it the same in both."
+                    "defaults; use the same declaration in both."
                 )
     return create_model(f"{term}_params", __config__=ConfigDict(frozen=True, extra="forbid"), **fields)
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+_VERSION = "__tinker_flows_per_datum__"
+
+
+def per_datum(version: int = 1) -> Callable[[F], F]:
+    """Declare that ``prepare`` returns a list with one feature per datum.
+
+    A feature may depend only on the datum's tokens, mask and text and on the parameters. A run then prepares each datum
+    once and caches its feature as JSON, using the annotated return type of the function, such as ``list[Verdict]``.
+
+    Args:
+        version: increase it when a change in another module changes the features, to invalidate cached ones. Changes in
+            the function's own module are detected.
+
+    >>> @per_datum()
+    ... def count_words(batch) -> list[int]:
+    ...     return [len(text.split()) for text in batch.texts_D]
+    >>> version_of(count_words), version_of(len)
+    (1, None)
+    """
+
+    def declare(prepare: F) -> F:
+        setattr(prepare, _VERSION, version)
+        return prepare
+
+    return declare
+
+
+def version_of(prepare: Callable[..., object] | None) -> int | None:
+    """Return the version of a ``prepare`` declared with `per_datum`; None for other functions."""
+    return None if prepare is None else getattr(definition_of(prepare), _VERSION, getattr(prepare, _VERSION, None))
+
+
+# Name of the base loss among the terms.
+BASE = "base"
+
+
+@dataclass(frozen=True, slots=True)
+class Regularizer:
+    """Term with its settings in an objective: a validated `RegularizerSpec`.
+
+    Attributes:
+        schedule: the configured weight; 0 for a term with a target.
+        target: limit of the value, from which `Objective.weight_at` finds the weight.
+        estimator: name of the estimator of a scored term, or ``"auto"`` while it depends on the data; ``None`` for
+            other kinds.
+        on_candidates: True if the term is evaluated on sampled candidates of the batch's prompts instead of the batch.
+    """
+
+    name: str
+    term: Term
+    schedule: WeightSchedule
+    params: Mapping[str, object]
+    every: int = 1
+    retries: int = 0
+    on_error: OnError = "raise"
+    execution: Execution = "thread"
+    timeout_s: float | None = None
+    estimator: str | None = None
+    on_candidates: bool = False
+    target: TargetSpec | None = None
+
+    @property
+    def metric(self) -> str | None:
+        """Metric that is trained instead of the value, because the target constrains it."""
+        return self.target.metric if self.target else None
+
+    @property
+    def adds_up(self) -> bool:
+        """True if the value of a batch is the sum of the values of its parts."""
+        return self.term.reduction == "sum" or getattr(self.term.evaluate, "adds_up", False)
+
+    def weight_at(self, step: int, num_steps: int) -> float:
+        """Return the configured weight at a step; 0 for a monitor and for a term with a target."""
+        return 0.0 if self.term.kind == "monitor" else self.schedule.weight_at(step, num_steps)
+
+    def due_at(self, step: int) -> bool:
+        return step % self.every == 0

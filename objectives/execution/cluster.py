@@ -1,4 +1,4 @@
-"""What Dask and Ray have in common: the library of an extra, one connection for all terms, and calls as bytes."""
+"""Shared parts of Dask and Ray execution: optional libraries, one shared connection, and calls as bytes."""
 
 from __future__ import annotations
 
@@ -7,41 +7,48 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from types import ModuleType
+from typing import Generic, TypeVar
 
 from objectives.errors import ExecutionError, ObjectiveError
 from objectives.execution.messages import encode
 from objectives.execution.process import UNSENDABLE, sent_fields, unsendable
-from objectives.regularizer import Regularizer
+from objectives.term import Regularizer
 
 T = TypeVar("T")
 
 _MODULES = {"dask": "distributed", "ray": "ray"}
 
 
-def library(execution: str) -> Any:
-    """The library of an execution.
+def library(execution: str) -> ModuleType:
+    """Import the library of an execution.
 
     Raises:
-        ExecutionError: its extra is not installed; a clause.
+        ExecutionError: the extra is not installed; the message is a clause.
     """
     try:
         return importlib.import_module(_MODULES[execution])
     except ImportError as error:
         raise ExecutionError(
-            f"it needs the extra {execution!r}, which cannot be imported ({error}): "
+            f"it needs the extra {execution!r}, which cannot be imported ({error}); run "
             f"pip install 'tinker-flows[{execution}]'"
         ) from error
 
 
 def num_workers() -> int:
-    """One for each core; two at least, since a term prepares while another evaluates, and eight at most: each imports
-    torch, which takes 0.3 GB."""
+    """Return one worker per core, but at least two, to prepare and evaluate in parallel, and at most eight.
+
+    A worker imports torch, which takes 0.3 GB.
+    """
     return min(max(len(os.sched_getaffinity(0)), 2), 8)
 
 
 class Shared(Generic[T]):
-    """What all terms of this process use: opened for the first, closed behind the last, replaced where it broke."""
+    """Resource shared by all terms of this process.
+
+    The first user opens it, the last user closes it, and a broken resource is replaced. It is process-wide because a
+    connection to a cluster, and Ray's in particular, exists once per process.
+    """
 
     def __init__(self, opened: Callable[[], T], works: Callable[[T], bool], close: Callable[[T], None]) -> None:
         self._open, self._works, self._close = opened, works, close
@@ -67,8 +74,8 @@ class Shared(Generic[T]):
                 self._close(value)
 
 
-def body_of(regularizer: Regularizer, arguments: Sequence[object]) -> bytes:
-    """What a worker is sent of a call.
+def encode_call(regularizer: Regularizer, arguments: Sequence[object]) -> bytes:
+    """Encode a call for a worker.
 
     Raises:
         ExecutionError: an argument cannot be pickled.
@@ -79,11 +86,11 @@ def body_of(regularizer: Regularizer, arguments: Sequence[object]) -> bytes:
         raise unsendable(error) from error
 
 
-def returned(answer: bytes) -> Any:
-    """What the function of a call returned.
+def decode_result(answer: bytes) -> object:
+    """Decode the result of a call.
 
     Raises:
-        ObjectiveError: it did not.
+        ObjectiveError: the call failed.
     """
     succeeded, value = pickle.loads(answer)
     if not succeeded:
@@ -92,11 +99,11 @@ def returned(answer: bytes) -> Any:
 
 
 def too_late(timeout_s: float | None) -> str:
-    """Why a worker was killed."""
+    """Return the error clause for a worker that was killed."""
     return f"it took longer than its timeout_s of {timeout_s:g} s, and its worker was killed"
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong with a worker, without the trace that its library adds."""
+    """Return an error's type and first line, without the traceback that the library adds."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Calls of terms as tasks of a Dask cluster: the one that Dask is set to, or one for the run alone."""
+"""Calls of terms as tasks of a Dask cluster: the configured cluster, or a local one for the run."""
 
 from __future__ import annotations
 
@@ -8,33 +8,44 @@ import queue
 import subprocess
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import torch
 
 from objectives.errors import ExecutionError, ObjectiveError
-from objectives.execution.cluster import Shared, body_of, first_line, library, returned, too_late
+from objectives.execution.cluster import Shared, decode_result, encode_call, first_line, library, too_late
 from objectives.execution.messages import encode, receive
 from objectives.execution.process import START_S, importable, start_python
 from objectives.execution.respond import load_term, respond
-from objectives.regularizer import Regularizer
-from objectives.term import Term
+from objectives.term import Regularizer, Term
 
-# What a nanny gives a worker to leave by itself, seconds: until then the scheduler might send it other tasks.
+# Seconds in which a worker can end by itself; meanwhile the scheduler could send it other tasks.
 _LEAVE_S = 0.1
 _STOP_S = 20.0
 
-# The address of the worker that began with a task; None when the task is done.
+# Address of the worker that started a task; None after the task has ended.
 News = queue.SimpleQueue[str | None]
 
 
+class DaskFuture(Protocol):
+    """Part of `distributed.Future`."""
+
+    def cancel(self) -> object: ...
+
+
+class Nanny(Protocol):
+    """Part of `distributed.Nanny`, the parent process of a worker."""
+
+    async def kill(self, timeout: float, reason: str) -> None: ...
+
+
 class LocalDask:
-    """A cluster of this machine, in a process that ends with this one.
+    """Local cluster in a process that ends with this one.
 
     Attributes:
-        address: of its scheduler.
-        security: the keys without which nobody can connect.
+        address: address of the scheduler.
+        security: keys that are required to connect.
     """
 
     def __init__(self) -> None:
@@ -45,9 +56,7 @@ class LocalDask:
             self.address, self.security = receive(self._connection)
         except (EOFError, OSError) as error:
             self.close()
-            raise ExecutionError(
-                "the local Dask cluster ended while it started: look at what it wrote to the error output"
-            ) from error
+            raise ExecutionError("the local Dask cluster ended during startup; see its error output") from error
         except ExecutionError:
             self.close()
             raise
@@ -56,7 +65,7 @@ class LocalDask:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End it with all of its workers."""
+        """End the cluster and its workers."""
         self._connection.close()
         try:
             self._process.wait(_STOP_S)
@@ -67,9 +76,9 @@ class LocalDask:
 
 @dataclass(slots=True)
 class DaskCluster:
-    """A client with what it hears of its tasks; `local` where the cluster was started for it."""
+    """Client with the events of its tasks; `local` is set if the cluster was started for it."""
 
-    client: Any
+    client: Any  # a `distributed.Client`; the library is optional
     local: LocalDask | None
     news: dict[str, News] = field(default_factory=dict)
 
@@ -86,42 +95,42 @@ class DaskCluster:
             self.local.close()
 
     def hear(self, event: tuple[float, dict[str, str]]) -> None:
-        """A worker says that it begins with a task."""
+        """Handle the event of a worker that starts a task."""
         message = event[1]
         if (news := self.news.get(message["key"])) is not None:
             news.put(message["worker"])
 
     def replace(self, worker: str) -> None:
-        """Kill a worker; its nanny starts another.
+        """Kill a worker; its nanny starts a new one.
 
         Raises:
-            ExecutionError: it has no nanny.
+            ExecutionError: the worker has no nanny.
         """
         known = self.client.scheduler_info()["workers"].get(worker)
-        if known is None:  # it is gone
+        if known is None:  # The worker has ended.
             return
         if known["nanny"] is None:
             raise ExecutionError(
-                f"goes on in the worker {worker}, which has no nanny to kill it: start workers with their nanny"
+                f"continues in the worker {worker}, which has no nanny to kill it; start workers with a nanny"
             )
         self.client.run(kill_worker, workers=[worker], nanny=True, on_error="ignore")
 
 
 class TermTasks:
-    """Calls one term on whichever worker is free; one that takes too long is killed and started anew."""
+    """Caller of one term on any free worker; a worker that exceeds the time limit is killed and restarted."""
 
     def __init__(self, term: Term) -> None:
         self._term = importable(term)
 
-    def call(self, doing: str, regularizer: Regularizer, *arguments: object) -> Any:
-        """What `objectives.execution.respond.FUNCTIONS` has under `doing`, on a worker.
+    def call(self, doing: str, regularizer: Regularizer, *arguments: object) -> object:
+        """Call the function `objectives.execution.respond.FUNCTIONS[doing]` on a worker.
 
         Raises:
-            ObjectiveError: what the function raises.
-            ExecutionError: it took longer than the term's limit, its worker died, no worker is free or can import
+            ObjectiveError: the function raised.
+            ExecutionError: the call exceeded the term's time limit, its worker died, no worker is free or can import
                 the term, or an argument cannot be pickled.
         """
-        body = body_of(regularizer, arguments)
+        body = encode_call(regularizer, arguments)
         cluster = DASK.use(self)
         key = f"term-{regularizer.name}-{doing}-{uuid4().hex}"
         news = cluster.news[key] = queue.SimpleQueue()
@@ -131,24 +140,24 @@ class TermTasks:
             )
             future.add_done_callback(lambda _: news.put(None))
             _wait(cluster, future, news, regularizer.timeout_s)
-            return returned(future.result())
+            return decode_result(future.result())
         except ObjectiveError:
             raise
         except (Exception, CancelledError) as error:
             raise ExecutionError(
-                f"its worker of the Dask cluster did not finish it ({first_line(error)}): look for a crash of what it "
-                "calls, for too little memory, or for a package that the workers lack"
+                f"its worker of the Dask cluster did not finish it ({first_line(error)}); check for a crash in its "
+                "dependencies, too little memory, or a package missing on the workers"
             ) from error
         finally:
             del cluster.news[key]
 
     def close(self) -> None:
-        """Let go of the cluster."""
+        """Release the cluster."""
         DASK.leave(self)
 
 
 def answer_task(topic: str, key: str, module: str, name: str, doing: str, body: bytes) -> bytes:
-    """The task: whether the call succeeded, and what it returned or why it failed."""
+    """Run a call as a task; return an encoded pair of success and result or error message."""
     from distributed import get_worker  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
@@ -162,13 +171,13 @@ def answer_task(topic: str, key: str, module: str, name: str, doing: str, body: 
     return respond(term, doing, fields, arguments, encode)
 
 
-async def kill_worker(dask_worker: Any) -> None:
-    """What its nanny does; `dask_worker` is the nanny, as `Client.run` calls it."""
+async def kill_worker(dask_worker: Nanny) -> None:
+    """Kill a worker from its nanny; `Client.run` passes the nanny as `dask_worker`."""
     await dask_worker.kill(timeout=_LEAVE_S, reason="tinker-flows: a term took too long")
 
 
-def _wait(cluster: DaskCluster, future: Any, news: News, timeout_s: float | None) -> None:
-    """Until a task is done; its limit runs from where a worker begins with it."""
+def _wait(cluster: DaskCluster, future: DaskFuture, news: News, timeout_s: float | None) -> None:
+    """Wait until a task is done; the time limit starts when a worker starts the task."""
     worker, limit_s = None, START_S
     while True:
         try:
@@ -181,7 +190,7 @@ def _wait(cluster: DaskCluster, future: Any, news: News, timeout_s: float | None
     future.cancel()
     if worker is None:
         raise ExecutionError(
-            f"no worker of the Dask cluster began with it within {START_S:g} s: give the cluster more workers"
+            f"no worker of the Dask cluster started it within {START_S:g} s; add workers to the cluster"
         )
     try:
         cluster.replace(worker)

@@ -1,4 +1,4 @@
-"""A limit on how long a function may take that cannot be stopped from outside."""
+"""Time limits for functions that cannot be stopped."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ T = TypeVar("T")
 
 
 class LimitedThreads:
-    """Runs functions in threads of their own and gives up on those that take too long.
+    """Runner of functions in separate threads, which abandons threads that exceed a time limit.
 
-    A thread cannot be killed: one that is given up stays, and its caller is refused another until it has ended.
+    A thread cannot be killed. An abandoned thread continues, and its caller cannot start another before it ends.
     """
 
     def __init__(self) -> None:
         self._given_up: dict[str, threading.Thread] = {}
 
     def run(self, caller: str, function: Callable[[], T], timeout_s: float) -> T:
-        """What the function returns or raises.
+        """Call a function and return its result.
 
         Raises:
-            ExecutionError: it took longer, or the caller's last one that did is still at it.
+            ExecutionError: the time limit was exceeded, or the caller's abandoned thread is still running.
         """
         stuck = self._given_up.pop(caller, None)
         if stuck is not None and stuck.is_alive():
@@ -36,10 +36,10 @@ class LimitedThreads:
         def work() -> None:
             try:
                 outcome.put((function(), None))
-            except BaseException as error:  # noqa: BLE001  # raised again below, where it is waited for
+            except BaseException as error:  # noqa: BLE001  # raised in the waiting thread below
                 outcome.put((None, error))
 
-        # A daemon: the process must be able to end without it.
+        # A daemon thread does not keep the process alive.
         thread = threading.Thread(target=work, name=f"term-{caller}", daemon=True)
         thread.start()
         try:
@@ -53,8 +53,8 @@ class LimitedThreads:
 
 
 def too_long(timeout_s: float) -> str:
-    """Why a term's thread was given up, and what can be stopped instead."""
+    """Return the error clause for an abandoned thread."""
     return (
-        f"it took longer than its timeout_s of {timeout_s:g} s and goes on in its thread, which cannot be stopped; "
-        "under execution='process' it is killed"
+        f"it took longer than its timeout_s of {timeout_s:g} s and continues in its thread, which cannot be stopped; "
+        "set execution='process' to kill it at the limit"
     )

@@ -1,6 +1,6 @@
-"""A Dask cluster on this machine for one run: ``python -m objectives.execution.local_dask FD``, started by `LocalDask`.
+"""Local Dask cluster of one run: ``python -m objectives.execution.local_dask FD``, started by `LocalDask`.
 
-Started by the run itself, Dask's workers would run the user's program a second time.
+The cluster has a separate process, because Dask's workers import the main module of their parent, the user's program.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from objectives.execution.messages import send
 
 
 def serve(connection: Connection) -> None:
-    """Run the cluster until the other side is gone."""
+    """Run the cluster until the connection is closed."""
     import dask.config  # pyright: ignore[reportMissingImports]
     import distributed  # pyright: ignore[reportMissingImports]
 
     folder = tempfile.mkdtemp(prefix="dask-")
-    # A task that its worker died of is tried once more: it may have waited there behind the one that was to blame.
+    # Retry a task once after its worker died, because another task on this worker may have caused it.
     dask.config.set({"temporary-directory": folder, "distributed.scheduler.allowed-failures": 1})
-    # Whoever can connect can run anything, and on this machine that is every user of it.
+    # A connection allows arbitrary code, and every user of this machine could connect.
     security: Any = distributed.Security.temporary()
     cluster = distributed.LocalCluster(
         n_workers=num_workers(),
         threads_per_worker=1,
         host="127.0.0.1",
-        dashboard_address=None,  # pyright: ignore[reportArgumentType]  # its annotation lacks it
+        dashboard_address=None,  # pyright: ignore[reportArgumentType]  # missing in its annotation
         security=security,
         silence_logs=logging.ERROR,
     )
@@ -41,9 +41,9 @@ def serve(connection: Connection) -> None:
         send(connection, (cluster.scheduler_address, security))
         with suppress(EOFError, OSError):
             connection.recv_bytes()
-    finally:  # there is nothing to be taken down in order, and a busy worker would not be
-        for each in multiprocessing.active_children():
-            each.kill()
+    finally:  # Kill the workers, because a busy worker does not shut down in order.
+        for process in multiprocessing.active_children():
+            process.kill()
         shutil.rmtree(folder, ignore_errors=True)
         sys.stderr.flush()
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Messages between a run and the processes of its terms: pickles, with every tensor as one packed buffer."""
+"""Messages between a run and the processes of its terms: pickles with tensors as out-of-band buffers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 def send(connection: Connection, message: object) -> None:
-    """Send a message whole.
+    """Send a message.
 
     Raises:
-        pickle.PicklingError, TypeError, AttributeError: something in it cannot leave its process; nothing is sent.
-        OSError: the other side is gone.
+        pickle.PicklingError, TypeError, AttributeError: an object cannot be pickled; nothing is sent.
+        OSError: the connection is closed.
     """
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
@@ -28,22 +28,22 @@ def send(connection: Connection, message: object) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """The next message.
+    """Receive the next message.
 
     Raises:
-        EOFError, OSError: the other side is gone.
+        EOFError, OSError: the connection is closed.
     """
     head = connection.recv_bytes()
-    # Writable, as tensors are.
+    # bytearray, because the memory of tensors must be writable.
     buffers = [bytearray(connection.recv_bytes()) for _ in range(int.from_bytes(head[:4], "little"))]
     return pickle.loads(memoryview(head)[4:], buffers=buffers)
 
 
 def encode(message: object) -> bytes:
-    """A message in one piece, which `pickle.loads` reads, for what carries bytes alone.
+    """Encode a message as bytes for `pickle.loads`.
 
     Raises:
-        pickle.PicklingError, TypeError, AttributeError: something in it cannot leave its process.
+        pickle.PicklingError, TypeError, AttributeError: an object cannot be pickled.
     """
     stream = io.BytesIO()
     _Pickler(stream, protocol=5).dump(message)
@@ -51,7 +51,7 @@ def encode(message: object) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, Tensor):
             return _tensor, (np.ascontiguousarray(obj.detach().cpu().numpy()),)
         return NotImplemented

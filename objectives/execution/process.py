@@ -1,4 +1,4 @@
-"""A process that one term has to itself for as long as its run takes."""
+"""Dedicated process of one term for the duration of a run."""
 
 from __future__ import annotations
 
@@ -7,27 +7,39 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from objectives.errors import ExecutionError, ObjectiveError
 from objectives.execution.messages import receive, send
-from objectives.regularizer import Regularizer
-from objectives.term import Term
+from objectives.targets import TargetSpec
+from objectives.term import OnError, Regularizer, Term, definition_of
 
-# From its start until it has imported torch and the term's module.
+# Time limit for the start, including the imports of torch and the term's module.
 START_S = 120.0
 _STOP_S = 2.0
-# What pickling raises.
+# Exceptions raised by pickling.
 UNSENDABLE = (pickle.PicklingError, TypeError, AttributeError)
 
 
-class TermProcess:
-    """A process that calls one term, one call at a time; killed where a call takes too long, and then started anew.
+class SentFields(TypedDict):
+    """Fields of a `Regularizer` that are sent to another process."""
 
-    It is started afresh, not forked, so that no thread or lock of the run is in it, and it ends with the run.
+    name: str
+    params: Mapping[str, object]
+    on_error: OnError
+    estimator: str | None
+    target: TargetSpec | None
+
+
+class TermProcess:
+    """Process that calls one term, one call at a time; it is killed at the time limit and restarted.
+
+    The process is spawned, not forked, so it inherits no threads or locks. It ends with the run.
     """
 
     def __init__(self, term: Term) -> None:
@@ -35,12 +47,12 @@ class TermProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def call(self, doing: str, regularizer: Regularizer, *arguments: object) -> Any:
-        """What `objectives.execution.respond.FUNCTIONS` has under `doing`, in that process.
+    def call(self, doing: str, regularizer: Regularizer, *arguments: object) -> object:
+        """Call the function `objectives.execution.respond.FUNCTIONS[doing]` in the process.
 
         Raises:
-            ObjectiveError: what the function raises.
-            ExecutionError: it took longer than the term's limit, its process ended, or an argument cannot be pickled.
+            ObjectiveError: the function raised.
+            ExecutionError: the call exceeded the time limit, the process ended, or an argument cannot be pickled.
         """
         with self._lock:
             self._start()
@@ -77,7 +89,7 @@ class TermProcess:
             self._kill()
             raise ExecutionError(why_not)
 
-    def _receive(self, timeout_s: float | None, too_late: str) -> tuple[bool, Any]:
+    def _receive(self, timeout_s: float | None, too_late: str) -> tuple[bool, object]:
         try:
             if not self._connection.poll(timeout_s):
                 self._kill()
@@ -89,14 +101,14 @@ class TermProcess:
     def _ended(self) -> ExecutionError:
         status = self._kill()
         return ExecutionError(
-            f"its process ended with status {status}: look for a crash of what it calls, or for too little memory"
+            f"its process ended with status {status}; check for a crash in its dependencies, or too little memory"
         )
 
     def _kill(self) -> int:
         assert self._process is not None
         self._connection.close()
         try:
-            return self._process.wait(0.5)  # for its own status, where it has ended by itself
+            return self._process.wait(0.5)  # Get the exit status of a process that ended by itself.
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
@@ -105,7 +117,7 @@ class TermProcess:
 
 
 def start_python(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start ``python -m module ... FD``; returns it with the other end of the pipe that its last argument numbers."""
+    """Start ``python -m module ... FD``; return the process and the connection to the pipe end ``FD``."""
     connection, other = Pipe()
     try:
         process = subprocess.Popen(
@@ -113,7 +125,7 @@ def start_python(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes],
             stdin=subprocess.DEVNULL,
             pass_fds=[other.fileno()],
             env=os.environ | {"PYTHONPATH": python_path()},
-            start_new_session=True,  # Ctrl-C is for the run, which ends it
+            start_new_session=True,  # Ctrl-C reaches only the run, which then ends this process.
         )
     finally:
         other.close()
@@ -121,30 +133,41 @@ def start_python(module: str, *arguments: str) -> tuple[subprocess.Popen[bytes],
 
 
 def python_path() -> str:
-    """Where this process imports from."""
-    return os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
+    """Return this process's import path as a ``PYTHONPATH``."""
+    return os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
 
 
-def sent_fields(regularizer: Regularizer) -> dict[str, Any]:
-    """What another process is told of a regularizer beside its term."""
-    return {key: getattr(regularizer, key) for key in ("name", "params", "on_error")}
+def sent_fields(regularizer: Regularizer) -> SentFields:
+    """Return the fields of a regularizer that are sent to another process."""
+    return {
+        "name": regularizer.name,
+        "params": regularizer.params,
+        "on_error": regularizer.on_error,
+        "estimator": regularizer.estimator,
+        "target": regularizer.target,
+    }
 
 
 def unsendable(error: Exception) -> ExecutionError:
-    """What is said of an argument that raises one of `UNSENDABLE`."""
-    return ExecutionError(f"its parameters or features cannot go to its process ({error})")
+    """Return the error for an argument that cannot be pickled (`UNSENDABLE`)."""
+    return ExecutionError(f"its parameters or features cannot be pickled for its process ({error})")
 
 
 def importable(term: Term) -> tuple[str, str]:
-    """The module to import and the name that the term is then registered as.
+    """Return the module that registers a term, and its registered name.
 
     Raises:
-        ExecutionError: another process cannot find it.
+        ExecutionError: another process cannot import the term.
     """
-    function = term.evaluate
+    function = definition_of(term.evaluate)
+    if isinstance(term.evaluate, partial):
+        raise ExecutionError(
+            f"it is a functools.partial of {function.__module__}.{function.__qualname__}, which does not name the "
+            "module that registers the term; define a function with `@regularizer` that calls it"
+        )
     if function.__module__ == "__main__" or "<" in function.__qualname__:
         raise ExecutionError(
-            f"{function.__module__}.{function.__qualname__} cannot be imported by another process: define it with "
-            "`@regularizer` at the top of a module that is not the program itself"
+            f"{function.__module__}.{function.__qualname__} cannot be imported by another process; define it with "
+            "`@regularizer` at the top level of a module other than the main program"
         )
     return function.__module__, term.name

@@ -1,4 +1,4 @@
-"""Calls of terms in actors of a Ray cluster: the one that ``RAY_ADDRESS`` names, or one for the run alone."""
+"""Calls of terms in actors of a Ray cluster: the cluster at ``RAY_ADDRESS``, or a local one for the run."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from objectives.errors import ExecutionError, ObjectiveError
-from objectives.execution.cluster import Shared, body_of, first_line, library, num_workers, returned, too_late
+from objectives.execution.cluster import Shared, decode_result, encode_call, first_line, library, num_workers, too_late
 from objectives.execution.messages import encode
 from objectives.execution.process import START_S, importable, python_path
 from objectives.execution.respond import end_with_parent, load_term, respond
-from objectives.regularizer import Regularizer
-from objectives.term import Term
+from objectives.term import Regularizer, Term
 
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """A connection of this process, and what ends it: nothing where the program had it already."""
+    """Ray connection of this process; `end` is None if the program connected before."""
 
-    ray: Any
+    ray: ModuleType
     end: Callable[[], None] | None
 
     def works(self) -> bool:
@@ -39,11 +39,11 @@ class RayCluster:
 
 
 class Answers:
-    """The actor: a process of a term's own."""
+    """Ray actor that calls one term in its process."""
 
     def __init__(self, module: str, name: str) -> None:
         torch.set_num_threads(1)
-        end_with_parent()  # Ray waits for what is busy
+        end_with_parent()  # Ray waits for busy actors.
         self._term: Term | None = None
         self._why_not = ""
         try:
@@ -52,41 +52,41 @@ class Answers:
             self._why_not = str(error)
 
     def why_not(self) -> str:
-        """What stands in its way; nothing, once it is ready."""
+        """Return the reason why the actor cannot start; empty if it is ready."""
         return self._why_not
 
     def answer(self, doing: str, body: bytes) -> bytes:
-        """Whether the call succeeded, and what it returned or why it failed."""
+        """Run a call; return an encoded pair of success and result or error message."""
         assert self._term is not None
         fields, arguments = pickle.loads(body)
         return respond(self._term, doing, fields, arguments, encode)
 
 
 class TermActor:
-    """An actor that calls one term, one call at a time; killed where a call takes too long, and then started anew."""
+    """Owner of an actor that calls one term, one call at a time; it is killed at the time limit and restarted."""
 
     def __init__(self, term: Term) -> None:
         self._term = importable(term)
         self._lock = threading.Lock()
-        self._actor: Any = None
+        self._actor: Any = None  # a handle, whose methods Ray creates
         self._cluster: RayCluster | None = None
 
-    def call(self, doing: str, regularizer: Regularizer, *arguments: object) -> Any:
-        """What `objectives.execution.respond.FUNCTIONS` has under `doing`, in that actor.
+    def call(self, doing: str, regularizer: Regularizer, *arguments: object) -> object:
+        """Call the function `objectives.execution.respond.FUNCTIONS[doing]` in the actor.
 
         Raises:
-            ObjectiveError: what the function raises.
-            ExecutionError: it took longer than the term's limit, its worker died, none can be started or can import
-                the term, or an argument cannot be pickled.
+            ObjectiveError: the function raised.
+            ExecutionError: the call exceeded the term's time limit, its worker died, no worker can start or import the
+                term, or an argument cannot be pickled.
         """
-        body = body_of(regularizer, arguments)
+        body = encode_call(regularizer, arguments)
         with self._lock:
             self._start()
             answer = self._get(self._actor.answer.remote(doing, body), regularizer.timeout_s, too_late)
-        return returned(answer)
+        return decode_result(answer)
 
     def close(self) -> None:
-        """End the actor, and let go of the cluster."""
+        """End the actor and release the cluster."""
         with self._lock:
             if self._actor is not None:
                 self._kill()
@@ -103,7 +103,7 @@ class TermActor:
             self._kill()
             raise ExecutionError(why_not)
 
-    def _get(self, reference: Any, timeout_s: float | None, late: Any) -> Any:
+    def _get(self, reference: object, timeout_s: float | None, late: Callable[[float | None], str]) -> Any:
         assert self._cluster is not None
         ray = self._cluster.ray
         try:
@@ -114,8 +114,8 @@ class TermActor:
         except Exception as error:
             self._kill()
             raise ExecutionError(
-                f"its worker of the Ray cluster did not finish it ({first_line(error)}): look for a crash of what it "
-                "calls, for too little memory, or for a package that the workers lack"
+                f"its worker of the Ray cluster did not finish it ({first_line(error)}); check for a crash in its "
+                "dependencies, too little memory, or a package missing on the workers"
             ) from error
 
     def _kill(self) -> None:
@@ -126,7 +126,7 @@ class TermActor:
 
 
 def _not_started(timeout_s: float | None) -> str:
-    return f"the Ray cluster took longer than {timeout_s:g} s to start a worker for it: give the cluster more of them"
+    return f"the Ray cluster took longer than {timeout_s:g} s to start a worker for it; add workers to the cluster"
 
 
 def _open() -> RayCluster:
@@ -144,13 +144,13 @@ def _open() -> RayCluster:
     return RayCluster(ray, ray.shutdown)
 
 
-def _start_local(ray: Any) -> Callable[[], None]:
-    """A cluster of this process; it ends with the thread that started it, so that one stays until it is to end."""
+def _start_local(ray: ModuleType) -> Callable[[], None]:
+    """Start a local cluster; return a function that ends it. Ray's cluster ends with the thread that started it."""
     started: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     to_end = threading.Event()
 
     def run() -> None:
-        # Sockets lie in it, whose paths are short.
+        # The folder contains sockets, whose paths must be short.
         folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         try:
             ray.init(
@@ -164,7 +164,7 @@ def _start_local(ray: Any) -> Callable[[], None]:
             )
             started.put(None)
             to_end.wait()
-        except Exception as error:  # noqa: BLE001  # raised again below, where it is waited for
+        except Exception as error:  # noqa: BLE001  # raised in the waiting thread below
             started.put(error)
         finally:
             ray.shutdown()

@@ -1,4 +1,4 @@
-"""What a process of a term does with a call, whoever brought it there."""
+"""Execution of a call in a term's process, shared by all kinds of processes and workers."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TypeVar
 
 from objectives.errors import ObjectiveError
 from objectives.evaluate import evaluate_term, failure, prepare_features
-from objectives.find_term import registered_terms
-from objectives.regularizer import Regularizer
+from objectives.event_loop import TermLoop
+from objectives.execution.process import SentFields
 from objectives.schedule import Constant
-from objectives.term import Term
+from objectives.term import Regularizer, Term
+from objectives.term_lookup import registered_terms
 
 T = TypeVar("T")
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"preparing": prepare_features, "evaluating": evaluate_term}
+FUNCTIONS: dict[str, Callable[..., object]] = {"preparing": prepare_features, "evaluating": evaluate_term}
 
 
 def load_term(module: str, name: str) -> Term:
-    """The term that a module registers.
+    """Import a module and return the term that it registers.
 
     Raises:
-        ObjectiveError: it does not; a clause.
+        ObjectiveError: the module cannot be imported or does not register the term; the message is a clause.
     """
     try:
         importlib.import_module(module)
@@ -35,25 +37,31 @@ def load_term(module: str, name: str) -> Term:
 
 
 def respond(
-    term: Term, doing: str, fields: Mapping[str, Any], arguments: Sequence[Any], deliver: Callable[[object], T]
+    term: Term, doing: str, fields: SentFields, arguments: Sequence[object], deliver: Callable[[object], T]
 ) -> T:
-    """Deliver whether a call succeeded, and what it returns or why it failed."""
+    """Run a call and deliver a pair of success and result or error message."""
     regularizer = Regularizer(term=term, schedule=Constant(value=1.0), **fields)
     try:
-        answer = (True, FUNCTIONS[doing](regularizer, *arguments))
+        answer = (True, _worker_loop().call(FUNCTIONS[doing], regularizer, *arguments))
     except ObjectiveError as error:
         answer = (False, str(error))
     try:
         return deliver(answer)
     except OSError:
         raise
-    except Exception as error:  # noqa: BLE001  # whatever pickling the user's object raises; told to the other side
-        reason = ObjectiveError(f"what it made cannot leave its process ({error})")
+    except Exception as error:  # noqa: BLE001  # pickling a user's object can raise anything
+        reason = ObjectiveError(f"its result cannot be pickled ({error})")
         return deliver((False, str(failure(regularizer, doing, reason))))
 
 
+@cache
+def _worker_loop() -> TermLoop:
+    """Return the event loop of this process, a worker of terms; it ends with the process."""
+    return TermLoop()
+
+
 def end_with_parent() -> None:
-    """End this process when its parent ends: a busy term hears nothing of the end of its run, not even of a kill -9."""
+    """End this process when its parent ends, even by SIGKILL while a term is busy."""
     parent = os.getppid()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Runs the terms of an objective as their specs say."""
+"""Runner of the terms of an objective with their configured execution."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
 from objectives.batch import Batch, Outputs
 from objectives.errors import ExecutionError, ObjectiveError
 from objectives.evaluate import Evaluation, evaluate_term, failure, prepare_features
+from objectives.event_loop import TermLoop
 from objectives.execution.dask_tasks import TermTasks
 from objectives.execution.limit import LimitedThreads
 from objectives.execution.process import TermProcess
 from objectives.execution.ray_actors import TermActor
 from objectives.feature_cache import FeatureCache
-from objectives.per_datum import version_of
-from objectives.regularizer import Regularizer
+from objectives.term import Regularizer, version_of
 
 T = TypeVar("T")
 
-# The executions whose terms are elsewhere than in this process.
+# Executions outside this process.
 PLACES: dict[str, type[TermProcess | TermTasks | TermActor]] = {
     "process": TermProcess,
     "dask": TermTasks,
@@ -31,40 +31,48 @@ PLACES: dict[str, type[TermProcess | TermTasks | TermActor]] = {
 }
 
 
-class TermRunner:
-    """`prepare_features` and `evaluate_term`, wherever the spec of each term says; safe to call from any thread.
+class LastValue(TypedDict):
+    """Value and metrics of the last successful evaluation of a term."""
 
-    - ``inline`` and ``thread``: on the calling thread, which under ``thread`` is one of many; with a limit, in one
-      more, which is given up when it takes too long.
-    - ``async``: on the event loop, where it is cancelled when it takes too long.
-    - ``process``: in a process of the term's own, which is killed when it takes too long. It has two, one for
-      preparing ahead of the service and one for evaluating between two requests, so that neither waits for the other.
-    - ``dask`` and ``ray``: on a worker of a cluster, which is killed when it takes too long.
+    value: float
+    metrics: dict[str, float]
+
+
+class TermRunner:
+    """Thread-safe runner of `prepare_features` and `evaluate_term` with each term's execution and time limit.
+
+    - ``inline`` and ``thread``: on the calling thread, which is one of several under ``thread``. With a time limit, in
+      a separate thread, which is abandoned at the limit.
+    - ``async``: on the runner's event loop; cancelled at the limit.
+    - ``process``: in a dedicated process, killed at the limit. A term has two processes, so that preparing the next
+      batch does not delay evaluating the current one.
+    - ``dask`` and ``ray``: on a worker of a cluster, killed at the limit.
 
     Attributes:
-        cache: the features of what is prepared `per_datum`.
+        cache: features of terms declared with `per_datum`.
     """
 
     def __init__(self) -> None:
         self.cache = FeatureCache()
         self._threads = LimitedThreads()
+        self._loop = TermLoop()
         self._places: dict[tuple[str, str], TermProcess | TermTasks | TermActor] = {}
         self._lock = threading.Lock()
-        self._last: dict[str, tuple[float, dict[str, float]]] = {}
+        self._last: dict[str, LastValue] = {}
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on with, as plain data: the last value and metrics of ``on_error: last``."""
-        return {name: {"value": value, "metrics": metrics} for name, (value, metrics) in self._last.items()}
+    def state(self) -> dict[str, LastValue]:
+        """Return the state for resuming a run: the last values and metrics of terms with ``on_error: last``."""
+        return dict(self._last)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; an empty one is the beginning."""
-        self._last = {name: (each["value"], each["metrics"]) for name, each in state.items()}
+    def restore(self, state: Mapping[str, LastValue]) -> None:
+        """Restore a state; an empty state resets."""
+        self._last = dict(state)
 
-    def prepare(self, regularizer: Regularizer, batch: Batch) -> Any:
-        """As `prepare_features`.
+    def prepare(self, regularizer: Regularizer, batch: Batch) -> object:
+        """Run `prepare_features`.
 
         Raises:
-            ObjectiveError: as `prepare_features` does, and for a term that takes longer than its limit.
+            ObjectiveError: see `prepare_features`; or the term exceeds its time limit.
         """
         term = regularizer.term
         if term.prepare is None:
@@ -73,20 +81,20 @@ class TermRunner:
         return self.cache.features(regularizer, batch, prepare) if version_of(term.prepare) else prepare(batch)
 
     def evaluate(self, regularizer: Regularizer, outputs: Outputs, batch: Batch, first_step: bool) -> Evaluation:
-        """As `evaluate_term`.
+        """Run `evaluate_term`.
 
         Raises:
-            ObjectiveError: as `evaluate_term` does, and for a term that takes longer than its limit.
+            ObjectiveError: see `evaluate_term`; or the term exceeds its time limit.
         """
         evaluation = self._run("evaluating", evaluate_term, regularizer, outputs, batch, first_step)
         if regularizer.on_error == "last":
-            self._last[regularizer.name] = evaluation.value, evaluation.metrics
+            self._last[regularizer.name] = {"value": evaluation.value, "metrics": evaluation.metrics}
         return evaluation
 
     def settle(
         self, regularizer: Regularizer, outputs: Outputs, evaluate: Callable[[], Evaluation]
     ) -> tuple[Evaluation | None, ObjectiveError | None]:
-        """What a term counts for at a step, as its ``on_error`` says, and the error where it failed.
+        """Apply a term's ``on_error`` to an evaluation; return the evaluation, or its replacement, and the error.
 
         Raises:
             ObjectiveError: the term failed, and its ``on_error`` is ``raise``.
@@ -99,40 +107,44 @@ class TermRunner:
             return self._stand_in(regularizer, outputs), error
 
     def close(self) -> None:
-        """End the processes and workers of the terms."""
+        """End the processes, the workers and the event loop of the terms."""
+        self._loop.close()
         with self._lock:
             for place in self._places.values():
                 place.close()
             self._places.clear()
 
     def _stand_in(self, regularizer: Regularizer, outputs: Outputs) -> Evaluation | None:
-        """What stands for a term that failed and whose ``on_error`` is ``last``: its last value, and no gradient.
+        """Return the last value of a failed term without gradient; None under ``skip`` or without an earlier value.
 
-        The last gradient is one by the logprobs of other tokens, and has no meaning for these. ``None`` for a term
-        without an earlier value, and under ``skip``.
+        The last gradient belongs to the logprobs of another batch and cannot be reused.
         """
         if regularizer.name not in self._last:
             return None
-        value, metrics = self._last[regularizer.name]
-        return Evaluation(regularizer.name, value, torch.zeros_like(outputs.logprobs_DT, requires_grad=False), metrics)
+        last = self._last[regularizer.name]
+        gradient_DT = torch.zeros_like(outputs.logprobs_DT, requires_grad=False)
+        return Evaluation(regularizer.name, last["value"], gradient_DT, last["metrics"])
 
-    def _run(self, doing: str, function: Callable[..., T], regularizer: Regularizer, *arguments: Any) -> T:
+    def _run(self, doing: str, function: Callable[..., T], regularizer: Regularizer, *arguments: object) -> T:
         try:
             if regularizer.execution in PLACES:
                 return self._call(doing, regularizer, *arguments)
+
+            def work() -> T:
+                return self._loop.call(function, regularizer, *arguments)
+
             if regularizer.execution == "thread" and regularizer.timeout_s is not None:
-                work = partial(function, regularizer, *arguments)
                 return self._threads.run(f"{regularizer.name} {doing}", work, regularizer.timeout_s)
-            return function(regularizer, *arguments)
+            return work()
         except ExecutionError as error:
             raise failure(regularizer, doing, error) from error
 
-    def _call(self, doing: str, regularizer: Regularizer, *arguments: Any) -> Any:
+    def _call(self, doing: str, regularizer: Regularizer, *arguments: object) -> Any:
         with self._lock:
             key = (regularizer.name, doing)
             place = self._places.get(key)
             if place is None:
                 place = self._places[key] = PLACES[regularizer.execution](regularizer.term)
-        # The service's own datums stay here: only functions of the SDK's shape read them.
-        packed = [replace(each, datums=None) if isinstance(each, Batch) else each for each in arguments]
-        return place.call(doing, regularizer, *packed)
+        # Do not send the service's datums: only loss functions of the SDK read them, and they run in this process.
+        sent = [replace(argument, datums=None) if isinstance(argument, Batch) else argument for argument in arguments]
+        return place.call(doing, regularizer, *sent)

@@ -1,4 +1,4 @@
-"""What runs in the process of a term: ``python -m objectives.execution.worker FD``, started by `TermProcess`."""
+"""Main module of a term's process: ``python -m objectives.execution.worker FD``, started by `TermProcess`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from objectives.execution.respond import end_with_parent, load_term, respond
 
 
 def serve(connection: Connection) -> None:
-    """Load the term that the first message names, then answer calls until the other side is gone."""
+    """Load the term named by the first message, then run calls until the connection is closed."""
     module, name = receive(connection)
     try:
         term = load_term(module, name)
@@ -33,6 +33,6 @@ if __name__ == "__main__":
     end_with_parent()
     try:
         serve(Connection(int(sys.argv[1])))
-    except (EOFError, OSError):  # the run has ended, and waits for this process: no time to take it down in order
+    except (EOFError, OSError):  # The run has ended and waits for this process, so exit without cleanup.
         sys.stdout.flush()
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Weighted negative log-likelihood: the loss of supervised training, and the carrier of every linearized one."""
+"""Weighted negative log-likelihood, the supervised loss; every linearized objective is sent as this loss."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def cross_entropy(logprobs_DT: Tensor, weights_DT: Tensor) -> Tensor:
-    """Weighted negative log-likelihood, summed: ``-sum(weights * logprobs)``.
+    """Weighted negative log-likelihood, ``-sum(weights * logprobs)``.
 
-    Weights may be fractional or negative. Any trailing axes (top-K targets) are summed as well.
+    Weights may be fractional or negative. Trailing axes (top-K targets) are summed as well.
 
     Args:
         logprobs_DT: nats, ``(N,)`` or ``(N, K)``.
@@ -25,5 +25,5 @@ def cross_entropy(logprobs_DT: Tensor, weights_DT: Tensor) -> Tensor:
 
 
 def compute_mean_nll(logprobs_DT: Tensor, weights_DT: Tensor) -> float:
-    """Weighted mean negative log-likelihood, nats per token: `cross_entropy` over the sum of the weights."""
+    """Weighted mean negative log-likelihood, nats per token: `cross_entropy` divided by the sum of the weights."""
     return float(cross_entropy(logprobs_DT, weights_DT) / weights_DT.sum())

@@ -1,26 +1,8 @@
-"""The built-in regularizers, one file each; importing this registers them."""
+"""Built-in regularizers, one file each; importing this package registers them."""
 
-from objectives.terms import (
-    confidence,
-    consistency,
-    divergence,
-    entropy,
-    fairness,
-    kl,
-    knowledge,
-    length,
-    logic,
-    magnitude,
-    margin,
-    norms,
-    orthogonality,
-    preferences,
-    repetition,
-    simulation,
-    sparsity,
-    topology,
-    unlikely,
-)
+from objectives.terms.group import consistency, fairness, margin, orthogonality, preferences
+from objectives.terms.text import knowledge, length, logic, repetition, simulation, topology
+from objectives.terms.token import confidence, divergence, entropy, kl, magnitude, norms, sparsity, unlikely
 
 __all__ = [
     "confidence",

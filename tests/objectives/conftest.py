@@ -1,4 +1,4 @@
-"""Hypothesis for this room: no deadline, since a shared machine's pauses are not a property of the code."""
+"""Hypothesis settings: no deadline, because the speed of a shared machine varies."""
 
 from hypothesis import settings
 

@@ -1,4 +1,4 @@
-"""Ragged float64 batches, and real solutions, for the tests of this room."""
+"""Ragged float64 batches and GSM8K solutions for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOLUTIONS = tuple(json.loads(line)["answer"] for line in _PROBLEMS.read_text().s
 def make_batch(
     lengths: Sequence[int], *, seed: int = 0, masks: Sequence[bool] | None = None, texts: Sequence[str] = ()
 ) -> tuple[Batch, Outputs]:
-    """A batch of these lengths with random logprobs in (-5, 0) and random weights; False in masks is prompt."""
+    """Make a batch with random logprobs in (-5, 0) and random weights; ``masks`` is False for prompt tokens."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
     weights_DT = torch.rand(num_tokens, generator=generator) + 0.1
@@ -36,14 +36,14 @@ def make_batch(
 
 @st.composite
 def ragged(draw: st.DrawFn) -> tuple[Batch, Outputs]:
-    """Any lengths, datums without a token and datums without a trained one among them."""
+    """Ragged batches, including datums without tokens and datums without trained tokens."""
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
     masks = draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths)).filter(any))
     return make_batch(lengths, seed=draw(st.integers(0, 2**16)), masks=masks)
 
 
 def with_policies(batch: Batch, outputs: Outputs, *, seed: int = 1) -> tuple[Batch, Outputs]:
-    """The case with few different target tokens, and logprobs of a reference and of a policy that sampled."""
+    """Add random target tokens from a small vocabulary, reference logprobs and sampling logprobs."""
     generator = torch.Generator().manual_seed(seed)
     target_tokens_DT = torch.randint(0, 5, (batch.num_tokens,), generator=generator)
     near = [
@@ -58,11 +58,11 @@ def with_policies(batch: Batch, outputs: Outputs, *, seed: int = 1) -> tuple[Bat
 
 
 def several(batch: Batch, outputs: Outputs, *, num_targets: int, seed: int = 2) -> tuple[Batch, Outputs]:
-    """The case with K targets at each position, whose probabilities add up to less than 1."""
+    """Replace the targets by K targets per position, with probabilities that sum to less than 1."""
     generator = torch.Generator().manual_seed(seed)
     shape = (batch.num_tokens, num_targets + 1)
     logits = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
-    logprobs, ref_logprobs, sampling_logprobs = (each.log_softmax(-1)[:, :-1] for each in logits)
+    logprobs, ref_logprobs, sampling_logprobs = (logits_.log_softmax(-1)[:, :-1] for logits_ in logits)
     targets = torch.arange(num_targets).expand(batch.num_tokens, num_targets)
     weights = batch.weights_DT[:, None] * logprobs.exp().float()
     return replace(batch, target_tokens_DT=targets, weights_DT=weights), Outputs(
@@ -71,7 +71,7 @@ def several(batch: Batch, outputs: Outputs, *, num_targets: int, seed: int = 2) 
 
 
 def datums(values_DT: Tensor, batch: Batch) -> list[list[float]]:
-    """The trained tokens of each datum, as plain lists: what the slow twins loop over."""
+    """Return the values of the trained tokens of each datum as lists, for reference implementations."""
     bounds = batch.offsets_D.tolist()
     trained = batch.mask_DT.tolist()
     return [[float(values_DT[i]) for i in range(start, end) if trained[i]] for start, end in pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""Advantages against their definitions, written again as plain sums over everything that follows."""
+"""Advantages, compared with their definitions as plain sums."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ def columns(answers: list[tuple[float, int]]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def plain_centred(answers, scale):
-    found = []
+    actual = []
     for reward, label in answers:
         group = [r for r, other in answers if other == label]
         mean = sum(group) / len(group)
         variance = sum((r - mean) ** 2 for r in group) / max(1, len(group) - 1)
-        found.append((reward - mean) / (math.sqrt(variance) + 1e-4 if scale else 1))
-    return found
+        actual.append((reward - mean) / (math.sqrt(variance) + 1e-4 if scale else 1))
+    return actual
 
 
 def plain_leave_one_out(answers):
-    found = []
+    actual = []
     for index, (reward, label) in enumerate(answers):
         others = [r for i, (r, other) in enumerate(answers) if other == label and i != index]
-        found.append(reward - sum(others) / len(others) if others else 0.0)
-    return found
+        actual.append(reward - sum(others) / len(others) if others else 0.0)
+    return actual
 
 
 @given(groups, st.booleans())
 def test_groups(answers, scale):
     rewards, labels = columns(answers)
-    found = centre_by_group(rewards, labels, scale=scale)
-    assert found.tolist() == pytest.approx(plain_centred(answers, scale), rel=1e-6, abs=1e-9)
+    actual = centre_by_group(rewards, labels, scale=scale)
+    assert actual.tolist() == pytest.approx(plain_centred(answers, scale), rel=1e-6, abs=1e-9)
     assert leave_one_out(rewards, labels).tolist() == pytest.approx(plain_leave_one_out(answers), abs=1e-9)
 
 
 @given(groups)
-def test_what_holds_of_every_group(answers):
+def test_properties_of_every_group(answers):
     rewards, labels = columns(answers)
     shifted = rewards + labels  # a reward that all of a group share is no advantage
     torch.testing.assert_close(centre_by_group(shifted, labels), centre_by_group(rewards, labels))
@@ -61,7 +61,7 @@ def test_what_holds_of_every_group(answers):
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards, values, a mask and offsets; empty datums, and datums without a sampled token, among them."""
+    """Rewards, values, a mask and offsets, including empty datums and datums without sampled tokens."""
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     rewards, values = torch.randn(2, sum(lengths), generator=generator, dtype=torch.float64)
@@ -70,7 +70,7 @@ def trajectories(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def plain_gae(rewards, values, discount, decay):
-    """The sum over all later surprises, for the sampled tokens of one datum."""
+    """Reference: sum over all later TD errors, for the sampled tokens of one datum."""
     following = [*values, 0.0][1:]
     surprise = [r + discount * after - v for r, v, after in zip(rewards, values, following, strict=True)]
     count = len(rewards)
@@ -81,7 +81,7 @@ factor = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 
 
 @given(trajectories(), factor, factor)
-def test_gae_and_returns_are_their_sums(case, discount, decay):
+def test_gae_and_returns_match_their_sums(case, discount, decay):
     rewards, values, mask, offsets = case
     gae = compute_gae(rewards, values, mask, offsets, discount=discount, decay=decay)
     returns = discounted_returns(rewards, mask, offsets, discount=discount)
@@ -95,14 +95,14 @@ def test_gae_and_returns_are_their_sums(case, discount, decay):
 
 
 @given(trajectories(), factor)
-def test_without_decay_gae_is_the_return_less_the_value(case, discount):
+def test_gae_without_decay_is_the_return_minus_the_value(case, discount):
     rewards, values, mask, offsets = case
     gae = compute_gae(rewards, values, mask, offsets, discount=discount, decay=1.0)
     returns = discounted_returns(rewards, mask, offsets, discount=discount)
     torch.testing.assert_close(gae, (returns - values).where(mask, 0.0))
 
 
-def test_a_perfect_critic_is_never_surprised():
+def test_a_perfect_critic_gives_zero_advantages():
     rewards, mask = torch.tensor([0.0, 1.0, 9.0, 2.0]), torch.tensor([True, True, False, True])
     offsets = torch.tensor([0, 4])
     values = discounted_returns(rewards, mask, offsets, discount=0.5)

@@ -1,4 +1,4 @@
-"""Policy losses as base losses: the same figures as the service's, over the trained tokens."""
+"""Policy losses as base losses, compared with the service's losses over the trained tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLICY_LOSSES = [loss.name for loss in BASE_LOSSES.values() if loss.is_policy_lo
 
 
 def sampled(batch: Batch, outputs: Outputs) -> tuple[Batch, Outputs]:
-    """The batch as samples of a policy nearby, with a reference and a critic; made-up figures stand at its prompts."""
+    """Add sampling, reference and critic values; prompt tokens get arbitrary values."""
     generator = torch.Generator().manual_seed(batch.num_tokens)
     noise, away = 0.3 * torch.randn(2, batch.num_tokens, generator=generator, dtype=torch.float64)
     advantages_DT, values_DT, returns_DT = torch.randn(3, batch.num_tokens, generator=generator)
@@ -41,7 +41,7 @@ def sampled(batch: Batch, outputs: Outputs) -> tuple[Batch, Outputs]:
 
 @given(ragged())
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_prompts_play_no_part(name, case):
+def test_prompt_tokens_are_ignored(name, case):
     """A batch with prompts has the loss and the gradient of the same batch without them."""
     batch, outputs = sampled(*case)
     mask = batch.mask_DT
@@ -61,11 +61,11 @@ def test_prompts_play_no_part(name, case):
     )
     bare = Outputs(outputs.logprobs_DT[mask], outputs.ref_logprobs_DT[mask], outputs.sampling_logprobs_DT[mask])
     objective = Objective({"name": name})
-    found, expected = evaluate_base(objective, outputs, batch), evaluate_base(objective, bare, without)
-    assert found.value == pytest.approx(expected.value)
-    assert found.metrics == pytest.approx(expected.metrics)
-    torch.testing.assert_close(found.gradient_DT[mask], expected.gradient_DT)
-    assert not found.gradient_DT[~mask].any()
+    actual, expected = evaluate_base(objective.base, outputs, batch), evaluate_base(objective.base, bare, without)
+    assert actual.value == pytest.approx(expected.value)
+    assert actual.metrics == pytest.approx(expected.metrics)
+    torch.testing.assert_close(actual.gradient_DT[mask], expected.gradient_DT)
+    assert not actual.gradient_DT[~mask].any()
 
 
 def test_ppo_by_hand():
@@ -79,7 +79,7 @@ def test_ppo_by_hand():
         torch.tensor([-1.0, -1.0, -1.0]),
         sampling_logprobs_DT=torch.tensor([0.0, -1.0 - math.log(1.5), -1.0 - math.log(1.1)]),
     )
-    base = evaluate_base(Objective("ppo"), outputs, batch)
+    base = evaluate_base(Objective("ppo").base, outputs, batch)
     assert base.name == "base"
     assert base.value == pytest.approx(-(1.2 * 2 - 1.1))
     assert base.gradient_DT.tolist() == pytest.approx([0, 0, 1.1])
@@ -87,40 +87,42 @@ def test_ppo_by_hand():
         {"ratio_mean": 1.3, "ratio_max": 1.5, "kl_k1": -(math.log(1.5) + math.log(1.1)) / 2, "clip_fraction": 0.5}
     )
     wide = {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}
-    free = evaluate_base(Objective({"name": "ppo", "params": wide}), outputs, batch)
+    free = evaluate_base(Objective({"name": "ppo", "params": wide}).base, outputs, batch)
     assert free.value == pytest.approx(-(1.5 * 2 - 1.1))
     linear = linearize(free, [])
     assert linear.loss_weights_DT.tolist() == pytest.approx([0, 3.0, -1.1])
     assert linear.metrics["term/base/ratio_max"] == pytest.approx(1.5)
 
 
-def test_plain_data_names_the_loss_and_its_params():
+def test_a_spec_selects_the_loss_and_its_parameters():
     text = '{"base_loss": {"name": "dro", "params": {"beta": 0.5}}}'
     spec = ObjectiveSpec.model_validate_json(text)
     assert spec.base_loss == BaseLossSpec(name="dro", params={"beta": 0.5})
     batch, outputs = sampled(*make_batch([3, 2]))
-    by_spec = evaluate_base(Objective.from_spec(spec), outputs, batch)
-    assert by_spec.value == evaluate_base(Objective(spec.base_loss), outputs, batch).value
-    assert by_spec.value != evaluate_base(Objective("dro"), outputs, batch).value
+    by_spec = evaluate_base(Objective.from_spec(spec).base, outputs, batch)
+    assert by_spec.value == evaluate_base(Objective(spec.base_loss).base, outputs, batch).value
+    assert by_spec.value != evaluate_base(Objective("dro").base, outputs, batch).value
     assert Objective(BaseLossSpec(name="cross_entropy")).base is None
 
 
-def test_what_a_policy_loss_needs_is_said_before_the_run_and_in_it():
+def test_missing_inputs_of_a_policy_loss_raise_before_and_during_the_run():
     objective = Objective("ppo", [{"name": "confidence"}])
     objective.check_needs({"sampling_logprobs", "advantages"})
-    with pytest.raises(ObjectiveError, match=r"Term 'base' needs advantages, .* take another base loss"):
+    with pytest.raises(ObjectiveError, match=r"Term 'base' needs advantages, .* use another base loss"):
         objective.check_needs({"sampling_logprobs"})
     batch, outputs = sampled(*make_batch([3]))
-    with pytest.raises(ObjectiveError, match="Term 'base' needs advantages, which these outputs and their batch lack"):
-        evaluate_base(objective, outputs, replace(batch, advantages_DT=None))
+    with pytest.raises(
+        ObjectiveError, match="Term 'base' needs advantages, which the outputs and the batch do not have"
+    ):
+        evaluate_base(objective.base, outputs, replace(batch, advantages_DT=None))
     with pytest.raises(ObjectiveError, match="A batch of 3 tokens has 2 advantages"):
         replace(batch, advantages_DT=torch.ones(2))
 
 
-def test_a_batch_without_a_surprise_has_no_gradient_and_is_no_error():
+def test_a_batch_of_zero_advantages_has_no_gradient_and_no_error():
     batch, outputs = sampled(*make_batch([3, 2]))
     batch = replace(batch, advantages_DT=torch.zeros(5))
-    assert not evaluate_base(Objective("ppo"), outputs, batch, first_step=True).gradient_DT.any()
+    assert not evaluate_base(Objective("ppo").base, outputs, batch, first_step=True).gradient_DT.any()
 
 
 def test_a_term_may_need_advantages():
@@ -137,42 +139,46 @@ def test_a_term_may_need_advantages():
     torch.testing.assert_close(evaluation.gradient_DT, -batch.advantages_DT.double())
 
 
-def test_enhanced_ppo_needs_what_its_coefficients_read():
+def test_enhanced_ppo_needs_the_inputs_of_its_coefficients():
     batch, outputs = sampled(*make_batch([3, 2]))
     bare = {"value_coeff": 0, "kl_coeff": 0, "entropy_coeff": 0}
-    plain = Objective({"name": "enhanced_ppo", "params": bare})
-    plain.check_needs({"sampling_logprobs", "advantages"})
-    ppo = evaluate_base(Objective("ppo"), outputs, batch)
-    assert evaluate_base(plain, replace(outputs, ref_logprobs_DT=None), batch).value == pytest.approx(ppo.value)
+    without_coefficients = Objective({"name": "enhanced_ppo", "params": bare})
+    without_coefficients.check_needs({"sampling_logprobs", "advantages"})
+    ppo = evaluate_base(Objective("ppo").base, outputs, batch)
+    assert evaluate_base(
+        without_coefficients.base, replace(outputs, ref_logprobs_DT=None), batch
+    ).value == pytest.approx(ppo.value)
 
-    whole = Objective("enhanced_ppo")
-    with pytest.raises(ObjectiveError, match="Term 'base' needs values, and this flow gives"):
-        whole.check_needs(["sampling_logprobs", "advantages", "ref_logprobs"])
-    whole.check_needs(["sampling_logprobs", "advantages", "ref_logprobs", "values", "returns"])
-    with pytest.raises(ObjectiveError, match="'base' needs returns, which these outputs and their batch lack"):
-        evaluate_base(whole, outputs, replace(batch, returns_DT=None))
+    objective = Objective("enhanced_ppo")
+    with pytest.raises(ObjectiveError, match="Term 'base' needs values, but this flow provides only"):
+        objective.check_needs(["sampling_logprobs", "advantages", "ref_logprobs"])
+    objective.check_needs(["sampling_logprobs", "advantages", "ref_logprobs", "values", "returns"])
+    with pytest.raises(ObjectiveError, match="'base' needs returns, which the outputs and the batch do not have"):
+        evaluate_base(objective.base, outputs, replace(batch, returns_DT=None))
     with pytest.raises(ObjectiveError, match="A batch of 5 tokens has 2 values"):
         replace(batch, values_DT=torch.ones(2))
-    assert {"entropy", "kl_ref", "critic_error", "ratio_mean"} <= evaluate_base(whole, outputs, batch).metrics.keys()
+    assert {"entropy", "kl_ref", "critic_error", "ratio_mean"} <= evaluate_base(
+        objective.base, outputs, batch
+    ).metrics.keys()
 
 
-def test_a_critic_is_watched_and_does_not_train_the_policy():
+def test_a_critic_adds_a_metric_without_training_the_policy():
     batch, outputs = sampled(*make_batch([3, 2]))
     assert batch.values_DT is not None
     objective = Objective("enhanced_ppo")
-    found = evaluate_base(objective, outputs, batch)
-    worse = evaluate_base(objective, outputs, replace(batch, values_DT=batch.values_DT + 100))
-    assert worse.value > found.value + 1000
-    torch.testing.assert_close(worse.gradient_DT, found.gradient_DT)
+    actual = evaluate_base(objective.base, outputs, batch)
+    worse = evaluate_base(objective.base, outputs, replace(batch, values_DT=batch.values_DT + 100))
+    assert worse.value > actual.value + 1000
+    torch.testing.assert_close(worse.gradient_DT, actual.gradient_DT)
 
 
 @pytest.mark.parametrize("name", CLIENT_SIDE)
-def test_a_loss_of_the_client_goes_with_any_term(name):
-    """What is sent is the gradient of the loss and the term together, written again with autograd alone."""
+def test_a_client_side_loss_combines_with_any_term(name):
+    """The sent weights equal the autograd gradient of the loss plus the weighted term."""
     batch, outputs = sampled(*make_batch([3, 1, 4], masks=[True, True, False, True, True, True, False, True]))
     objective = Objective(name, [{"name": "confidence", "weight": 0.7}])
     term = evaluate_term(objective.regularizers[0], outputs, batch, first_step=True)
-    linear = linearize(evaluate_base(objective, outputs, batch), [(term, 0.7)])
+    linear = linearize(evaluate_base(objective.base, outputs, batch), [(term, 0.7)])
 
     mask, loss = batch.mask_DT, CLIENT_SIDE[name]
     logprobs_DT = outputs.logprobs_DT.clone().requires_grad_()

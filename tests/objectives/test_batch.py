@@ -11,15 +11,15 @@ from objectives.losses import compute_mean_nll, cross_entropy
 
 
 @given(st.lists(st.lists(st.floats(-9, 9, width=32), max_size=5), min_size=1, max_size=5))
-def test_unpack_undoes_pack(rows):
+def test_unpack_inverts_pack(rows):
     fields = [torch.tensor(row) for row in rows]
     flat_DT, offsets_D = pack(fields)
     assert len(offsets_D) == len(rows) + 1
-    assert [each.tolist() for each in unpack(flat_DT, offsets_D)] == [each.tolist() for each in fields]
+    assert [field.tolist() for field in unpack(flat_DT, offsets_D)] == [field.tolist() for field in fields]
 
 
 @given(ragged())
-def test_each_token_knows_its_datum(case):
+def test_datum_of_each_token(case):
     batch, _ = case
     lengths = batch.offsets_D.diff().tolist()
     assert batch.datum_of_DT.tolist() == [d for d, length in enumerate(lengths) for _ in range(length)]
@@ -43,11 +43,11 @@ def test_cross_entropy_gradcheck():
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
-def test_an_empty_batch_is_refused(lengths):
+def test_an_empty_batch_raises(lengths):
     with pytest.raises(ObjectiveError, match=f"A batch has {len(lengths)} datums and 0 tokens"):
         make_batch(lengths)
 
 
-def test_a_batch_that_trains_nothing_is_refused():
+def test_a_batch_without_trained_tokens_raises():
     with pytest.raises(ObjectiveError, match="No token of a batch has a non-zero weight"):
         make_batch([2], masks=[False, False])

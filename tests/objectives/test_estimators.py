@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from ragged_batches import datums, make_batch, ragged
 
 from objectives.batch import Outputs
 from objectives.errors import ObjectiveError
-from objectives.estimators import minimum_risk, score_function, unlikelihood
+from objectives.estimators import minimum_risk, minimum_risk_mean, score_function, unlikelihood
 from objectives.reductions import reduce
 
 
@@ -20,22 +21,37 @@ def random_scores(count: int) -> torch.Tensor:
     return torch.rand(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
 
 
-@given(ragged(), st.floats(0.1, 10))
-def test_minimum_risk_equals_a_plain_loop(case, alpha):
+REDUCTIONS = {minimum_risk: sum, minimum_risk_mean: fmean}
+
+
+@pytest.mark.parametrize("estimator", REDUCTIONS)
+@given(case=ragged(), alpha=st.floats(0.1, 3))
+def test_risk_equals_a_plain_loop_over_prompts(estimator, case, alpha):
     batch, outputs = case
+    prompts_D = torch.arange(batch.num_datums) % 2
+    batch = replace(batch, labels_D={"prompt": prompts_D})
     scores_D = random_scores(batch.num_datums)
-    trained = [(each, score) for each, score in zip(datums(outputs.logprobs_DT, batch), scores_D, strict=True) if each]
-    likelihoods = [math.exp(alpha * sum(each) / len(each)) for each, _ in trained]
-    expected = sum(p * float(score) for p, (_, score) in zip(likelihoods, trained, strict=True)) / sum(likelihoods)
-    assert minimum_risk(outputs, batch, scores_D, alpha=alpha).item() == pytest.approx(expected)
+    risks = []
+    for prompt in (0, 1):
+        completions = [
+            (math.exp(alpha * REDUCTIONS[estimator](logprobs_T)), float(score))
+            for logprobs_T, score, number in zip(
+                datums(outputs.logprobs_DT, batch), scores_D, prompts_D.tolist(), strict=True
+            )
+            if logprobs_T and number == prompt
+        ]
+        if completions:
+            risks.append(sum(p * score for p, score in completions) / sum(p for p, _ in completions))
+    assert estimator(outputs, batch, scores_D, alpha=alpha).item() == pytest.approx(fmean(risks))
 
 
-@given(ragged())
-def test_minimum_risk_gradient(case):
+@pytest.mark.parametrize("estimator", REDUCTIONS)
+@given(case=ragged())
+def test_risk_gradient(estimator, case):
     batch, outputs = case
     scores_D = random_scores(batch.num_datums)
     logprobs_DT = outputs.logprobs_DT.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: minimum_risk(Outputs(x), batch, scores_D, alpha=2.0), logprobs_DT)
+    assert torch.autograd.gradcheck(lambda x: estimator(Outputs(x), batch, scores_D, alpha=0.5), logprobs_DT)
 
 
 @given(ragged())
@@ -60,7 +76,7 @@ def test_score_function_gradient(case):
     )
 
 
-def test_on_policy_score_function_is_reinforce_with_the_others_as_baseline():
+def test_on_policy_score_function_is_reinforce_with_leave_one_out_baseline():
     batch, outputs = make_batch([2, 1, 3])
     scores_D = torch.tensor([1.0, 0.0, 4.0], dtype=torch.float64)
     logprobs_DT = outputs.logprobs_DT.requires_grad_()
@@ -72,7 +88,7 @@ def test_on_policy_score_function_is_reinforce_with_the_others_as_baseline():
 
 
 def test_score_function_is_unbiased_over_every_pair_of_samples():
-    """One token of three; scores per token; the gradient by logits, averaged over all pairs the sampler may draw."""
+    """Exact mean gradient by logits over all pairs of samples from a vocabulary of three tokens."""
     batch, _ = make_batch([1, 1])
     token_scores = torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64)
     sampler = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
@@ -90,9 +106,9 @@ def test_score_function_is_unbiased_over_every_pair_of_samples():
     assert mean_gradient.tolist() == pytest.approx(expected.tolist())
 
 
-def test_score_function_on_fixed_data_names_the_other_two():
+def test_score_function_on_fixed_data_suggests_the_other_estimators():
     batch, outputs = make_batch([2])
-    with pytest.raises(ObjectiveError, match="declare 'minimum_risk' or 'unlikelihood'"):
+    with pytest.raises(ObjectiveError, match="use 'auto', 'minimum_risk' or 'unlikelihood'"):
         score_function(outputs, batch, torch.zeros(1))
 
 
@@ -112,7 +128,7 @@ def test_unlikelihood_equals_its_formula_and_its_gradient_is_checked(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_unlikelihood_of_a_certain_token_pushes_hard_and_finitely(dtype):
+def test_unlikelihood_of_a_certain_token_has_a_large_finite_gradient(dtype):
     batch, outputs = make_batch([4])
     logprobs_DT = torch.tensor([-1e-3, -1e-4, -1e-9, 0.0], dtype=dtype, requires_grad=True)
     value_DT = unlikelihood(replace(outputs, logprobs_DT=logprobs_DT), batch, torch.ones(4, dtype=dtype))

@@ -21,6 +21,7 @@ from objectives import (
     prepare_features,
     regularizer,
 )
+from objectives.reductions import reduce
 
 BUILT_IN = ("confidence", "sparsity", "topology", "logic")
 
@@ -37,7 +38,7 @@ def evaluate(bound: Regularizer, outputs: Outputs, batch: Batch) -> Evaluation:
 
 
 def finite_differences(bound: Regularizer, outputs: Outputs, batch: Batch) -> list[float]:
-    """The slow gradient of what an evaluation says its value is: central differences, target by target."""
+    """Gradient of an evaluation's value by central differences, target by target."""
     slopes = []
     for index in range(outputs.logprobs_DT.numel()):
         step = torch.zeros_like(outputs.logprobs_DT)
@@ -131,9 +132,9 @@ def test_a_monitor_has_metrics_and_no_gradient():
 
 
 @given(ragged())
-def test_the_gradient_of_cross_entropy_is_its_negative_weights(case):
+def test_cross_entropy_has_the_negative_weights_as_gradient(case):
     batch, outputs = case
-    base = evaluate_base(Objective(), outputs, batch)
+    base = evaluate_base(Objective().base, outputs, batch)
     logprobs_DT = outputs.logprobs_DT.requires_grad_()
     expected = -(batch.weights_DT * logprobs_DT).sum()
     assert base.value == pytest.approx(expected.item())
@@ -141,7 +142,7 @@ def test_the_gradient_of_cross_entropy_is_its_negative_weights(case):
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_evaluations_of_float32_are_repeated_to_the_bit(name):
+def test_float32_evaluations_are_bitwise_reproducible(name):
     batch, outputs = make_batch([37, 120, 5], texts=SOLUTIONS[:3])
     outputs = Outputs(outputs.logprobs_DT.float())
     first, second = (evaluate(bind(name), outputs, batch) for _ in range(2))
@@ -165,7 +166,7 @@ def test_evaluations_of_float32_are_repeated_to_the_bit(name):
     ],
 )
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_differentiable_term_without_gradient_is_refused(blind, on_error):
+def test_a_differentiable_term_without_gradient_raises(blind, on_error):
     @regularizer("test_blind")
     def term(outputs, batch):
         return blind(outputs.logprobs_DT)
@@ -196,51 +197,68 @@ def raising():
 
 
 @pytest.mark.parametrize(
-    ("fn", "declared", "says"),
+    ("fn", "declared", "message"),
     [
         (
             lambda o, b: raising(),
             {},
-            "failed evaluating: it raised RuntimeError: no connection to the knowledge base (a run",
+            "failed evaluating: it raised RuntimeError: no connection to the knowledge base (set on_error='skip'",
         ),
-        (lambda o, b: None, {}, "it returned NoneType where numbers are expected"),
-        (lambda o, b: (o.logprobs_DT, 1.0), {}, "it returned tuple where numbers are expected"),
-        (lambda o, b: {"a": 1}, {}, "it returned dict where numbers are expected"),
-        (lambda o, b: (o.logprobs_DT, {"value": 1.0}), {}, "its metrics value are kept for every term"),
-        (lambda o, b: o.logprobs_DT.sum(), {}, "shape () under the reduction 'token_mean'"),
-        (lambda o, b: o.logprobs_DT, {"reduction": "none"}, "shape (5,) under the reduction 'none'"),
-        (lambda o, b: o.logprobs_DT[:4], {}, "shape (4,) under the reduction 'token_mean'"),
-        (lambda o, b: o.logprobs_DT / 0, {}, "has the value -inf where a finite one is expected"),
-        (lambda o, b: o.logprobs_DT.log(), {}, "has the value nan where a finite one is expected"),
+        (lambda o, b: None, {}, "it returned NoneType instead of numbers"),
+        (lambda o, b: (o.logprobs_DT, 1.0), {}, "it returned tuple instead of numbers"),
+        (lambda o, b: {"a": 1}, {}, "it returned dict instead of numbers"),
+        (lambda o, b: (o.logprobs_DT, {"value": 1.0}), {}, "its metric names value are reserved"),
+        (lambda o, b: o.logprobs_DT.sum(), {}, "shape () with the reduction 'token_mean'"),
+        (lambda o, b: o.logprobs_DT, {"reduction": "none"}, "shape (5,) with the reduction 'none'"),
+        (lambda o, b: o.logprobs_DT[:4], {}, "shape (4,) with the reduction 'token_mean'"),
+        (lambda o, b: o.logprobs_DT / 0, {}, "has the value -inf, which is not finite"),
+        (lambda o, b: o.logprobs_DT.log(), {}, "has the value nan, which is not finite"),
         (lambda o, b: (o.logprobs_DT - o.logprobs_DT).sqrt(), {}, "is not finite at 5 of 5 tokens"),
-        (lambda o, b: [0.0], {"kind": "scored"}, "shape (1,) where the estimator 'minimum_risk' expects (2,)"),
-        (lambda o, b: [0.0, math.inf], {"kind": "scored"}, "has the value inf"),
+        (lambda o, b: [0.0], {"kind": "scored"}, "shape (1,), but the estimator 'minimum_risk' expects (2,)"),
+        (lambda o, b: [0.0, math.inf], {"kind": "scored"}, "has the value nan, which is not finite"),
         (
             lambda o, b: [0.0, 1.0],
             {"kind": "scored", "estimator": "unlikelihood"},
-            "shape (2,) where the estimator 'unlikelihood' expects (5,)",
+            "shape (2,), but the estimator 'unlikelihood' expects (5,)",
         ),
         (
             lambda o, b: [0.0, 1.0],
             {"kind": "scored", "estimator": "score_function"},
-            "declare 'minimum_risk' or 'unlikelihood'",
+            "use 'auto', 'minimum_risk' or 'unlikelihood'",
         ),
-        (lambda o, b: o.ref_logprobs_DT, {"needs": ("ref_logprobs",)}, "needs ref_logprobs, which these outputs and"),
+        (lambda o, b: o.ref_logprobs_DT, {"needs": ("ref_logprobs",)}, "needs ref_logprobs, which the outputs and"),
     ],
 )
-def test_a_failing_term_is_one_sentence_that_names_it(fn, declared, says):
+def test_a_failing_term_raises_one_sentence_with_its_name(fn, declared, message):
     term = regularizer("test_failing", **declared)(fn)
     batch, outputs = make_batch([2, 3])
-    with pytest.raises(ObjectiveError) as refused:
+    with pytest.raises(ObjectiveError) as error:
         evaluate(bind(term, name="culprit"), outputs, batch)
-    message = str(refused.value)
-    assert says in message
-    assert "'culprit'" in message
-    assert message.endswith(".")
-    assert "\n" not in message
+    text = str(error.value)
+    assert message in text
+    assert "'culprit'" in text
+    assert text.endswith(".")
+    assert "\n" not in text
 
 
-def test_a_failing_prepare_names_its_term():
+@pytest.mark.parametrize(
+    ("shape", "reduction", "fix"),
+    [
+        ((4,), "token_mean", "return (5,) per token or (2,) per datum"),
+        ((5, 1), "sum", "return (5,) per token or (2,) per datum"),
+        ((4,), "none", "return a 0-d value"),
+        ((), "token_mean", "declare the reduction 'none'"),
+        ((5,), "none", "declare the reduction 'token_mean', 'sequence_mean' or 'sum'"),
+    ],
+)
+def test_the_fix_of_a_wrong_shape_fits_it(shape, reduction, fix):
+    batch, _ = make_batch([2, 3])
+    with pytest.raises(ObjectiveError) as error:
+        reduce(torch.zeros(shape), batch, reduction)
+    assert str(error.value).endswith(f"with the reduction {reduction!r}; {fix}")
+
+
+def test_a_failing_prepare_raises_with_the_term_name():
     def look_up(batch):
         raise OSError("disk")
 
@@ -251,18 +269,18 @@ def test_a_failing_prepare_names_its_term():
     batch, outputs = make_batch([2])
     with pytest.raises(ObjectiveError, match="Term 'test_prepared' failed preparing: it raised OSError: disk"):
         prepare_features(bind(term), batch)
-    with pytest.raises(ObjectiveError, match="needs its prepared features, and the batch came without"):
+    with pytest.raises(ObjectiveError, match="needs prepared features, but the batch has none"):
         evaluate_term(bind(term), outputs, batch, first_step=True)
 
 
-def test_logprobs_of_another_batch_are_refused():
+def test_logprobs_of_another_batch_raise():
     batch, _ = make_batch([2, 3])
     _, outputs = make_batch([2])
-    with pytest.raises(ObjectiveError, match=r"shape \(2,\) where the batch has 5 tokens"):
+    with pytest.raises(ObjectiveError, match=r"shape \(2,\), but the batch has 5 tokens"):
         evaluate(bind("confidence"), outputs, batch)
 
 
-def test_a_base_loss_that_is_not_finite_is_named():
+def test_a_base_loss_that_is_not_finite_raises():
     batch, outputs = make_batch([2])
     with pytest.raises(ObjectiveError, match="'base' has the value nan"):
-        evaluate_base(Objective(), Outputs(outputs.logprobs_DT * math.nan), batch)
+        evaluate_base(Objective().base, Outputs(outputs.logprobs_DT * math.nan), batch)

@@ -6,10 +6,10 @@ import pytest
 from pydantic import ValidationError
 
 from objectives import Objective, ObjectiveError, ObjectiveSpec, RegularizerSpec, regularizer
-from objectives.terms.sparsity import sparsity
+from objectives.terms.token.sparsity import sparsity
 
 
-def test_plain_data_and_python_make_the_same_objective():
+def test_a_spec_and_python_create_the_same_objective():
     text = """{"base_loss": "cross_entropy", "regularizers": [
         {"name": "topology", "weight": 0.1, "params": {"alpha": 2}},
         {"name": "l2", "fn": "sparsity", "weight": {"schedule": "linear", "start": 0, "end": 1}, "every": 2}]}"""
@@ -25,11 +25,11 @@ def test_plain_data_and_python_make_the_same_objective():
     assert [l2.due_at(step) for step in range(4)] == [True, False, True, False]
 
 
-def test_a_term_gives_its_name_and_disabled_ones_are_left_out():
+def test_terms_have_default_names_and_disabled_ones_are_skipped():
     objective = Objective(
         regularizers=[{"fn": sparsity, "weight": 0.1}, RegularizerSpec(name="logic", weight=1, enabled=False)]
     )
-    assert [each.name for each in objective.regularizers] == ["sparsity"]
+    assert [term.name for term in objective.regularizers] == ["sparsity"]
 
 
 def test_a_monitor_has_no_weight():
@@ -42,7 +42,7 @@ def test_a_monitor_has_no_weight():
 
 
 @pytest.mark.parametrize(
-    ("entry", "says"),
+    ("entry", "message"),
     [
         ({"name": "topology", "weight": -0.1}, "'weight' is -0.1, but input should be greater than or equal to 0"),
         ({"name": "topology", "weight": float("nan")}, "'weight' is nan, but input should be a finite number"),
@@ -61,34 +61,34 @@ def test_a_monitor_has_no_weight():
             {"name": "topology", "execution": "inline", "timeout_s": 1},
             "the execution 'inline', which cannot be stopped",
         ),
-        ({"name": "topology", "execution": "async"}, "has the execution 'async' and no async function"),
+        ({"name": "topology", "execution": "async"}, "has the execution 'async' but no async function"),
         ({"weight": 1}, "'name': field required"),
         ({"name": "topolgy"}, "No term is registered as 'topolgy', only "),
         ({"name": "mine", "fn": "topolgy"}, "No term is registered as 'topolgy', only "),
         ({"name": "topology", "enabled": False, "params": {"beta": 1}}, "'beta': extra inputs are not permitted"),
-        ({"name": "base", "fn": "topology"}, "The name 'base' of a regularizer is kept for the base loss"),
-        (sparsity, "a RegularizerSpec or a dict of its fields is expected"),
+        ({"name": "base", "fn": "topology"}, "The regularizer name 'base' is reserved for the base loss"),
+        (sparsity, "not a RegularizerSpec or a dict of its fields"),
     ],
 )
-def test_a_wrong_regularizer_is_one_sentence(entry, says):
-    with pytest.raises(ObjectiveError) as refused:
+def test_an_invalid_regularizer_raises_one_sentence(entry, message):
+    with pytest.raises(ObjectiveError) as error:
         Objective(regularizers=[entry])
-    assert says in str(refused.value)
-    assert "\n" not in str(refused.value)
-    assert str(refused.value).endswith(".")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert str(error.value).endswith(".")
 
 
-def test_duplicate_names_are_refused():
-    with pytest.raises(ObjectiveError, match="'logic' of a regularizer is used twice: give each its own `name`"):
+def test_duplicate_names_raise():
+    with pytest.raises(ObjectiveError, match="regularizer name 'logic' is used twice; choose a unique `name`"):
         Objective(regularizers=[{"name": "logic"}, {"name": "logic", "fn": "topology"}])
 
 
 @pytest.mark.parametrize(
-    ("base_loss", "says"),
+    ("base_loss", "message"),
     [
         (
             "trpo",
-            r"The base loss 'trpo' is unknown: it is one of cross_entropy, .*, dapo, .*, a registered term, or a",
+            r"The base loss 'trpo' is unknown; use one of cross_entropy, .*, dapo, .*, a registered term, or a",
         ),
         (None, "The base loss None is unknown"),
         ({"name": "ppo", "parms": {}}, "'parms': extra inputs are not permitted"),
@@ -96,19 +96,19 @@ def test_duplicate_names_are_refused():
         ({"name": "cross_entropy", "params": {"beta": 0.2}}, "The loss 'cross_entropy' has no parameter 'beta'"),
     ],
 )
-def test_an_unknown_base_loss_is_refused(base_loss, says):
-    with pytest.raises(ObjectiveError, match=says):
+def test_an_unknown_base_loss_raises(base_loss, message):
+    with pytest.raises(ObjectiveError, match=message):
         Objective(base_loss)
 
 
-def test_a_scored_term_is_no_base_loss():
-    from objectives.terms.logic import logic
+def test_a_scored_term_as_base_loss_raises():
+    from objectives.terms.text.logic import logic
 
-    with pytest.raises(ObjectiveError, match="'logic' is a scored term: only a differentiable one can be it"):
+    with pytest.raises(ObjectiveError, match="'logic' is a scored term; use a differentiable term"):
         Objective(logic)
 
 
-def test_needs_that_no_service_gives_are_refused():
+def test_needs_that_no_service_provides_raise():
     @regularizer("test_hidden", needs=("hidden_states",))
     def hidden(outputs, batch):
         return outputs.logprobs_DT
@@ -117,25 +117,28 @@ def test_needs_that_no_service_gives_are_refused():
         Objective(regularizers=[{"fn": hidden}])
 
 
-def test_needs_that_a_flow_does_not_give_are_refused_before_the_run():
+def test_needs_that_a_flow_does_not_provide_raise_before_the_run():
     @regularizer("test_reference", needs=("ref_logprobs",))
     def reference(outputs, batch):
         return outputs.logprobs_DT - outputs.ref_logprobs_DT
 
     objective = Objective(regularizers=[{"fn": reference}])
     objective.check_needs({"ref_logprobs"})
-    with pytest.raises(ObjectiveError, match="'test_reference' needs ref_logprobs, and this flow gives nothing"):
+    with pytest.raises(
+        ObjectiveError,
+        match="'test_reference' needs ref_logprobs, but this flow provides only the logprobs and no other input",
+    ):
         objective.check_needs()
 
 
-def test_the_score_function_is_refused_on_fixed_data_before_the_run():
+def test_the_score_function_on_fixed_data_raises_before_the_run():
     @regularizer("test_reinforced", "scored", estimator="score_function")
     def reinforced(outputs, batch):
         return [0.0] * batch.num_datums
 
     objective = Objective(regularizers=[{"fn": reinforced}])
     objective.check_needs({"sampling_logprobs"})
-    with pytest.raises(ObjectiveError, match="declare 'minimum_risk' or 'unlikelihood'"):
+    with pytest.raises(ObjectiveError, match="use 'auto', 'minimum_risk' or 'unlikelihood'"):
         objective.check_needs()
 
 

@@ -16,20 +16,20 @@ from objectives.reductions import mean_by_datum, reduce, sum_by_datum, trained_d
 def test_sums_and_means_equal_plain_loops(case):
     batch, outputs = case
     values = datums(outputs.logprobs_DT, batch)
-    assert sum_by_datum(outputs.logprobs_DT, batch).tolist() == pytest.approx([sum(each) for each in values])
-    means = [fmean(each) if each else 0.0 for each in values]
+    assert sum_by_datum(outputs.logprobs_DT, batch).tolist() == pytest.approx([sum(row) for row in values])
+    means = [fmean(row) if row else 0.0 for row in values]
     assert mean_by_datum(outputs.logprobs_DT, batch).tolist() == pytest.approx(means)
-    assert trained_datums(batch).tolist() == [bool(each) for each in values]
+    assert trained_datums(batch).tolist() == [bool(row) for row in values]
 
 
 @given(ragged())
-def test_reductions_of_tokens_equal_plain_loops(case):
+def test_token_reductions_equal_plain_loops(case):
     batch, outputs = case
     values = datums(outputs.logprobs_DT, batch)
-    flat = [value for each in values for value in each]
+    flat = [value for row in values for value in row]
     expected = {
         "token_mean": fmean(flat),
-        "sequence_mean": fmean(fmean(each) for each in values if each),
+        "sequence_mean": fmean(fmean(row) for row in values if row),
         "sum": sum(flat),
     }
     for reduction, value in expected.items():
@@ -37,12 +37,12 @@ def test_reductions_of_tokens_equal_plain_loops(case):
 
 
 @pytest.mark.parametrize(("reduction", "expected"), [("token_mean", 2.0), ("sequence_mean", 2.0), ("sum", 4.0)])
-def test_a_value_per_datum_counts_the_datums_that_train(reduction, expected):
+def test_a_value_per_datum_is_averaged_over_trained_datums(reduction, expected):
     batch, _ = make_batch([2, 1, 3], masks=[True, True, False, True, False, False])
     assert reduce(torch.tensor([1.0, 100.0, 3.0]), batch, reduction).item() == expected
 
 
-def test_what_is_not_trained_may_be_anything():
+def test_untrained_tokens_may_have_any_value():
     batch, _ = make_batch([2], masks=[False, True])
     value = torch.tensor([math.nan, 3.0], requires_grad=True)
     total = reduce(value, batch, "token_mean")
@@ -53,7 +53,7 @@ def test_what_is_not_trained_may_be_anything():
 @pytest.mark.parametrize(
     ("shape", "reduction"), [((), "token_mean"), ((3,), "none"), ((4,), "sum"), ((3, 1), "token_mean")]
 )
-def test_other_shapes_are_refused(shape, reduction):
+def test_other_shapes_raise(shape, reduction):
     batch, _ = make_batch([1, 2])
-    with pytest.raises(ObjectiveError, match=r"shape \(.*\) under the reduction"):
+    with pytest.raises(ObjectiveError, match=r"shape \(.*\) with the reduction"):
         reduce(torch.zeros(shape), batch, reduction)

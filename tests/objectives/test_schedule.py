@@ -11,7 +11,7 @@ WEIGHTS = st.floats(0, 1e6, allow_subnormal=False)
 
 @given(WEIGHTS, WEIGHTS, st.integers(2, 1000))
 @pytest.mark.parametrize("schedule", [Linear, Cosine])
-def test_ramps_run_from_start_to_end_and_stay_between(schedule, start, end, num_steps):
+def test_schedules_run_from_start_to_end_within_bounds(schedule, start, end, num_steps):
     ramp = schedule(start=start, end=end)
     weights = [ramp.weight_at(step, num_steps) for step in range(num_steps)]
     assert (weights[0], weights[-1]) == (start, end)
@@ -33,6 +33,6 @@ def test_values(schedule, expected):
 
 
 @pytest.mark.parametrize("schedule", [Linear(start=1, end=3), Cosine(start=1, end=3)])
-def test_a_run_of_one_step_takes_the_start_and_a_longer_one_than_planned_keeps_the_end(schedule):
+def test_a_single_step_has_the_start_and_extra_steps_keep_the_end(schedule):
     assert schedule.weight_at(0, num_steps=1) == 1
     assert schedule.weight_at(9, num_steps=5) == 3

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import pytest
 from pydantic import Field
+from ragged_batches import make_batch
 
+from objectives import Objective, evaluate_term
+from objectives.describe import first_line
 from objectives.errors import ObjectiveError
-from objectives.find_term import find_term
 from objectives.term import Term, check_params, own_params, regularizer
+from objectives.term_lookup import find_term
 
 if TYPE_CHECKING:
     from objectives.batch import Batch
@@ -33,7 +37,7 @@ def test_the_built_in_terms_need_no_import():
     }
 
 
-def test_parameters_are_those_of_all_its_functions_and_each_gets_its_own():
+def test_parameters_are_collected_from_all_functions_and_passed_to_each():
     def look_up(batch: Batch, *, limit: Annotated[int, Field(ge=1)] = 5):
         return limit
 
@@ -45,7 +49,7 @@ def test_parameters_are_those_of_all_its_functions_and_each_gets_its_own():
     assert params == {"name": "n", "limit": 5, "alpha": 2.0}
     assert own_params(look_up, params) == {"limit": 5}
     assert own_params(scores.evaluate, params) == {"name": "n"}
-    for wrong, says in [
+    for wrong, message in [
         ({}, "'name': field required"),
         ({"name": "n", "limit": 0}, "'limit' is 0, but input should be greater than or equal to 1"),
         (
@@ -54,11 +58,11 @@ def test_parameters_are_those_of_all_its_functions_and_each_gets_its_own():
         ),
         ({"name": "n", "alpha": "much"}, "'alpha' is 'much', but input should be a valid number"),
     ]:
-        with pytest.raises(ObjectiveError, match=f"The parameters of term 'test_params' are wrong: {says}"):
+        with pytest.raises(ObjectiveError, match=f"The parameters of term 'test_params' are wrong: {message}"):
             check_params(scores, wrong)
 
 
-def test_two_functions_that_disagree_on_a_parameter_are_refused():
+def test_conflicting_parameter_declarations_raise():
     def look_up(batch, *, limit: int = 5):
         return limit
 
@@ -79,11 +83,11 @@ def test_unknown_names_list_the_known_ones():
     [{"kind": "magic"}, {"reduction": "mean"}, {"estimator": "reinforce"}, {"needs": ("hidden_state",)}],
 )
 def test_unknown_declarations_list_the_known_ones(declaration):
-    with pytest.raises(ObjectiveError, match=r"Term 'test_wrong' declares the .*: name one of "):
+    with pytest.raises(ObjectiveError, match=r"Term 'test_wrong' declares the .*; use one of "):
         regularizer("test_wrong", **declaration)
 
 
-def test_a_name_belongs_to_one_definition_which_may_run_again():
+def test_a_name_is_unique_but_its_definition_may_run_again():
     def define():
         @regularizer("test_again", "monitor")
         def first(outputs, batch):
@@ -99,3 +103,29 @@ def test_a_name_belongs_to_one_definition_which_may_run_again():
         @regularizer("test_again", "monitor")
         def other(outputs, batch):
             return {}
+
+
+def scaled_surprise(outputs, batch, *, scale: float, power: int = 2):
+    """Surprise to a power."""
+    return scale * outputs.logprobs_DT**power
+
+
+def test_a_partial_is_a_term_with_the_parameters_of_its_function():
+    term = regularizer("test_partial_surprise")(partial(scaled_surprise, scale=3.0))
+    assert check_params(term, {"power": 1}) == {"scale": 3.0, "power": 1}
+    assert first_line(term) == "Surprise to a power."
+    batch, outputs = make_batch([2])
+    (bound,) = Objective(regularizers=[{"fn": term}]).regularizers
+    evaluation = evaluate_term(bound, outputs, batch, first_step=True)
+    assert evaluation.value == pytest.approx(3.0 * (outputs.logprobs_DT**2).mean().item())
+    with pytest.raises(
+        ObjectiveError, match=r"functools\.partial of test_term\.scaled_surprise, which does not name the"
+    ):
+        Objective(regularizers=[{"fn": term, "execution": "process"}])
+
+
+def test_partials_with_other_arguments_are_other_terms():
+    regularizer("test_two_partials")(partial(scaled_surprise, scale=1.0))
+    regularizer("test_two_partials")(partial(scaled_surprise, scale=1.0))  # running a cell again
+    with pytest.raises(ObjectiveError, match="already registered"):
+        regularizer("test_two_partials")(partial(scaled_surprise, scale=2.0))

@@ -1,0 +1,1 @@
+"""Combination and diagnostics of the gradients of terms."""

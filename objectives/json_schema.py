@@ -1,0 +1,69 @@
+"""JSON schema of specs for forms: choices of registered names, and limits with clear validation messages."""
+
+from __future__ import annotations
+
+from pydantic.json_schema import JsonSchemaValue
+
+from objectives.losses import BASE_LOSSES
+from objectives.term_lookup import offered_terms, registered_terms
+
+IMPORT_PATH = r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$"
+
+# Each limit applies to one JSON type, so it can be moved from a union's member to the union.
+_LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern"}
+
+
+def move_limits_out_of_unions(schema: JsonSchemaValue) -> None:
+    """Move limits from the members of union fields to the field.
+
+    A limit inside a union gives the message "not valid under any of the given schemas"; on the field, it gives the
+    specific reason, such as "less than the minimum".
+
+    >>> schema = {"properties": {"steps": {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}}}
+    >>> move_limits_out_of_unions(schema)
+    >>> schema["properties"]["steps"]
+    {'anyOf': [{'type': 'integer'}, {'type': 'null'}], 'minimum': 1}
+    """
+    for field in schema.get("properties", {}).values():
+        if "anyOf" in field:  # an optional union is a union in a union
+            field["anyOf"] = [inner for member in field["anyOf"] for inner in member.get("oneOf", [member])]
+        for union in ("anyOf", "oneOf"):
+            members = field.get(union, ())
+            limited = [member for member in members if _LIMITS & member.keys()]
+            if len(limited) == 1:
+                limits = {key: value for key, value in limited[0].items() if key in _LIMITS}
+                field[union] = [
+                    {key: value for key, value in member.items() if key not in limits}
+                    if member is limited[0]
+                    else member
+                    for member in members
+                ]
+                field.update(limits)
+
+
+def choose_term(schema: JsonSchemaValue) -> None:
+    """Make a regularizer's name a choice of registered terms and of terms from installed packages.
+
+    Any other name requires ``fn``, with one of these terms or an import path.
+    """
+    move_limits_out_of_unions(schema)
+    choice = {"title": "Registered term", "type": "string", "enum": _term_names()}
+    name, fn = schema["properties"]["name"], schema["properties"]["fn"]
+    name["anyOf"] = [choice, {"title": "Own name", "type": name.pop("type")}]
+    path = {"title": "Import path", "type": "string", "pattern": IMPORT_PATH}
+    fn["anyOf"] = [choice, path, {"type": "null"}]
+    has_fn = {"properties": {"fn": {"type": "string"}}, "required": ["fn"]}
+    schema["if"] = {"not": has_fn}
+    schema["then"] = {"properties": {"name": {"enum": choice["enum"]}}}
+
+
+def choose_base_loss(schema: JsonSchemaValue) -> None:
+    """Make an objective's base loss a choice of the known losses."""
+    move_limits_out_of_unions(schema)
+    text, *others = schema["properties"]["base_loss"]["anyOf"]
+    losses = {"title": "Loss", "type": "string", "enum": sorted(BASE_LOSSES)}
+    schema["properties"]["base_loss"]["anyOf"] = [losses, {**text, "title": "Term"}, *others]
+
+
+def _term_names() -> list[str]:
+    return sorted(registered_terms().keys() | offered_terms().keys())

@@ -1,0 +1,118 @@
+"""Lookup of terms by registered name, entry point of an installed package, or import path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from importlib.metadata import EntryPoint, entry_points
+
+from objectives.errors import ObjectiveError
+from objectives.import_path import import_path
+from objectives.term import TERMS, Term
+
+ENTRY_POINTS = "tinker_flows.regularizers"
+ALLOWED_MODULES = "TINKER_FLOWS_REGULARIZER_MODULES"
+
+
+def registered_terms() -> dict[str, Term]:
+    """Return all registered terms by name, including the built-in ones."""
+    import objectives.terms  # noqa: F401  # registers the built-in terms; imported late because of their dependencies
+
+    return dict(TERMS)
+
+
+def find_term(name: str, modules: Collection[str] | None = None) -> Term:
+    """Find a term.
+
+    Args:
+        name: a registered name; else the name of an entry point of the group ``tinker_flows.regularizers``, which is
+            imported on first use; or an import path, ``package.module:name``.
+        modules: modules and packages from which import paths are allowed; ``None`` allows all.
+
+    Raises:
+        ObjectiveError: no term has the name, its module is not allowed or cannot be imported, or it is not a term.
+    """
+    if ":" in name:
+        return _imported(name, modules)
+    known = registered_terms()
+    if name in known:
+        return known[name]
+    offered = offered_terms()
+    if name in offered:
+        return load_offered(offered[name])
+    names = ", ".join(sorted(known.keys() | offered.keys()))
+    raise ObjectiveError(
+        f"No term is registered as {name!r}, only {names}; correct the name, import the module that registers the term "
+        "with `@regularizer`, or use its import path, package.module:name."
+    )
+
+
+def allowed_modules() -> tuple[str, ...]:
+    """Return the modules from which specs (files, forms, requests) may import terms, as set by the operator."""
+    return tuple(module.strip() for module in os.environ.get(ALLOWED_MODULES, "").split(",") if module.strip())
+
+
+def offered_terms() -> dict[str, EntryPoint]:
+    """Return the entry points of installed packages whose terms are not registered yet, by name."""
+    known = registered_terms()
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS) if entry.name not in known}
+
+
+def load_offered(offer: EntryPoint) -> Term:
+    """Import the term of an entry point.
+
+    Raises:
+        ObjectiveError: the object cannot be imported or is not a term.
+    """
+    origin = f"{offer.value} of {offer.dist.name if offer.dist else 'an installed package'}"
+    try:
+        return _checked(offer.load(), origin)
+    except ObjectiveError:
+        raise
+    except Exception as error:  # Importing another package's module can raise anything.
+        raise _unimportable(offer.name, origin, error) from error
+
+
+def check_allowed(path: str, kind: str, modules: Collection[str] | None) -> None:
+    """Check that a spec may import from the module of a path.
+
+    Args:
+        kind: kind of the object in the error message, such as ``"term"``.
+        modules: see `find_term`.
+
+    Raises:
+        ObjectiveError: the module is not allowed.
+    """
+    module = path.partition(":")[0]
+    if modules is not None and not any(module == allowed or module.startswith(f"{allowed}.") for allowed in modules):
+        raise ObjectiveError(
+            f"The {kind} {path!r} is in the module {module!r}, but specs may import {kind}s only from "
+            f"{', '.join(modules) or 'no module'}; add the module to {ALLOWED_MODULES} where the run starts, or "
+            f"register the {kind} there and use its name."
+        )
+
+
+def _imported(path: str, modules: Collection[str] | None) -> Term:
+    check_allowed(path, "term", modules)
+    try:
+        return _checked(import_path(path), path)
+    except ObjectiveError:
+        raise
+    except Exception as error:  # Importing a user's module can raise anything.
+        raise _unimportable(path, path, error) from error
+
+
+def _checked(candidate: object, origin: str) -> Term:
+    if not isinstance(candidate, Term):
+        raise ObjectiveError(
+            f"{origin} is of type {type(candidate).__name__}, not a term; decorate the function with `@regularizer`."
+        )
+    return candidate
+
+
+def _unimportable(name: str, origin: str, error: Exception) -> ObjectiveError:
+    reason = " ".join(str(error).split()).rstrip(".")
+    return ObjectiveError(
+        f"The term {name!r} could not be imported from {origin} ({type(error).__name__}: {reason}); correct the path, "
+        "or install or fix its dependencies."
+    )

@@ -1,0 +1,1 @@
+"""Regularizers that compare the datums of a batch."""

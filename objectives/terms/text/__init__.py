@@ -1,0 +1,1 @@
+"""Regularizers on the text of a datum."""

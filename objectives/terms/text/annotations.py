@@ -1,0 +1,227 @@
+"""Parser of GSM8K's calculator annotations, `<<48/2=24>>`, and final answers, `#### 72`, without `eval`.
+
+The format is that of Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems" (arXiv:2110.14168).
+Texts come from models and from the web, so parsing has bounded cost and never raises. An annotation is counted as
+unparsable if one of its sides is longer than `MAX_CHARS`, it comes after the first `MAX_STEPS` annotations, it is not
+arithmetic, it is not linear in the unknowns x, y and z, or it has a power other than a number to a one-digit exponent.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol, Self, TypeVar
+
+MAX_CHARS = 160
+MAX_STEPS = 50
+
+# An expression in postfix order: numbers, the unknowns x, y and z, and the operators "+", "-", "*", "/", "neg".
+Program = tuple[Fraction | str, ...]
+
+_UNKNOWNS = frozenset("xyz")
+_DIGITS = frozenset(string.digits)
+_BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}
+_ANNOTATION = re.compile(r"<<([^<>]*)>>")
+_ANSWER = re.compile(r"####\s*([-\u2212$0-9.,]*[0-9])")
+_PLAIN_NUMBER = re.compile(r"[-\u2212$\s]*[0-9,]*(?:\.([0-9]*))?\s*(%?)\s*")
+_NUMBER = r"[0-9]+\.?[0-9]*|\.[0-9]+"
+_TOKEN = re.compile(rf"{_NUMBER}|\S")
+
+
+def _expand_power(power: re.Match[str]) -> str:
+    return f"({'*'.join([power[1]] * int(power[2]))})"
+
+
+_REWRITES = (
+    (re.compile(r"[$€£]"), ""),
+    (re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))"), ""),  # 1,000
+    (re.compile(r"[\u2212\u2013\u2014]"), "-"),
+    (re.compile(r"[\u00d7\u00b7]"), "*"),
+    (re.compile(r"\u00f7"), "/"),
+    (re.compile(r"(?<=[0-9.)%])\s*x\s*(?=[0-9.(])"), "*"),  # 5 x 4: between two numbers, x is a multiplication sign
+    (re.compile(rf"({_NUMBER})\s*%"), r"(\1/100)"),
+    (re.compile(rf"({_NUMBER})\s*(?:\*\*|\^)\s*([1-9])(?![0-9.])"), _expand_power),
+    (re.compile(r"(?<=[0-9.)])\s*(?=[a-z(])"), "*"),  # 2x, 3(4+5)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """Annotation ``<<left=right>>`` and the allowed difference of its sides.
+
+    Attributes:
+        left: the calculation.
+        right: its stated result.
+        tolerance: rounding tolerance, half a unit of the last decimal on the right; 0 if the right side is an
+            expression (``3/4``).
+    """
+
+    left: Program
+    right: Program
+    tolerance: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Annotations of one text in order, number of unparsable annotations, and the answer after ``####``."""
+
+    steps: tuple[Annotation, ...]
+    num_unparsable: int
+    answer: Fraction | None
+
+
+def read_solution(text: str) -> Solution:
+    r"""Parse one worked solution.
+
+    >>> solution = read_solution("He paid 20*5.5=$<<20*5.5=110>>110, not <<?=1>>.\n#### 1,110")
+    >>> len(solution.steps), solution.num_unparsable, solution.answer
+    (1, 1, Fraction(1110, 1))
+    >>> solution.steps[0].left
+    (Fraction(20, 1), Fraction(11, 2), '*')
+    """
+    annotations = _ANNOTATION.findall(text)
+    steps = tuple(step for step in map(_read_annotation, annotations[:MAX_STEPS]) if step)
+    answers = _ANSWER.findall(text)
+    answer = _read_side(answers[-1]) if answers else None
+    return Solution(steps, len(annotations) - len(steps), evaluate_program(answer) if answer else None)
+
+
+def evaluate_program(program: Program) -> Fraction | None:
+    """Compute the exact value of a program; None if it has an unknown or divides by zero."""
+    try:
+        return fold(program, number=Fraction, unknown=Fraction)  # Fraction("x") is a ValueError
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+class Number(Protocol):
+    """Number or symbolic expression."""
+
+    def __add__(self, other: Self, /) -> Self: ...
+
+    def __sub__(self, other: Self, /) -> Self: ...
+
+    def __mul__(self, other: Self, /) -> Self: ...
+
+    def __truediv__(self, other: Self, /) -> Self: ...
+
+    def __neg__(self) -> Self: ...
+
+
+NumberT = TypeVar("NumberT", bound=Number)
+
+
+def fold(
+    program: Program,
+    number: Callable[[Fraction], NumberT],
+    unknown: Callable[[str], NumberT],
+    divide: Callable[[NumberT, NumberT], NumberT] = operator.truediv,
+) -> NumberT:
+    """Evaluate a program over any algebra, given its numbers, its unknowns and its division.
+
+    >>> fold((Fraction(5), Fraction(1, 2), "*"), number=float, unknown=float)
+    2.5
+    """
+    binary: dict[str, Callable[[NumberT, NumberT], NumberT]] = {
+        "+": operator.add,
+        "-": operator.sub,
+        "*": operator.mul,
+        "/": divide,
+    }
+    stack: list[NumberT] = []
+    for item in program:
+        if isinstance(item, Fraction):
+            stack.append(number(item))
+        elif item == "neg":
+            stack.append(-stack.pop())
+        elif item in binary:
+            right = stack.pop()
+            stack.append(binary[item](stack.pop(), right))
+        else:
+            stack.append(unknown(item))
+    return stack.pop()
+
+
+def _read_annotation(text: str) -> Annotation | None:
+    sides = text.split("=")
+    if len(sides) != 2:
+        return None
+    left, right = _read_side(sides[0]), _read_side(sides[1])
+    return Annotation(left, right, _tolerance(sides[1])) if left and right else None
+
+
+def _tolerance(side: str) -> Fraction:
+    match = _PLAIN_NUMBER.fullmatch(side)
+    if match is None:
+        return Fraction(0)
+    decimals, percent = match.groups(default="")
+    return Fraction(1, 2 * 10 ** (len(decimals) + 2 * len(percent)))
+
+
+def _read_side(side: str) -> Program | None:
+    if len(side) > MAX_CHARS:
+        return None
+    source = side.lower()
+    for pattern, replacement in _REWRITES:
+        source = pattern.sub(replacement, source)
+    tokens = _TOKEN.findall(source)[::-1]
+    try:
+        program = _expression(tokens, binding=1)
+    except _NotArithmeticError:
+        return None
+    return None if tokens else program
+
+
+def _expression(tokens: list[str], binding: int) -> Program:
+    """Parse the next tokens up to the first operator of lower precedence than ``binding``, by precedence climbing.
+
+    The recursion depth is at most two frames per character. `ast.parse` is not used, because CPython 3.11 raises a
+    SystemError when two threads call it at once, and terms are prepared in threads.
+    """
+    program = _operand(tokens)
+    while tokens and _BINDING.get(tokens[-1], 0) >= binding:
+        operator_ = tokens.pop()
+        right = _expression(tokens, _BINDING[operator_] + 1)
+        # Nonlinear terms can keep Z3 busy for minutes, because it ignores its limit while it expands products.
+        if operator_ in "*/" and _has_unknown(right) and (operator_ == "/" or _has_unknown(program)):
+            raise _NotArithmeticError
+        program = (*program, *right, operator_)
+    return program
+
+
+def _operand(tokens: list[str]) -> Program:
+    token = tokens.pop() if tokens else ""
+    if token == "(":
+        program = _expression(tokens, binding=1)
+        if not tokens or tokens.pop() != ")":
+            raise _NotArithmeticError
+        return program
+    if token == "+":
+        return _operand(tokens)
+    if token == "-":
+        return _negated(_operand(tokens))
+    if token in _UNKNOWNS:
+        return (token,)
+    if len(token) > 1 or token in _DIGITS:
+        return (Fraction(token),)
+    raise _NotArithmeticError
+
+
+def _negated(program: Program) -> Program:
+    """Negate a program; a negative number stays a single number, so that other steps can refer to its value."""
+    match program:
+        case (Fraction() as number,):
+            return (-number,)
+    return (*program, "neg")
+
+
+def _has_unknown(program: Program) -> bool:
+    return any(item in _UNKNOWNS for item in program)
+
+
+class _NotArithmeticError(ValueError):
+    """The text is not arithmetic."""

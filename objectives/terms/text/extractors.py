@@ -1,0 +1,102 @@
+"""Extractors, which read the steps or the stated values of a solution from its text, and their registry."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from objectives.batch import Batch
+from objectives.errors import ObjectiveError
+from objectives.import_path import ImportedFunction
+from objectives.terms.text.annotations import read_solution
+
+Extractor = Callable[[str], object]
+
+# Maximum number of values that `read_assignments` reads from a text; models can repeat a line without end.
+MAX_ASSIGNMENTS = 200
+
+# A name, not behind an operator, and a number that no operator continues: `10/x = 5` and `x = 3 + y` are equations.
+_ASSIGNMENT = re.compile(
+    r"(?<![\w.+*/^-])(?<![+*/^-]\s)([A-Za-z_]\w*)\s*=\s*(-?(?>[0-9]{1,30}(?:\.[0-9]{1,30})?))(?!\w|\s*[-+*/^%=(])"
+)
+
+
+def read_assignments(text: str) -> list[tuple[str, Fraction]]:
+    """Read the values that a text states as ``name = number``, in order; a name may occur several times.
+
+    >>> read_assignments("So x=3 and y = 0.5, since 2*x = 6 and x = 3 + 0.")
+    [('x', Fraction(3, 1)), ('y', Fraction(1, 2))]
+    """
+    matches = zip(_ASSIGNMENT.finditer(text), range(MAX_ASSIGNMENTS), strict=False)
+    return [(match[1], Fraction(match[2])) for match, _ in matches]
+
+
+_EXTRACTORS: dict[str, Extractor] = {"gsm8k": read_solution, "assignments": read_assignments}
+
+
+def extractor(name: str) -> Callable[[Extractor], Extractor]:
+    r"""Register a function of a text; configs select it by name in `logic` and `topology`.
+
+    Both terms accept functions that return a `Solution`. `logic` also accepts values by name, and `topology` a `Graph`
+    or a point cloud; see the terms.
+
+    >>> import re
+    >>> @extractor("doctest_equations")
+    ... def read_equations(text):
+    ...     return read_solution(re.sub(r"(?m)^(.+)=(.+)$", r"<<\1=\2>>", text))
+    >>> len(read_equations("so\n1+1=2\n2*3=6\n").steps)
+    2
+    """
+
+    def decorate(function: Extractor) -> Extractor:
+        registered = _EXTRACTORS.get(name, function)
+        if (registered.__module__, registered.__qualname__) != (function.__module__, function.__qualname__):
+            raise ObjectiveError(
+                f"The extractor name {name!r} of {function.__module__} is already registered by "
+                f"{registered.__module__}; choose another name."
+            )
+        _EXTRACTORS[name] = function
+        return function
+
+    return decorate
+
+
+def _check_name(name: str | ImportedFunction) -> str | ImportedFunction:
+    if isinstance(name, ImportedFunction) or name in _EXTRACTORS:
+        return name
+    if ":" in name:
+        return ImportedFunction(name)
+    registered = ", ".join(sorted(_EXTRACTORS))
+    raise ValueError(
+        f"no extractor is registered as {name!r}, only {registered}; import the module that registers it, or write "
+        "its import path, package.module:name"
+    )
+
+
+ExtractorName = Annotated[str | ImportedFunction, AfterValidator(_check_name)]
+"""Registered name or import path of an extractor."""
+
+
+def extract(batch: Batch, name: str | ImportedFunction) -> list[object]:
+    """Return what the named extractor reads from the text of each datum."""
+    checked = _check_name(name)
+    function = checked if isinstance(checked, ImportedFunction) else _EXTRACTORS[checked]
+    return [function(text) for text in get_texts(batch)]
+
+
+def get_texts(batch: Batch) -> tuple[str, ...]:
+    """Return the text of every datum.
+
+    Raises:
+        ObjectiveError: the batch has no texts.
+    """
+    if len(batch.texts_D) != batch.num_datums:
+        raise ObjectiveError(
+            f"The batch has {batch.num_datums} datums but {len(batch.texts_D)} texts; decode the trained tokens of "
+            "every datum into `texts_D`."
+        )
+    return batch.texts_D

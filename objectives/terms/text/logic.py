@@ -1,0 +1,242 @@
+"""Logical consistency of a solution: its calculator annotations, or the constraints of its datum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Annotated, Any, TypeAlias
+
+import z3
+from pydantic import AfterValidator, Field
+from torch import Tensor
+
+from objectives.batch import Batch, Outputs
+from objectives.errors import ObjectiveError
+from objectives.import_path import ImportedFunction
+from objectives.labels import get_text_label
+from objectives.term import per_datum, regularizer
+from objectives.terms.text.annotations import Annotation, Solution, fold
+from objectives.terms.text.constraints import (
+    Constraint,
+    check_formulas,
+    check_values,
+    group_values,
+    parse_constraints,
+)
+from objectives.terms.text.extractors import ExtractorName, extract
+
+# Safety limit; linear arithmetic in three unknowns takes 50 to 300 steps. A limit in seconds would make scores depend
+# on the speed of the machine.
+MAX_SOLVER_STEPS = 20_000
+
+
+Expression: TypeAlias = Any  # z3's annotations do not describe the types of its operators.
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Counts of the checks of one text, its annotations or the constraints of its datum, by result.
+
+    Attributes:
+        violated: checks that cannot be true.
+        held: checks that can be true; constraints that are true.
+        undecided: checks without a result within Z3's limits.
+        unparsable: annotations that could not be parsed.
+        core_sizes: sizes of the unsatisfiable cores of the violated annotations, in order; a core includes the violated
+            annotation. Conflicts that Z3 could not explain are missing.
+        unstated: constraints that can hold, but depend on a value that the answer does not state.
+    """
+
+    violated: int
+    held: int
+    undecided: int
+    unparsable: int
+    core_sizes: tuple[int, ...] = ()
+    unstated: int = 0
+
+    @property
+    def checked(self) -> int:
+        return self.violated + self.held + self.undecided
+
+    @property
+    def has_nothing_to_check(self) -> bool:
+        return self.violated + self.held == 0
+
+    def score(self, price: float) -> float:
+        """Share of violated checks; checks without a result count as ``price`` of one, and no checks as ``price``."""
+        total = self.checked + self.unstated
+        return (self.violated + price * (self.undecided + self.unstated)) / total if total else price
+
+
+def _check_source(name: str | ImportedFunction) -> str | ImportedFunction:
+    return ImportedFunction(name) if isinstance(name, str) and ":" in name else name
+
+
+ConstraintSource = Annotated[str | ImportedFunction, AfterValidator(_check_source)]
+
+
+@per_datum()
+def check_annotations(
+    batch: Batch, *, extractor: ExtractorName = "gsm8k", constraints: ConstraintSource | None = None
+) -> list[Verdict]:
+    """Check the annotations of each datum, or the values that it states, with Z3."""
+    # Z3's default context is not thread-safe, so each call uses its own.
+    context = z3.Context()
+    solver = z3.Solver(ctx=context)
+    solver.set(rlimit=MAX_SOLVER_STEPS)
+    answers_D = extract(batch, extractor)
+    if constraints is None:
+        return [
+            _check(solver, answer) if isinstance(answer, Solution) else _check_contradictions(answer)
+            for answer in answers_D
+        ]
+    if any(isinstance(answer, Solution) for answer in answers_D):
+        raise ObjectiveError(
+            f"the extractor {str(extractor)!r} returns annotations, but constraints need values by name; set "
+            "extractor to 'assignments' or to the import path of a function that returns them"
+        )
+    constraints_D = _read_constraints(batch, constraints, context)
+    return [_check_constraints(rules, answer, context) for rules, answer in zip(constraints_D, answers_D, strict=True)]
+
+
+def _read_constraints(batch: Batch, source: str | ImportedFunction, context: z3.Context) -> list[list[Constraint]]:
+    """Read the constraints of each datum, once for each text or set of text labels."""
+    function = _check_source(source)
+    if isinstance(function, str):
+        keys_D = [(("", text),) for text in get_text_label(batch, function)]
+    else:
+        names = sorted(batch.text_labels_D)
+        keys_D = [tuple((name, batch.text_labels_D[name][d]) for name in names) for d in range(batch.num_datums)]
+    constraints: dict[tuple[tuple[str, str], ...], list[Constraint]] = {}
+    for key, text in zip(keys_D, batch.texts_D, strict=True):
+        if key in constraints:
+            continue
+        try:
+            if isinstance(function, str):
+                constraints[key] = parse_constraints(key[0][1], context)
+            else:
+                constraints[key] = check_formulas(function(dict(key), context), context)
+        except ObjectiveError as error:
+            raise ObjectiveError(
+                f"the constraints {_short(key[0][1] if key else '')!r} of the datum {_short(text)!r} are wrong: {error}"
+            ) from error
+    return [constraints[key] for key in keys_D]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _check_constraints(rules: Sequence[Constraint], values: Any, context: z3.Context) -> Verdict:
+    checked = check_values(rules, values, context)
+    return Verdict(checked.violated, checked.held, checked.undecided, 0, unstated=checked.unstated)
+
+
+def _check_contradictions(values: object) -> Verdict:
+    """Check that the stated values do not contradict each other: one check per name."""
+    conflicts = [len(different) > 1 for different in group_values(values).values()]
+    return Verdict(sum(conflicts), len(conflicts) - sum(conflicts), 0, 0)
+
+
+def _check(solver: z3.Solver, solution: Solution) -> Verdict:
+    """Check whether each annotation is consistent with the earlier ones that were not violated."""
+    held: list[Annotation] = []
+    cores: list[int | None] = []
+    solver.push()
+    for step in solution.steps:
+        solver.push()
+        solver.add(*_constraints(step, solver.ctx))
+        result = solver.check()
+        if result == z3.unknown:
+            break
+        if result == z3.unsat:
+            solver.pop()
+            cores.append(_core_size([*held, step], solver.ctx))
+        else:
+            held.append(step)
+    solver.pop(solver.num_scopes())
+    undecided = len(solution.steps) - len(cores) - len(held)
+    sizes = tuple(size for size in cores if size is not None)
+    return Verdict(len(cores), len(held), undecided, solution.num_unparsable, sizes)
+
+
+def _core_size(steps: list[Annotation], context: z3.Context) -> int | None:
+    """Size of a minimal contradictory subset of the annotations; None if Z3 reaches its limit."""
+    solver = z3.Solver(ctx=context)
+    solver.set(rlimit=MAX_SOLVER_STEPS)
+    solver.set("core.minimize", True)
+    for index, step in enumerate(steps):
+        solver.assert_and_track(z3.And(*_constraints(step, context)), f"step{index}")
+    return len(solver.unsat_core()) if solver.check() == z3.unsat else None
+
+
+def _constraints(step: Annotation, context: z3.Context) -> list[Expression]:
+    divisors: list[Expression] = []
+
+    def number(value: Fraction) -> Expression:
+        return z3.RealVal(str(value), context)
+
+    def unknown(name: str) -> Expression:
+        return z3.Real(name, context)
+
+    def divide(dividend: Expression, divisor: Expression) -> Expression:
+        divisors.append(divisor)
+        return dividend / divisor
+
+    difference = fold(step.left, number, unknown, divide) - fold(step.right, number, unknown, divide)
+    tolerance = number(step.tolerance)
+    # Z3 allows any value for a division by zero, which would make 5/0=7 satisfiable.
+    defined = [divisor != 0 for divisor in divisors]
+    return [*defined, difference <= tolerance, -difference <= tolerance]
+
+
+@regularizer("logic", kind="scored", prepare=check_annotations)
+def logic(
+    outputs: Outputs, batch: Batch, *, unchecked: Annotated[float, Field(ge=0, le=1)] = 0.0
+) -> tuple[Tensor, dict[str, float]]:
+    """Share of violated checks per datum, ``(violated + unchecked * open) / checks``, ``(D,)``, in [0, 1].
+
+    The checks of a text depend on what ``extractor`` reads from it:
+
+    - Annotations (a `Solution`). An annotation holds if its sides differ by at most half a unit of the last decimal on
+      the right: ``<<10/3=3.3>>`` holds, ``<<10/3=3.4>>`` does not. Unknowns (``<<2*x=10>>``) are real numbers, shared
+      by all annotations of a text. An annotation is violated if no values of the unknowns satisfy it together with the
+      earlier annotations. If Z3 reaches `MAX_SOLVER_STEPS`, the current annotation and all later ones are undecided.
+    - Values by name (a dict or pairs), with ``constraints``. Each constraint of the datum is a check: violated if the
+      stated values make it false, open if it depends on a name without a stated value. Of the open ones, the smallest
+      number that cannot hold together with the others is violated as well (`objectives.terms.text.constraints`).
+    - Values by name without ``constraints``. Each name is a check, violated if it has two values: ``x=3, x=4``.
+
+    Open checks are those that are undecided or depend on a value that the answer does not state. A text without checks
+    scores ``unchecked``.
+
+    Source: de Moura & Bjørner 2008, "Z3: An Efficient SMT Solver".
+
+    Args:
+        extractor: name or import path of a function from a text to its annotations or values
+            (`objectives.terms.text.extractors`).
+        constraints: name of the text label with the SMT-LIB assertions of each datum (`objectives.labels.with_labels`),
+            or import path of a function ``(labels, context)`` from the text labels of a datum, by name, to a list of Z3
+            expressions in this context.
+        unchecked: price of an open check, and of a text without checks, in violated checks. With the default 0, an
+            answer that states nothing scores as well as a correct one.
+
+    Metrics, counted over the batch:
+        checked, violated, undecided, unparsable, unstated; unchecked: texts of which no check has a result; core_mean,
+        core_max: size of the unsatisfiable cores of annotations: 1 is a wrong calculation, more is a contradiction
+        between steps.
+    """
+    verdicts: list[Verdict] = batch.features
+    scores_D = [verdict.score(unchecked) for verdict in verdicts]
+    sizes = [size for verdict in verdicts for size in verdict.core_sizes]
+    return outputs.logprobs_DT.new_tensor(scores_D), {
+        "checked": sum(verdict.checked for verdict in verdicts),
+        "violated": sum(verdict.violated for verdict in verdicts),
+        "undecided": sum(verdict.undecided for verdict in verdicts),
+        "unparsable": sum(verdict.unparsable for verdict in verdicts),
+        "unstated": sum(verdict.unstated for verdict in verdicts),
+        "unchecked": sum(verdict.has_nothing_to_check for verdict in verdicts),
+        "core_mean": sum(sizes) / max(1, len(sizes)),
+        "core_max": max(sizes, default=0),
+    }

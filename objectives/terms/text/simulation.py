@@ -1,0 +1,102 @@
+"""Score of a text by an external program or a Python function, with a time limit."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from objectives.batch import Batch, Outputs
+from objectives.errors import ObjectiveError
+from objectives.term import regularizer
+from objectives.terms.text.extractors import get_texts
+
+ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+Command = Annotated[tuple[str, ...], Field(min_length=1)]
+
+# Run a Python scorer in one process per text, like a command, so that a hang or crash stays isolated.
+_CALL = """
+import functools, importlib, sys
+module, name = sys.argv[1].split(":")
+function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+print(float(function(sys.stdin.read())))
+"""
+
+
+def run_simulations(
+    batch: Batch,
+    *,
+    scorer: Command | ImportPath,
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0,
+    workers: Annotated[int, Field(ge=1, le=64)] = 4,
+) -> list[float | None]:
+    """Score each datum's text; None if the scorer timed out."""
+    command = (sys.executable, "-c", _CALL, scorer) if isinstance(scorer, str) else scorer
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(partial(_score, command, timeout_s), get_texts(batch)))
+
+
+@regularizer("simulation", kind="scored", prepare=run_simulations)
+def simulation(outputs: Outputs, batch: Batch, *, timeout_score: float = 1.0) -> tuple[Tensor, dict[str, float]]:
+    """Score of an external scorer, per datum ``(D,)``, in any unit; higher is worse.
+
+    The scorer runs in one process per text, which receives the text on standard input and prints the score as the last
+    word of its standard output. After ``timeout_s`` seconds the process and its children are killed, and the text
+    scores ``timeout_score``. A scorer that exits with an error fails the term. Keep the default ``execution``, because
+    the term starts its own processes.
+
+    Source: none; the estimator of scored terms handles any black box (`objectives.estimators.minimum_risk`).
+
+    Args:
+        scorer: a command as a list of words, or ``"package.module:function"`` of a function from a text to a number.
+        timeout_s: seconds per text.
+        workers: number of concurrent processes.
+        timeout_score: score of a text whose scorer timed out.
+
+    Metrics:
+        score_mean, score_max: over the datums; timed_out: number of timeouts.
+    """
+    scores: list[float | None] = batch.features
+    scores_D = [timeout_score if score is None else score for score in scores]
+    return outputs.logprobs_DT.new_tensor(scores_D), {
+        "score_mean": sum(scores_D) / len(scores_D),
+        "score_max": max(scores_D),
+        "timed_out": scores.count(None),
+    }
+
+
+def _score(command: tuple[str, ...], timeout_s: float, text: str) -> float | None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace", start_new_session=True
+    ) as process:
+        try:
+            output, errors = process.communicate(text, timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)  # The process leads its group, which contains its children.
+    return _read(output, errors, process.wait())
+
+
+def _read(output: str, errors: str, returncode: int) -> float:
+    try:
+        score = float(output.split()[-1])
+    except (IndexError, ValueError):
+        score = math.nan
+    if returncode != 0 or not math.isfinite(score):
+        tail = " ".join((errors or output).split())[-200:]
+        raise ObjectiveError(
+            f"the scorer exited with code {returncode} and printed {tail!r} instead of a finite number as the last "
+            "word of its output; run it manually on a text of the data"
+        )
+    return score

@@ -1,0 +1,1 @@
+"""Regularizers on the logprobs of single tokens."""

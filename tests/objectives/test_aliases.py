@@ -1,0 +1,94 @@
+"""Import paths of release 0.1 lead to the renamed objects."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.config.base import BuilderConfig
+from objectives.aliases import MODULES, NAMES, current_path, with_current_paths
+from objectives.import_path import import_path
+
+# Every module of release 0.1 with its public names, listed from its sources. The engine and the deployments are left
+# out: a service and a command line, which nobody imports. So are the parts of the training loop, which is one class
+# now, cancel_coroutines, which ended the work of other runs, and the class PCGrad, which TorchJD's replaced.
+PUBLIC_PATHS: dict[str, list[str]] = json.loads((Path(__file__).parent / "data" / "public_paths_0_1.json").read_text())
+
+
+@pytest.mark.parametrize("module", PUBLIC_PATHS)
+def test_a_public_path_of_release_0_1_still_resolves(module: str):
+    for name in PUBLIC_PATHS[module]:
+        import_path(f"{module}:{name}")
+
+
+# Modules that kept their path and that the docs of 0.1 imported from.
+SHOWN = ("advantages", "term", "batch", "evaluate", "losses", "one_pass", "sdk")
+PYTHON_IMPORTS = [
+    *(module for module in PUBLIC_PATHS if module in MODULES),
+    *(f"objectives.{name}" for name in SHOWN),
+    "flows.config",
+    "tasks.sandbox",
+]
+
+
+@pytest.mark.parametrize("module", PYTHON_IMPORTS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_python_import_of_release_0_1_still_works(module: str):
+    imported = importlib.import_module(module)
+    for name in PUBLIC_PATHS[module]:
+        assert getattr(imported, name) is import_path(f"{module}:{name}"), name
+
+
+def test_every_alias_is_a_path_of_release_0_1_and_leads_to_a_module():
+    assert MODULES.keys() <= PUBLIC_PATHS.keys()
+    for path in NAMES:
+        module, _, name = path.partition(":")
+        assert name in PUBLIC_PATHS[module], path
+    for module in MODULES.values():
+        importlib.import_module(module)
+
+
+@pytest.mark.process
+def test_a_renamed_module_warns():
+    code = "from flows.config_file import load_config; print(load_config.__module__)"
+    run = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "flows.config.loader"
+    assert "flows.config_file is now flows.config.loader" in run.stderr
+
+
+def test_old_paths_in_a_config_are_replaced_at_any_depth():
+    config = BuilderConfig(
+        builder="tasks.given:given",
+        params={"judge": {"builders": ["tasks.graders:same_number", "tasks.graders.same_number"]}, "note": "tasks"},
+    )
+    assert config.builder == "tasks.common.builders:default_params"
+    new = "tasks.common.graders:same_number"
+    assert config.params == {"judge": {"builders": [new, new]}, "note": "tasks"}
+
+
+def test_other_paths_stay_as_they_are():
+    assert current_path("my_project.rewards:Score") == "my_project.rewards:Score"
+    assert with_current_paths({"text": "see tasks.graders: it is good", "n": 1}) == {
+        "text": "see tasks.graders: it is good",
+        "n": 1,
+    }
+
+
+@pytest.mark.parametrize("path", ["math:none", "no_such_module:name", "name_alone"])
+def test_a_path_that_leads_nowhere_is_an_import_error(path: str):
+    with pytest.raises(ImportError):
+        import_path(path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_old_module_does_not_hide_the_function_of_its_name():
+    importlib.import_module("objectives.linearize")
+    importlib.import_module("objectives.regularizer")
+    objectives = importlib.import_module("objectives")
+    assert objectives.linearize is import_path("objectives.gradients.linearize:linearize")
+    assert objectives.regularizer is import_path("objectives.term:regularizer")

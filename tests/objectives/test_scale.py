@@ -1,0 +1,145 @@
+"""Weights with a stable meaning: batch size, lengths and minibatches change no term's share of the gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from objectives import Batch, Objective, Outputs, evaluate_base, evaluate_term, linearize, prepare_features
+from objectives.batch import pack
+from objectives.gradients.linearize import Linearized, WeightedTerm, join_metrics
+
+LENGTHS = (5, 9, 4, 12, 7, 3, 8, 6)
+FIXED = [{"name": "confidence"}, {"name": "length", "params": {"free": 2, "buffer": 8}}, {"name": "logic"}]
+SAMPLED = [*FIXED, {"name": "kl", "weight": 0.3}]
+CASES = {
+    "cross entropy": ("cross_entropy", FIXED),
+    "policy loss": ("importance_sampling", SAMPLED),
+    "policy loss that is a mean": ("dr_grpo", SAMPLED),
+    "preferences": ("dpo", [*FIXED, {"name": "simpo"}]),
+}
+
+
+def make_rows(copies: int, stretch: int = 1) -> tuple[Batch, Outputs]:
+    """Eight completions of four prompts, repeated; each copy has prompts, pairs and groups of its own."""
+    lengths = [length * stretch for length in LENGTHS] * copies
+    offsets_D = pack([torch.empty(length) for length in lengths])[1]
+    generator = torch.Generator().manual_seed(0)
+    unit = [torch.rand((LENGTHS[d], 4), generator=generator, dtype=torch.float64) for d in range(8)]
+    rows = torch.cat([unit[d % 8].repeat(stretch, 1) for d in range(len(lengths))])
+    texts = tuple(f"<<1+1={d % 3}>>" for d in range(8)) * copies
+    labels = torch.arange(4).repeat_interleave(2)
+    labels = torch.cat([labels + 4 * copy for copy in range(copies)])
+    advantages = torch.cat([torch.full((length,), (-1.0) ** d) for d, length in enumerate(lengths)])
+    batch = Batch(
+        torch.zeros(len(rows), dtype=torch.int64),
+        torch.ones(len(rows)),
+        offsets_D,
+        texts,
+        advantages_DT=advantages,
+        labels_D={"prompt": labels, "pair": labels},
+    )
+    logprobs_DT = -0.05 - 2 * rows[:, 0]
+    return batch, Outputs(logprobs_DT, logprobs_DT + 0.2 * (rows[:, 1] - 0.5), logprobs_DT + 0.02 * (rows[:, 2] - 0.5))
+
+
+def linearized(case: str, batch: Batch, outputs: Outputs, share: float = 1.0) -> Linearized:
+    base_loss, terms = CASES[case]
+    objective = Objective(base_loss, terms)
+    if base_loss in ("importance_sampling", "dr_grpo"):
+        batch = replace(batch, sampling_logprobs_DT=outputs.sampling_logprobs_DT)
+    scale = objective.scale(batch, share)
+    rows = []
+    for term in objective.regularizers:
+        features = prepare_features(term, batch)
+        evaluation = evaluate_term(term, outputs, replace(batch, features=features), True)
+        rows.append(WeightedTerm(evaluation, term.weight_at(0, 1), scale.of(term, batch)))
+    return linearize(evaluate_base(objective.base, outputs, batch), rows, scale=scale)
+
+
+def shares(metrics: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if key.endswith("/grad_share")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_share_of_a_term_does_not_depend_on_the_number_of_rows(case):
+    small, large = (linearized(case, *make_rows(copies)).metrics for copies in (1, 16))
+    assert min(shares(small).values()) > 0.001, "every term trains"
+    assert shares(large) == pytest.approx(shares(small), rel=0.05)
+    assert large["loss/total"] == pytest.approx(small["loss/total"], rel=0.05)
+
+
+@pytest.mark.parametrize("case", ["cross entropy", "policy loss"])
+def test_the_share_of_a_term_does_not_depend_on_the_lengths(case):
+    """A completion that is repeated has the same value per token; the length term has other scores and is left out."""
+    short, long = (linearized(case, *make_rows(4, stretch)).metrics for stretch in (1, 4))
+    for name in ("confidence", "kl"):
+        if f"term/{name}/grad_share" in short:
+            ratio = short[f"term/{name}/grad_norm_weighted"] / short["term/base/grad_norm_weighted"]
+            ratio_long = long[f"term/{name}/grad_norm_weighted"] / long["term/base/grad_norm_weighted"]
+            assert ratio_long == pytest.approx(ratio, rel=0.05), name
+
+
+def test_a_score_per_completion_has_the_same_strength_at_each_token_for_any_length():
+    """On-policy, a score's gradient per token is the advantage, next to the base loss's weight of 1."""
+    strengths = []
+    for stretch in (1, 4):
+        batch, outputs = make_rows(1, stretch)
+        batch = replace(batch, sampling_logprobs_DT=outputs.logprobs_DT)
+        outputs = replace(outputs, sampling_logprobs_DT=outputs.logprobs_DT)
+        objective = Objective(regularizers=[{"name": "logic"}])
+        (term,) = objective.regularizers
+        features = prepare_features(term, batch)
+        gradient_DT = evaluate_term(term, outputs, replace(batch, features=features), True).gradient_DT
+        strengths.append(float((gradient_DT * objective.factors(batch, 0, 1)(term)).abs().max()))
+    assert strengths == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_minibatches_train_the_same_update_and_report_its_norms(case):
+    batch, outputs = make_rows(4)
+    whole = linearized(case, batch, outputs)
+    quarter, quarter_outputs = make_rows(1)
+    parts = [linearized(case, quarter, quarter_outputs, share=0.25) for _ in range(4)]
+    sent = torch.cat([part.loss_weights_DT for part in parts])
+    torch.testing.assert_close(sent, whole.loss_weights_DT, rtol=1e-9, atol=1e-12)
+    joined = join_metrics(parts)
+    compared = [key for key in whole.metrics if not key.endswith("duration_s")]
+    assert {key: joined[key] for key in compared if "tokens_max" not in key} == pytest.approx(
+        {key: whole.metrics[key] for key in compared if "tokens_max" not in key}
+        | {key: joined[key] for key in compared if key.count("/") == 2 and _is_count(key)}
+    )
+
+
+def _is_count(key: str) -> bool:
+    """A term's own metrics that count over a batch are averaged over minibatches."""
+    return key.rpartition("/")[2] in ("checked", "violated", "undecided", "unparsable")
+
+
+def test_norms_of_minibatches_with_opposite_gradients_are_those_of_the_update():
+    """Averages of the two norms and cosines would be 5 and 0."""
+    batch, outputs = make_rows(1)
+    half = Objective(regularizers=[{"name": "confidence"}])
+    parts = []
+    for rows in (slice(0, 4), slice(4, 8)):
+        bounds = batch.offsets_D[rows.start : rows.stop + 1]
+        tokens = slice(int(bounds[0]), int(bounds[-1]))
+        piece = Batch(batch.target_tokens_DT[tokens], batch.weights_DT[tokens], bounds - bounds[0], batch.texts_D[rows])
+        piece_outputs = Outputs(outputs.logprobs_DT[tokens])
+        term = evaluate_term(half.regularizers[0], piece_outputs, piece, True)
+        row = WeightedTerm(term, 2.0, half.scale(piece).token)
+        parts.append(linearize(evaluate_base(None, piece_outputs, piece), [row], scale=half.scale(piece)))
+    metrics = join_metrics(parts)
+    num_tokens = batch.num_tokens
+    p = outputs.logprobs_DT.exp()
+    gradient_DT = p * (outputs.logprobs_DT + 1) / num_tokens  # d (p log p) / d log p, mean over all tokens
+    assert metrics["term/confidence/grad_norm"] == pytest.approx(float(gradient_DT.norm()), rel=1e-6)
+    assert metrics["term/confidence/grad_norm_weighted"] == pytest.approx(2 * float(gradient_DT.norm()), rel=1e-6)
+    base_DT = -torch.ones(num_tokens, dtype=torch.float64) / num_tokens
+    cosine = float(gradient_DT @ base_DT / gradient_DT.norm() / base_DT.norm())
+    assert metrics["term/confidence/cosine_to_base"] == pytest.approx(cosine, rel=1e-6)
+    assert metrics["term/confidence/value"] == pytest.approx(float((p * outputs.logprobs_DT).mean()), rel=1e-6)
+    assert metrics["loss/base"] == pytest.approx(-float(outputs.logprobs_DT.mean()), rel=1e-6)
+    assert metrics["loss/base_sum"] == pytest.approx(-float(outputs.logprobs_DT.sum()), rel=1e-6)
