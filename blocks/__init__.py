@@ -1,6 +1,6 @@
-"""Prefect blocks: the Tinker service, MLflow tracking and run storage. `prefect block register -m blocks`.
+"""Prefect blocks for the Tinker service, MLflow tracking and run storage. Register: `prefect block register -m blocks`.
 
-Each is imported when it is asked for: the SDK and MLflow take seconds, and most modules of this room need neither.
+Blocks load lazily: the Tinker SDK and MLflow take seconds to import, and most modules of this package need neither.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Prefect loads to know the blocks, by the entry point `prefect.collections`."""
+"""Entry point `prefect.collections`: Prefect imports this module to discover the blocks."""
 
 from __future__ import annotations
 

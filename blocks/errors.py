@@ -1,62 +1,67 @@
-"""The exceptions of everything outside `objectives`.
+"""Exceptions of every package except `objectives`, which has its own.
 
-TinkerFlowsError            what a user can mend; its message is one sentence for the user
-├── ConfigError             (ValueError)    a config, data file or name that cannot be run
-├── ServiceError            (RuntimeError)  the Tinker service, MLflow or Prefect refused or did not answer
-│   ├── AbsentError                         no server answers at an address
-│   ├── ServiceLostError                    the Tinker service failed in a way that a new client can get over
-│   └── NotFiniteError                      an answer with NaN or infinity in it, or a request refused for one
-│       └── PoisonedError                   the weights are to blame, not what was sent
-├── GuardError          (RuntimeError)   a guard ended the run
-│   └── RolledBackError                     a guard ended this attempt: the run goes on without the bad step
-└── StorageError            (OSError)       what a run keeps could not be read or written
+TinkerFlowsError            an error the user can fix; its message is one sentence
+├── ConfigError             (ValueError)    an invalid config, data file or name
+├── ServiceError            (RuntimeError)  the Tinker service, MLflow or Prefect rejected a request or did not respond
+│   ├── UnreachableError                    no server responds at the address
+│   ├── ServiceLostError                    the Tinker service failed; a new client can recover
+│   └── NotFiniteError                      NaN or infinity in a response, or a request rejected because of it
+│       └── PoisonedError                   the model's weights are not finite
+├── EvaluatorError          (RuntimeError)  an evaluator raised an error or returned something else than metrics
+├── GuardError              (RuntimeError)  a guard ended the run
+│   └── RolledBackError                     a guard ended this attempt; the run resumes without the bad step
+└── StorageError            (OSError)       a run directory could not be read or written
 """
 
 from __future__ import annotations
 
 
 class TinkerFlowsError(Exception):
-    """Root of the errors a user can mend."""
+    """Base class of errors that the user can fix."""
 
 
 class ConfigError(TinkerFlowsError, ValueError):
-    """A config, a data file or a name that cannot be run."""
+    """Invalid config, data file or name."""
 
 
 class ServiceError(TinkerFlowsError, RuntimeError):
-    """A service that refused a request or did not answer."""
+    """Service that rejected a request or did not respond."""
 
 
-class AbsentError(ServiceError):
-    """No server answers at an address: it is misspelt, or the server is away."""
+class UnreachableError(ServiceError):
+    """No server responds at the address: the address is misspelled or the server is down."""
 
 
 class ServiceLostError(ServiceError):
-    """A Tinker service that failed, or that lost the run's model: a new client from the last checkpoint goes on."""
+    """Tinker service that failed or lost the run's model; a new client can resume from the last checkpoint."""
 
 
 class NotFiniteError(ServiceError):
-    """An answer that holds NaN or infinity, or a request that was refused for one."""
+    """NaN or infinity in a response, or a request that the service rejected because of one."""
 
 
 class PoisonedError(NotFiniteError):
-    """What is not finite comes of the weights, which an update before has broken."""
+    """NaN or infinity caused by the model's weights, which an earlier update corrupted."""
+
+
+class EvaluatorError(TinkerFlowsError, RuntimeError):
+    """Evaluator that raised an error or returned something else than metrics."""
 
 
 class GuardError(TinkerFlowsError, RuntimeError):
-    """A guard that ended the run, before any checkpoint held what it is about."""
+    """Guard that ended the run before any checkpoint contained the problem."""
 
 
 class RolledBackError(GuardError):
-    """A guard that ended this attempt: opened again at its last checkpoint, the run passes over the bad step."""
+    """Guard that ended this attempt; the run reopens at its last checkpoint and skips the bad step."""
 
 
 class StorageError(TinkerFlowsError, OSError):
-    """A run's directory that could not be read or written."""
+    """Run directory that could not be read or written."""
 
 
 def reason(error: BaseException) -> str:
-    """What an exception of another library says, as a part of one sentence.
+    """Return the message of a third-party exception as a clause for a one-sentence error.
 
     >>> reason(ValueError("It is not\\n  so."))
     'It is not so'
@@ -71,8 +76,12 @@ def reason(error: BaseException) -> str:
 
 
 def storage_error(verb: str, path: object, error: Exception) -> StorageError:
-    """The sentence for storage that could not be used: `verb` is what was tried, as in "write"."""
+    """Build the error for a failed storage operation.
+
+    Args:
+        verb: the operation, as in "write".
+    """
     return StorageError(
-        f"Could not {verb} {path} ({reason(error)}): mend that storage (its room, permissions or keys) and start the "
-        "same command again; what was saved before is kept."
+        f"Could not {verb} {path} ({reason(error)}): fix that storage (free space, permissions or keys) and run the "
+        "same command again; everything saved earlier is intact."
     )

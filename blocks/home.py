@@ -1,4 +1,4 @@
-"""Where this project keeps what it makes on this machine."""
+"""Project home: the directory on this machine with databases, logs and runs."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ from blocks.errors import StorageError, reason, storage_error
 
 
 def home() -> Path:
-    """`$TINKER_FLOWS_HOME`, or `.tinker-flows` in the current directory; made when missing.
+    """Return `$TINKER_FLOWS_HOME`, or `.tinker-flows` in the current directory; create the directory if missing.
 
     Raises:
-        StorageError: it cannot be made or written to.
+        StorageError: the directory cannot be created or written to.
     """
     path = Path(os.environ.get("TINKER_FLOWS_HOME") or ".tinker-flows").resolve()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
-            f"The project's home {path} cannot be made ({reason(error)}): set TINKER_FLOWS_HOME to another directory."
+            f"The project home {path} cannot be created ({reason(error)}): set TINKER_FLOWS_HOME to another directory."
         ) from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise StorageError(
-            f"The project's home {path} cannot be written to: set TINKER_FLOWS_HOME to another directory."
-        )
+        raise StorageError(f"The project home {path} is not writable: set TINKER_FLOWS_HOME to another directory.")
     return path
 
 
 @contextmanager
-def one_at_a_time(path: Path) -> Iterator[None]:
-    """Wait until no other process holds the lock file `path`, then hold it; the lock goes with its process."""
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path`; wait for other processes. The lock ends with its process."""
     try:
         lock = path.open("ab")
     except OSError as error:

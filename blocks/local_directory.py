@@ -1,4 +1,4 @@
-"""A run's directory on local disk."""
+"""Run directory on local disk."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Self
 
 from blocks.errors import storage_error
-from blocks.holder import refusal, this_process
+from blocks.lock_holder import current_process, locked_error
 
 
 class LocalDirectory:
-    """A `RunDirectory` on local disk; the lock goes with the process that holds it, also after a kill -9."""
+    """`RunDirectory` on local disk. The lock ends with the process that holds it, also after a kill -9."""
 
     def __init__(self, path: Path) -> None:
         self.location = str(path)
@@ -29,7 +29,7 @@ class LocalDirectory:
             raise storage_error("read", self._path / name, error) from error
 
     def write_bytes(self, name: str, content: bytes) -> None:
-        self._make()
+        self._create()
         path = self._path / name
         temporary = path.with_name(f".{name}.{os.getpid()}.tmp")
         try:
@@ -44,28 +44,28 @@ class LocalDirectory:
             raise storage_error("write", path, error) from error
 
     def append_line(self, name: str, line: str) -> None:
-        self._make()
+        self._create()
         path = self._path / name
         try:
             is_new = not path.exists()
-            # No buffer: what could not be written must not be tried again when the file is closed.
+            # Unbuffered, so that closing the file does not retry a failed write.
             with path.open("ab+", buffering=0) as file:
                 end = file.seek(0, os.SEEK_END)
                 is_torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
-                rest = (b"\n" if is_torn else b"") + line.encode() + b"\n"
+                unwritten = (b"\n" if is_torn else b"") + line.encode() + b"\n"
                 try:
-                    while rest:
-                        rest = rest[file.write(rest) :]
+                    while unwritten:
+                        unwritten = unwritten[file.write(unwritten) :]
                     os.fsync(file.fileno())
                 except OSError:
-                    file.truncate(end)  # a full disk must not leave half a record
+                    file.truncate(end)  # remove the partial record that a full disk leaves
                     raise
             if is_new:
                 _sync_entries(self._path)
         except OSError as error:
             raise storage_error("append to", path, error) from error
 
-    def holder(self) -> str:
+    def writer(self) -> str:
         path = self._path / ".lock"
         try:
             with path.open("rb") as lock:
@@ -75,36 +75,36 @@ class LocalDirectory:
         except BlockingIOError:
             return path.read_text() or "another process"
         except OSError as error:
-            raise storage_error("look at", path, error) from error
+            raise storage_error("inspect", path, error) from error
         return ""
 
     def __enter__(self) -> Self:
-        self._make()
+        self._create()
         path = self._path / ".lock"
         try:
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            _take(self._lock)
+            _acquire(self._lock)
             os.ftruncate(self._lock, 0)
-            os.write(self._lock, str(this_process()).encode())
-            for left in self._path.glob(".*.tmp"):  # by a process that was killed while it wrote
-                left.unlink()
+            os.write(self._lock, str(current_process()).encode())
+            for temporary in self._path.glob(".*.tmp"):  # leftovers of a process that was killed during a write
+                temporary.unlink()
         except BlockingIOError as error:
             self.__exit__()
-            raise refusal(self.location, path.read_text() or "another process") from error
+            raise locked_error(self.location, path.read_text() or "another process") from error
         except OSError as error:
             self.__exit__()
             raise storage_error("lock", path, error) from error
         return self
 
-    def _make(self) -> None:
-        """Make the directory, when it is first written to: who only reads leaves no trace."""
+    def _create(self) -> None:
+        """Create the directory before the first write; a reader creates nothing."""
         if self._path.is_dir():
             return
         try:
             self._path.mkdir(parents=True, exist_ok=True)
             _sync_entries(self._path.parent)
         except OSError as error:
-            raise storage_error("make", self._path, error) from error
+            raise storage_error("create", self._path, error) from error
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:
@@ -112,8 +112,8 @@ class LocalDirectory:
             self._lock = None
 
 
-def _take(lock: int) -> None:
-    """Lock a file, with a moment's patience for somebody who only looks whether it is locked."""
+def _acquire(lock: int) -> None:
+    """Lock a file; retry for 0.1 s, because `writer` holds a shared lock for a moment."""
     for _ in range(5):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +125,7 @@ def _take(lock: int) -> None:
 
 
 def _sync_entries(directory: Path) -> None:
-    """Make the names in a directory durable; a file's own fsync does not."""
+    """Flush the entries of a directory to disk; fsync of a file does not cover its name."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

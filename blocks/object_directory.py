@@ -1,22 +1,23 @@
-"""A run's directory below a prefix of an S3 bucket."""
+"""Run directory below a prefix of an S3 bucket."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Self
 
-from blocks.holder import refusal
 from blocks.lease import Lease
+from blocks.lock_holder import locked_error
 from blocks.objects import ChangedError, Objects
 
 PROBE = ".probe"
 
 
 class ObjectDirectory:
-    """A `RunDirectory` on S3.
+    """`RunDirectory` on S3.
 
-    An object store has no append: it rewrites the whole small object. Every write is made under the condition that the
-    object is still the one that was read, so that a writer that lost its lease unawares loses no line of another's.
+    An object store has no append, so appending rewrites the whole small object. Every write is conditional on the
+    object being unchanged since it was read: a writer that lost its lease unnoticed cannot overwrite another writer's
+    lines.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -31,17 +32,17 @@ class ObjectDirectory:
         self._replace(name, lambda _: content)
 
     def append_line(self, name: str, line: str) -> None:
-        def appended(before: bytes) -> bytes:
-            is_torn = before and not before.endswith(b"\n")
-            return before + (b"\n" if is_torn else b"") + line.encode() + b"\n"
+        def append(content: bytes) -> bytes:
+            is_torn = content and not content.endswith(b"\n")
+            return content + (b"\n" if is_torn else b"") + line.encode() + b"\n"
 
-        self._replace(name, appended)
+        self._replace(name, append)
 
-    def writes_conditionally(self) -> bool:
-        """Write an object and remove it again, to see whether the server leaves alone what it is told to.
+    def supports_conditional_writes(self) -> bool:
+        """Return whether the server rejects to overwrite an existing object under If-None-Match; writes a test object.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: the test object cannot be written.
         """
         version = self._objects.write(PROBE, b"one", None)
         try:
@@ -55,15 +56,15 @@ class ObjectDirectory:
 
     def _replace(self, name: str, change: Callable[[bytes], bytes]) -> None:
         self._lease.check()
-        version = self._objects.version(name)  # before the content, so that no change is missed
+        version = self._objects.version(name)  # read before the content, so that no change is missed
         content = change(self._objects.read(name) or b"" if version else b"")
         try:
             self._objects.write(name, content, version)
         except ChangedError as error:
             if self._objects.read(name) != content:
-                raise refusal(self.location, "another process") from error
+                raise locked_error(self.location, "another process") from error
 
-    def holder(self) -> str:
+    def writer(self) -> str:
         return str(self._lease.holder() or "")
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Whole objects below a prefix of an S3 bucket, read and written through restarts of the server."""
+"""Whole objects below a prefix of an S3 bucket; requests are retried while the server restarts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from blocks.errors import reason, storage_error
 
 T = TypeVar("T")
 
-# botocore's own retries: some 8 s for a server that refuses, a minute and a half for one that is silent.
+# With these settings botocore retries for about 8 s if the server refuses connections, and 90 s if it is silent.
 CLIENT = {"connect_timeout": 10, "read_timeout": 20, "retries": {"mode": "standard", "max_attempts": 5}}
 LONGEST_PAUSE_S = 30.0
 MAX_SINGLE_PUT = 5 * 2**30
 
-# Broken off on the way; aiohttp's own is what a body that ends too early raises.
-_LOST = (
+# Failures of the connection. aiohttp raises ClientPayloadError for a truncated body.
+_CONNECTION_ERRORS = (
     botocore.ConnectionError,
     botocore.HTTPClientError,
     botocore.IncompleteReadError,
@@ -38,19 +38,19 @@ _LOST = (
 )
 _FAILURES = (OSError, BotoCoreError, ClientPayloadError, ValueError)
 
-# Endpoints that answered this process once: one that never did is more likely misspelt than restarting.
-_answered: set[str | None] = set()
+# Endpoints that have responded to this process. An endpoint that never did is more likely misspelled than restarting.
+_responsive_endpoints: set[str | None] = set()
 
 
 class ChangedError(Exception):
-    """A conditional write was refused: the object is no longer what it was."""
+    """Conditional write that the server rejected because the object has another version."""
 
 
 class Objects:
-    """The objects of one run.
+    """Objects below one prefix.
 
-    A request that fails in a way that can pass (no connection, no answer, 429, 5xx) is made again, with growing pauses,
-    for `patience_s`: it is either a read or a write that may be repeated.
+    Requests are idempotent. A request with a transient failure (no connection, no response, 429, 5xx) is retried with
+    growing pauses for up to `patience_s`.
     """
 
     def __init__(
@@ -61,64 +61,67 @@ class Objects:
         self._s3 = S3FileSystem(
             key=key, secret=secret, endpoint_url=endpoint_url, use_listings_cache=False, config_kwargs=CLIENT
         )
-        self._s3.retries = 1  # botocore's retries are enough; s3fs would multiply them by five
+        self._s3.retries = 1  # botocore retries already; the default of s3fs would multiply its retries by five
 
     def read(self, name: str) -> bytes | None:
-        """The content of an object, or None where there is none.
+        """Return the content of an object, or None if the object does not exist.
 
         Raises:
-            StorageError: it could not be read, within the patience.
+            StorageError: the object could not be read within `patience_s`.
         """
-        return self._patiently("read", name, lambda: self._read(name), self._patience_s)
+        return self._retry("read", name, lambda: self._read(name), self._patience_s)
 
     def version(self, name: str) -> str | None:
-        """What changes with every other content of an object; None where there is none.
+        """Return the version of an object, which changes with its content; None if the object does not exist.
 
         Raises:
-            StorageError: the server could not be asked, within the patience.
+            StorageError: the server did not respond within `patience_s`.
         """
-        return self._patiently("read", name, lambda: self._version(name), self._patience_s)
+        return self._retry("read", name, lambda: self._version(name), self._patience_s)
 
     def names(self) -> list[str]:
-        """What lies below the prefix, one level deep; empty where nothing does.
+        """List the names directly below the prefix.
 
         Raises:
-            StorageError: the server could not be asked, within the patience.
+            StorageError: the server did not respond within `patience_s`.
         """
-        return self._patiently("list", "", self._names, self._patience_s)
+        return self._retry("list", "", self._names, self._patience_s)
 
     def age_s(self, name: str) -> float:
-        """Seconds since an object was written, by the server's own clock; 0 where there is none.
+        """Return the seconds since an object was written, by the server's clock; 0 if the object does not exist.
 
         Raises:
-            StorageError: the server could not be asked, within the patience.
+            StorageError: the server did not respond within `patience_s`.
         """
-        return self._patiently("read", name, lambda: self._age_s(name), self._patience_s)
+        return self._retry("read", name, lambda: self._age_s(name), self._patience_s)
 
     def remove(self, name: str) -> None:
         """Remove an object.
 
         Raises:
-            StorageError: it could not be removed, within the patience.
+            StorageError: the object could not be removed within `patience_s`.
         """
-        self._patiently("remove", name, lambda: self._s3.rm_file(self._path(name)), self._patience_s)
+        self._retry("remove", name, lambda: self._s3.rm_file(self._path(name)), self._patience_s)
 
     def write(self, name: str, content: bytes, version: str | None, *, patient: bool = True) -> str:
-        """Write a whole object in place of a version of it, or of none; returns the new version.
+        """Write a whole object if its current version is `version` (None: it does not exist); return the new version.
+
+        Args:
+            patient: False makes one attempt; True retries for `patience_s`.
 
         Raises:
-            ChangedError: it is there in another version. So is one that was written and its answer lost: it is written
-                again, and then meets itself.
-            StorageError: it could not be written, within the patience.
+            ChangedError: the object has another version. Also raised if an earlier attempt succeeded but its response
+                was lost, because the retry then finds the new version.
+            StorageError: the object could not be written within `patience_s`.
         """
         condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}
 
         def put() -> str:
-            # In one request whatever its size: an upload in parts has no condition at its start.
-            answer = self._s3.pipe_file(self._path(name), content, chunksize=MAX_SINGLE_PUT, **condition)
-            return _version_in(cast(dict[str, Any], answer))
+            # A single request of any size: a multipart upload cannot start with a condition.
+            response = self._s3.pipe_file(self._path(name), content, chunksize=MAX_SINGLE_PUT, **condition)
+            return _version_in(cast(dict[str, Any], response))
 
-        return self._patiently("write", name, put, self._patience_s if patient else 0)
+        return self._retry("write", name, put, self._patience_s if patient else 0)
 
     def _path(self, name: str) -> str:
         return f"{self._prefix}/{name}"
@@ -127,14 +130,14 @@ class Objects:
         try:
             return cast(bytes, sync(self._s3.loop, self._get, *self._bucket_and_key(name)))
         except FileNotFoundError as error:
-            if _code(error) == "NoSuchBucket":  # a missing bucket is no empty run
+            if _code(error) == "NoSuchBucket":  # a missing bucket is an error, not an empty run
                 raise
             return None
 
     async def _get(self, bucket: str, key: str) -> bytes:
-        answer = await self._s3._call_s3("get_object", Bucket=bucket, Key=key)
-        _version_in(answer)
-        async with answer["Body"] as body:
+        response = await self._s3._call_s3("get_object", Bucket=bucket, Key=key)
+        _version_in(response)  # reject the page of a proxy
+        async with response["Body"] as body:
             return await body.read()
 
     def _version(self, name: str) -> str | None:
@@ -145,20 +148,20 @@ class Objects:
 
     def _age_s(self, name: str) -> float:
         try:
-            answer = self._head(name)
+            response = self._head(name)
         except FileNotFoundError:
             return 0.0
-        now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-        return (now - answer["LastModified"]).total_seconds()
+        now = parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"])
+        return (now - response["LastModified"]).total_seconds()
 
     def _names(self) -> list[str]:
         try:
-            found = cast(list[str], self._s3.ls(self._prefix, detail=False))
+            paths = cast(list[str], self._s3.ls(self._prefix, detail=False))
         except FileNotFoundError as error:
             if _code(error) == "NoSuchBucket":
                 raise
             return []
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def _head(self, name: str) -> dict[str, Any]:
         bucket, key = self._bucket_and_key(name)
@@ -168,39 +171,40 @@ class Objects:
         bucket, key, _ = self._s3.split_path(self._path(name))
         return bucket, key
 
-    def _patiently(self, verb: str, name: str, request: Callable[[], T], patience_s: float) -> T:
-        since: float | None = None
+    def _retry(self, verb: str, name: str, request: Callable[[], T], patience_s: float) -> T:
+        first_failure: float | None = None
         for attempt in itertools.count():
             try:
-                answer = request()
+                result = request()
             except _FAILURES as error:
                 if _is_conflict(error):
                     raise ChangedError from error
-                since = since or time.monotonic()
-                patience_s = patience_s if self._endpoint_url in _answered else 0
-                if not _can_pass(error) or time.monotonic() - since >= patience_s:
+                first_failure = first_failure or time.monotonic()
+                patience_s = patience_s if self._endpoint_url in _responsive_endpoints else 0
+                if not _is_transient(error) or time.monotonic() - first_failure >= patience_s:
                     raise storage_error(verb, f"{self.location}/{name}", error) from error
                 if attempt == 0:
                     print(
-                        f"Could not {verb} {self.location}/{name} ({reason(error)}); it is tried again for up to "
+                        f"Could not {verb} {self.location}/{name} ({reason(error)}); retrying for up to "
                         f"{patience_s:.0f} s.",
                         file=sys.stderr,
                     )
                 time.sleep(min(2.0**attempt, LONGEST_PAUSE_S, patience_s) * random.uniform(0.5, 1.0))
             else:
-                _answered.add(self._endpoint_url)
-                return answer
+                _responsive_endpoints.add(self._endpoint_url)
+                return result
         raise AssertionError("unreachable: the loop has no end")
 
 
-def _version_in(answer: Mapping[str, Any]) -> str:
-    """The version that an answer tells.
+def _version_in(response: Mapping[str, Any]) -> str:
+    """Return the ETag of a response.
 
-    Without one it is the page of a proxy or a portal on the way: taken for an empty record, it would become the record.
+    A response without an ETag is the page of a proxy or login portal. Accepting it as an empty record would overwrite
+    the real record.
     """
-    if "ETag" not in answer:
-        raise ConnectionError("the answer is not that of an S3 server")
-    return str(answer["ETag"])
+    if "ETag" not in response:
+        raise ConnectionError("the response has no ETag and does not come from an S3 server")
+    return str(response["ETag"])
 
 
 def _response(error: Exception) -> dict[str, Any]:
@@ -213,12 +217,12 @@ def _code(error: Exception) -> str:
 
 
 def _is_conflict(error: Exception) -> bool:
-    """True where a conditional write was refused: 412, or on AWS 409 for two at the same moment."""
+    """Return whether a conditional write was rejected: status 412, or 409 on AWS for two simultaneous writes."""
     return _code(error) in ("PreconditionFailed", "ConditionalRequestConflict")
 
 
-def _can_pass(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     status = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     if status >= 500 or status == 429 or _code(error) == "SlowDown":
         return True
-    return isinstance(error, _LOST)
+    return isinstance(error, _CONNECTION_ERRORS)

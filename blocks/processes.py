@@ -1,4 +1,4 @@
-"""Local services that a run starts for itself: the engine and a Prefect server, each with a log file."""
+"""Local services that a run starts on its own: the engine and a Prefect server, each with a log file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blocks.errors import ServiceError, ServiceLostError, storage_error
-from blocks.home import home, one_at_a_time
+from blocks.home import file_lock, home
 
 if TYPE_CHECKING:
     from blocks.service import TinkerService
 
 GRACE_S = 15.0
 
-# Untuned, a Prefect server on a small machine falls behind at some 30 task runs a second and then loses them.
+# With default settings, a Prefect server on a small machine falls behind at about 30 task runs per second and then
+# loses task runs.
 _PREFECT_SERVER = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
@@ -40,71 +41,72 @@ _PREFECT_SERVER = {
 def local_engine(
     *, model: str, dtype: str, threads: int | None, deterministic: bool = False
 ) -> Iterator[TinkerService]:
-    """A local Tinker service for one model, up until the block ends, under a key that nobody else has.
+    """Run a local Tinker service for one model, with a random API key, until the block ends.
 
     Args:
-        deterministic: whether what it samples is the same to the bit whatever it samples beside it.
+        deterministic: sample the same tokens for a request regardless of concurrent requests.
 
     Raises:
-        ServiceError: it could not start; the message holds the last line of its log.
+        ServiceError: the engine did not start; the message contains the last error in its log.
     """
     key = f"tml-{secrets.token_urlsafe(24)}"
     command = [sys.executable, "-m", "engine", "--port", "0", "--exit-with-stdin", "--model", model, "--dtype", dtype]
     command += ["--state", str(home() / "engine")]
     command += ["--threads", str(threads)] if threads else []
     command += ["--deterministic"] if deterministic else []
-    log = log_file("engine")
+    log = new_log_file("engine")
     print(f"Starting the local engine with {model} (log: {log})", file=sys.stderr)
-    with running(command, log, {"TINKER_ENGINE_API_KEY": key}) as process:
+    with managed_process(command, log, {"TINKER_ENGINE_API_KEY": key}) as process:
         url = _announced_url(process, log)
-        with _raising_when_it_ends(process, log):
-            from blocks.service import TinkerService  # the SDK takes seconds to import, and other services need none
+        with _raise_on_exit(process, log):
+            from blocks.service import TinkerService  # imports the SDK, which takes seconds
 
             yield TinkerService.model_validate({"base_url": url, "api_key": key})
 
 
 @contextmanager
 def local_prefect_server() -> Iterator[str]:
-    """A Prefect server on this project's own database, up until the block ends; its API's URL.
+    """Run a Prefect server on the database in the project home until the block ends; yields the URL of its API.
 
     Raises:
-        ServiceError: it could not start; the message holds the last line of its log.
+        ServiceError: the server did not start; the message contains the last error in its log.
     """
     port = free_port()
-    log = log_file("prefect")
+    log = new_log_file("prefect")
     print(f"Starting a Prefect server for this run (log: {log})", file=sys.stderr)
     url = f"http://127.0.0.1:{port}/api"
     with ExitStack() as stack:
-        with one_at_a_time(home() / ".prefect.lock"):  # the first start makes the tables
-            env = {**prefect_server_env(), "PREFECT_API_URL": url}  # where its UI looks for it
-            process = stack.enter_context(running(supervised(prefect_server(port)), log, env))
+        with file_lock(home() / ".prefect.lock"):  # the first start creates the tables
+            env = {**prefect_server_env(), "PREFECT_API_URL": url}  # the UI uses this URL
+            command = supervised_command(prefect_server_command(port))
+            process = stack.enter_context(managed_process(command, log, env))
             _wait_until_healthy(process, f"{url}/health", log)
         yield url
 
 
-def prefect_server(port: int) -> list[str]:
-    """The command of a Prefect server that only this machine can reach; it needs `prefect_server_env`."""
+def prefect_server_command(port: int) -> list[str]:
+    """Return the command of a Prefect server on the loopback interface; run it with `prefect_server_env`."""
     return [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
 
 
 def prefect_server_env() -> dict[str, str]:
-    """The settings of a Prefect server that keeps up with training, on a SQLite file in the project's home."""
+    """Return the settings of a Prefect server that keeps up with training, on a SQLite file in the project home."""
     database = f"sqlite+aiosqlite:///{home() / 'prefect.db'}"
     return {"PREFECT_API_DATABASE_CONNECTION_URL": database, **_PREFECT_SERVER}
 
 
 def free_port() -> int:
-    """A TCP port that was free on the loopback a moment ago."""
+    """Return a TCP port that was free on the loopback interface at the time of the call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def log_file(name: str) -> Path:
-    """A new, empty file for what a service writes, in the project's home.
+def new_log_file(name: str) -> Path:
+    """Create an empty log file for a service in the project home.
 
     Raises:
-        StorageError: it cannot be made.
+        StorageError: the file cannot be created.
     """
     folder = home() / "logs"
     try:
@@ -112,37 +114,37 @@ def log_file(name: str) -> Path:
         started = time.strftime("%Y%m%d-%H%M%S")
         descriptor, path = tempfile.mkstemp(prefix=f"{name}-{started}-", suffix=".log", dir=folder)
     except OSError as error:
-        raise storage_error("make a log in", folder, error) from error
+        raise storage_error("create a log file in", folder, error) from error
     os.close(descriptor)
     return Path(path)
 
 
-def supervised(command: Sequence[str], grace_s: float = GRACE_S, *, children_first: bool = False) -> list[str]:
-    """The command that ends another one, and all that it started, when its standard input is closed.
+def supervised_command(command: Sequence[str], grace_s: float = GRACE_S, *, children_first: bool = False) -> list[str]:
+    """Wrap a command in a supervisor that stops it and all its descendants when standard input is closed.
 
     Args:
-        grace_s: how long they may take to end in good order, before they are killed.
-        children_first: end what it started before itself, in as long a time.
+        grace_s: seconds the processes have to exit cleanly before they are killed.
+        children_first: stop the command's children before the command itself; they too have `grace_s` seconds.
     """
     options = [f"--grace={grace_s:g}", *(["--children-first"] if children_first else [])]
     return [sys.executable, str(Path(__file__).with_name("supervise.py")), *options, *command]
 
 
 @contextmanager
-def running(
+def managed_process(
     command: Sequence[str],
     log: Path,
     env: Mapping[str, str],
     *,
     grace_s: float = GRACE_S,
     cwd: Path | None = None,
-    keeps: Sequence[int] = (),
+    pass_fds: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that stops when its standard input is closed: here at the end, or by the kernel when we are gone.
+    """Run a process that stops when its standard input is closed: at the end of the block, or when this process dies.
 
     Args:
-        grace_s: how long it may take for that, before it is killed.
-        keeps: open files that it has, too.
+        grace_s: seconds the process has to stop before it is killed.
+        pass_fds: open file descriptors that the process inherits.
     """
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -151,9 +153,9 @@ def running(
             stdout=subprocess.PIPE,
             stderr=output,
             cwd=cwd,
-            pass_fds=keeps,
+            pass_fds=pass_fds,
             env={**os.environ, **env},
-            # A Ctrl-C in the terminal reaches the run alone, which then stops this in good order.
+            # Ctrl-C in the terminal reaches only the run, which then stops this process cleanly.
             start_new_session=True,
         )
     with process:
@@ -169,35 +171,35 @@ def running(
 
 
 @contextmanager
-def _raising_when_it_ends(process: subprocess.Popen[bytes], log: Path) -> Iterator[None]:
-    """Raise in the main thread when the engine ends under it: the SDK would wait for its answers for ever."""
+def _raise_on_exit(process: subprocess.Popen[bytes], log: Path) -> Iterator[None]:
+    """Raise in the main thread if the engine exits inside the block: the SDK would wait for its responses forever."""
 
     def check(*_: object) -> None:
         if process.poll() is not None:
             raise ServiceLostError(
-                f"The local engine ended while it was in use (status {process.returncode}, log: {log}): "
-                "start the same command again; it resumes from the last checkpoint."
+                f"The local engine exited during the run (status {process.returncode}, log: {log}): "
+                "run the same command again; it resumes from the last checkpoint."
             )
 
-    if threading.current_thread() is not threading.main_thread():  # only that one can have signal handlers
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can have signal handlers
         yield
         return
-    before = signal.signal(signal.SIGCHLD, check)
+    previous_handler = signal.signal(signal.SIGCHLD, check)
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, before)
+        signal.signal(signal.SIGCHLD, previous_handler)
 
 
 def _announced_url(process: subprocess.Popen[bytes], log: Path) -> str:
-    """The URL that the engine prints once it serves; loading a model, or its download, may take any time."""
+    """Wait for the URL that the engine prints once it serves; downloading and loading a model has no time limit."""
     assert process.stdout is not None
     try:
         for line in process.stdout:
             if line.startswith(b"http://"):
                 return line.decode().strip()
     except BaseException:
-        process.terminate()  # while it loads, it does not look at its standard input
+        process.terminate()  # the engine does not watch its standard input while it loads
         raise
     raise start_error("engine", log)
 
@@ -214,8 +216,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
 
 
 def start_error(name: str, log: Path) -> ServiceError:
-    """The sentence for a service that ended before it served: what its log says last."""
-    lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
-    # What ends a traceback says more than what a server says when it ends.
-    why = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
-    return ServiceError(f"The local {name} did not start: {why.strip()} (log: {log})")
+    """Build the error for a service that exited before it served; it quotes the last error or line of the log."""
+    lines = log.read_text(errors="replace").strip().splitlines() or ["the log is empty"]
+    cause = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
+    return ServiceError(f"The local {name} did not start: {cause.strip()} (log: {log})")

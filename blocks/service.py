@@ -1,4 +1,4 @@
-"""The Tinker service (hosted, compatible or local), as a Prefect block."""
+"""Prefect block for a Tinker service: hosted, compatible or local."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import TypeVar
 import tinker
 from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
-from tinker.lib.base_url import resolve_base_url
 
+from blocks.default_service import default_service
 from blocks.errors import ConfigError, ServiceError, reason
-from blocks.reach import check_answers
+from blocks.probe import check_reachable
+from blocks.tinker_internals import resolve_base_url
 
 T = TypeVar("T")
 
 
 class TinkerService(Block):
-    """A Tinker service: where it is and the key to it.
+    """Address and API key of a Tinker service.
 
     Example:
         ```python
@@ -51,48 +52,52 @@ class TinkerService(Block):
         default=60.0,
         gt=0,
         title="Connect timeout (s)",
-        description="How long the service may take to answer the first request before the run gives up.",
+        description="Time limit for the first response of the service; then the run fails.",
     )
 
     @property
     def resolved_url(self) -> str:
-        """The URL in force, with environment and default filled in."""
+        """Effective URL: the field, the environment or the default."""
         return resolve_base_url(self.base_url)
 
     def get_client(self) -> tinker.ServiceClient:
-        """Open a session on the service; closing it is up to the caller, best by `with`.
+        """Open a session on the service. The caller closes it, preferably with `with`.
 
         Raises:
-            ServiceError: no answer within `connect_timeout_s`, or the key is refused.
+            ServiceError: no response within `connect_timeout_s`, or the service rejects the key.
         """
         client = tinker.ServiceClient(base_url=self.resolved_url, api_key=self._key)
-        self._ask(lambda: client.holder)
+        self._request(lambda: client.holder)
         return client
 
     @contextmanager
     def session(self) -> Iterator[tinker.ServiceClient]:
-        """`get_client`, whose session is finished at the end with how it went."""
+        """Open a session as `get_client` does; close it when the block ends and report how the block ended.
+
+        Clients that the block opens without a URL and without a key use the same service.
+        """
         client = self.get_client()
         holder = client.holder
         status = "errored"
         try:
-            yield client
+            with default_service(self.resolved_url, self._key):
+                yield client
             status = "success"
         except KeyboardInterrupt:
             status = "interrupted"
             raise
         finally:
-            # A service that is gone ends the session itself; the SDK's own close would wait for it for ever.
+            # Without a timeout, the SDK would wait forever for a service that is down.
             with suppress(TimeoutError, tinker.TinkerError):
                 client.close(status).result(timeout=10)
-            holder.close()  # ends what still waits for an answer in other threads
+            holder.close()  # cancels requests that other threads still wait for
 
     def check_model(self, model: str) -> None:
-        """Refuse a base model that the service does not train.
+        """Raise an error unless the service trains the base model `model`.
 
         Raises:
-            ConfigError: the model is unknown to the service.
-            ServiceError: no answer within `connect_timeout_s`, or the key is refused.
+            ConfigError: the service does not offer the model.
+            ServiceError: no response within `connect_timeout_s`, or the service rejects the key.
         """
         names = self.models()
         if model not in names:
@@ -102,50 +107,53 @@ class TinkerService(Block):
             )
 
     def models(self) -> list[str]:
-        """The base models that the service trains.
+        """List the base models that the service trains.
 
         Raises:
-            ServiceError: no answer within `connect_timeout_s`, or the key is refused.
+            ServiceError: no response within `connect_timeout_s`, or the service rejects the key.
         """
         return sorted(self.context_lengths())
 
     def context_lengths(self) -> dict[str, int | None]:
-        """The longest sequence, in tokens, of each of them; None where the service does not say.
+        """Return the maximum context length of each model in tokens; None if the service does not report it.
 
         Raises:
-            ServiceError: no answer within `connect_timeout_s`, or the key is refused.
+            ServiceError: no response within `connect_timeout_s`, or the service rejects the key.
         """
-        capabilities = self._ask(
+        capabilities = self._request(
             lambda: tinker.RestClient(base_url=self.resolved_url, api_key=self._key).get_server_capabilities().result()
         )
-        return {each.model_name: each.max_context_length for each in capabilities.supported_models if each.model_name}
+        models = capabilities.supported_models
+        return {model.model_name: model.max_context_length for model in models if model.model_name}
 
     @property
     def _key(self) -> str | None:
         return self.api_key.get_secret_value() if self.api_key else None
 
-    def _ask(self, request: Callable[[], T]) -> T:
-        """Run a first request with a limit: the SDK itself goes on trying for minutes."""
+    def _request(self, request: Callable[[], T]) -> T:
+        """Run a first request with a time limit; without one, the SDK retries for minutes."""
         name = f"The Tinker service at {self.resolved_url}"
-        absent = "check base_url and the network, or start a local one with `python -m engine`"
-        check_answers(name, f"{self.resolved_url}/api/v1/healthz", self.connect_timeout_s, absent)
-        answer: Future[T] = Future()
+        remedy = "check base_url and the network, or start a local one with `python -m engine`"
+        check_reachable(name, f"{self.resolved_url}/api/v1/healthz", self.connect_timeout_s, remedy)
+        response: Future[T] = Future()
 
         def run() -> None:
             try:
-                answer.set_result(request())
-            except BaseException as error:  # noqa: BLE001  # not handled here, but handed to whoever waits
-                answer.set_exception(error)
+                response.set_result(request())
+            except BaseException as error:  # noqa: BLE001  # raised in the waiting thread
+                response.set_exception(error)
 
-        # A daemon, so that the process can end while the SDK is still trying.
+        # A daemon thread lets the process exit while the SDK still retries.
         threading.Thread(target=run, name="tinker-connect", daemon=True).start()
         try:
-            return answer.result(timeout=self.connect_timeout_s)
+            return response.result(timeout=self.connect_timeout_s)
         except TimeoutError as error:
-            raise ServiceError(f"{name} gave no good answer within {self.connect_timeout_s:g} s: {absent}.") from error
+            raise ServiceError(
+                f"{name} did not complete a request within {self.connect_timeout_s:g} s: {remedy}."
+            ) from error
         except (tinker.AuthenticationError, tinker.PermissionDeniedError) as error:
             raise ServiceError(
-                f"{name} refused the API key ({error.status_code}): "
+                f"{name} rejected the API key ({error.status_code}): "
                 "set TINKER_API_KEY, or the key of the service block, to a valid one."
             ) from error
         except tinker.TinkerError as error:
@@ -154,6 +162,6 @@ class TinkerService(Block):
             ) from error
 
 
-def from_environment() -> bool:
-    """True where TINKER_BASE_URL or TINKER_API_KEY name a service."""
+def is_set_in_environment() -> bool:
+    """Return whether TINKER_BASE_URL or TINKER_API_KEY selects a service."""
     return bool(os.environ.get("TINKER_BASE_URL") or os.environ.get("TINKER_API_KEY"))

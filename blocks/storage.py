@@ -1,4 +1,4 @@
-"""Where a run keeps its record: a directory on local disk or below an s3:// prefix, by the same few methods."""
+"""Run storage: a run's files in a local directory or below an s3:// prefix, behind one interface."""
 
 from __future__ import annotations
 
@@ -14,38 +14,37 @@ from blocks.local_directory import LocalDirectory
 from blocks.object_directory import ObjectDirectory
 from blocks.objects import Objects
 
-# What a run keeps from its start on.
-CONFIG = "config.json"
+CONFIG = "config.json"  # every run has this file from its start
 
 
 class RunDirectory(Protocol):
-    """What a run keeps, by file name. Whole-file writes are atomic; what was written is durable on return.
+    """Files of a run, by name. Whole-file writes are atomic; data is durable once a write returns.
 
-    Every method raises `StorageError`, and then leaves what was there before.
+    Every method raises `StorageError` on failure and leaves the earlier content unchanged.
     """
 
     location: str
 
     def read_bytes(self, name: str) -> bytes | None:
-        """The content of a file, or None where there is none."""
+        """Return the content of a file, or None if the file does not exist."""
         ...
 
     def write_bytes(self, name: str, content: bytes) -> None:
-        """Write a whole file: readers see the old content or the new, never a part."""
+        """Replace a whole file; readers see either the old or the new content."""
         ...
 
     def append_line(self, name: str, line: str) -> None:
-        """Add one line. A torn tail left by a crash is closed first, never glued to."""
+        """Append one line. An incomplete last line left by a crash is terminated first, so that lines never merge."""
         ...
 
-    def holder(self) -> str:
-        """Who writes the run now, for a person; empty where nobody does."""
+    def writer(self) -> str:
+        """Describe the process that holds the directory; empty if no process does."""
         ...
 
     def __enter__(self) -> Self:
-        """Hold the directory for this process; a second one is refused by the name of the first.
+        """Lock the directory for this process; a second process gets an error that names the first.
 
-        What a holder that ended leaves is free at once; on S3, where another machine holds it, after half a minute.
+        The lock of a process that ended is free at once, or after 30 s on S3 if the process ran on another machine.
         """
         ...
 
@@ -53,7 +52,7 @@ class RunDirectory(Protocol):
 
 
 class RunStorage(Block):
-    """Where runs keep their records: a local directory or an s3:// prefix.
+    """Storage of run directories: a local directory or an s3:// prefix.
 
     Example:
         ```python
@@ -67,12 +66,12 @@ class RunStorage(Block):
 
     _block_type_name = "Run Storage"
     _block_type_slug = "tinker-flows-run-storage"
-    _description = "Where tinker-flows runs keep config, checkpoints.jsonl and reports: a local path or s3://."
+    _description = "Local path or s3:// prefix where tinker-flows runs store config, checkpoints.jsonl and reports."
 
     url: str = Field(
         default="",
         title="URL",
-        description="A local directory or s3://bucket/prefix; empty means `runs` in the project's home.",
+        description="A local directory or s3://bucket/prefix; empty means `runs` in the project home.",
     )
     endpoint_url: str | None = Field(
         default=None, title="S3 endpoint", description="URL of an S3-compatible server; unset means AWS."
@@ -89,52 +88,52 @@ class RunStorage(Block):
         default=600.0,
         ge=0,
         title="Patience (s)",
-        description="How long a run waits for an S3 server that answered before and is away, before it ends.",
+        description="How long a run waits for an S3 server that responded earlier and is now down before it fails.",
     )
 
     def run_directory(self, run_name: str) -> RunDirectory:
-        """The directory of one run. Nothing is made, or asked of S3, before the first read or write.
+        """Return the directory of one run. Nothing is created or requested before the first read or write.
 
         Raises:
-            StorageError: the url is of neither kind.
+            StorageError: `url` is neither a local directory nor an s3:// prefix.
         """
-        if runs := self._folder():
+        if runs := self._local_folder():
             return LocalDirectory(runs / run_name)
         return ObjectDirectory(self._objects(f"/{run_name}"))
 
     def run_names(self) -> list[str]:
-        """The runs that it holds, in the order of their names.
+        """List the names of the stored runs, sorted.
 
         Raises:
-            StorageError: the url is of neither kind, or cannot be read.
+            StorageError: `url` is neither a local directory nor an s3:// prefix, or cannot be read.
         """
-        runs = self._folder()
+        runs = self._local_folder()
         if runs is None:
             return [
                 name for name in self._objects("").names() if self.run_directory(name).read_bytes(CONFIG) is not None
             ]
         try:
-            return sorted(each.name for each in runs.iterdir() if (each / CONFIG).is_file())
+            return sorted(run.name for run in runs.iterdir() if (run / CONFIG).is_file())
         except FileNotFoundError:
             return []
         except OSError as error:
             raise storage_error("list", runs, error) from error
 
-    def _folder(self) -> Path | None:
-        """The local directory of all runs; None for S3."""
+    def _local_folder(self) -> Path | None:
+        """Return the local directory of all runs; None for S3."""
         scheme, separator, path = self.url.partition("://")
         if not separator:
             return Path(self.url).expanduser().resolve() if self.url else home() / "runs"
         if scheme != "s3" or not path.strip("/"):
             raise StorageError(
-                f"Run storage has the url {self.url!r}, which is neither a local directory nor s3://bucket/prefix: "
+                f"The run storage url {self.url!r} is neither a local directory nor s3://bucket/prefix: "
                 "set it to one of them."
             )
         return None
 
-    def _objects(self, below: str) -> Objects:
+    def _objects(self, subpath: str) -> Objects:
         return Objects(
-            self.url.partition("://")[2].strip("/") + below,
+            self.url.partition("://")[2].strip("/") + subpath,
             endpoint_url=self.endpoint_url or None,
             key=self.access_key.get_secret_value() if self.access_key else None,
             secret=self.secret_key.get_secret_value() if self.secret_key else None,

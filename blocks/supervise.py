@@ -1,9 +1,10 @@
-"""Run a command that ends with whoever started it, even when that one is killed with -9.
+"""Supervisor that stops a command and its descendants when the process that started it ends, even by kill -9.
 
-`python supervise.py [--grace=SECONDS] [--children-first] COMMAND ...`: the starter holds the other end of standard
-input; the kernel closes it when the starter is gone, however it went. What the command started in turn ends with it,
-too; with `--children-first` before it, for a command that would not leave them the time. Kept free of imports of this
-project, so that it starts in milliseconds.
+`python supervise.py [--grace=SECONDS] [--children-first] COMMAND ...`
+
+The parent process holds the other end of standard input. The kernel closes it when the parent ends, and the supervisor
+then stops the command and all its descendants. `--children-first` stops the children before the command, for a command
+that would not give them time to exit. This module imports nothing of the project, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the status of the command."""
+    """Run the command and return its exit status."""
     grace_s = float(arguments.pop(0).removeprefix(GRACE)) if arguments[0].startswith(GRACE) else 15.0
     children_first = arguments[0] == CHILDREN_FIRST and bool(arguments.pop(0))
     if sys.platform == "linux":
-        # Whatever the command leaves behind becomes a child of this process, which can then see it and wait for it.
+        # Orphaned descendants of the command become children of this process, which can then find and reap them.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # A group of its own, so that what it starts in turn is stopped with it.
+    # A separate process group, so that one signal reaches the command and its children.
     child = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
 
     deadlines: list[float] = []
 
     def stop(*_: object) -> None:
-        if not deadlines:  # a second signal stops a run at once, with the step under way
+        if not deadlines:  # send SIGTERM only once: a second one makes a run abort its current step
             deadlines.append(time.monotonic() + grace_s)
             _signal_group(child.pid, signal.SIGTERM)
 
-    def stop_when_starter_ends() -> None:
+    def stop_when_parent_ends() -> None:
         os.read(0, 1)
         if children_first:
-            _end_children(child.pid, time.monotonic() + grace_s)
+            _stop_children(child.pid, time.monotonic() + grace_s)
         stop()
         try:
             child.wait(grace_s)
@@ -51,23 +52,23 @@ def main(arguments: list[str]) -> int:
             _signal_group(child.pid, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, stop)
-    threading.Thread(target=stop_when_starter_ends, daemon=True).start()
+    threading.Thread(target=stop_when_parent_ends, daemon=True).start()
     status = child.wait()
     stop()
-    _wait_for_rest(child.pid, deadlines[0])
+    _reap_descendants(child.pid, deadlines[0])
     return status
 
 
-def _end_children(pid: int, deadline: float) -> None:
-    """Have the children of a process end, each asked once, and wait for them until the deadline."""
-    for each in _children(pid):
-        _signal(each, signal.SIGTERM)
+def _stop_children(pid: int, deadline: float) -> None:
+    """Send SIGTERM once to each child of a process and wait for them until the deadline."""
+    for child in _children(pid):
+        _signal(child, signal.SIGTERM)
     while _children(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
-def _wait_for_rest(group: int, deadline: float) -> None:
-    """Wait for what the command left behind, and kill it after the deadline."""
+def _reap_descendants(group: int, deadline: float) -> None:
+    """Wait for the remaining descendants of the command and kill them after the deadline."""
     while _has_children():
         if time.monotonic() > deadline:
             _signal_group(group, signal.SIGKILL)
@@ -77,7 +78,7 @@ def _wait_for_rest(group: int, deadline: float) -> None:
 
 
 def _has_children() -> bool:
-    """Whether anything that the command left is alive; what has ended is forgotten."""
+    """Reap the children that have exited; return whether any child is still alive."""
     try:
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
@@ -87,12 +88,12 @@ def _has_children() -> bool:
 
 
 def _children(pid: int) -> list[int]:
-    """Those of all its threads; none where the system does not tell, or it has ended."""
-    found: list[int] = []
+    """List the child pids of all threads of a process; empty if the process has ended or /proc is unavailable."""
+    pids: list[int] = []
     with suppress(OSError):
         for path in Path(f"/proc/{pid}/task").glob("*/children"):
-            found += [int(each) for each in path.read_text().split()]
-    return found
+            pids += [int(child) for child in path.read_text().split()]
+    return pids
 
 
 def _signal(pid: int, number: int) -> None:

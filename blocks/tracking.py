@@ -1,4 +1,4 @@
-"""The MLflow tracking server, as a Prefect block."""
+"""Prefect block for MLflow tracking."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pathlib import Path
 from mlflow import MlflowClient
 from mlflow.entities import LifecycleStage, Run
 from mlflow.exceptions import MlflowException
-from mlflow.store.db.db_types import DATABASE_ENGINES
 from prefect.blocks.core import Block
 from pydantic import Field
 from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from blocks.errors import ServiceError, TinkerFlowsError, reason
-from blocks.home import home, one_at_a_time
-from blocks.reach import check_answers
+from blocks.home import file_lock, home
+from blocks.mlflow_internals import DATABASE_ENGINES
+from blocks.probe import check_reachable
 
-_FIRST_ANSWER_S = 20.0
+_FIRST_RESPONSE_S = 20.0
 _REMEDY = "check tracking.uri, or leave it out for a local SQLite file"
 
-# Of a run: which record it belongs to.
+# Tag of an MLflow run: the key of the run directory (the record) that it belongs to.
 RECORD_TAG = "tinker_flows.record"
 
 
 class MLflowTracking(Block):
-    """Where metrics, parameters and reports go: an MLflow tracking server or a local SQLite file.
+    """Destination of metrics, parameters and reports: an MLflow tracking server or a local SQLite file.
 
     Example:
         ```python
@@ -43,95 +43,95 @@ class MLflowTracking(Block):
 
     _block_type_name = "MLflow Tracking"
     _block_type_slug = "tinker-flows-mlflow-tracking"
-    _description = "The MLflow tracking server that tinker-flows runs log every term of every step to."
+    _description = "MLflow tracking server where tinker-flows runs log every term of every step."
 
     tracking_uri: str = Field(
         default="",
         title="Tracking URI",
-        description="http(s):// of a server or sqlite:///path; empty means MLFLOW_TRACKING_URI, and without it "
-        "mlflow.db in the project's home.",
+        description="http(s):// URL of a server, or sqlite:///path; empty means MLFLOW_TRACKING_URI or, if that is "
+        "unset, mlflow.db in the project home.",
     )
     experiment: str = Field(
         default="tinker-flows",
         title="Experiment",
-        description="MLflow experiment that runs are listed under.",
+        description="MLflow experiment that lists the runs.",
         min_length=1,
     )
 
     @property
     def resolved_uri(self) -> str:
-        """The tracking URI in force, with environment and default filled in."""
+        """Effective tracking URI: the field, the environment or the default."""
         return self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
 
     def get_client(self) -> MlflowClient:
-        """A client for this server; the experiment exists when it returns.
+        """Return a client for this server; create the experiment if missing.
 
         Raises:
-            ServiceError: the server does not answer, refuses, or the URI is none of MLflow's.
+            ServiceError: the server does not respond or rejects the request, or MLflow does not support the URI.
         """
         uri = self.resolved_uri
         if uri.startswith(("http://", "https://")):
-            check_answers(f"The MLflow server at {uri}", f"{uri.rstrip('/')}/health", _FIRST_ANSWER_S, _REMEDY)
-        with self.failures(), _opening(uri):
+            check_reachable(f"The MLflow server at {uri}", f"{uri.rstrip('/')}/health", _FIRST_RESPONSE_S, _REMEDY)
+        with self.failures(), _sqlite_lock(uri):
             client = MlflowClient(tracking_uri=uri)
             self._experiment_id(client)
             return client
 
     def experiment_id(self, client: MlflowClient) -> str:
-        """The id of the experiment, made when missing.
+        """Return the id of the experiment; create the experiment if missing.
 
         Raises:
-            ServiceError: it is deleted, or the server does not answer.
+            ServiceError: the experiment is deleted, or the server does not respond.
         """
         with self.failures():
             return self._experiment_id(client)
 
-    def recorded_run(self, client: MlflowClient, run_name: str, record: str, tags: Mapping[str, str]) -> Run:
-        """The one run of a record, found by its tag and made with it when missing.
+    def find_or_create_run(self, client: MlflowClient, run_name: str, record: str, tags: Mapping[str, str]) -> Run:
+        """Return the MLflow run tagged with a record; create it if missing.
 
-        MLflow's client asks again for a run when the answer was lost on its way, and then has made two: the one that
-        nobody logs to is deleted.
+        MLflow's client repeats a request whose response was lost, which can create the run twice. The duplicate without
+        metrics is deleted.
 
         Raises:
-            ServiceError: the server does not answer.
+            ServiceError: the server does not respond.
         """
         with self.failures():
             experiment = self._experiment_id(client)
 
-            def find() -> list[Run]:
-                found = client.search_runs([experiment], f"tags.`{RECORD_TAG}` = '{record}'")
-                return sorted(found, key=lambda run: (not run.data.metrics, run.info.start_time, run.info.run_id))
+            def search() -> list[Run]:
+                runs = client.search_runs([experiment], f"tags.`{RECORD_TAG}` = '{record}'")
+                return sorted(runs, key=lambda run: (not run.data.metrics, run.info.start_time, run.info.run_id))
 
-            if not (runs := find()):
+            if not (runs := search()):
                 client.create_run(experiment, run_name=run_name, tags={**tags, RECORD_TAG: record})
-                runs = find()
-            for other in runs[1:]:
-                if not other.data.metrics:
-                    client.delete_run(other.info.run_id)
+                runs = search()
+            for duplicate in runs[1:]:
+                if not duplicate.data.metrics:
+                    client.delete_run(duplicate.info.run_id)
             return runs[0]
 
     def _experiment_id(self, client: MlflowClient) -> str:
-        found = client.get_experiment_by_name(self.experiment)
-        if found is None:
-            # A database without a server would put artifacts below whatever directory the process happens to be in.
+        experiment = client.get_experiment_by_name(self.experiment)
+        if experiment is None:
+            # Without an explicit location, MLflow would put artifacts below the current directory of the process.
             dialect = self.resolved_uri.partition(":")[0].partition("+")[0]
             location = (home() / "mlflow-artifacts").as_uri() if dialect in DATABASE_ENGINES else None
             try:
                 return client.create_experiment(self.experiment, artifact_location=location)
             except MlflowException:
-                found = client.get_experiment_by_name(self.experiment)  # another run made it meanwhile
-                if found is None:
+                experiment = client.get_experiment_by_name(self.experiment)  # another run may have created it
+                if experiment is None:
                     raise
-        if found.lifecycle_stage == LifecycleStage.DELETED:
+        if experiment.lifecycle_stage == LifecycleStage.DELETED:
             raise ServiceError(
                 f"The MLflow experiment {self.experiment!r} at {self.resolved_uri} is deleted: "
-                f"restore it (`mlflow experiments restore -x {found.experiment_id}`) or choose another experiment."
+                f"restore it (`mlflow experiments restore -x {experiment.experiment_id}`) or choose another experiment."
             )
-        return found.experiment_id
+        return experiment.experiment_id
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """Turn what MLflow raises into a `ServiceError` that says which server could not be used."""
+        """Convert exceptions of MLflow and its database into a `ServiceError` that names the server."""
         try:
             yield
         except TinkerFlowsError:
@@ -143,16 +143,16 @@ class MLflowTracking(Block):
 
 
 @contextmanager
-def _opening(uri: str) -> Iterator[None]:
-    """One process at a time opens a SQLite file: two that make its tables at once break each other."""
+def _sqlite_lock(uri: str) -> Iterator[None]:
+    """Let one process at a time open a SQLite file: two processes that create its tables concurrently both fail."""
     name = make_url(uri).database if uri.startswith("sqlite:") else None
     if name is None:
         yield
         return
     database = Path(name)
     database.parent.mkdir(parents=True, exist_ok=True)
-    # MLflow itself goes on for minutes trying a file that cannot be opened.
-    with closing(sqlite3.connect(database, timeout=_FIRST_ANSWER_S)) as connection:
+    # Fail fast: MLflow retries for minutes if the file cannot be opened.
+    with closing(sqlite3.connect(database, timeout=_FIRST_RESPONSE_S)) as connection:
         connection.execute("PRAGMA schema_version")
-    with one_at_a_time(database.with_name(f".{database.name}.lock")):
+    with file_lock(database.with_name(f".{database.name}.lock")):
         yield

@@ -1,4 +1,4 @@
-"""Fixtures of the blocks' tests."""
+"""Fixtures for the tests of the blocks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from blocks.processes import local_engine
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of the project for one test."""
+    """Project home for one test."""
     monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """One S3 server for the whole test run."""
+    """S3 server shared by the whole test run."""
     with running_s3(tmp_path_factory.mktemp("s3")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def own_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinkerService]:
-    """An engine as a run starts it for itself; it wants its key, and its good end is checked."""
+    """Engine as a run starts it, with a required key; the clean shutdown is checked at the end."""
     home = tmp_path_factory.mktemp("engine-home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_FLOWS_HOME", str(home))

@@ -1,4 +1,4 @@
-"""A run's directory on disk: whole files, whole lines, one writer, whatever happens to the process or the disk."""
+"""Local run directory: whole files, whole lines and one writer, despite killed processes and a full disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blocks import RunStorage
 from blocks.errors import StorageError
 from blocks.local_directory import LocalDirectory
 
-# Forked, because a fresh interpreter takes seconds for its imports.
+# Fork, because the imports of a new interpreter take seconds.
 fork = multiprocessing.get_context("fork")
 
 
@@ -30,20 +30,21 @@ def in_child(work: Callable[[Connection], None]) -> tuple[BaseProcess, Connectio
     return child, ours
 
 
-def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_files_round_trip(tmp_path: Path) -> None:
     directory = LocalDirectory(tmp_path / "runs" / "a")
     assert directory.read_bytes("config.json") is None
-    assert not (tmp_path / "runs").exists()  # who only reads leaves no trace
+    assert not (tmp_path / "runs").exists()  # reading creates nothing
     directory.write_bytes("config.json", b"one")
     directory.write_bytes("config.json", b"two")
     assert directory.read_bytes("config.json") == b"two"
     assert [path.name for path in (tmp_path / "runs" / "a").iterdir()] == ["config.json"]
 
 
-def test_a_reader_sees_the_old_file_or_the_new_even_when_the_writer_is_killed(tmp_path: Path) -> None:
+@pytest.mark.process
+def test_readers_see_whole_files_when_the_writer_is_killed(tmp_path: Path) -> None:
     contents = {bytes([letter]) * 300_000 for letter in b"ab"}
 
-    def write_for_ever(pipe: Connection) -> None:
+    def write_forever(pipe: Connection) -> None:
         directory = LocalDirectory(tmp_path)
         while True:
             for content in contents:
@@ -52,18 +53,18 @@ def test_a_reader_sees_the_old_file_or_the_new_even_when_the_writer_is_killed(tm
 
     directory = LocalDirectory(tmp_path)
     for _ in range(5):
-        child, pipe = in_child(write_for_ever)
+        child, pipe = in_child(write_forever)
         pipe.recv()
         assert {directory.read_bytes("file") for _ in range(30)} <= contents
         child.kill()
         child.join()
         pipe.close()
         assert directory.read_bytes("file") in contents
-    with directory:  # whoever holds it next finds what the killed ones left, and removes it
+    with directory:  # the next holder removes the temporary files of the killed processes
         assert {path.name for path in tmp_path.iterdir()} == {".lock", "file"}
 
 
-def test_lines_are_appended_behind_what_is_there(tmp_path: Path) -> None:
+def test_lines_are_appended_in_order(tmp_path: Path) -> None:
     directory = LocalDirectory(tmp_path)
     directory.append_line("lines", "one")
     directory.append_line("lines", "zwölf")
@@ -71,7 +72,7 @@ def test_lines_are_appended_behind_what_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(len(b"first\nsecond\n") + 1))
-def test_a_torn_tail_costs_no_line_before_or_after_it(tmp_path: Path, cut: int) -> None:
+def test_an_incomplete_last_line_does_not_damage_other_lines(tmp_path: Path, cut: int) -> None:
     (tmp_path / "lines").write_bytes(b"first\nsecond\n"[:cut])
     LocalDirectory(tmp_path).append_line("lines", "third")
     lines = (tmp_path / "lines").read_text().splitlines()
@@ -79,7 +80,8 @@ def test_a_torn_tail_costs_no_line_before_or_after_it(tmp_path: Path, cut: int) 
     assert lines[:-1] == b"first\nsecond\n"[:cut].decode().splitlines()
 
 
-def test_a_full_disk_leaves_every_line_that_was_acknowledged_and_no_part_of_another(tmp_path: Path) -> None:
+@pytest.mark.process
+def test_a_full_disk_keeps_acknowledged_lines_and_no_partial_line(tmp_path: Path) -> None:
     def append_until_full(pipe: Connection) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         directory = LocalDirectory(tmp_path)
@@ -95,8 +97,8 @@ def test_a_full_disk_leaves_every_line_that_was_acknowledged_and_no_part_of_anot
     child.join()
     pipe.close()
     assert message == (
-        f"Could not append to {tmp_path / 'lines'} (File too large): mend that storage (its room, permissions or "
-        "keys) and start the same command again; what was saved before is kept."
+        f"Could not append to {tmp_path / 'lines'} (File too large): fix that storage (free space, permissions or "
+        "keys) and run the same command again; everything saved earlier is intact."
     )
     directory = LocalDirectory(tmp_path)
     directory.append_line("lines", "after")
@@ -104,22 +106,24 @@ def test_a_full_disk_leaves_every_line_that_was_acknowledged_and_no_part_of_anot
     assert numbers == [*map(str, range(acknowledged)), "after"]
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
+@pytest.mark.process
+def test_a_full_disk_keeps_the_old_file_and_no_temporary_file(tmp_path: Path) -> None:
     def write_too_much(pipe: Connection) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         with pytest.raises(StorageError, match=r"Could not write .*config.json .*File too large"):
             LocalDirectory(tmp_path).write_bytes("config.json", b"x" * 30_000)
-        pipe.send("refused")
+        pipe.send("rejected")
 
     LocalDirectory(tmp_path).write_bytes("config.json", b"old")
     child, pipe = in_child(write_too_much)
-    assert pipe.recv() == "refused"
+    assert pipe.recv() == "rejected"
     child.join()
     pipe.close()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"config.json": b"old"}
 
 
-def test_a_second_process_is_refused_by_the_name_of_the_first_until_that_one_is_gone(tmp_path: Path) -> None:
+@pytest.mark.process
+def test_a_second_process_is_rejected_until_the_first_ends(tmp_path: Path) -> None:
     def hold(pipe: Connection) -> None:
         with LocalDirectory(tmp_path):
             pipe.send("held")
@@ -139,7 +143,7 @@ def test_a_second_process_is_refused_by_the_name_of_the_first_until_that_one_is_
         assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
 
 
-def test_a_second_run_in_one_process_is_refused_too(tmp_path: Path) -> None:
+def test_a_second_run_in_the_same_process_is_rejected(tmp_path: Path) -> None:
     first, second = LocalDirectory(tmp_path), LocalDirectory(tmp_path)
     with first:
         with pytest.raises(StorageError, match=f"process {os.getpid()}"):
@@ -150,9 +154,9 @@ def test_a_second_run_in_one_process_is_refused_too(tmp_path: Path) -> None:
         pass
 
 
-def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
+def test_a_path_below_a_file_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"Could not make .*file/run \(Not a directory\)"):
+    with pytest.raises(StorageError, match=r"Could not create .*file/run \(Not a directory\)"):
         LocalDirectory(tmp_path / "file" / "run").write_bytes("config.json", b"")
 
 
@@ -164,7 +168,7 @@ def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
         ("append to", lambda directory: directory.append_line("taken", "")),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(
+def test_an_unusable_file_is_named_in_the_error(
     tmp_path: Path, verb: str, use: Callable[[LocalDirectory], object]
 ) -> None:
     (tmp_path / "taken").mkdir()
@@ -172,30 +176,30 @@ def test_a_file_that_cannot_be_used_is_named(
         use(LocalDirectory(tmp_path))
 
 
-def test_who_holds_a_run_is_told_without_hindering_anybody(tmp_path: Path) -> None:
-    looking, directory = LocalDirectory(tmp_path / "a"), LocalDirectory(tmp_path / "a")
-    assert looking.holder() == ""
+def test_reading_the_writer_does_not_block_a_lock(tmp_path: Path) -> None:
+    reader, directory = LocalDirectory(tmp_path / "a"), LocalDirectory(tmp_path / "a")
+    assert reader.writer() == ""
     with directory:
-        assert looking.holder().startswith(f"process {os.getpid()} on ")
-    assert looking.holder() == ""
+        assert reader.writer().startswith(f"process {os.getpid()} on ")
+    assert reader.writer() == ""
     stop = threading.Event()
 
-    def look() -> None:
+    def read_writer() -> None:
         while not stop.is_set():
-            looking.holder()
+            reader.writer()
 
-    looker = threading.Thread(target=look)
-    looker.start()
+    thread = threading.Thread(target=read_writer)
+    thread.start()
     try:
-        for _ in range(200):  # refused by no look
+        for _ in range(200):  # `writer` never blocks the lock
             with directory:
                 pass
     finally:
         stop.set()
-        looker.join()
+        thread.join()
 
 
-def test_the_runs_of_a_storage_are_listed(tmp_path: Path) -> None:
+def test_run_names_lists_runs(tmp_path: Path) -> None:
     storage = RunStorage(url=str(tmp_path / "runs"))
     assert storage.run_names() == []
     for name in ("b", "a"):

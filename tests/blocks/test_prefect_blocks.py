@@ -1,4 +1,4 @@
-"""The blocks as Prefect sees them: described, saved with their secrets hidden, loaded, registered by one command."""
+"""Blocks in Prefect: descriptions, hidden secrets, loading, and registration with one command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAVED = [
 
 
 class TestDescriptions(BlockStandardTestSuite):
-    """Prefect's own demands, but for a page and a picture on the web, which a project that runs offline has not."""
+    """Prefect's standard tests, except for the documentation URL and the image, which need the web."""
 
     test_has_a_documentation_url = None  # pyright: ignore[reportAssignmentType]
     test_has_a_valid_image = None  # pyright: ignore[reportAssignmentType]
@@ -44,22 +44,22 @@ class TestDescriptions(BlockStandardTestSuite):
 
 
 @pytest.mark.parametrize("block", SAVED, ids=lambda block: type(block).__name__)
-def test_a_saved_block_comes_back_and_its_secrets_stay_hidden(prefect_server: str, block: Block) -> None:
+def test_saved_blocks_round_trip_with_hidden_secrets(prefect_server: str, block: Block) -> None:
     kind = type(block)
     block.save("saved", overwrite=True)
     loaded = kind.load("saved")
     assert isinstance(loaded, kind)
     assert loaded.model_dump(exclude={"block_type_slug"}) == block.model_dump(exclude={"block_type_slug"})
-    answer = httpx.get(f"{prefect_server}/block_types/slug/{kind.get_block_type_slug()}/block_documents/name/saved")
-    assert answer.status_code == 200
-    assert "hidden" not in answer.text
+    response = httpx.get(f"{prefect_server}/block_types/slug/{kind.get_block_type_slug()}/block_documents/name/saved")
+    assert response.status_code == 200
+    assert "hidden" not in response.text
     secrets = [name for name, value in block.model_dump().items() if isinstance(value, SecretStr)]
-    fields: dict[str, Any] = answer.json()["data"]
+    fields: dict[str, Any] = response.json()["data"]
     assert all(fields[name] and set(fields[name]) == {"*"} for name in secrets)
 
 
 def test_one_command_registers_every_block(prefect_server: str) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "prefect", "block", "register", "-m", "blocks"],
         env={**os.environ, "PREFECT_API_URL": prefect_server},
         capture_output=True,
@@ -67,5 +67,5 @@ def test_one_command_registers_every_block(prefect_server: str) -> None:
         check=True,
     )
     for kind in KINDS:
-        assert kind.get_block_type_name() in done.stdout
+        assert kind.get_block_type_name() in result.stdout
         assert httpx.get(f"{prefect_server}/block_types/slug/{kind.get_block_type_slug()}").status_code == 200

@@ -1,4 +1,4 @@
-"""Services that a run starts for itself: up, stopped in good order, and gone however the run ends."""
+"""Local services of a run: start, clean stop, and stop after a kill of the run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import pytest
 
 from blocks import supervise
 from blocks.errors import ServiceError, StorageError
-from blocks.processes import local_engine, local_prefect_server, supervised
+from blocks.processes import local_engine, local_prefect_server, supervised_command
 
-# A run: it starts both services, and after a Ctrl-C still needs them.
+pytestmark = pytest.mark.process
+
+# A run that starts both services and still uses them after Ctrl-C.
 RUN = """
 import signal, urllib.request
 from blocks.processes import local_engine, local_prefect_server
@@ -39,7 +41,7 @@ def alive_after(processes: Sequence[psutil.Process], limit_s: float = 60) -> lis
 
 
 @pytest.mark.slow
-def test_services_outlive_a_ctrl_c_and_not_the_kill_of_their_run(tmp_path: Path) -> None:
+def test_services_survive_ctrl_c_but_end_with_a_killed_run(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", RUN],
         env={**os.environ, "TINKER_FLOWS_HOME": str(tmp_path)},
@@ -65,18 +67,18 @@ def test_a_ctrl_c_while_an_engine_loads_stops_it(home: Path) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)  # its imports alone take ten times as long
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)  # the imports of the engine take ten times as long
     try:
         with pytest.raises(KeyboardInterrupt), local_engine(model="tiny", dtype="float32", threads=1):
             pass
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)
     assert not [child for child in psutil.Process().children() if f"{home}/engine" in child.cmdline()]
 
 
-def test_a_supervised_command_is_stopped_with_all_it_started() -> None:
-    """The end of standard input is what a killed starter leaves behind."""
+def test_a_supervised_command_stops_with_its_descendants() -> None:
+    """Closing standard input has the same effect as killing the parent process."""
     tree = "import signal, subprocess as s; s.Popen(['sleep', '600']); print('up', flush=True); signal.pause()"
     with subprocess.Popen(
         [sys.executable, supervise.__file__, sys.executable, "-c", tree],
@@ -93,7 +95,7 @@ def test_a_supervised_command_is_stopped_with_all_it_started() -> None:
         assert alive_after(started) == []
 
 
-def test_an_engine_that_cannot_start_says_why_and_where_its_log_is(home: Path) -> None:
+def test_an_engine_start_error_names_cause_and_log(home: Path) -> None:
     with (
         pytest.raises(ServiceError, match=r"^The local engine did not start: .*invalid choice: 'int3'") as caught,
         local_engine(model="tiny", dtype="int3", threads=None),
@@ -104,7 +106,7 @@ def test_an_engine_that_cannot_start_says_why_and_where_its_log_is(home: Path) -
     assert "int3" in log.read_text()
 
 
-def test_a_prefect_server_that_cannot_start_says_why_and_where_its_log_is(home: Path) -> None:
+def test_a_prefect_start_error_names_cause_and_log(home: Path) -> None:
     (home / "prefect.db").mkdir(parents=True)
     with (
         pytest.raises(
@@ -117,20 +119,20 @@ def test_a_prefect_server_that_cannot_start_says_why_and_where_its_log_is(home: 
     assert str(caught.value).endswith(f"(log: {log})")
 
 
-def test_a_home_that_cannot_be_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_home_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "file" / "home"))
     with (
         pytest.raises(
-            StorageError, match=r"home .*file/home cannot be made \(Not a directory\): set TINKER_FLOWS_HOME"
+            StorageError, match=r"home .*file/home cannot be created \(Not a directory\): set TINKER_FLOWS_HOME"
         ),
         local_prefect_server(),
     ):
         pass
 
 
-# A service that leaves two processes behind: one in its group, and one in a session of its own that hears no SIGTERM.
-LEAVER = """
+# A service with two orphans: one in its process group, and one in a new session that ignores SIGTERM.
+ORPHANING_SERVICE = """
 import subprocess, sys
 deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(1000)"
 left = subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True, stdout=subprocess.PIPE)
@@ -140,9 +142,9 @@ print("left", flush=True)
 """
 
 
-@pytest.mark.parametrize("stays", ["", "import time; time.sleep(1000)"], ids=["ended", "stopped"])
-def test_what_a_service_leaves_behind_ends_with_it(stays: str) -> None:
-    command = supervised([sys.executable, "-c", LEAVER + stays], grace_s=1)
+@pytest.mark.parametrize("remainder", ["", "import time; time.sleep(1000)"], ids=["ended", "stopped"])
+def test_orphaned_processes_end_with_their_service(remainder: str) -> None:
+    command = supervised_command([sys.executable, "-c", ORPHANING_SERVICE + remainder], grace_s=1)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdin is not None
         assert supervisor.stderr is not None

@@ -27,7 +27,7 @@ print(tracking.experiment_id(tracking.get_client()))
 
 @pytest.fixture(scope="module")
 def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home whose MLflow tables two processes wanted to make at the same time."""
+    """Project home whose MLflow tables two processes created at the same time."""
     home = tmp_path_factory.mktemp("mlflow-home")
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -59,12 +59,13 @@ def tracking(shared_home: Path, monkeypatch: pytest.MonkeyPatch) -> MLflowTracki
 
 @pytest.fixture(scope="module")
 def server_url(shared_home: Path) -> Iterator[str]:
-    """An MLflow server on the same tables."""
+    """MLflow server on the same tables."""
     with running_mlflow(shared_home) as url:
         yield url
 
 
-def test_the_default_is_one_experiment_in_the_home(tracking: MLflowTracking, shared_home: Path) -> None:
+@pytest.mark.process
+def test_default_tracking_is_one_experiment_in_the_project_home(tracking: MLflowTracking, shared_home: Path) -> None:
     client = tracking.get_client()
     experiment = client.get_experiment(tracking.experiment_id(client))
     assert experiment.name == "tinker-flows"
@@ -76,7 +77,8 @@ def test_the_default_is_one_experiment_in_the_home(tracking: MLflowTracking, sha
     assert (shared_home / "mlflow-artifacts" / run.info.run_id / "artifacts" / "report.html").read_text() == "report"
 
 
-def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(tracking: MLflowTracking) -> None:
+@pytest.mark.process
+def test_a_deleted_experiment_error_names_the_restore_command(tracking: MLflowTracking) -> None:
     tracking = MLflowTracking(experiment="deleted")
     client = tracking.get_client()
     experiment_id = tracking.experiment_id(client)
@@ -85,7 +87,7 @@ def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(trackin
         tracking.get_client()
 
 
-def test_a_server_keeps_metrics_and_reports(server_url: str, shared_home: Path) -> None:
+def test_a_server_stores_metrics_and_reports(server_url: str, shared_home: Path) -> None:
     tracking = MLflowTracking(tracking_uri=server_url, experiment="served")
     client = tracking.get_client()
     run = client.create_run(tracking.experiment_id(client))
@@ -95,37 +97,38 @@ def test_a_server_keeps_metrics_and_reports(server_url: str, shared_home: Path) 
     assert [path.read_text() for path in (shared_home / "artifacts").rglob("report.html")] == ["report"]
 
 
-def test_a_run_that_was_made_twice_is_one(tracking: MLflowTracking) -> None:
-    """As where the answer to the request was lost, and MLflow's client asked again."""
+@pytest.mark.process
+def test_a_duplicate_run_is_deleted(tracking: MLflowTracking) -> None:
+    """MLflow's client creates a duplicate when it repeats a request whose response was lost."""
     client = tracking.get_client()
     experiment = tracking.experiment_id(client)
     for _ in range(2):
         client.create_run(experiment, run_name="twice", tags={RECORD_TAG: "a record"})
-    run = tracking.recorded_run(client, "twice", "a record", {})
+    run = tracking.find_or_create_run(client, "twice", "a record", {})
     client.log_metric(run.info.run_id, "loss", 1.0, step=0)
     client.create_run(experiment, run_name="twice", tags={RECORD_TAG: "a record"})
-    assert tracking.recorded_run(client, "twice", "a record", {}).info.run_id == run.info.run_id
-    found = client.search_runs([experiment], "attributes.run_name = 'twice'")
-    assert [each.info.run_id for each in found] == [run.info.run_id]
-    other = tracking.recorded_run(client, "other", "another record", {"mine": "1"})
+    assert tracking.find_or_create_run(client, "twice", "a record", {}).info.run_id == run.info.run_id
+    runs = client.search_runs([experiment], "attributes.run_name = 'twice'")
+    assert [match.info.run_id for match in runs] == [run.info.run_id]
+    other = tracking.find_or_create_run(client, "other", "another record", {"mine": "1"})
     assert other.data.tags["mine"] == "1"
 
 
-def test_runs_that_begin_at_once_share_one_experiment(server_url: str) -> None:
+def test_concurrent_runs_share_one_experiment(server_url: str) -> None:
     tracking = MLflowTracking(tracking_uri=server_url)
     client = tracking.get_client()
     for number in range(5):
-        begun = MLflowTracking(tracking_uri=server_url, experiment=f"race {number}")
+        shared = MLflowTracking(tracking_uri=server_url, experiment=f"race {number}")
         with ThreadPoolExecutor(4) as pool:
-            assert len(set(pool.map(begun.experiment_id, [client] * 4))) == 1
+            assert len(set(pool.map(shared.experiment_id, [client] * 4))) == 1
 
 
-def test_an_absent_server_is_named_at_once() -> None:
+def test_an_unreachable_server_is_named_immediately() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ServiceError) as caught:
         MLflowTracking(tracking_uri=url).get_client()
     assert str(caught.value) == (
-        f"The MLflow server at {url} does not answer ([Errno 111] Connection refused): "
+        f"The MLflow server at {url} does not respond ([Errno 111] Connection refused): "
         "check tracking.uri, or leave it out for a local SQLite file."
     )
 
@@ -140,7 +143,7 @@ def test_an_absent_server_is_named_at_once() -> None:
         ("sqlite:///{folder}/file", "file is not a database"),
     ],
 )
-def test_a_place_that_cannot_be_is_named_at_once(tmp_path: Path, uri: str, why: str) -> None:
+def test_an_invalid_tracking_uri_is_named_immediately(tmp_path: Path, uri: str, why: str) -> None:
     (tmp_path / "file").write_bytes(b"no database" * 100)
     uri = uri.format(folder=tmp_path)
     with pytest.raises(ServiceError, match=rf"The MLflow server at {uri} could not be used \(.*({why}).*\): check"):

@@ -1,0 +1,79 @@
+"""Process that holds the write lock of a run: named to a second writer, and recognized once it has ended."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from prefect.runtime import flow_run
+
+from blocks.errors import StorageError
+
+
+@dataclass(frozen=True, slots=True)
+class LockHolder:
+    """Process that holds a run's directory.
+
+    Attributes:
+        token: random id, new for each acquisition.
+        pid, host: process id and host name.
+        flow_run: id of the Prefect flow run; empty outside a flow run.
+        since: acquisition time, UTC.
+        machine: boot id and pid namespace that `pid` belongs to; empty if the operating system does not provide them.
+        started: start time of the process, in clock ticks since that boot.
+    """
+
+    token: str
+    pid: int
+    host: str
+    flow_run: str
+    since: str
+    machine: str
+    started: str
+
+    def __str__(self) -> str:
+        run = f", flow run {self.flow_run}" if self.flow_run else ""
+        return f"process {self.pid} on {self.host}{run}, since {self.since} UTC"
+
+    def has_ended(self) -> bool:
+        """Return True if the process is known to have ended: it ran on this machine during the current boot."""
+        return bool(self.machine) and self.machine == _machine() and self.started != _start_time(self.pid)
+
+
+def current_process() -> LockHolder:
+    """Describe this process as the holder of a lock acquired now."""
+    pid = os.getpid()
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+    host, run = socket.gethostname(), flow_run.get_id() or ""
+    return LockHolder(uuid.uuid4().hex, pid, host, run, now, _machine(), _start_time(pid))
+
+
+def locked_error(location: str, holder: LockHolder | str) -> StorageError:
+    """Build the error for a second writer of a run."""
+    return StorageError(
+        f"The run in {location} is being written by {holder}: wait for it, stop it, or choose another run_name."
+    )
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> str:
+    """Return the start time of a process, or an empty string if the process does not exist.
+
+    Pids are reused; the start time tells two processes with the same pid apart.
+    """
+    try:
+        # The process name in parentheses may contain spaces and parentheses.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
