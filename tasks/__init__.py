@@ -1,0 +1,5 @@
+"""Prefect tasks, grouped by capability."""
+
+from objectives.aliases import install
+
+install()

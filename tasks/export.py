@@ -1,4 +1,4 @@
-"""Weights for elsewhere: a checkpoint as a PEFT adapter, or merged into its base model, by tinker-cookbook's tools."""
+"""Export checkpoints as PEFT adapters or merged models, with tinker-cookbook."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tinker_cookbook.exceptions import TinkerCookbookError
 
 from blocks.errors import ConfigError, ServiceError, StorageError, reason, storage_error
 from blocks.service import TinkerService
-from tasks.options import retried_task, step_task
-from tasks.page import artifact_key, markdown
-from tasks.service_errors import service_errors
+from tasks.common.service_errors import service_errors
+from tasks.common.task import retried_task, step_task
+from tasks.reports.html import artifact_key, markdown_table
 
 _ADAPTER, _HEAD, _EMBEDDING = "adapter_model.safetensors", "lm_head", "model.embed_tokens.weight"
 _KEY = "TINKER_API_KEY"
@@ -32,30 +32,30 @@ _MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 @step_task(name="download")
 def download_adapter(service: TinkerService, path: str, folder: Path) -> None:
-    """Fetch the adapter of a checkpoint into a new folder, as the service has it.
+    """Download the adapter of a checkpoint into a new folder, in the service's format.
 
     Raises:
-        ServiceError: the service has no such checkpoint, or could not hand it over.
+        ServiceError: the service does not have the checkpoint or could not send it.
     """
-    from tinker_cookbook import weights  # with transformers, which takes seconds
+    from tinker_cookbook import weights  # imports transformers, which takes seconds
 
-    with _key_of(service), service_errors(f"hand over {path}"):
+    with _service_key(service), service_errors(f"send {path}"):
         try:
             weights.download(tinker_path=path, output_dir=str(folder), base_url=service.resolved_url)
         except TinkerCookbookError as error:
             raise ServiceError(
-                f"The Tinker service could not hand over {path} ({reason(error.__cause__ or error)}): name one "
-                "that it has; the local engine hands over checkpoints that training can go on from."
+                f"The Tinker service could not send {path} ({reason(error.__cause__ or error)}): choose a checkpoint "
+                "that exists on the service; the local engine exports only training checkpoints (.../weights/...)."
             ) from error
 
 
 @step_task(name="adapter")
 def build_adapter(base_model: str, downloaded: Path, output: Path) -> None:
-    """Write an adapter that peft loads onto the base model.
+    """Write an adapter that peft can load onto the base model.
 
     Raises:
-        ConfigError: the base model is not there, or the adapter is none for it.
-        StorageError: the output cannot be written, or is there already.
+        ConfigError: the base model does not exist or does not match the adapter.
+        StorageError: the output cannot be written or already exists.
     """
     from tinker_cookbook import weights
 
@@ -66,11 +66,11 @@ def build_adapter(base_model: str, downloaded: Path, output: Path) -> None:
 
 @step_task(name="merge")
 def build_merged(base_model: str, downloaded: Path, output: Path) -> None:
-    """Write the base model with the adapter added to its weights, in their own data types, as transformers loads it.
+    """Merge the adapter into the base model's weights, keep their data types, and write the model for transformers.
 
     Raises:
-        ConfigError: the base model is not there, or the adapter is none for it.
-        StorageError: the output cannot be written, or is there already.
+        ConfigError: the base model does not exist or does not match the adapter.
+        StorageError: the output cannot be written or already exists.
     """
     from tinker_cookbook import weights
 
@@ -79,10 +79,10 @@ def build_merged(base_model: str, downloaded: Path, output: Path) -> None:
 
 
 def base_folder(base_model: str) -> Path:
-    """The directory of a base model, downloaded where it is a name on the Hugging Face hub.
+    """Return the folder of a base model; download it if `base_model` is a name on the Hugging Face hub.
 
     Raises:
-        ConfigError: there is no such directory or name.
+        ConfigError: `base_model` is neither a folder nor a name on the hub.
     """
     if Path(base_model).is_dir():
         return Path(base_model)
@@ -90,14 +90,14 @@ def base_folder(base_model: str) -> Path:
         return Path(snapshot_download(base_model, allow_patterns=_MODEL_FILES))
     except (HFValidationError, httpx.HTTPError, OSError) as error:
         raise ConfigError(
-            f"The base model {base_model!r} is no directory and could not be downloaded ({reason(error)}): set "
+            f"The base model {base_model!r} is not a directory and could not be downloaded ({reason(error)}): set "
             "base_model to its Hugging Face name, or to a directory with its config.json and *.safetensors."
         ) from error
 
 
 @contextmanager
-def _key_of(service: TinkerService) -> Iterator[None]:
-    """The service's key in the environment, the only place where the download looks for it."""
+def _service_key(service: TinkerService) -> Iterator[None]:
+    """Set TINKER_API_KEY to the service's API key while the block runs, because the download reads the variable."""
     before = os.environ.get(_KEY)
     if service.api_key:
         os.environ[_KEY] = service.api_key.get_secret_value()
@@ -112,9 +112,9 @@ def _key_of(service: TinkerService) -> Iterator[None]:
 
 @contextmanager
 def _building(output: Path) -> Iterator[Path]:
-    """A folder beside the output that becomes it as a whole, or not at all."""
+    """Yield a temporary folder to build in; rename it to the output if the block succeeds."""
     if output.exists():
-        raise StorageError(f"{output} is there already: choose another output, or remove it.")
+        raise StorageError(f"{output} already exists: choose another output or remove it.")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as temporary:
@@ -132,19 +132,19 @@ def _building(output: Path) -> Iterator[Path]:
 
 @retried_task(name="report")
 def describe_export(checkpoint: str, path: str, base_model: str, folders: Mapping[str, str]) -> None:
-    """Say in Prefect what lies where."""
+    """Create a Prefect artifact that lists the exported folders."""
     rows = [("checkpoint", checkpoint), ("path", path), ("base model", base_model), *folders.items()]
     if flow_run.get_id():
         create_markdown_artifact(
-            markdown(("", ""), rows), artifact_key("export", checkpoint), f"Export of {checkpoint}"
+            markdown_table(("", ""), rows), artifact_key("export", checkpoint), f"Export of {checkpoint}"
         )
 
 
 @contextmanager
 def _untied(base: Path, downloaded: Path) -> Iterator[Path]:
-    """The base model; with a copy of the embedding for output layer where the adapter changes a shared one.
+    """Yield the base model's folder, or a copy with an untied output layer if the adapter changes a tied one.
 
-    Merged into the shared weights, the change would be one of the embedding as well.
+    Merging the adapter into tied weights would change the embedding as well.
     """
     with safe_open(downloaded / _ADAPTER, framework="pt") as adapter:
         changes_head = any(_HEAD in key or "unembed_tokens" in key for key in adapter.keys())  # noqa: SIM118
@@ -161,7 +161,7 @@ def _untied(base: Path, downloaded: Path) -> Iterator[Path]:
 
 
 def _add_head(folder: Path) -> None:
-    """Give a model's files an output layer of its own, equal to the embedding."""
+    """Add an output layer to the model's files, with the weights of the embedding."""
     for shard in sorted(folder.glob("*.safetensors")):
         tensors = load_file(shard)
         if _EMBEDDING in tensors:
@@ -172,4 +172,4 @@ def _add_head(folder: Path) -> None:
                 content["weight_map"][f"{_HEAD}.weight"] = shard.name
                 index.write_text(json.dumps(content, indent=2))
             return
-    raise ConfigError(f"The base model has no {_EMBEDDING} in its *.safetensors: merge it with other tools.")
+    raise ConfigError(f"The base model has no {_EMBEDDING} in its *.safetensors: merge the adapter with another tool.")

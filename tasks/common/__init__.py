@@ -1,0 +1,1 @@
+"""Building blocks that tasks of every method share."""

@@ -1,0 +1,156 @@
+"""Construction of dataset builders by import path, with default parameters from the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
+
+import chz
+from chz.blueprint import Castable, ExtraneousBlueprintArg
+from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
+
+from blocks.errors import ConfigError
+from objectives.import_path import import_path
+from tasks.common.renderers import find_renderer
+from tasks.common.tokenizers import lock_tokenizers
+
+# Extras of this project by the package that they install.
+_EXTRAS = {"textarena": "arena", "reasoning_gym": "gym", "inspect_ai": "inspect"}
+
+NO_RESOURCES: Mapping[str, Any] = MappingProxyType({})
+
+
+def build(
+    field: str,
+    builder: str,
+    params: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    call: Callable[[Any], tuple[Any, Any]],
+    resources: Mapping[str, Any] = NO_RESOURCES,
+) -> tuple[Any, Any]:
+    """Return the training and test datasets of a builder, by its import path.
+
+    `params` may be nested, and a list may contain the parameters of builders. Tokenizer names, renderer names and
+    resources that `params` leave out come from the run.
+
+    Args:
+        field: config field of the builder, for error messages.
+        call: function that gets the datasets from the builder.
+        resources: open resources of the run by parameter name: its `session` on the service, its `directory` and its
+            `base_model`.
+
+    Raises:
+        ConfigError: the builder does not exist, rejects its parameters or cannot read its data.
+    """
+    lock_tokenizers()
+    if model := resources.get("base_model"):
+        # Builders open tokenizers by the service's name of a model, which may be unknown to Hugging Face.
+        register_tokenizer(model, lambda: tokenizer)
+    target = import_object(builder, f"{field}.builder")
+    try:
+        blueprint = chz.Blueprint(target).apply(_expand_lists(target, _flatten(params)), layer_name=f"{field}.params")
+        return call(_with_defaults(blueprint, default_params(tokenizer, resources)).make())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"The data file {error.filename or error} does not exist: set {field}.params to an existing file."
+        ) from error
+    except ConfigError:
+        raise
+    except Exception as error:  # third-party code: any error concerns its data
+        raise ConfigError(
+            f"The data source {builder} could not be read ({type(error).__name__}: {one_line(error)}): "
+            f"check {field}.params and the file it names."
+        ) from error
+
+
+def import_object(path: str, field: str) -> Any:
+    """Import the object at `package.module:name` or `package.module.name`.
+
+    Args:
+        field: config field of the path, for error messages.
+
+    Raises:
+        ConfigError: the module or name does not exist.
+    """
+    try:
+        return import_path(path)
+    except (ImportError, ValueError) as error:
+        if extra := _missing_extra(error):
+            raise ConfigError(
+                f"{field} is {path!r}, which needs a package that is not installed ({one_line(error)}): install it "
+                f"with pip install 'tinker-flows[{extra}]'."
+            ) from error
+        raise ConfigError(
+            f"{field} is {path!r}, which cannot be imported ({error}): give an import path such as package.module:Name."
+        ) from error
+
+
+def _missing_extra(error: BaseException | None) -> str:
+    """Return the extra of this project that installs the package whose import failed; empty if there is none."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and (extra := _EXTRAS.get((error.name or "").partition(".")[0])):
+            return extra
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def one_line(error: Exception) -> str:
+    """Message of an error on one line, shortened to 300 characters."""
+    return " ".join(str(error).split())[:300]
+
+
+def default_params(tokenizer: Tokenizer, resources: Mapping[str, Any]) -> dict[str, Any]:
+    """Default values by parameter name of tinker-cookbook's builders; chz expands `...` to any depth."""
+    name = tokenizer.name_or_path
+    renderer = find_renderer(name, tokenizer)
+    defaults: dict[str, Any] = {"...model_name_for_tokenizer": name, "model_name": name, "policy_model_name": name}
+    defaults |= {f"...{parameter}": value for parameter, value in resources.items()}
+    return defaults | ({"...renderer_name": renderer, "policy_renderer_name": renderer} if renderer else {})
+
+
+def _with_defaults(blueprint: chz.Blueprint[Any], defaults: Mapping[str, Any]) -> chz.Blueprint[Any]:
+    """Blueprint with the defaults that match its parameters; its own values take precedence."""
+    matching: dict[str, Any] = {}
+    for name, value in defaults.items():
+        # The parameters depend on the nested builders, so each default is tried.
+        with suppress(ExtraneousBlueprintArg):
+            blueprint.clone().apply({name: value}, strict=True)
+            matching[name] = value
+    return chz.Blueprint(blueprint.target).apply(matching, layer_name="the model's").apply(blueprint)
+
+
+def _expand_lists(target: Any, flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten the lists that the target does not take as values, such as lists of the parameters of builders."""
+    params = {name: value for name, value in flat.items() if not isinstance(value, list)}
+    lists = {name: value for name, value in flat.items() if isinstance(value, list)}
+    while lists:
+        name, items = lists.popitem()
+        if not items or _accepts(target, params | {name: items}):
+            params[name] = items
+            continue
+        if {} in items:
+            raise ConfigError(f"An item of the list {name} is empty: name one of its parameters, or remove the item.")
+        for key, value in _flatten(dict(enumerate(items)), f"{name}.").items():
+            (lists if isinstance(value, list) else params)[key] = value
+    return params
+
+
+def _accepts(target: Any, params: Mapping[str, Any]) -> bool:
+    """Return whether the types of the parameters are right; parameters may be missing."""
+    try:
+        chz.Blueprint(target).apply(params).get_help()  # chz checks the types before it writes the help
+    except TypeError:
+        return False
+    return True
+
+
+def _flatten(params: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = Castable(value) if isinstance(value, str) else value
+    return flat

@@ -1,0 +1,60 @@
+"""Rule-based graders of answers."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from tinker_cookbook.eval.benchmarks.gsm8k import check_gsm8k, extract_gsm8k_answer
+
+_FENCE = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def same_number(answer: str, expected: str) -> bool:
+    """Return True if both have the same final number: in a box, after `####` or `answer:`, or the last number.
+
+    >>> same_number("He pays 3 * 4 = 12 dollars.", "3 * 4 = <<3*4=12>>12\\n#### 12")
+    True
+    >>> same_number("He pays nothing.", "#### 12")
+    False
+    """
+    return bool(extract_gsm8k_answer(answer)) and check_gsm8k(answer, extract_gsm8k_answer(expected))
+
+
+def final_answer(answer: str) -> str:
+    """Return the final number of an answer, or its text without case and extra spaces if it has no number.
+
+    >>> final_answer("So it is 1,200 in all."), final_answer("It is 4."), final_answer(" New  York ")
+    ('1200', '4', 'new york')
+    """
+    return extract_gsm8k_answer(answer).rstrip(".") or " ".join(answer.casefold().split())
+
+
+def same_text(answer: str, expected: str) -> bool:
+    """Return True if both texts are equal up to case and spaces.
+
+    >>> same_text(" New  York\\n", "new york")
+    True
+    """
+    return answer.split() != [] and answer.casefold().split() == expected.casefold().split()
+
+
+def pass_at(k: int, num_samples: int, num_right: int) -> float:
+    """Return the probability that at least one of k answers, drawn from the sampled ones, is correct.
+
+    Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374), equation 1.
+
+    >>> pass_at(2, num_samples=4, num_right=1)
+    0.5
+    """
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def find_code(answer: str) -> str:
+    """Return the Python code of an answer: its first fenced block, or the whole text.
+
+    >>> find_code("Here it is:\\n```python\\nx = 1\\n```\\nDone.")
+    'x = 1\\n'
+    """
+    match = _FENCE.search(answer)
+    return match[1] if match else answer

@@ -1,0 +1,96 @@
+"""Reader of JSONL files (rows of data, records of a run), and templates that are filled from rows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from blocks.errors import ConfigError, reason
+from blocks.storage import RunDirectory
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def read_rows(path: str, required: tuple[str, ...], limit: int | None = None) -> list[dict[str, str]]:
+    """Read the rows of a JSONL data file, or its first `limit` rows, with their values as text.
+
+    Raises:
+        ConfigError: the file cannot be read, has no rows, or a row lacks a required field.
+    """
+
+    def parse(row: dict[str, Any]) -> dict[str, str]:
+        return {key: str(value) for key, value in row.items()} | {key: str(row[key]) for key in required}
+
+    return parse_rows(path, parse, " and ".join(required), limit)
+
+
+def parse_rows(path: str, parse: Callable[[Any], T], content: str, limit: int | None = None) -> list[T]:
+    """Parse the rows of a JSONL data file, or its first `limit` rows.
+
+    Args:
+        parse: function of the JSON value of a row; its errors are errors of the row.
+        content: description of the fields of a row for the error message.
+
+    Raises:
+        ConfigError: the file cannot be read, has no rows, or a row cannot be parsed.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The data file {path} could not be read ({reason(error)}): check its path.") from error
+
+    rows: list[T] = []
+    for number, row in _parse_lines(lines[:limit], parse):
+        if isinstance(row, Exception):
+            raise ConfigError(
+                f"Line {number} of {path} is not a JSON object with {content} ({reason(row)}): fix it."
+            ) from row
+        rows.append(row)
+    if not rows:
+        raise ConfigError(f"The data file {path} has no rows: use a file with at least one.")
+    return rows
+
+
+def read_jsonl(directory: RunDirectory, name: str, parse: Callable[[Any], T]) -> list[T]:
+    """Read the records of a JSONL file in a run's directory; empty if the file does not exist.
+
+    A crash can tear a line, so a line that `parse` cannot read is skipped with a warning.
+    """
+    lines = (directory.read_bytes(name) or b"").decode(errors="replace").splitlines()
+    records: list[T] = []
+    for number, record in _parse_lines(lines, parse):
+        if isinstance(record, Exception):
+            logger.warning("Line %d of %s/%s is not a complete record: skipping it.", number, directory.location, name)
+        else:
+            records.append(record)
+    return records
+
+
+def _parse_lines(lines: Sequence[str], parse: Callable[[Any], T]) -> Iterator[tuple[int, T | Exception]]:
+    """Line numbers from 1, each with the parsed line or the error of parsing it."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield number, parse(json.loads(line))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            yield number, error
+
+
+QUESTION = "{question}"
+
+
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+def fill(template: str, row: Mapping[str, str]) -> str:
+    """Fill a template with the fields of a row; other braces stay unchanged.
+
+    >>> fill('{question} Say it as {"json": 1}.', {"question": "Where?"})
+    'Where? Say it as {"json": 1}.'
+    """
+    return _FIELD.sub(lambda match: row.get(match[1], match[0]), template)

@@ -1,0 +1,70 @@
+"""Thread-safe tokenizers, and evaluators that need a tokenizer and a sampling client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from inspect import isfunction
+from threading import RLock
+from typing import ParamSpec, TypeVar
+
+import tinker
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
+from tinker_cookbook.tokenizer_utils import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# One lock for all tokenizers, because two of them may wrap the same Rust object.
+_MUTEX = RLock()
+
+
+@cache
+def lock_tokenizers() -> None:
+    """Make all fast tokenizers of this process thread-safe, however they are opened and also those already open.
+
+    transformers reconfigures a fast tokenizer to encode with or without special tokens. A tokenizer that another thread
+    is using cannot be reconfigured ("Already borrowed"), and one reconfigured in between returns other tokens.
+    Environments, judges and the SDK open tokenizers of their own, so the methods of the classes are locked.
+    """
+    for kind in PreTrainedTokenizerFast.__mro__:
+        if kind.__module__.partition(".")[0] == "transformers":
+            _lock_class(kind)
+
+
+def lock(tokenizer: Tokenizer) -> None:
+    """Lock all tokenizers, for code of release 0.1, which locked one by one."""
+    lock_tokenizers()
+
+
+def _lock_class(kind: type) -> None:
+    for name, member in list(vars(kind).items()):
+        if isfunction(member) and name != "__init__":
+            setattr(kind, name, _locked(member))
+        elif isinstance(member, property) and member.fget:
+            setattr(kind, name, member.getter(_locked(member.fget)))
+
+
+def _locked(method: Callable[P, R]) -> Callable[P, R]:
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _MUTEX:
+            return method(*args, **kwargs)
+
+    return call
+
+
+class TokenizedEvaluator(SamplingClientEvaluator):
+    """Evaluator that needs a tokenizer and a sampling client.
+
+    A sampling client of a training client knows only the model's name, and the SDK cannot load a tokenizer from the
+    names of the local engine's models.
+    """
+
+    async def measure(self, sampler: tinker.SamplingClient, tokenizer: Tokenizer) -> dict[str, float]:
+        """Return the metrics of the sampler's weights."""
+        raise NotImplementedError
+
+    async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
+        return await self.measure(sampling_client, sampling_client.get_tokenizer())

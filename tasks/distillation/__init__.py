@@ -1,0 +1,1 @@
+"""Batches of on-policy and off-policy distillation."""

@@ -1,0 +1,118 @@
+"""Weighted mixture of datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from tinker_cookbook.supervised.types import SupervisedDataset
+
+from blocks.errors import ConfigError, reason
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class BatchedDataset(Protocol[T_co]):
+    """Batches by index: a supervised or an RL dataset of tinker-cookbook."""
+
+    def get_batch(self, index: int) -> Sequence[T_co]: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Item(Generic[T]):
+    """Item of a dataset in a step.
+
+    Attributes:
+        dataset: index of the dataset in the mixture.
+        position: position of the item in its dataset; the same in every epoch.
+        value: datum or group.
+    """
+
+    dataset: int
+    position: int
+    value: T
+
+
+class Mixture(Generic[T]):
+    """Weighted mixture of datasets; a dataset's batch that exceeds its share of a step lasts for several steps."""
+
+    def __init__(
+        self, datasets: Sequence[BatchedDataset[T]], weights: Sequence[float], batch_size: int, seed: int
+    ) -> None:
+        if any(len(dataset) == 0 for dataset in datasets):
+            raise ConfigError("A dataset of the mixture has no full batch: add rows or reduce its batch size.")
+        self.counts = apportion(weights, batch_size)
+        self._streams = [_Stream(dataset, seed) for dataset in datasets]
+
+    def __len__(self) -> int:
+        """Number of steps until the first dataset is exhausted."""
+        return max(1, min(stream.size // count for stream, count in zip(self._streams, self.counts, strict=True)))
+
+    def at(self, step: int) -> list[Item[T]]:
+        """Items of a step, which depend only on the datasets, the seed and the step."""
+        epoch, index = divmod(step, len(self))
+        # A dataset smaller than its share starts over within the step.
+        return [
+            Item(number, position % stream.size, stream.item(epoch, position % stream.size))
+            for number, (stream, count) in enumerate(zip(self._streams, self.counts, strict=True))
+            for position in range(index * count, (index + 1) * count)
+        ]
+
+
+class _Stream(Generic[T]):
+    """Items of a dataset by position; all batches count as long as the first."""
+
+    def __init__(self, dataset: BatchedDataset[T], seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+        self._epoch, self._index = -1, -1
+        self._batch: Sequence[T] = ()
+        self._length = len(self._load(0, 0))
+        self.size = self._length * len(dataset)
+
+    def item(self, epoch: int, position: int) -> T:
+        index, offset = divmod(position, self._length)
+        batch = self._load(epoch, index)
+        return batch[offset % len(batch)]  # the last batch may be shorter
+
+    def _load(self, epoch: int, index: int) -> Sequence[T]:
+        """Load a batch and cache it, because a streaming dataset returns each batch only once."""
+        if (epoch, index) != (self._epoch, self._index):
+            try:
+                dataset: object = self._dataset
+                if epoch != self._epoch and isinstance(dataset, SupervisedDataset):
+                    dataset.set_epoch(seed=self._seed + epoch)
+                self._batch = self._dataset.get_batch(index)
+            except Exception as error:  # third-party code: any error concerns its data
+                raise ConfigError(
+                    f"Batch {index} of epoch {epoch} of a dataset could not be read ({reason(error)}): check its rows."
+                ) from error
+            if not self._batch:
+                raise ConfigError(f"Batch {index} of a dataset is empty: check its rows.")
+            self._epoch, self._index = epoch, index
+        return self._batch
+
+
+def apportion(weights: Sequence[float], total: int) -> list[int]:
+    """Split `total` into integers in proportion to the weights, each at least 1.
+
+    Raises:
+        ConfigError: `total` is smaller than the number of weights.
+
+    >>> apportion([3.0, 1.0], 6)
+    [5, 1]
+    >>> apportion([1.0, 100.0], 4)
+    [1, 3]
+    """
+    if total < len(weights):
+        raise ConfigError(
+            f"batch_size={total} is smaller than the number of datasets: raise batch_size to at least {len(weights)}."
+        )
+    counts = [1] * len(weights)
+    for _ in range(total - len(weights)):
+        deficits = [weight / sum(weights) * total - count for weight, count in zip(weights, counts, strict=True)]
+        counts[deficits.index(max(deficits))] += 1
+    return counts

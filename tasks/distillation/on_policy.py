@@ -1,0 +1,130 @@
+"""On-policy distillation: rollouts of the student, with per-token advantages from a teacher."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import tinker
+import torch
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
+from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
+from tinker_cookbook.tokenizer_utils import Tokenizer
+from torch import Tensor
+
+from objectives.batch import Batch
+from tasks.common.task import call, opaque_argument
+from tasks.distillation.mixture import Mixture
+from tasks.distillation.prompts import PromptGroup
+from tasks.rl.group_rollout import Group, RewardedGroup
+from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
+from tasks.rl.trajectories import pack_groups
+from tasks.training.batch_source import TrainedBatch
+from tasks.training.held_out import EvaluatedBatch
+from tasks.training.teacher import Teacher, TeacherRequest, replace_prompt, score, score_all
+
+
+class OnPolicySource(RolloutSource):
+    """Source of rollouts on several datasets, each with its teacher.
+
+    The advantage of a token is the teacher's logprob minus the logprob of the student that sampled the token. The
+    expected gradient is that of the negative reverse KL, token by token (Agarwal et al. 2023, arXiv:2306.13649).
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture[EnvGroupBuilder],
+        teachers: Sequence[Teacher],
+        tokenizer: Tokenizer,
+        settings: RolloutSettings,
+    ) -> None:
+        super().__init__(_MixtureDataset(mixture), None, tokenizer, settings, MinibatchSettings())
+        self._mixture, self._teachers = mixture, teachers
+
+    def gather(self, step: int, groups: Sequence[Group]) -> Batch:
+        batch = super().gather(step, groups)
+        rollouts = zip(self._mixture.at(step), groups, strict=True)
+        items = [item for item, group in rollouts if group.trajectories is not None]
+        items_D = [items[index] for index in batch.labels_D["group"].tolist()]
+        requests_D = [
+            TeacherRequest(self._teachers[item.dataset], datum_for_teacher(item.value, datum))
+            for item, datum in zip(items_D, batch.datums, strict=True)
+        ]
+        labels_D = {**batch.labels_D, "dataset": torch.tensor([item.dataset for item in items_D])}
+        advantages_DT = _logprob_gap(batch, call(score, opaque_argument(requests_D)))
+        return replace(batch, advantages_DT=advantages_DT, labels_D=labels_D)
+
+    def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of rollouts and the reverse KL on the sampled tokens, under tinker-cookbook's names."""
+        (batch,) = (minibatch.batch for minibatch in trained)
+        assert batch.advantages_DT is not None
+        kl_M = -batch.advantages_DT[batch.mask_DT]
+        dataset_M = batch.labels_D["dataset"][batch.datum_of_DT][batch.mask_DT]
+        by_dataset = {
+            f"teacher_kl/dataset_{k}": kl_M[dataset_M == k].mean().item() for k in dataset_M.unique().tolist()
+        }
+        return super().metrics(step, trained, terms) | {"teacher_kl": kl_M.mean().item()} | by_dataset
+
+
+class TeacherKL(SamplingClientEvaluator):
+    """Reverse KL `test/teacher_kl` to the teachers on held-out groups, in nats per sampled token.
+
+    Estimated from one sample of the student per group member, with the same seeds at every evaluation.
+    """
+
+    def __init__(
+        self, tests: Sequence[tuple[Teacher, RLDataset]], tokenizer: Tokenizer, settings: RolloutSettings
+    ) -> None:
+        self._groups = [
+            (teacher, builder)
+            for teacher, dataset in tests
+            for index in range(len(dataset))
+            for builder in dataset.get_batch(index)
+        ]
+        self._tokenizer, self._settings = tokenizer, settings
+        self.evaluated: Sequence[EvaluatedBatch] = ()
+
+    async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
+        groups = await asyncio.gather(
+            *(
+                do_group_rollout(
+                    RewardedGroup(builder), self._settings.policy(sampling_client, index), self._settings.strategy
+                )
+                for index, (_, builder) in enumerate(self._groups)
+            )
+        )
+        batch = pack_groups([Group((), group, ()) for group in groups], self._settings.shape, self._tokenizer)
+        assert batch.sampling_logprobs_DT is not None
+        self.evaluated = [EvaluatedBatch(batch, batch.sampling_logprobs_DT)]
+        groups_D = [self._groups[index] for index in batch.labels_D["group"].tolist()]
+        requests_D = [
+            TeacherRequest(teacher, datum_for_teacher(builder, datum))
+            for (teacher, builder), datum in zip(groups_D, batch.datums, strict=True)
+        ]
+        return {"test/teacher_kl": -_logprob_gap(batch, await score_all(requests_D))[batch.mask_DT].mean().item()}
+
+
+class _MixtureDataset(RLDataset):
+    def __init__(self, mixture: Mixture[EnvGroupBuilder]) -> None:
+        self._mixture = mixture
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        return [item.value for item in self._mixture.at(index)]
+
+    def __len__(self) -> int:
+        return len(self._mixture)
+
+
+def datum_for_teacher(source: object, datum: tinker.Datum) -> tinker.Datum:
+    """Datum with the prompt that its group shows to the teacher."""
+    return replace_prompt(source.teacher_prompt, datum) if isinstance(source, PromptGroup) else datum
+
+
+def _logprob_gap(batch: Batch, teacher_D: Sequence[Tensor]) -> Tensor:
+    """Teacher's logprob minus the student's of each sampled token, ``(N,)``; 0 at other tokens."""
+    assert batch.sampling_logprobs_DT is not None
+    gap_DT = torch.zeros(batch.num_tokens)
+    gap_DT[batch.mask_DT] = torch.cat(list(teacher_D)) - batch.sampling_logprobs_DT[batch.mask_DT]
+    return gap_DT

@@ -1,0 +1,167 @@
+"""Sequences with hard or soft targets from a teacher: cached with the run and packed into batches."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tinker
+import torch
+from tinker import types
+from tinker_cookbook.tokenizer_utils import Tokenizer
+from torch import Tensor
+
+from objectives.batch import Batch, pack
+from objectives.labels import PROMPT, find_prompts
+from tasks.training.datums import Datums
+from tasks.training.teacher import TopK, trained_positions
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherSequence:
+    """Sequence with a teacher's targets.
+
+    Attributes:
+        datum: one target per position; positions with weight 0 are not trained.
+        top: teacher's most likely tokens at the trained positions; None to train on the targets of `datum`.
+        drawn: True if the teacher sampled the targets from the distribution of `top`.
+    """
+
+    datum: tinker.Datum
+    top: TopK | None = None
+    drawn: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the sequence as JSON data."""
+        inputs = self.datum.loss_fn_inputs
+        data: dict[str, Any] = {
+            "input": _write(np.array(self.datum.model_input.to_ints(), "<i4")),
+            "targets": _write(inputs["target_tokens"].to_numpy().astype("<i4")),
+            "weights": _write(inputs["weights"].to_numpy().astype("<f4")),
+        }
+        if self.top:
+            data["top"] = _write(self.top.tokens_MK.numpy().astype("<i4"))
+            data["probs"] = _write(self.top.probs_MK.numpy().astype("<f4"))
+        return data | {"drawn": self.drawn}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TeacherSequence:
+        """Restore a sequence from the data of `to_json`."""
+        datum = tinker.Datum(
+            model_input=types.ModelInput.from_ints(_read(data["input"], "<i4").tolist()),
+            loss_fn_inputs={
+                "target_tokens": types.TensorData.from_torch(_read(data["targets"], "<i4").long()),
+                "weights": types.TensorData.from_torch(_read(data["weights"], "<f4")),
+            },
+        )
+        # Earlier releases stored no `drawn`, and probabilities renormalized over the top K.
+        drawn = data.get("drawn", False)
+        if "top" not in data:
+            return cls(datum, drawn=drawn)
+        shape = (len(trained_positions(datum)), -1)
+        top = TopK(_read(data["top"], "<i4").long().reshape(shape), _read(data["probs"], "<f4").reshape(shape))
+        return cls(datum, top, drawn)
+
+    def targets_and_weights(self) -> tuple[Tensor, Tensor]:
+        """Targets and weights, each ``(T,)`` for hard and ``(T, K)`` for soft targets.
+
+        The weights of a sequence sum to 1. For drawn sequences with soft targets they sum to 1 in expectation over the
+        teacher's samples.
+        """
+        targets_T = self.datum.loss_fn_inputs["target_tokens"].to_torch().long()
+        weights_T = self.datum.loss_fn_inputs["weights"].to_torch().float()
+        weights_T = weights_T / weights_T.sum()
+        if self.top is None:
+            return targets_T, weights_T
+        trained, (tokens_MK, probs_MK) = trained_positions(self.datum), self.top
+        if self.drawn:
+            soft_MK = _unbiased_targets(self.top, targets_T[trained])
+        else:
+            soft_MK = TopK(tokens_MK, probs_MK / probs_MK.sum(-1, keepdim=True))
+        targets_TK = targets_T[:, None].repeat(1, tokens_MK.shape[1])
+        targets_TK[trained] = soft_MK.tokens_MK
+        weights_TK = torch.zeros(targets_TK.shape)
+        weights_TK[trained] = weights_T[trained, None] * soft_MK.probs_MK
+        return targets_TK, weights_TK
+
+
+def pack_sequences(sequences_D: Sequence[TeacherSequence], tokenizer: Tokenizer) -> Batch:
+    """Pack sequences into a batch; the text of each is that of its hard targets."""
+    arrays_D = [sequence.targets_and_weights() for sequence in sequences_D]
+    target_tokens_DT, offsets_D = pack([targets for targets, _ in arrays_D])
+    return Batch(
+        target_tokens_DT,
+        pack([weights for _, weights in arrays_D])[0],
+        offsets_D,
+        tuple(str(tokenizer.decode(_trained_targets(sequence.datum))) for sequence in sequences_D),
+        labels_D={
+            PROMPT: find_prompts(
+                [sequence.datum for sequence in sequences_D],
+                [sequence.datum.loss_fn_inputs["weights"].to_torch() for sequence in sequences_D],
+            )
+        },
+        datums=Datums([_datum(sequence, *arrays) for sequence, arrays in zip(sequences_D, arrays_D, strict=True)]),
+    )
+
+
+def compute_forward_kl(sequences_D: Sequence[TeacherSequence], logprobs_DT: Tensor) -> float:
+    """Forward KL ``sum p log(p / q)`` from the student to the teacher, in nats per trained token.
+
+    The sum is over the teacher's K - 1 most likely tokens and the remaining probability mass as one token.
+
+    Args:
+        sequences_D: sequences with soft targets.
+        logprobs_DT: student's ``log q``, ``(N, K)``.
+    """
+    distances, weights, start = [], [], 0
+    for sequence in sequences_D:
+        assert sequence.top is not None, "the forward KL needs soft targets"
+        weights_T = sequence.datum.loss_fn_inputs["weights"].to_torch().float()
+        trained = trained_positions(sequence.datum)
+        p_MK = _with_rest(sequence.top.probs_MK[:, :-1])
+        q_MK = _with_rest(logprobs_DT[start + trained, :-1].exp())
+        distances.append((torch.special.xlogy(p_MK, p_MK) - torch.special.xlogy(p_MK, q_MK)).sum(-1))
+        weights.append(weights_T[trained] / weights_T.sum())
+        start += len(weights_T)
+    weights_M = torch.cat(weights)
+    return float((torch.cat(distances) * weights_M).sum() / weights_M.sum())
+
+
+def _unbiased_targets(top: TopK, drawn_M: Tensor) -> TopK:
+    """Targets whose weighted cross entropy equals, in expectation, that over the teacher's full distribution.
+
+    The K - 1 most likely tokens have their own probabilities. A drawn token outside of them has weight 1 and stands for
+    the rest of the vocabulary. Source: Anshumann et al. 2025 (arXiv:2503.16870).
+    """
+    tokens_MK, probs_MK = top
+    in_rest_M = (tokens_MK[:, :-1] != drawn_M[:, None]).all(-1)
+    last_M = torch.where(in_rest_M, drawn_M, tokens_MK[:, -1])
+    return TopK(
+        torch.cat([tokens_MK[:, :-1], last_M[:, None]], -1), torch.cat([probs_MK[:, :-1], in_rest_M[:, None]], -1)
+    )
+
+
+def _with_rest(probs_MK: Tensor) -> Tensor:
+    """Probabilities with the remaining mass as one more column, at least one float32 epsilon."""
+    rest_M = (1 - probs_MK.sum(-1)).clamp(min=torch.finfo(torch.float32).eps)
+    return torch.cat([probs_MK, rest_M[:, None]], -1)
+
+
+def _datum(sequence: TeacherSequence, targets: Tensor, weights: Tensor) -> tinker.Datum:
+    inputs = {"target_tokens": types.TensorData.from_torch(targets), "weights": types.TensorData.from_torch(weights)}
+    return tinker.Datum(model_input=sequence.datum.model_input, loss_fn_inputs=inputs)
+
+
+def _trained_targets(datum: tinker.Datum) -> list[int]:
+    return datum.loss_fn_inputs["target_tokens"].to_torch()[trained_positions(datum)].tolist()
+
+
+def _write(values: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(values.tobytes()).decode()
+
+
+def _read(text: str, dtype: str) -> Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype).copy())

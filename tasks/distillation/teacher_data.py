@@ -1,0 +1,211 @@
+"""Off-policy distillation: sequences that a teacher generates or scores, computed once and cached with the run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from functools import partial
+
+import tinker
+import torch
+from tinker_cookbook.rl.data_processing import trajectory_to_data
+from tinker_cookbook.rl.types import EnvGroupBuilder
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+from blocks.errors import ConfigError
+from blocks.storage import RunDirectory
+from objectives.batch import Batch
+from objectives.jsonl_cache import JsonlCache
+from objectives.labels import without_labels
+from tasks.common.datum_cache import load_cache, save_cache
+from tasks.common.task import Pending, call, opaque_argument, step_task
+from tasks.distillation.mixture import BatchedDataset, Item, Mixture
+from tasks.distillation.nll_evaluator import TeacherNLL
+from tasks.distillation.on_policy import datum_for_teacher
+from tasks.distillation.prompts import PromptGroup
+from tasks.distillation.soft_targets import TeacherSequence, compute_forward_kl, pack_sequences
+from tasks.rl.group_rollout import Group, RolloutThreads
+from tasks.rl.rollout_source import RolloutSettings
+from tasks.training.batch_source import BatchSource, TrainedBatch
+from tasks.training.teacher import Teacher, TeacherRequest, compute_top_k, replace_prompt, score
+
+TAUGHT_NAME = "taught.jsonl"
+
+TeacherInput = tinker.Datum | EnvGroupBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSettings:
+    """Settings of a teacher's sequences.
+
+    Attributes:
+        key: cache key of everything that the sequences depend on.
+        rollout: settings of the teacher's rollouts.
+        top_k: number of soft targets per position; 0 for hard targets.
+    """
+
+    key: str
+    rollout: RolloutSettings
+    top_k: int
+
+
+class TeacherDataSource(BatchSource):
+    """Source of the sequences of several datasets, each with a teacher that completes prompts or scores sequences."""
+
+    def __init__(
+        self,
+        mixture: Mixture[TeacherInput],
+        teachers: Sequence[Teacher],
+        tokenizer: Tokenizer,
+        settings: SequenceSettings,
+        directory: RunDirectory,
+    ) -> None:
+        self._mixture, self._teachers, self._tokenizer = mixture, teachers, tokenizer
+        self._settings, self._directory = settings, directory
+        self._cache = JsonlCache()
+        self._pending: dict[int, list[TeacherSequence]] = {}
+        self._threads = RolloutThreads()
+        self._preparing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="teacher-data")
+        load_cache(self._cache, directory, TAUGHT_NAME)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self._mixture)
+
+    def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
+        """Start to load the sequences of a step, which do not depend on the student."""
+        return [self._preparing.submit(copy_context().run, self._load, step)]
+
+    def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
+        if not self._settings.top_k:
+            return {}
+        (minibatch,) = trained
+        return {"teacher_kl/forward": compute_forward_kl(self._pending[step], minibatch.logprobs_DT)}
+
+    def held_out(self, tests: Sequence[BatchedDataset[TeacherInput] | None]) -> TeacherNLL | None:
+        """Evaluator on the held-out sequences of each dataset and the teachers' completions of held-out prompts."""
+        items = [
+            Item(number, position, value)
+            for number, test in enumerate(tests)
+            for position, value in enumerate(_values(test))
+        ]
+        sequences_I = self._cached("test", items, partial(self._hard_sequences, step=0))
+        requests = self._requests(items, sequences_I)
+        datums = [sequence.datum for sequences in sequences_I for sequence in sequences]
+        return TeacherNLL(datums, call(score, opaque_argument(requests)), self._tokenizer) if datums else None
+
+    def close(self) -> None:
+        self._threads.close()
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self, step: int) -> Batch:
+        items = self._mixture.at(step)
+        sequences_I = self._cached("train", items, partial(self._generate, step=step))
+        flat = [sequence for sequences in sequences_I for sequence in sequences]
+        # The metrics of a step are computed before the step after the next one is loaded.
+        self._pending = {other: values for other, values in self._pending.items() if other == step - 1} | {step: flat}
+        batch = call(pack_teacher_data, opaque_argument(flat), self._tokenizer)
+        datasets = [item.dataset for item, sequences in zip(items, sequences_I, strict=True) for _ in sequences]
+        return replace(batch, labels_D={"dataset": torch.tensor(datasets)})
+
+    def _cached(
+        self,
+        part: str,
+        items: Sequence[Item[TeacherInput]],
+        compute: Callable[[Sequence[Item[TeacherInput]]], list[list[TeacherSequence]]],
+    ) -> list[list[TeacherSequence]]:
+        """Sequences of each item from the cache; missing ones are computed and saved."""
+        keys = [f"{self._settings.key}/{part}/{_key(item)}" for item in items]
+        cached = self._cache.find(keys)
+        new = {key: item for key, item in zip(keys, items, strict=True) if key not in cached}
+        if new:
+            new_sequences = zip(new, compute(list(new.values())), strict=True)
+            self._cache.put({key: [sequence.to_json() for sequence in sequences] for key, sequences in new_sequences})
+            call(save_cache, self._cache, self._directory, TAUGHT_NAME)
+            cached = self._cache.find(keys)
+        return [[TeacherSequence.from_json(data) for data in cached[key]] for key in keys]
+
+    def _generate(self, items: Sequence[Item[TeacherInput]], step: int) -> list[list[TeacherSequence]]:
+        sequences_I = self._hard_sequences(items, step)
+        if not self._settings.top_k:
+            return sequences_I
+        requests = self._requests(items, sequences_I)
+        tops = iter(call(compute_top_k, opaque_argument(requests), self._settings.top_k))
+        return [[replace(sequence, top=next(tops)) for sequence in sequences] for sequences in sequences_I]
+
+    def _requests(
+        self, items: Sequence[Item[TeacherInput]], sequences_I: Sequence[Sequence[TeacherSequence]]
+    ) -> list[TeacherRequest]:
+        return [
+            TeacherRequest(self._teachers[item.dataset], datum_for_teacher(item.value, sequence.datum))
+            for item, sequences in zip(items, sequences_I, strict=True)
+            for sequence in sequences
+        ]
+
+    def _hard_sequences(self, items: Sequence[Item[TeacherInput]], step: int) -> list[list[TeacherSequence]]:
+        """Hard sequences of the items: given sequences, and the teachers' completions of groups."""
+        is_unbiased = self._settings.rollout.temperature == 1
+        pending = [self._start(item, step, index) for index, item in enumerate(items)]
+        return [
+            [
+                TeacherSequence(datum, drawn=group is not None and is_unbiased)
+                for datum in _hard_datums(item, group and group.result())
+            ]
+            for item, group in zip(items, pending, strict=True)
+        ]
+
+    def _start(self, item: Item[TeacherInput], step: int, index: int) -> Pending[Group] | None:
+        """Start the teacher's rollout of a group; None for a given sequence."""
+        if isinstance(item.value, tinker.Datum):
+            return None
+        group = item.value.for_teacher() if isinstance(item.value, PromptGroup) else item.value
+        policy = self._settings.rollout.policy(self._teachers[item.dataset].sampler, item.dataset, item.position)
+        return self._threads.start(group, policy, self._settings.rollout.strategy, step, index)
+
+
+@step_task(name="batch")
+def pack_teacher_data(sequences: Sequence[TeacherSequence], tokenizer: Tokenizer) -> Batch:
+    """Pack the sequences of a step.
+
+    Raises:
+        ConfigError: `sequences` is empty.
+    """
+    if not sequences:
+        raise ConfigError(
+            "All groups of a step failed: check the environment, or raise rollout.max_retries or rollout.timeout_s."
+        )
+    return pack_sequences(sequences, tokenizer)
+
+
+def _hard_datums(item: Item[TeacherInput], group: Group | None) -> list[tinker.Datum]:
+    """Datums of an item with the student's prompt."""
+    if isinstance(item.value, tinker.Datum):
+        return [without_labels(item.value)]
+    if group is None or group.trajectories is None:
+        return []
+    trajectories = group.trajectories.trajectories_G
+    datums = [_supervised(datum) for trajectory in trajectories for datum in trajectory_to_data(trajectory, 0.0)]
+    if isinstance(item.value, PromptGroup):
+        return [replace_prompt(item.value.student_prompt, datum) for datum in datums]
+    return datums
+
+
+def _supervised(datum: tinker.Datum) -> tinker.Datum:
+    inputs = {"target_tokens": datum.loss_fn_inputs["target_tokens"], "weights": datum.loss_fn_inputs["mask"]}
+    return tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
+
+
+def _values(dataset: BatchedDataset[TeacherInput] | None) -> list[TeacherInput]:
+    return [value for index in range(len(dataset)) for value in dataset.get_batch(index)] if dataset else []
+
+
+def _key(item: Item[TeacherInput]) -> str:
+    """Cache key of an item: a sequence's tokens, because its position differs between epochs, or a group's position."""
+    if isinstance(item.value, tinker.Datum):
+        targets = item.value.loss_fn_inputs["target_tokens"].to_numpy().tobytes()
+        tokens = hashlib.sha256(item.value.model_input.model_dump_json().encode() + targets).hexdigest()
+        return f"{item.dataset}/{tokens}"
+    return f"{item.dataset}/{item.position}"

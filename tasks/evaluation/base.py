@@ -1,0 +1,72 @@
+"""Base class of evaluators that sample answers and grade each one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import field
+from functools import cached_property
+from typing import ClassVar
+
+import tinker
+from pydantic.dataclasses import dataclass
+from tinker_cookbook.renderers import Message
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+from tasks.common.jsonl import read_rows
+from tasks.common.sampling import Answer, Sampling, open_renderer, sample_answers
+from tasks.common.tokenizers import TokenizedEvaluator
+from tasks.evaluation.grading_metrics import Graded, check_pass_at, summarize
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledEvaluator(TokenizedEvaluator):
+    """Evaluator over the problems of a JSONL file; a subclass defines the prompt and the grading.
+
+    Attributes:
+        path: JSONL file of problems.
+        renderer_name: tinker-cookbook renderer of the model's chat format.
+        name: name of the metric `test/<name>`.
+        instruction: instruction that comes with each problem.
+        limit: maximum number of problems, taken from the start of the file.
+        pass_at: values of k to log pass@k for.
+        sampling: sampling parameters.
+    """
+
+    required: ClassVar[tuple[str, ...]] = ()
+
+    path: str
+    renderer_name: str
+    name: str
+    instruction: str = ""
+    limit: int | None = None
+    pass_at: tuple[int, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        """Validate `pass_at` and read the problems, so that errors surface before a run starts."""
+        check_pass_at(self.pass_at, self.sampling.num_samples)
+        assert self.rows
+
+    @cached_property
+    def rows(self) -> list[dict[str, str]]:
+        """Problems to answer."""
+        return read_rows(self.path, self.required, self.limit)
+
+    async def measure(self, sampler: tinker.SamplingClient, tokenizer: Tokenizer) -> dict[str, float]:
+        renderer = open_renderer(self.renderer_name, tokenizer)
+        conversations = [[Message(role="user", content=self.question(row))] for row in self.rows]
+        answers_PG = await sample_answers(sampler, renderer, conversations, self.sampling)
+        graded_PG = [
+            list(await asyncio.gather(*(self.grade(answer, row) for answer in answers_G)))
+            for row, answers_G in zip(self.rows, answers_PG, strict=True)
+        ]
+        return summarize(self.name, graded_PG, self.pass_at)
+
+    def question(self, row: Mapping[str, str]) -> str:
+        """Prompt of a problem."""
+        raise NotImplementedError
+
+    async def grade(self, answer: Answer, row: Mapping[str, str]) -> Graded:
+        """Grade an answer to a problem."""
+        raise NotImplementedError

@@ -1,0 +1,348 @@
+"""Evaluation during training: held-out NLL and any tinker-cookbook evaluator."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from traceback import walk_tb
+from typing import Literal, Protocol, SupportsFloat
+
+import tinker
+import torch
+from prefect.logging import get_run_logger
+from tinker_cookbook.eval.evaluators import Evaluator, SamplingClientEvaluator, TrainingClientEvaluator
+from tinker_cookbook.supervised.common import compute_bpb, compute_mean_nll
+from tinker_cookbook.supervised.types import SupervisedDataset
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+from blocks.errors import (
+    ConfigError,
+    EvaluatorError,
+    NotFiniteError,
+    PoisonedError,
+    ServiceLostError,
+    TinkerFlowsError,
+    reason,
+)
+from objectives.batch import Batch
+from objectives.labels import without_labels
+from tasks.common.builders import import_object
+from tasks.common.service_errors import service_errors
+from tasks.common.task import retried_task
+from tasks.common.tokenizers import TokenizedEvaluator
+from tasks.training.datums import pack_datums
+from tasks.training.held_out import EvaluatedBatch
+from tasks.training.metrics import safe_name
+
+OnEvaluatorError = Literal["raise", "skip"]
+
+
+class HeldOutNLL(TrainingClientEvaluator):
+    """Negative log-likelihood of a dataset's trained tokens.
+
+    The trained tokens are those with a positive weight. Metrics:
+
+    - `test/nll`: tinker-cookbook's mean, weighted by the data's weights, in nats. Weights that are normalized per
+      example, the cookbook's default, make it the mean over examples of each example's mean per token.
+    - `test/nll_per_token`: mean over all trained tokens, in nats.
+    - `test/bits_per_byte`: total of the trained tokens that are not special, in bits, divided by the UTF-8 bytes of
+      their text. It is comparable between models with different tokenizers, and left out if there is no such text.
+
+    Data with K weighted targets per position has `test/nll` alone, the cross-entropy to these targets.
+    """
+
+    def __init__(self, dataset: SupervisedDataset, tokenizer: Tokenizer) -> None:
+        batches = [dataset.get_batch(index) for index in range(len(dataset))]
+        self._datums = [without_labels(datum) for batch in batches for datum in batch]
+        if not self._datums:
+            raise ConfigError(
+                "The held-out data has no full batch: add rows, reduce batch_size, or set eval_every to 0."
+            )
+        self.num_tokens = sum(datum.model_input.length for datum in self._datums)
+        self.num_datums = len(self._datums)
+        self._tokenizer, self._batches = tokenizer, batches
+        self._logprobs_D: list[torch.Tensor] = []
+
+    async def __call__(self, training_client: tinker.TrainingClient) -> dict[str, float]:
+        output = await training_client.forward(self._datums, "cross_entropy")
+        logprobs_D = [entry["logprobs"] for entry in output.loss_fn_outputs]
+        self._logprobs_D = [logprobs.to_torch() for logprobs in logprobs_D]
+        return self._metrics(logprobs_D)
+
+    @property
+    def evaluated(self) -> list[EvaluatedBatch]:
+        """Batches of the dataset with the logprobs of the last evaluation."""
+        logprobs_D = iter(self._logprobs_D)
+        return [EvaluatedBatch(batch, torch.cat([*islice(logprobs_D, batch.num_datums)])) for batch in self._packed]
+
+    @cached_property
+    def _packed(self) -> list[Batch]:
+        return [pack_datums(batch, self._tokenizer) for batch in self._batches if batch]
+
+    async def measure_sampler(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
+        """Return the same metrics for weights that can only be sampled from.
+
+        Raises:
+            ConfigError: the data has K targets per position, which a sampler cannot score.
+        """
+        if self._datums[0].loss_fn_inputs["weights"].to_torch().ndim > 1:
+            raise ConfigError(
+                "The held-out data has several targets per position, which sampler weights cannot score: give the path "
+                "of a checkpoint that can be trained."
+            )
+        inputs_D = [_input_with_last_target(datum) for datum in self._datums]
+        logprobs_D = await asyncio.gather(*(sampling_client.compute_logprobs(tokens) for tokens in inputs_D))
+        return self._metrics([tinker.TensorData.from_torch(torch.tensor(logprobs[1:])) for logprobs in logprobs_D])
+
+    def _metrics(self, logprobs_D: list[tinker.TensorData]) -> dict[str, float]:
+        weights_D = [datum.loss_fn_inputs["weights"] for datum in self._datums]
+        nll = compute_mean_nll(*([_flat(tensor) for tensor in tensors] for tensors in (logprobs_D, weights_D)))
+        if not math.isfinite(nll):
+            raise PoisonedError(f"The held-out data has the mean negative log-likelihood {nll}: check its rows.")
+        if weights_D[0].to_torch().ndim > 1:
+            return {"test/nll": nll}
+        targets_D = [datum.loss_fn_inputs["target_tokens"] for datum in self._datums]
+        bits_per_byte = compute_bpb(logprobs_D, weights_D, targets_D, self._tokenizer)
+        return {"test/nll": nll, "test/nll_per_token": _nll_per_token(logprobs_D, weights_D)} | (
+            {"test/bits_per_byte": bits_per_byte} if math.isfinite(bits_per_byte) else {}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredEvaluator:
+    """Evaluator of the config field `evaluators`.
+
+    Attributes:
+        evaluator: the evaluator.
+        name: its import path and its position in the field, for messages.
+        key: its position in the field, for tags.
+        on_error: `raise` ends the run if the evaluator fails, `skip` leaves its metrics out.
+    """
+
+    evaluator: Evaluator
+    name: str
+    key: str
+    on_error: OnEvaluatorError = "raise"
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Result of all evaluators.
+
+    Attributes:
+        metrics: numbers by the name under which MLflow stores them (`safe_name`).
+        texts: metrics that are strings, by such a name.
+        skipped: errors of the evaluators that were skipped, by their `key`.
+    """
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+class EvaluatorEntry(Protocol):
+    """Entry of the config field `evaluators`."""
+
+    @property
+    def builder(self) -> str: ...
+
+    @property
+    def params(self) -> dict[str, object]: ...
+
+    @property
+    def on_error(self) -> OnEvaluatorError: ...
+
+
+def build_evaluators(entries: Iterable[EvaluatorEntry]) -> list[ConfiguredEvaluator]:
+    """Build the evaluators of the config field `evaluators`.
+
+    Raises:
+        ConfigError: an entry does not build an evaluator.
+    """
+    return [
+        ConfiguredEvaluator(
+            build_evaluator(entry.builder, entry.params),
+            f"{entry.builder} (evaluators.{index})",
+            f"evaluators.{index}",
+            entry.on_error,
+        )
+        for index, entry in enumerate(entries)
+    ]
+
+
+def build_evaluator(builder: str, params: dict[str, object]) -> Evaluator:
+    """Build an evaluator from the import path of its class or builder.
+
+    If the builder returns a callable that is no evaluator, as tinker-cookbook's chz classes do, that is called too.
+
+    Raises:
+        ConfigError: the builder does not exist, fails, or does not build an evaluator.
+    """
+    make: Callable[..., object] = import_object(builder, "evaluators.builder")
+    try:
+        evaluator = make(**params)
+        if callable(evaluator) and not isinstance(evaluator, TrainingClientEvaluator | SamplingClientEvaluator):
+            evaluator = evaluator()
+    except TinkerFlowsError:
+        raise
+    except Exception as error:  # third-party code called with the user's parameters
+        raise ConfigError(
+            f"The evaluator {builder} could not be built ({type(error).__name__}: {error}): check evaluators.params."
+        ) from error
+    if not isinstance(evaluator, TrainingClientEvaluator | SamplingClientEvaluator):
+        raise ConfigError(
+            f"The evaluator builder {builder} returned a {type(evaluator).__name__}: return an evaluator of "
+            "tinker-cookbook (TrainingClientEvaluator or SamplingClientEvaluator)."
+        )
+    return evaluator
+
+
+async def _run_sampling_evaluator(
+    evaluator: SamplingClientEvaluator,
+    sampler: tinker.SamplingClient,
+    client: tinker.TrainingClient | tinker.SamplingClient,
+) -> dict[str, float]:
+    """Run an evaluator on a sampler; `client` provides the tokenizer."""
+    if isinstance(evaluator, TokenizedEvaluator):
+        return await evaluator.measure(sampler, client.get_tokenizer())
+    return await evaluator(sampler)
+
+
+def _input_with_last_target(datum: tinker.Datum) -> tinker.ModelInput:
+    """Input of a datum followed by its last target token."""
+    last = int(datum.loss_fn_inputs["target_tokens"].data[-1])
+    return tinker.ModelInput.from_ints([*datum.model_input.to_ints(), last])
+
+
+def _flat(tensor: tinker.TensorData) -> tinker.TensorData:
+    return tinker.TensorData.from_torch(tensor.to_torch().flatten())
+
+
+def _nll_per_token(logprobs_D: Sequence[tinker.TensorData], weights_D: Sequence[tinker.TensorData]) -> float:
+    """Mean negative logprob of the tokens with a positive weight, whatever the size of the weight."""
+    pairs = zip(logprobs_D, weights_D, strict=True)
+    trained = torch.cat([logprobs.to_torch()[weights.to_torch() > 0] for logprobs, weights in pairs])
+    return -float(trained.double().mean())
+
+
+@retried_task(name="evaluate", task_run_name="evaluate-{step}")
+async def evaluate(
+    client: tinker.TrainingClient, evaluators: Sequence[Evaluator | ConfiguredEvaluator], step: int
+) -> EvaluationResult:
+    """Return the metrics of the weights that step `step` starts from.
+
+    Raises:
+        EvaluatorError: an evaluator with `on_error: raise` failed.
+        ServiceError: the service failed.
+    """
+    sampler: tinker.SamplingClient | None = None
+
+    async def run(evaluator: Evaluator) -> Mapping[str, object]:
+        nonlocal sampler
+        if isinstance(evaluator, TrainingClientEvaluator):
+            return await evaluator(client)
+        if sampler is None:
+            with service_errors("save the weights for sampling"):
+                sampler = await client.save_weights_and_get_sampling_client()
+        return await _run_sampling_evaluator(evaluator, sampler, client)
+
+    return await _run_all(evaluators, run)
+
+
+@retried_task(name="evaluate", task_run_name="evaluate-sampler")
+async def evaluate_sampler(
+    sampler: tinker.SamplingClient, evaluators: Sequence[Evaluator | ConfiguredEvaluator]
+) -> EvaluationResult:
+    """Return the metrics of weights that can only be sampled from.
+
+    Raises:
+        ConfigError: an evaluator needs a training client.
+        EvaluatorError: an evaluator with `on_error: raise` failed.
+        ServiceError: the service failed.
+    """
+    for entry in evaluators:
+        evaluator = entry.evaluator if isinstance(entry, ConfiguredEvaluator) else entry
+        if not isinstance(evaluator, HeldOutNLL | SamplingClientEvaluator):
+            raise ConfigError(
+                f"The evaluator {type(evaluator).__name__} needs a training client, but these weights can only be "
+                "sampled from: give the path of a checkpoint that can be trained."
+            )
+
+    async def run(evaluator: Evaluator) -> Mapping[str, object]:
+        if isinstance(evaluator, HeldOutNLL):
+            return await evaluator.measure_sampler(sampler)
+        assert isinstance(evaluator, SamplingClientEvaluator)
+        return await _run_sampling_evaluator(evaluator, sampler, sampler)
+
+    return await _run_all(evaluators, run)
+
+
+async def _run_all(
+    evaluators: Sequence[Evaluator | ConfiguredEvaluator], run: Callable[[Evaluator], Awaitable[Mapping[str, object]]]
+) -> EvaluationResult:
+    """Run the evaluators one after another; skip failed ones whose `on_error` says so."""
+    result = EvaluationResult()
+    for entry in evaluators:
+        if isinstance(entry, ConfiguredEvaluator):
+            await _run_configured(entry, run, result)
+        else:  # held-out data of the run itself
+            with service_errors(f"run the evaluator {type(entry).__name__}"):
+                _add_metrics(result, await run(entry), type(entry).__name__)
+    return result
+
+
+async def _run_configured(
+    entry: ConfiguredEvaluator, run: Callable[[Evaluator], Awaitable[Mapping[str, object]]], result: EvaluationResult
+) -> None:
+    try:
+        try:
+            _add_metrics(result, await run(entry.evaluator), entry.name)
+        except TinkerFlowsError:
+            raise
+        except Exception as error:  # third-party code
+            if _is_of_the_sdk(error):
+                with service_errors(f"run the evaluator {entry.name}"):
+                    raise
+            raise EvaluatorError(
+                f"The evaluator {entry.name} failed ({type(error).__name__}: {reason(error)}): fix it, or set its "
+                "on_error to 'skip' to continue without its metrics."
+            ) from error
+    except (ServiceLostError, NotFiniteError):  # a restart or a guard handles them
+        raise
+    except TinkerFlowsError as error:
+        if entry.on_error == "raise":
+            raise
+        result.skipped[entry.key] = str(error)
+        get_run_logger().warning("%s is skipped: %s", entry.name, error)
+
+
+def _is_of_the_sdk(error: Exception) -> bool:
+    """Return whether the Tinker SDK raised an error, rather than the code that uses it."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+    raised_in_sdk = any(module.partition(".")[0] == "tinker" for module in modules)
+    return isinstance(error, tinker.TinkerError) or (isinstance(error, ValueError) and raised_in_sdk)
+
+
+def _add_metrics(result: EvaluationResult, metrics: Mapping[str, object], evaluator: str) -> None:
+    """Add the metrics of an evaluator to a result.
+
+    Raises:
+        EvaluatorError: a metric is neither a number nor a string.
+    """
+    texts = {safe_name(key): value for key, value in metrics.items() if isinstance(value, str)}
+    numbers: dict[str, float] = {}
+    for key, value in metrics.items():
+        if isinstance(value, str):
+            continue
+        if not isinstance(value, SupportsFloat):
+            raise EvaluatorError(
+                f"The evaluator {evaluator} returned a {type(value).__name__} as the metric {key!r}: return a number "
+                "or a string."
+            )
+        numbers[safe_name(key)] = float(value)
+    result.metrics.update(numbers)
+    result.texts.update(texts)

@@ -1,0 +1,67 @@
+"""Metrics of graded answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from blocks.errors import ConfigError
+from tasks.common.graders import pass_at
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """Grade of one answer.
+
+    Attributes:
+        right: the answer is correct.
+        truncated: the answer reached the token limit.
+        timed_out: the answer's code reached the time limit.
+    """
+
+    right: bool
+    truncated: bool
+    timed_out: bool = False
+
+
+def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int]) -> dict[str, float]:
+    """Accuracy `test/<name>`, its standard error over problems, shares of truncated and timed-out answers, and pass@k.
+
+    Args:
+        graded_PG: grades by problem and answer.
+        ks: values of k for pass@k.
+
+    >>> right, wrong = Graded(True, False), Graded(False, True)
+    >>> metrics = summarize("m", [[right, wrong], [wrong, wrong]], [2])
+    >>> metrics["test/m"], metrics["test/m_pass_at_2"], metrics["test/m_truncated"]
+    (0.25, 0.5, 0.75)
+    """
+    right_P = [np.mean([graded.right for graded in graded_G]) for graded_G in graded_PG]
+    grades = [graded for graded_G in graded_PG for graded in graded_G]
+    error = float(np.std(right_P, ddof=1)) / math.sqrt(len(right_P)) if len(right_P) > 1 else 0.0
+    metrics = {
+        f"test/{name}": float(np.mean(right_P)),
+        f"test/{name}_stderr": error,
+        f"test/{name}_truncated": float(np.mean([graded.truncated for graded in grades])),
+        f"test/{name}_timed_out": float(np.mean([graded.timed_out for graded in grades])),
+    }
+    for k in ks:
+        pass_at_P = [pass_at(k, len(graded_G), sum(graded.right for graded in graded_G)) for graded_G in graded_PG]
+        metrics[f"test/{name}_pass_at_{k}"] = float(np.mean(pass_at_P))
+    return metrics
+
+
+def check_pass_at(ks: Sequence[int], num_samples: int) -> tuple[int, ...]:
+    """Validate the values of k for pass@k.
+
+    Raises:
+        ConfigError: a value is not between 1 and the number of samples.
+    """
+    if invalid := [k for k in ks if not 1 <= k <= num_samples]:
+        raise ConfigError(
+            f"pass_at has {invalid[0]}, but num_samples is {num_samples}: use values from 1 to num_samples."
+        )
+    return tuple(ks)

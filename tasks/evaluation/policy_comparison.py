@@ -1,0 +1,155 @@
+"""Comparison of two policies on the same prompts; both policies score the answers of each."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import tinker
+from tinker_cookbook.renderers import Message, Renderer
+
+from tasks.common.sampling import Answer, Sampling, sample_answers, score_answers
+from tasks.common.service_errors import service_errors
+from tasks.common.task import retried_task
+from tasks.evaluation.policy_metrics import (
+    NGRAMS,
+    Estimate,
+    distinct,
+    entropy_per_token,
+    estimate,
+    kl_per_answer,
+    kl_per_token,
+    perplexity,
+    vendi,
+)
+from tasks.preference.judges import Judge, record_verdicts
+
+Row = Mapping[str, str]
+Policies = tuple[tinker.SamplingClient, tinker.SamplingClient]
+# Names of the two policies in metrics.
+NAMES = ("checkpoint", "against")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyComparison:
+    """Result of a comparison.
+
+    Attributes:
+        metrics: metrics by `<key>/<policy name>`, and the metrics of a prompted judge.
+        rows: the same metrics side by side: key, value of the checkpoint, value of the policy it is compared against.
+        samples: prompt, sample index, both answers and the judge's verdict.
+    """
+
+    metrics: dict[str, float]
+    rows: list[tuple[str, float | None, float | None]]
+    samples: list[tuple[str, int, str, str, float | None]]
+
+
+@retried_task(name="compare")
+async def compare_policies(
+    policies: Policies, rows: Sequence[Row], renderer: Renderer, sampling: Sampling, judge: Judge | None
+) -> PolicyComparison:
+    """Sample from both policies, score all answers with both, and judge each pair of answers."""
+    with service_errors("sample from the compared policies"):
+        conversations = [[Message(role="user", content=row["question"])] for row in rows]
+        answers_PG, others_PG = [await sample_answers(policy, renderer, conversations, sampling) for policy in policies]
+        figures = await _figures(policies, answers_PG, others_PG)
+        figures |= await _perplexities(policies, renderer, rows)
+    for name, answers in zip(NAMES, (answers_PG, others_PG), strict=True):
+        figures |= {(key, name): value for key, value in _diversity(answers).items()}
+    with record_verdicts() as record:
+        verdicts_PG = await _verdicts(judge, rows, answers_PG, others_PG) if judge else []
+    if judge:
+        wins = estimate([sum(verdicts) / len(verdicts) for verdicts in verdicts_PG])
+        figures |= {("win_rate", "checkpoint"): wins.mean, ("win_rate", "against"): 1 - wins.mean}
+        figures |= {("win_rate_stderr", name): wins.error for name in NAMES}
+    figures = {key: value for key, value in figures.items() if math.isfinite(value)}
+    keys = [key for key, _ in figures]
+    return PolicyComparison(
+        {f"{key}/{name}": value for (key, name), value in figures.items()} | record.metrics(),
+        [
+            *((key, figures.get((key, NAMES[0])), figures.get((key, NAMES[1]))) for key in dict.fromkeys(keys)),
+            *((key, value, None) for key, value in record.metrics().items()),
+        ],
+        _samples(rows, answers_PG, others_PG, verdicts_PG),
+    )
+
+
+async def _figures(
+    policies: Policies, answers_PG: Sequence[Sequence[Answer]], others_PG: Sequence[Sequence[Answer]]
+) -> dict[tuple[str, str], float]:
+    """KL to the other policy and entropy of each policy, on its own answers."""
+    figures: dict[tuple[str, str], float] = {}
+    for name, own, other, own_PG in (
+        (NAMES[0], policies[0], policies[1], answers_PG),
+        (NAMES[1], policies[1], policies[0], others_PG),
+    ):
+        flat = [answer for answer in chain(*own_PG) if answer.tokens]
+        own_D, other_D = await asyncio.gather(score_answers(own, flat), score_answers(other, flat))
+        per_token, per_answer = kl_per_token(own_D, other_D), kl_per_answer(own_D, other_D)
+        figures |= _with_error("kl_per_token", name, per_token) | _with_error("kl_per_answer", name, per_answer)
+        figures[("entropy_per_token", name)] = entropy_per_token(own_D)
+    return figures
+
+
+async def _perplexities(policies: Policies, renderer: Renderer, rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """Perplexity of the reference answers under each policy; empty without reference answers."""
+    references = [_reference_answer(renderer, row) for row in rows if row.get("answer")]
+    if not references:
+        return {}
+    return {
+        ("perplexity", name): perplexity(await score_answers(policy, references))
+        for name, policy in zip(NAMES, policies, strict=True)
+    }
+
+
+def _reference_answer(renderer: Renderer, row: Row) -> Answer:
+    """Reference answer of a row, tokenized after the row's prompt."""
+    question = [Message(role="user", content=row["question"])]
+    tokens, weights = renderer.build_supervised_example([*question, Message(role="assistant", content=row["answer"])])
+    ids, num_prompt = tokens.to_ints(), int((weights != 0).nonzero()[0])
+    return Answer(tuple(ids[:num_prompt]), tuple(ids[num_prompt:]), row["answer"], False)
+
+
+def _diversity(answers_PG: Sequence[Sequence[Answer]]) -> dict[str, float]:
+    texts_PG = [[answer.text for answer in answers_G] for answers_G in answers_PG]
+    answers = list(chain(*answers_PG))
+    figures = {f"distinct_{n}": distinct(n, list(chain(*texts_PG))) for n in NGRAMS}
+    if len(texts_PG[0]) > 1:
+        figures["vendi"] = estimate([vendi(texts_G) for texts_G in texts_PG]).mean
+    figures["tokens"] = estimate([len(answer.tokens) for answer in answers]).mean
+    figures["truncated"] = estimate([float(answer.truncated) for answer in answers]).mean
+    return figures
+
+
+async def _verdicts(
+    judge: Judge, rows: Sequence[Row], answers_PG: Sequence[Sequence[Answer]], others_PG: Sequence[Sequence[Answer]]
+) -> list[list[float]]:
+    return [
+        list(
+            await asyncio.gather(
+                *(judge(row, answer.text, other.text) for answer, other in zip(answers_G, others_G, strict=True))
+            )
+        )
+        for row, answers_G, others_G in zip(rows, answers_PG, others_PG, strict=True)
+    ]
+
+
+def _samples(
+    rows: Sequence[Row],
+    answers_PG: Sequence[Sequence[Answer]],
+    others_PG: Sequence[Sequence[Answer]],
+    verdicts_PG: Sequence[Sequence[float]],
+) -> list[tuple[str, int, str, str, float | None]]:
+    return [
+        (row["question"], g, answer.text, other.text, verdicts_PG[p][g] if verdicts_PG else None)
+        for p, (row, answers_G, others_G) in enumerate(zip(rows, answers_PG, others_PG, strict=True))
+        for g, (answer, other) in enumerate(zip(answers_G, others_G, strict=True))
+    ]
+
+
+def _with_error(key: str, name: str, value: Estimate) -> dict[tuple[str, str], float]:
+    return {(key, name): value.mean, (f"{key}_stderr", name): value.error}

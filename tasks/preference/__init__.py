@@ -1,0 +1,1 @@
+"""Preference pairs, judges and preference models."""

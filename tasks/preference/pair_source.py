@@ -1,0 +1,130 @@
+"""Batches of preference pairs, and the evaluator of held-out pairs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import tinker
+from tinker_cookbook.eval.evaluators import TrainingClientEvaluator
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+from blocks.errors import ConfigError
+from objectives.batch import Batch
+from objectives.evaluate import evaluate_term
+from objectives.term import BASE, Regularizer
+from tasks.common.task import Pending, retried_task, submit
+from tasks.preference.dataset import Comparisons, Rendering
+from tasks.training.batch_source import BatchSource, TrainedBatch
+from tasks.training.datums import pack_datums
+from tasks.training.forward_backward import enqueue_forward, read_outputs
+from tasks.training.held_out import EvaluatedBatch
+from tasks.training.reference import Reference
+
+# Metrics of a preference loss that are logged under tinker-cookbook's names.
+_METRICS = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+
+
+@dataclass(frozen=True, slots=True)
+class PairBatches:
+    """Batches of rendered comparisons.
+
+    Attributes:
+        unrelated: also add each prompt with the chosen answer of another prompt, as `kto` needs.
+    """
+
+    comparisons: Comparisons
+    rendering: Rendering
+    tokenizer: Tokenizer
+    unrelated: bool
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Pack both answers of each pair, labeled; skip the pairs for which `Rendering.pair` is empty.
+
+        Raises:
+            ConfigError: no pair is left.
+        """
+        preferences = {index: self.comparisons[index] for index in indices}
+        datums_P = {index: self.rendering.pair(preferences[index], index) for index in indices}
+        pairs = [index for index in indices if datums_P[index]]
+        if not pairs:
+            raise ConfigError(
+                f"max_length={self.rendering.max_length} leaves no pair with two distinct answers in a batch of "
+                f"{len(indices)} pairs: increase it or check the rows of the data."
+            )
+        datums = [datum for index in pairs for datum in datums_P[index]]
+        if self.unrelated and len(pairs) > 1:
+            for index, other in zip(pairs, [*pairs[1:], pairs[0]], strict=True):
+                answer = [*preferences[index].prompt, *preferences[other].chosen]
+                datums.append(self.rendering.datum(answer))
+        return pack_datums(datums, self.tokenizer)
+
+
+class PairSource(BatchSource):
+    """Source of preference batches: a pure function of data, seed and step."""
+
+    def __init__(self, pairs: PairBatches, batch_size: int, seed: int, loss: str) -> None:
+        """Create a source with `batch_size` pairs per step.
+
+        Args:
+            loss: name of the preference loss.
+
+        Raises:
+            ConfigError: the data has fewer pairs than a batch.
+        """
+        if len(pairs.comparisons) < batch_size:
+            raise ConfigError(
+                f"The data has {len(pairs.comparisons)} comparisons and batch_size is {batch_size}: add rows or reduce "
+                "batch_size."
+            )
+        self._pairs, self._batch_size, self._seed, self._loss = pairs, batch_size, seed, loss
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self._pairs.comparisons) // self._batch_size
+
+    def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
+        """Submit `batch_at` as a task, ahead of the step that trains on the batch."""
+        return [submit(load_pairs, self, step)]
+
+    def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
+        prefix = f"term/{BASE}/"
+        loss_metrics = {key.removeprefix(prefix): value for key, value in terms.items() if key.startswith(prefix)}
+        num_pairs = sum(int((minibatch.batch.labels_D["desirable"] == 1).sum()) for minibatch in trained)
+        return _metrics(self._loss, loss_metrics["value"], loss_metrics) | {"num_pairs": float(num_pairs)}
+
+    def batch_at(self, step: int) -> Batch:
+        """Batch of a step; each epoch is shuffled as `datasets` shuffles rows by the same seed."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        order = np.random.default_rng(self._seed + epoch).permutation(len(self._pairs.comparisons))
+        return self._pairs.batch(order[index * self._batch_size : (index + 1) * self._batch_size].tolist())
+
+
+class HeldOutPairs(TrainingClientEvaluator):
+    """Preference loss of held-out pairs, with metrics such as `test/accuracy` and `test/margin`."""
+
+    def __init__(self, pairs: PairBatches, loss: Regularizer, reference: Reference | None) -> None:
+        self._batch, self._loss, self._reference = pairs.batch(range(len(pairs.comparisons))), loss, reference
+        self.num_tokens = self._batch.num_tokens
+        self.evaluated: Sequence[EvaluatedBatch] = ()
+
+    async def __call__(self, training_client: tinker.TrainingClient) -> dict[str, float]:
+        pending = enqueue_forward(training_client, self._batch)
+        reference_DT = await asyncio.to_thread(self._reference.logprobs, self._batch) if self._reference else None
+        outputs = replace(read_outputs(await pending, self._batch), ref_logprobs_DT=reference_DT)
+        self.evaluated = [EvaluatedBatch(self._batch, outputs.logprobs_DT)]
+        evaluation = evaluate_term(self._loss, outputs, self._batch, first_step=False)
+        metrics = _metrics(self._loss.term.name, evaluation.value, evaluation.metrics)
+        return {f"test/{key}": value for key, value in metrics.items()}
+
+
+@retried_task(name="batch", task_run_name="batch-{step}")
+def load_pairs(source: PairSource, step: int) -> Batch:
+    """Load the batch of a step."""
+    return source.batch_at(step)
+
+
+def _metrics(loss: str, value: float, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{loss}_loss": value} | {key: metrics[key] for key in _METRICS if key in metrics}

@@ -1,0 +1,96 @@
+"""Judges as tinker-cookbook preference models: functions, trained pairwise models and prompted models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import chz
+import tinker
+from tinker_cookbook.completers import TinkerMessageCompleter
+from tinker_cookbook.preference.types import (
+    Comparison,
+    PreferenceModel,
+    PreferenceModelBuilder,
+    PreferenceModelFromChatRenderer,
+)
+from tinker_cookbook.renderers import Message, get_renderer, get_text_content
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+from tasks.common.renderers import renderer_of
+from tasks.common.sampling import open_sampler
+from tasks.preference.judges import Judge, JudgeGuidance, build_judge, completer_judge
+
+
+class JudgedPreference(PreferenceModel):
+    """Judge of `tasks.preference.judges` as a preference model; the question is the last user message."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+
+    async def __call__(self, comparison: Comparison) -> float:
+        question = get_text_content(comparison.prompt_conversation[-1])
+        first, second = _text(comparison.completion_A), _text(comparison.completion_B)
+        return 1 - 2 * await self._judge({"question": question}, first, second)
+
+
+@chz.chz
+class JudgeBuilder(PreferenceModelBuilder):
+    """Builder of a judge from the import path of a function, as in `tasks.preference.judges`."""
+
+    judge: str
+
+    def __call__(self) -> PreferenceModel:
+        return JudgedPreference(build_judge(self.judge, {}))
+
+
+@chz.chz
+class PairwiseBuilder(PreferenceModelBuilder):
+    """Builder of a pairwise preference model trained on tinker-cookbook's `ChatDatasetBuilderFromComparisons`.
+
+    Attributes:
+        path: checkpoint of the model, `tinker://...`.
+        model_name_for_tokenizer: filled in by the run.
+        renderer_name: filled in by the run.
+        session: filled in by the run.
+    """
+
+    path: str
+    model_name_for_tokenizer: str
+    renderer_name: str
+    session: tinker.ServiceClient = chz.field(meta_factory=None)
+
+    def __call__(self) -> PreferenceModel:
+        renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name_for_tokenizer))
+        sampler, _ = open_sampler(self.session, self.path, self.path)
+        return PreferenceModelFromChatRenderer(renderer, sampler)
+
+
+@chz.chz
+class PromptedJudgeBuilder(PreferenceModelBuilder):
+    """Builder of a judge that prompts any model for the better answer, in both orders.
+
+    Attributes:
+        model: base model by the service's name.
+        path: checkpoint, `tinker://...`; empty for the base model.
+        max_tokens: maximum tokens of the reply, which ends with the verdict.
+        criteria: criteria by which the answers are compared.
+        principles: principles that a good answer follows.
+        session: filled in by the run.
+    """
+
+    model: str
+    session: tinker.ServiceClient = chz.field(meta_factory=None)
+    path: str = ""
+    max_tokens: int = 512
+    criteria: Sequence[str] = ()
+    principles: Sequence[str] = ()
+
+    def __call__(self) -> PreferenceModel:
+        sampler, tokenizer = open_sampler(self.session, self.path, self.model)
+        renderer = get_renderer(renderer_of(self.model, tokenizer), tokenizer)
+        completer = TinkerMessageCompleter(sampler, renderer, self.max_tokens, None, 0.0)
+        return JudgedPreference(completer_judge(completer, JudgeGuidance(self.criteria, self.principles)))
+
+
+def _text(answer: list[Message]) -> str:
+    return "\n".join(get_text_content(message) for message in answer)

@@ -1,0 +1,1 @@
+"""Report of a run: page, charts and tables."""

@@ -1,0 +1,137 @@
+"""Tables of results, saved as Prefect artifacts and MLflow tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from prefect.artifacts import create_table_artifact
+from prefect.runtime import flow_run
+from scipy.stats import t
+
+from objectives.targets import TargetSpec
+from tasks.common.task import retried_task
+from tasks.reports.html import artifact_key
+from tasks.training.metrics import MetricsLog
+
+Rows = Sequence[Sequence[Any]]
+
+
+@retried_task(name="report")
+def write_table(log: MetricsLog, kind: str, run_name: str, columns: Sequence[str], rows: Rows) -> None:
+    """Save a table as `<kind>.json` in MLflow and as the artifact `<kind>-<run name>` in Prefect."""
+    log.client.log_table(log.run_id, _by_column(columns, rows), f"{kind}.json")
+    if flow_run.get_id():
+        table = [dict(zip(columns, row, strict=True)) for row in rows]
+        create_table_artifact(table, artifact_key(kind, run_name), description=f"{kind} of {run_name}")
+
+
+def write_samples(log: MetricsLog, columns: Sequence[str], rows: Rows) -> None:
+    """Save sampled answers as `samples.json` in MLflow."""
+    log.client.log_table(log.run_id, _by_column(columns, rows), "samples.json")
+
+
+def _by_column(columns: Sequence[str], rows: Rows) -> dict[str, list[Any]]:
+    return {column: [row[index] for row in rows] for index, column in enumerate(columns)}
+
+
+@dataclass(frozen=True, slots=True)
+class TermRow:
+    """Metrics of one term at the last step that evaluated it; `grad_share` is its share of the gradient norms."""
+
+    name: str
+    value: float
+    weight: float
+    contribution: float
+    grad_share: float
+    cosine_to_base: float
+
+
+COLUMNS = ("term", "value", "weight", "contribution", "share of gradient", "cosine to base")
+
+
+def term_rows(metrics: Mapping[str, float]) -> list[TermRow]:
+    """Rows of the terms in `term/<name>/...` metrics, the base loss first."""
+    names = sorted({key.split("/")[1] for key in metrics if key.startswith("term/") and key.endswith("/weight")})
+    names.sort(key=lambda name: name != "base")
+    fields = ("value", "weight", "contribution", "grad_share", "cosine_to_base")
+    return [TermRow(name, *(metrics.get(f"term/{name}/{field}", float("nan")) for field in fields)) for name in names]
+
+
+def format_row(row: TermRow) -> tuple[str, ...]:
+    """Text cells of a row, in the order of `COLUMNS`."""
+    return (
+        row.name,
+        f"{row.value:.4g}",
+        f"{row.weight:.4g}",
+        f"{row.contribution:.4g}",
+        f"{row.grad_share:.1%}",
+        f"{row.cosine_to_base:+.3f}",
+    )
+
+
+TARGET_COLUMNS = ("term", "target", "mean over the last quarter", "multiplier at the end", "result")
+_NUM_PARTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRow:
+    """Target of a term and the values that the run reached.
+
+    Attributes:
+        mean: mean value over the last quarter of the evaluations.
+        half_width: half of the mean's 95 % interval; NaN for fewer than five evaluations.
+        multiplier: multiplier of the last evaluation.
+    """
+
+    name: str
+    target: TargetSpec
+    mean: float
+    half_width: float
+    multiplier: float
+
+    @property
+    def is_met(self) -> bool:
+        """True if the mean violates the limit by at most 10 % of the scale, or by less than the interval if wider."""
+        violation = self.target.sign * (self.mean - self.target.limit)
+        if self.target.equals is not None:
+            violation = abs(violation)
+        return violation <= np.nanmax([0.1 * self.target.unit, self.half_width])
+
+    @property
+    def result(self) -> str:
+        """``met``, ``missed``, or ``met without effort`` for a limit that the last multiplier does not enforce."""
+        if not self.is_met:
+            return "missed"
+        is_idle = self.target.equals is None and self.multiplier == self.target.bounds[0]
+        return "met without effort" if is_idle else "met"
+
+    def format(self) -> tuple[str, ...]:
+        """Text cells, in the order of `TARGET_COLUMNS`."""
+        interval = "" if np.isnan(self.half_width) else f" ± {self.half_width:.2g}"
+        return self.name, str(self.target), f"{self.mean:.4g}{interval}", f"{self.multiplier:.4g}", self.result
+
+
+def target_rows(
+    history: Mapping[str, Sequence[tuple[int, float]]], targets: Mapping[str, TargetSpec]
+) -> list[TargetRow]:
+    """Rows of the targets of a run; a term that was never evaluated has none.
+
+    The values of consecutive steps are correlated, so the interval is that of the means of five consecutive parts
+    (Student's t).
+    """
+    rows: list[TargetRow] = []
+    for name, target in targets.items():
+        values = np.array([value for _, value in history.get(f"term/{name}/value", ())])
+        multipliers = history.get(f"term/{name}/multiplier", ())
+        if not len(values) or not multipliers:
+            continue
+        last = values[-max(1, len(values) // 4) :]
+        half_width = float("nan")
+        if len(last) >= _NUM_PARTS:
+            means = [part.mean() for part in np.array_split(last, _NUM_PARTS)]
+            half_width = float(t.ppf(0.975, _NUM_PARTS - 1) * np.std(means, ddof=1) / np.sqrt(_NUM_PARTS))
+        rows.append(TargetRow(name, target, float(last.mean()), half_width, multipliers[-1][1]))
+    return rows

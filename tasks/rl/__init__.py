@@ -1,0 +1,1 @@
+"""Rollouts, advantages and batches of reinforcement learning."""

@@ -1,0 +1,110 @@
+"""Per-token advantages from the rewards of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
+from torch import Tensor
+
+from objectives.advantages import centre_by_group, compute_gae, discounted_returns, leave_one_out
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageSettings:
+    """Settings of advantages.
+
+    Attributes:
+        estimator: `group_mean`, `leave_one_out`, `discounted` or `gae`.
+        scale: divide advantages by the group's standard deviation; for `group_mean`.
+        discount: discount per token; for `discounted` and `gae`.
+        decay: lambda of `gae`.
+        drop_constant: drop groups whose members all have the same reward.
+        kl_coefficient: penalty per nat of KL from the reference.
+    """
+
+    estimator: str = "group_mean"
+    scale: bool = False
+    discount: float = 1.0
+    decay: float = 0.95
+    drop_constant: bool = False
+    kl_coefficient: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAdvantages:
+    """Advantages of the sampled tokens of concatenated trajectories, float32 ``(T,)``, in units of reward.
+
+    Attributes:
+        advantages_T: advantage of each token.
+        values_T: baseline: expected return from each token on.
+        returns_T: discounted return from each token on.
+    """
+
+    advantages_T: Tensor
+    values_T: Tensor
+    returns_T: Tensor
+
+
+def compute_token_advantages(groups: Sequence[TrajectoryGroup], settings: AdvantageSettings) -> TokenAdvantages:
+    """Compute the advantage of each sampled token.
+
+    Without a critic, the value of all tokens of a member is the mean total reward of the other members of its group, or
+    0 in a group of one. The estimators are:
+
+    - `group_mean`: total reward minus the group's mean, the same for all tokens of a member;
+    - `leave_one_out`: total reward minus the mean of the other members;
+    - `discounted`: discounted return of the token minus the group's mean of the returns of first tokens;
+    - `gae`: generalized advantage estimation with the values above.
+    """
+    members = [member for group in groups for member in _members(group)]
+    rewards_T = torch.cat([_rewards(trajectory, final) for trajectory, final in members])
+    lengths = torch.tensor([_num_tokens(trajectory) for trajectory, _ in members])
+    sizes = torch.tensor([len(group.trajectories_G) for group in groups])
+    group_D = torch.repeat_interleave(torch.arange(len(groups)), sizes)
+    totals_D = torch.tensor([total for group in groups for total in group.get_total_rewards()])
+    offsets_D = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    all_T = torch.ones(len(rewards_T), dtype=torch.bool)
+    values_T = (totals_D - leave_one_out(totals_D, group_D)).where(_has_others(group_D), 0.0).repeat_interleave(lengths)
+    returns_T = discounted_returns(rewards_T, all_T, offsets_D, discount=settings.discount)
+    match settings.estimator:
+        case "gae":
+            advantages_T = compute_gae(
+                rewards_T, values_T, all_T, offsets_D, discount=settings.discount, decay=settings.decay
+            )
+        case "discounted":
+            first_D = torch.where(lengths > 0, returns_T[offsets_D[:-1].clamp(max=len(returns_T) - 1)], 0.0)
+            mean_D = first_D - centre_by_group(first_D, group_D)
+            advantages_T = returns_T - mean_D.repeat_interleave(lengths)
+        case "leave_one_out":
+            advantages_T = leave_one_out(totals_D, group_D).repeat_interleave(lengths)
+        case _:
+            advantages_T = centre_by_group(totals_D, group_D, scale=settings.scale).repeat_interleave(lengths)
+    return TokenAdvantages(advantages_T, values_T, returns_T)
+
+
+def _members(group: TrajectoryGroup) -> list[tuple[Trajectory, float]]:
+    return list(zip(group.trajectories_G, group.final_rewards_G, strict=True))
+
+
+def _num_tokens(trajectory: Trajectory) -> int:
+    return sum(len(transition.ac.tokens) for transition in trajectory.transitions)
+
+
+def _rewards(trajectory: Trajectory, final: float) -> Tensor:
+    """Rewards per token: each turn's at its last token, and the group's final reward at the last token of all."""
+    rewards = torch.zeros(_num_tokens(trajectory))
+    end = 0
+    for turn in trajectory.transitions:
+        end += len(turn.ac.tokens)
+        if end:
+            rewards[end - 1] += turn.reward
+    if end:
+        rewards[end - 1] += final
+    return rewards
+
+
+def _has_others(group_D: Tensor) -> Tensor:
+    return torch.bincount(group_D)[group_D] > 1

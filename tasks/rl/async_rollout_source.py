@@ -1,0 +1,221 @@
+"""Asynchronous rollouts: groups are rolled out during training, with weights of bounded age."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Condition
+from typing import Any, NamedTuple
+
+import tinker
+from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+from blocks.errors import ConfigError
+from objectives.batch import Batch
+from tasks.common.sampling import wait_for_snapshot
+from tasks.common.task import Pending, call, opaque_argument
+from tasks.rl.group_batches import split
+from tasks.rl.group_rollout import Group, rollout
+from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
+from tasks.rl.trajectories import count_tokens
+from tasks.training.batch_source import TrainedBatch
+
+
+class Place(NamedTuple):
+    """Position of a group in the data: its step in on-policy training and its index in that step."""
+
+    step: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedGroup:
+    """Completed rollout of a group.
+
+    Attributes:
+        place: position of the group in the data.
+        version: step whose initial weights sampled the group.
+        group: result of the rollout.
+    """
+
+    place: Place
+    version: int
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Newest snapshot for rollouts, and the step that starts from its weights."""
+
+    version: int
+    sampler: tinker.SamplingClient
+
+
+class AsyncRolloutSource(RolloutSource):
+    """Source of rollouts that run concurrently with training.
+
+    The number of running and completed groups is limited to what the steps within the age bound can train on. Groups
+    that are too old when their step comes are rolled out again. Each group is trained on once, also in a resumed run.
+    """
+
+    def __init__(
+        self,
+        train: RLDataset,
+        test: RLDataset | None,
+        tokenizer: Tokenizer,
+        settings: RolloutSettings,
+        minibatches: MinibatchSettings,
+        max_steps_off_policy: int,
+    ) -> None:
+        super().__init__(train, test, tokenizer, settings, minibatches)
+        self._max_age = max_steps_off_policy
+        self._size = self.problems.groups_per_batch
+        self._changed = Condition()
+        # `_changed` guards all attributes below.
+        self._waiting: deque[Place] = deque()
+        self._next_step = 0  # first step whose groups have not been queued
+        self._running: dict[Place, int] = {}  # place of each running group: version of the weights that sample it
+        self._completed: list[CompletedGroup] = []
+        self._failed: list[Group] = []
+        self._taken: dict[int, list[CompletedGroup]] = {}
+        self._stale: list[Group] = []
+        self._num_steps = 0
+        self._step = 0  # step that takes groups next
+        self._weights: Weights | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
+        # A fork may have other groups than its parent: the places in the parent's state then mean nothing.
+        same_groups = state.get("groups_per_batch") == self._size
+        self._next_step = state["next_step"] if same_groups else step
+        self._waiting = deque(Place(*place) for place in state["untrained"]) if same_groups else deque()
+        self._num_steps = num_steps
+
+    def state(self, step: int) -> dict[str, Any]:
+        with self._changed:
+            later = [
+                completed.place
+                for taken_at, taken_groups in self._taken.items()
+                if taken_at >= step
+                for completed in taken_groups
+            ]
+            untrained = {
+                *self._waiting,
+                *self._running,
+                *(completed.place for completed in self._completed),
+                *later,
+            }
+            return {
+                "groups_per_batch": self._size,
+                "next_step": self._next_step,
+                "untrained": sorted(untrained),
+            }
+
+    def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
+        """Take a snapshot for further rollouts, and start to wait for the groups of a step."""
+        snapshot = client.save_weights_and_get_sampling_client()
+        with self._changed:
+            self._step = step
+            self._taken = {taken_at: groups for taken_at, groups in self._taken.items() if taken_at >= step - 1}
+
+        def wait(part: range) -> list[Group]:
+            if part.start == 0:
+                weights = Weights(step, wait_for_snapshot(snapshot))
+                with self._changed:
+                    self._weights = weights
+            return self._take(step, len(part))
+
+        return [self.start_gathering(step, partial(wait, part)) for part in split(self._size, self.num_parts)]
+
+    def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
+        with self._changed:
+            ages = [step - completed.version for completed in self._taken[step]]
+            failed, self._failed = self._failed, []
+            stale, self._stale = self._stale, []
+        self._groups[step].append(failed)
+        self._sampled += count_tokens(stale)
+        return super().metrics(step, trained, terms) | {
+            "async/staleness_mean": sum(ages) / len(ages),
+            "async/staleness_max": float(max(ages)),
+            "async/groups_replayed": float(len(stale)),
+        }
+
+    def close(self) -> None:
+        with self._changed:
+            self._num_steps = 0
+        super().close()
+
+    def _take(self, step: int, num_groups: int) -> list[Group]:
+        """Wait for `num_groups` groups within the age bound of a step, and take the oldest ones."""
+        with self._changed:
+            while True:
+                if self._error:
+                    raise self._error
+                self._drop_stale(step)
+                if len(self._completed) >= num_groups:
+                    break
+                self._start()
+                self._changed.wait()
+            self._completed.sort(key=lambda completed: (completed.version, completed.place))
+            oldest, self._completed = self._completed[:num_groups], self._completed[num_groups:]
+            assert all(step - completed.version <= self._max_age for completed in oldest)
+            self._taken.setdefault(step, []).extend(oldest)
+            self._start()
+            return [completed.group for completed in oldest]
+
+    def _drop_stale(self, step: int) -> None:
+        oldest_version = step - self._max_age
+        stale = [completed for completed in self._completed if completed.version < oldest_version]
+        self._completed = [completed for completed in self._completed if completed.version >= oldest_version]
+        self._waiting.extendleft(sorted((completed.place for completed in stale), reverse=True))
+        self._stale += [completed.group for completed in stale]
+
+    def _start(self) -> None:
+        """Start as many groups as the steps that may still train on the current weights can take."""
+        if self._weights is None or self._error:
+            return
+        steps = min(self._weights.version + self._max_age + 1, self._num_steps) - self._step
+        num_needed = steps * self._size - len(self._taken.get(self._step, ()))
+        # A running group that will be too old for this step does not count: it is rolled out again.
+        num_running = sum(self._step - version <= self._max_age for version in self._running.values())
+        for _ in range(num_needed - num_running - len(self._completed)):
+            if not self._waiting:
+                num_groups = len(self.problems.at(self._next_step))
+                self._waiting.extend(Place(self._next_step, index) for index in range(num_groups))
+                self._next_step += 1
+            place = self._waiting.popleft()
+            self._running[place] = self._weights.version
+            # Built here, under the lock, because a dataset is not thread-safe.
+            builder = self.problems.at(place.step)[place.group]
+            self._threads.submit(partial(self._roll_out, place, builder, self._weights))
+
+    def _roll_out(self, place: Place, builder: EnvGroupBuilder, weights: Weights) -> None:
+        try:
+            policy = self.settings.policy(weights.sampler, weights.version, *place)
+            group = call(rollout, opaque_argument(builder), policy, self.settings.strategy, place.step, place.group)
+            error: BaseException | None = None
+        except BaseException as failure:  # noqa: BLE001 - `_take` raises it
+            group, error = None, failure
+        with self._changed:
+            del self._running[place]
+            if error:
+                self._error = self._error or error
+            elif group and group.trajectories is not None:
+                self._completed.append(CompletedGroup(place, weights.version, group))
+            elif group:
+                self._note_failed(group)
+            self._start()
+            self._changed.notify_all()
+
+    def _note_failed(self, group: Group) -> None:
+        """Record a failed group, which the next group replaces; fail the run if all groups fail."""
+        self._failed.append(group)
+        if len(self._failed) > 2 * self._size and not self._completed:
+            message = next((str(error.error_message) for error in group.errors), "no error")
+            self._error = ConfigError(
+                f"{len(self._failed)} consecutive groups failed ({' '.join(message.split())[:300]}): check the "
+                "environment, or raise rollout.max_retries or rollout.timeout_s."
+            )

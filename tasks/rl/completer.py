@@ -1,0 +1,143 @@
+"""Completer of rollouts: a snapshot of the weights with reproducible seeds.
+
+Members of a group that send the same prompt at the same time, as all do in their first turn, share one request for
+several samples, so that the service processes the prompt once. Merging does not change the seeds: a member's seed is
+its group's seed plus its index, and the engine gives sample n of a request the request's seed plus n.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import tinker
+from tinker import types
+from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
+
+from tasks.common.service_errors import service_errors
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotCompleter(TokenCompleter):
+    """Completer of a snapshot of the weights.
+
+    Attributes:
+        sampler: client of the snapshot.
+        max_tokens: maximum tokens per turn.
+        temperature: sampling temperature.
+        key: run's seed, step and group; with the attempt, member and turn, it determines the seed of a request.
+        by_prompt: True if the seed also depends on the prompt, for groups that share a key.
+    """
+
+    sampler: tinker.SamplingClient
+    max_tokens: int
+    temperature: float
+    key: tuple[int, ...]
+    by_prompt: bool = False
+
+    def members(self, attempt: int, num_members: int) -> Sequence[TokenCompleter]:
+        """Completer of each member of a group in one attempt."""
+        requests = _Requests(self, attempt)
+        return [_Member(requests, index) for index in range(num_members)]
+
+    def seed(self, attempt: int, turn: _Turn) -> int:
+        """Seed of the first member's request."""
+        prompt = turn.prompt.model_dump_json() if self.by_prompt else ""
+        text = f"{(*self.key, attempt, turn.number)!r}{prompt}"
+        # 30 of 32 bits, so that adding the member's index does not overflow.
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 2
+
+
+class _Turn(NamedTuple):
+    number: int
+    max_tokens: int
+    stop: StopCondition
+    prompt: tinker.ModelInput
+
+
+class _Waiter(NamedTuple):
+    member: int
+    turn: _Turn
+    completion: asyncio.Future[TokensWithLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Member(TokenCompleter):
+    requests: _Requests
+    index: int
+    turns: Iterator[int] = field(default_factory=itertools.count)
+
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        limit = self.requests.policy.max_tokens
+        if max_tokens is not None:
+            limit = min(limit, max_tokens)
+        return await self.requests.enqueue(self.index, _Turn(next(self.turns), limit, stop, model_input))
+
+
+class _Requests:
+    """Requests of a group in one attempt."""
+
+    def __init__(self, policy: SnapshotCompleter, attempt: int) -> None:
+        self.policy = policy
+        self._attempt = attempt
+        self._waiting: list[_Waiter] = []
+        self._running: set[asyncio.Task[None]] = set()
+
+    def enqueue(self, member: int, turn: _Turn) -> asyncio.Future[TokensWithLogprobs]:
+        """Enqueue a turn; requests are sent after all members that are ready have enqueued their turns."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._send)
+        self._waiting.append(_Waiter(member, turn, loop.create_future()))
+        return self._waiting[-1].completion
+
+    def _send(self) -> None:
+        """Merge equal turns of consecutive members into one request each, and send the requests."""
+        batches: list[list[_Waiter]] = []
+        for waiter in sorted(self._waiting, key=lambda waiter: waiter.member):
+            last = batches[-1][-1] if batches else None
+            if last and last.member + 1 == waiter.member and last.turn == waiter.turn:
+                batches[-1].append(waiter)
+            else:
+                batches.append([waiter])
+        self._waiting = []
+        for batch in batches:
+            request = asyncio.create_task(self._sample(batch))
+            self._running.add(request)
+            request.add_done_callback(self._running.discard)
+            for waiter in batch:
+                waiter.completion.add_done_callback(
+                    lambda _, request=request, batch=batch: _cancel_unused(request, batch)
+                )
+
+    async def _sample(self, batch: Sequence[_Waiter]) -> None:
+        first, turn, _ = batch[0]
+        params = types.SamplingParams(
+            stop=turn.stop,
+            max_tokens=turn.max_tokens,
+            temperature=self.policy.temperature,
+            seed=self.policy.seed(self._attempt, turn) + first,
+        )
+        try:
+            with service_errors("sample a rollout"):
+                response = await self.policy.sampler.sample(turn.prompt, len(batch), params)
+            for waiter, sequence in zip(batch, response.sequences, strict=True):
+                if not waiter.completion.done():
+                    completion = TokensWithLogprobs(sequence.tokens, sequence.logprobs, sequence.stop_reason)
+                    waiter.completion.set_result(completion)
+        except Exception as error:  # noqa: BLE001 - each member raises it again
+            for waiter in batch:
+                if not waiter.completion.done():
+                    waiter.completion.set_exception(error)
+
+
+def _cancel_unused(request: asyncio.Task[None], batch: Sequence[_Waiter]) -> None:
+    """Cancel a request whose members have all been cancelled."""
+    if all(waiter.completion.cancelled() for waiter in batch):
+        request.cancel()

@@ -1,0 +1,111 @@
+"""Rewards from a generative reward model: the logprob that it gives to the verdict "good" on an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import chz
+import tinker
+from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder
+from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.rl.preference_envs import PreferenceEnv
+from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, Trajectory
+
+from tasks.common.sampling import open_sampler
+from tasks.preference.dataset import Comparisons, Rendering, Verdict
+from tasks.rl.environments.groups import Groups, GroupsBuilder
+from tasks.training.teacher import Teacher, TeacherRequest, score_all
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModel:
+    """Reward model trained on verdicts with the loss `bradley_terry`.
+
+    Attributes:
+        teacher: frozen weights.
+        rendering: conversion of conversations to datums with a verdict.
+    """
+
+    teacher: Teacher
+    rendering: Rendering
+
+    async def score(self, conversations: Sequence[Sequence[Message]]) -> list[float]:
+        """Return the logprob of the good verdict on the last answer of each conversation, in nats.
+
+        Raises:
+            ServiceError: the service failed, or a logprob is not finite.
+        """
+        requests = [TeacherRequest(self.teacher, self.rendering.datum(messages)) for messages in conversations]
+        return [float(logprobs_M.sum()) for logprobs_M in await score_all(requests)]
+
+
+@dataclass(frozen=True)
+class RewardModelGroupBuilder(EnvGroupBuilder):
+    """Builder of a group of answers to one prompt.
+
+    Attributes:
+        format_coef: penalty for truncated answers.
+    """
+
+    prompt: Sequence[Message]
+    renderer: Renderer
+    reward_model: RewardModel
+    size: int
+    format_coef: float
+
+    async def make_envs(self) -> Sequence[Env]:
+        return [PreferenceEnv(list(self.prompt), self.renderer) for _ in range(self.size)]
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        parsed = [self.renderer.parse_response(trajectory.transitions[0].ac.tokens) for trajectory in trajectory_group]
+        answers = [Message(role="assistant", content=get_text_content(message)) for message, _ in parsed]
+        scores = await self.reward_model.score([[*self.prompt, answer] for answer in answers])
+        complete = [float(termination.is_stop_sequence) for _, termination in parsed]
+        return [
+            (score + self.format_coef * (is_complete - 1.0), {"score": score, "format": is_complete})
+            for score, is_complete in zip(scores, complete, strict=True)
+        ]
+
+    def logging_tags(self) -> list[str]:
+        return ["reward_model"]
+
+
+@chz.chz
+class RewardModelBuilder(GroupsBuilder):
+    """Builder of prompts from comparisons; a model that `dpo` trained with a `verdict` scores the answers.
+
+    Attributes:
+        comparison_builder: builder of the comparisons.
+        path: checkpoint of the reward model, `tinker://...`.
+        question: question of the verdict that the reward model was trained on.
+        good: answer of the verdict that the reward model was trained on.
+        session: filled in by the run.
+        format_coef: penalty for truncated answers.
+    """
+
+    comparison_builder: ComparisonDatasetBuilder
+    path: str
+    question: str
+    good: str
+    session: tinker.ServiceClient = chz.field(meta_factory=None)
+    format_coef: float = 1.0
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        renderer = self.renderer()
+        sampler, _ = open_sampler(self.session, self.path, self.path)
+        rendering = Rendering(renderer, None, Verdict(self.question, self.good))
+        model = RewardModel(Teacher(sampler, self.path), rendering)
+
+        def groups(rows: Comparisons, size: int) -> list[RewardModelGroupBuilder]:
+            prompts = [rows[index].prompt for index in range(len(rows))]
+            return [RewardModelGroupBuilder(prompt, renderer, model, size, self.format_coef) for prompt in prompts]
+
+        train, test = self.comparison_builder.get_train_and_test_datasets()
+        training = Groups(groups(Comparisons(self.comparison_builder, train), self.group_size), self.batch_size)
+        if test is None:
+            return training, None
+        held_out = groups(Comparisons(self.comparison_builder, test), 1)
+        return training, Groups(held_out, len(held_out))

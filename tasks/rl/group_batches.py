@@ -1,0 +1,74 @@
+"""Split of an RL dataset's groups into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
+
+from blocks.errors import ConfigError
+
+
+class GroupBatches:
+    """Groups of a dataset by step."""
+
+    def __init__(self, dataset: RLDataset, groups_per_batch: int | None) -> None:
+        """Create batches of `groups_per_batch` consecutive groups, or of the dataset's own batches if None.
+
+        Raises:
+            ConfigError: the dataset has fewer groups than a batch.
+        """
+        self._dataset = dataset
+        self._size = len(dataset.get_batch(0))
+        self._num_groups = self._size * (len(dataset) - 1) + len(dataset.get_batch(len(dataset) - 1))
+        self._groups_per_batch = groups_per_batch
+        if self._num_groups < (groups_per_batch or 1):
+            raise ConfigError(
+                f"groups_per_batch={groups_per_batch} exceeds the {self._num_groups} groups of the environments: "
+                "lower it."
+            )
+        self._last: tuple[int, Sequence[EnvGroupBuilder]] | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps per epoch."""
+        return self._num_groups // self._groups_per_batch if self._groups_per_batch else len(self._dataset)
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Number of groups per step; without a fixed number, the last step of an epoch may have fewer."""
+        return self._groups_per_batch or self._size
+
+    def at(self, step: int) -> Sequence[EnvGroupBuilder]:
+        """Return the groups of a step; after the last group the dataset starts over."""
+        if self._groups_per_batch is None:
+            return self._batch(step % len(self._dataset))
+        first = step * self._groups_per_batch
+        return [self._group(number % self._num_groups) for number in range(first, first + self._groups_per_batch)]
+
+    def _group(self, number: int) -> EnvGroupBuilder:
+        return self._batch(number // self._size)[number % self._size]
+
+    def _batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        """Load a batch and cache it, because a step may need several of its groups."""
+        if self._last is None or self._last[0] != index:
+            self._last = (index, self._dataset.get_batch(index))
+        return self._last[1]
+
+
+def split(num_groups: int, num_parts: int) -> list[range]:
+    """Split groups into consecutive parts of nearly equal size.
+
+    Raises:
+        ConfigError: `num_parts` exceeds `num_groups`.
+
+    >>> split(5, 2)
+    [range(0, 2), range(2, 5)]
+    """
+    if num_parts > num_groups:
+        raise ConfigError(
+            f"A step has {num_groups} groups, but num_minibatches times num_substeps is {num_parts}: lower one of them."
+        )
+    bounds = [num_groups * part // num_parts for part in range(num_parts + 1)]
+    return [range(start, stop) for start, stop in pairwise(bounds)]

@@ -1,0 +1,226 @@
+"""Rollout of one group as one task. Its environments share an event loop and rewards, and may share state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from tinker_cookbook.completers import TokenCompleter
+from tinker_cookbook.exceptions import AllTrajectoriesFailedError
+from tinker_cookbook.rl.rollout_strategy import RolloutResult, RolloutStrategy
+from tinker_cookbook.rl.rollouts import do_group_rollout, do_single_rollout
+from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Metrics, RolloutError, Trajectory, TrajectoryGroup
+
+from blocks.errors import TinkerFlowsError
+from tasks.common.event_loop import run_coroutine
+from tasks.common.task import call, opaque_argument, retried_task
+from tasks.preference.judges import record_verdicts
+from tasks.rl.completer import SnapshotCompleter
+
+T = TypeVar("T")
+
+# The service batches concurrent samples. More concurrent groups than this take memory without adding speed.
+MAX_CONCURRENT_GROUPS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Result of a group's rollout.
+
+    Attributes:
+        tags: tags of its metrics.
+        trajectories: trajectories in the order of the members; None if too few members succeeded.
+        errors: errors of its environments and rewards in all attempts, and replies of judges without a verdict.
+        text_labels_G: text labels of each trajectory, by name: the attribute ``text_labels`` of its environment.
+    """
+
+    tags: tuple[str, ...]
+    trajectories: TrajectoryGroup | None
+    errors: tuple[RolloutError, ...]
+    text_labels_G: tuple[Mapping[str, str], ...] = ()
+
+
+@dataclass
+class RewardedGroup(EnvGroupBuilder):
+    """Group whose rewards a strategy computes, so that an error of the rewards can be retried.
+
+    Attributes:
+        builder: builder of the group.
+        text_labels_G: text labels of each trajectory's environment, once the rewards are computed.
+    """
+
+    builder: EnvGroupBuilder
+    text_labels_G: tuple[Mapping[str, str], ...] = field(default=(), init=False)
+    _trajectories: Sequence[Trajectory] = field(default=(), init=False)
+    _rewards: list[tuple[float, Metrics]] = field(default_factory=list, init=False)
+
+    async def make_envs(self) -> Sequence[Env]:
+        return await self.builder.make_envs()
+
+    async def reward(self, trajectories: list[Trajectory], envs: Sequence[Env]) -> list[RolloutError]:
+        """Compute the rewards and keep them for `compute_group_rewards`.
+
+        The metrics of prompted judges are added to those of each trajectory.
+
+        Returns:
+            Replies of prompted judges without a verdict, as errors of type `UnparsedVerdict`.
+        """
+        with record_verdicts() as record:
+            rewards = await self.builder.compute_group_rewards(trajectories, envs)
+        self._rewards = [(reward, {**metrics, **record.metrics()}) for reward, metrics in rewards]
+        self._trajectories = trajectories
+        self.text_labels_G = tuple(dict(getattr(env, "text_labels", {})) for env in envs)
+        return [RolloutError("UnparsedVerdict", reply) for reply in record.unparsed]
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        assert trajectory_group is self._trajectories, "the strategy computes the rewards first"
+        return self._rewards
+
+    def take_group(self) -> TrajectoryGroup | None:
+        """Return the trajectories with their rewards, once; None if no attempt has succeeded since the last call."""
+        trajectories, self._trajectories = list(self._trajectories), ()
+        if not trajectories:
+            return None
+        rewards, metrics = zip(*self._rewards, strict=True)
+        return TrajectoryGroup(trajectories, list(rewards), list(metrics))
+
+    async def cleanup(self) -> None:
+        await self.builder.cleanup()
+
+    def logging_tags(self) -> list[str]:
+        return self.builder.logging_tags()
+
+
+@dataclass(frozen=True)
+class RetryWholeGroup(RolloutStrategy):
+    """Strategy that retries a whole group, with fresh environments and seeds, until it has its rewards.
+
+    An attempt fails if too few members succeed or if the rewards raise an error. The whole group is retried because its
+    environments may share a game. Trajectories are in the order of the members, not of completion, so that the same
+    seeds give the same batch.
+
+    Attributes:
+        max_retries: number of further attempts.
+        min_successful: number of members that must succeed; None means all.
+        timeout_s: time limit of one attempt; None means no limit.
+    """
+
+    max_retries: int = 2
+    min_successful: int | None = None
+    timeout_s: float | None = None
+
+    async def execute(self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter) -> RolloutResult:
+        """Roll out a `RewardedGroup` and compute its rewards.
+
+        Raises:
+            AllTrajectoriesFailedError: every attempt failed.
+            ServiceError: the service failed.
+        """
+        assert isinstance(policy, SnapshotCompleter)
+        assert isinstance(env_group_builder, RewardedGroup)
+        errors: list[RolloutError] = []
+        for attempt in range(self.max_retries + 1):
+            envs = await env_group_builder.make_envs()
+            outcomes = await self._attempt(policy, attempt, envs)
+            errors += [_rollout_error(outcome) for outcome in outcomes if isinstance(outcome, Exception)]
+            pairs = zip(outcomes, envs, strict=True)
+            successes = [(outcome, env) for outcome, env in pairs if isinstance(outcome, Trajectory)]
+            if successes and len(successes) >= min(self.min_successful or len(envs), len(envs)):
+                result = RolloutResult([outcome for outcome, _ in successes], [env for _, env in successes], errors)
+                try:
+                    errors += await env_group_builder.reward(result.trajectories, result.envs)
+                except TinkerFlowsError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - third-party rewards
+                    errors.append(_rollout_error(error))
+                else:
+                    return result
+            await env_group_builder.cleanup()
+        raise _AllAttemptsFailedError(errors)
+
+    async def _attempt(
+        self, policy: SnapshotCompleter, attempt: int, envs: Sequence[Env]
+    ) -> list[Trajectory | BaseException]:
+        """Outcome of each member; if all must succeed, the first failure cancels the other members."""
+        policies = policy.members(attempt, len(envs))
+        pairs = zip(policies, envs, strict=True)
+        members = [asyncio.create_task(do_single_rollout(completer, env)) for completer, env in pairs]
+        until = asyncio.FIRST_EXCEPTION if self.min_successful is None else asyncio.ALL_COMPLETED
+        try:
+            completed, _ = await asyncio.wait(members, timeout=self.timeout_s, return_when=until)
+        finally:
+            for member in members:
+                member.cancel()
+        outcomes: list[Trajectory | BaseException] = await asyncio.gather(*members, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, TinkerFlowsError):
+                raise outcome
+        one_failed = any(member.exception() for member in completed)
+        if until == asyncio.ALL_COMPLETED or not one_failed:
+            timeout = TimeoutError(f"the rollout took longer than {self.timeout_s} s")
+            pairs = zip(members, outcomes, strict=True)
+            outcomes = [outcome if member in completed else timeout for member, outcome in pairs]
+        return outcomes
+
+
+class _AllAttemptsFailedError(AllTrajectoriesFailedError):
+    def __init__(self, errors: Sequence[RolloutError]) -> None:
+        super().__init__("All attempts at a group failed.")
+        self.errors = tuple(errors)
+
+
+@retried_task(name="rollout", task_run_name="rollout-{step}-{index}")
+def rollout(
+    builder: EnvGroupBuilder, policy: SnapshotCompleter, strategy: RetryWholeGroup, step: int, index: int
+) -> Group:
+    """Roll out one group; an error of its environments or rewards fails only this group.
+
+    Raises:
+        ServiceError: the service failed to sample.
+    """
+    tags = tuple(builder.logging_tags())
+    group = RewardedGroup(builder)
+    try:
+        trajectories = run_coroutine(do_group_rollout(group, policy, strategy))
+    except TinkerFlowsError:
+        raise
+    except _AllAttemptsFailedError as error:
+        return Group(tags, None, error.errors)
+    except Exception as error:  # noqa: BLE001 - third-party environments
+        return Group(tags, None, (_rollout_error(error),))
+    return Group(tags, trajectories, tuple(trajectories.rollout_errors), group.text_labels_G)
+
+
+class RolloutThreads:
+    """Threads that roll out groups, one group each.
+
+    Each thread waits only for the service and for its environments, never for another group, so groups beyond the
+    number of threads start as soon as earlier ones end.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(MAX_CONCURRENT_GROUPS, thread_name_prefix="rollout")
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Run a call on a thread, in the caller's context."""
+        return self._pool.submit(copy_context().run, call)
+
+    def start(
+        self, builder: EnvGroupBuilder, policy: SnapshotCompleter, strategy: RetryWholeGroup, step: int, index: int
+    ) -> Future[Group]:
+        """Run `rollout` on a thread."""
+        return self.submit(lambda: call(rollout, opaque_argument(builder), policy, strategy, step, index))
+
+    def close(self) -> None:
+        """Drop the groups that have not started."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _rollout_error(error: Exception) -> RolloutError:
+    return RolloutError(type(error).__name__, str(error))

@@ -1,0 +1,184 @@
+"""Packing of a step's trajectories into its batch, and metrics of rollouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import tinker
+import torch
+from tinker import types
+from tinker_cookbook.rl.data_processing import assemble_training_data
+from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
+from tinker_cookbook.tokenizer_utils import Tokenizer
+from torch import Tensor
+
+from blocks.errors import ConfigError
+from objectives.batch import Batch, pack
+from objectives.labels import MEMBER, PROMPT
+from tasks.rl.advantages import AdvantageSettings, compute_token_advantages
+from tasks.rl.group_rollout import Group
+from tasks.training.batch_source import SampledTokens, TrainedBatch
+from tasks.training.datums import Datums
+
+# Label of a datum: index of its group among all groups of the step, dropped ones included.
+GROUP_INDEX = "played"
+
+
+def pack_groups(groups: Sequence[Group], settings: AdvantageSettings, tokenizer: Tokenizer) -> Batch:
+    """Pack the sampled tokens of all trajectories with their advantages.
+
+    If `drop_constant` would drop all groups, one group is kept, with advantages of 0.
+
+    Raises:
+        ConfigError: no group succeeded.
+    """
+    numbers = [number for number, group in enumerate(groups) if group.trajectories is not None]
+    if not numbers:
+        error = next((error for group in groups for error in group.errors), None)
+        message = f"{error.error_type}: {error.error_message}" if error else "without an error"
+        raise ConfigError(
+            f"All {len(groups)} groups of a step failed ({' '.join(message.split())[:300]}): check the environment, or "
+            "raise rollout.max_retries or rollout.timeout_s."
+        )
+    if settings.drop_constant:
+        numbers = [number for number in numbers if not _is_constant(groups[number])] or numbers[:1]
+    completed = [group for number in numbers if (group := groups[number].trajectories) is not None]
+    unused_advantages = [torch.zeros(len(group.trajectories_G)) for group in completed]
+    data, metadata = assemble_training_data(completed, unused_advantages)
+    targets_D = [_field(datum, "target_tokens").to(torch.int64) for datum in data]
+    masks_D = [_field(datum, "mask").float() for datum in data]
+    target_tokens_DT, offsets_D = pack(targets_D)
+    mask_DT = pack(masks_D)[0]
+    # The batch and the trajectories have the same sampled tokens in the same order.
+    tokens = compute_token_advantages(completed, settings)
+    return Batch(
+        target_tokens_DT,
+        mask_DT,
+        offsets_D,
+        tuple(
+            str(tokenizer.decode(targets[mask != 0].tolist())) for targets, mask in zip(targets_D, masks_D, strict=True)
+        ),
+        datums=Datums([_supervised(datum, mask) for datum, mask in zip(data, masks_D, strict=True)]),
+        advantages_DT=_at(mask_DT, tokens.advantages_T),
+        values_DT=_at(mask_DT, tokens.values_T),
+        returns_DT=_at(mask_DT, tokens.returns_T),
+        sampling_logprobs_DT=pack([_field(datum, "logprobs").float() for datum in data])[0],
+        labels_D={
+            "group": torch.tensor([row["group_idx"] for row in metadata]),
+            PROMPT: torch.tensor([row["group_idx"] for row in metadata]),
+            GROUP_INDEX: torch.tensor([numbers[row["group_idx"]] for row in metadata]),
+            MEMBER: torch.tensor([row["traj_idx"] for row in metadata]),
+        },
+        text_labels_D=_text_labels([(groups[numbers[row["group_idx"]]], row["traj_idx"]) for row in metadata]),
+    )
+
+
+def _text_labels(trajectories_D: Sequence[tuple[Group, int]]) -> dict[str, tuple[str, ...]]:
+    """Text labels of each datum by name, from its group and the index of its trajectory in the group."""
+    labels_D = [group.text_labels_G[index] if group.text_labels_G else {} for group, index in trajectories_D]
+    names = sorted({name for labels in labels_D for name in labels})
+    return {name: tuple(labels.get(name, "") for labels in labels_D) for name in names}
+
+
+def count_tokens(groups: Sequence[Group]) -> SampledTokens:
+    """Count the prompt tokens and the sampled tokens of all turns."""
+    turns = [
+        turn
+        for group in groups
+        if group.trajectories is not None
+        for trajectory in group.trajectories.trajectories_G
+        for turn in trajectory.transitions
+    ]
+    return SampledTokens(sum(turn.ob.length for turn in turns), sum(len(turn.ac.tokens) for turn in turns))
+
+
+def compute_group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Compute the metrics of all groups of a step, trained on or not, under tinker-cookbook's names."""
+    completed = [(group.trajectories, list(group.tags)) for group in groups if group.trajectories is not None]
+    trajectories, tags = [group for group, _ in completed], [tags for _, tags in completed]
+    metrics = compute_trajectory_metrics(trajectories, tags) if completed else {}
+    errors = Counter(error.error_type for group in groups for error in group.errors)
+    return metrics | {
+        "rollout_errors/total": float(errors.total()),
+        "rollout_errors/groups_skipped": float(len(groups) - len(completed)),
+        **{f"rollout_errors/{name}": float(count) for name, count in errors.items()},
+    }
+
+
+def apply_kl_penalty(batch: Batch, reference_DT: Tensor, coefficient: float) -> tuple[Batch, float]:
+    """Subtract a KL penalty from the advantages; return the new batch and the mean KL in nats per sampled token.
+
+    The penalty of a token is ``coefficient`` times the amount by which its ``log p - log p_ref`` exceeds the batch's
+    mean, as in tinker-cookbook's `incorporate_kl_penalty`.
+
+    Args:
+        reference_DT: reference's logprobs of the targets, in nats.
+    """
+    assert batch.sampling_logprobs_DT is not None
+    assert batch.advantages_DT is not None
+    distance_DT = torch.where(batch.mask_DT, batch.sampling_logprobs_DT - reference_DT, 0.0)
+    mean = distance_DT.sum() / batch.mask_DT.sum()
+    penalty_DT = torch.where(batch.mask_DT, coefficient * (mean - distance_DT), 0.0)
+    return replace(batch, advantages_DT=batch.advantages_DT + penalty_DT), mean.item()
+
+
+def compute_critic_metrics(trained: Sequence[TrainedBatch]) -> dict[str, float]:
+    """Compute the quality of the value baseline over the sampled tokens.
+
+    `value_loss` is half of its mean squared error. `explained_variance` is the share of the returns' variance that it
+    explains: 1 for a perfect baseline, 0 for a constant one, absent if all returns are equal.
+    """
+    returns = _sampled_tokens([minibatch.batch.returns_DT for minibatch in trained], trained)
+    error = returns - _sampled_tokens([minibatch.batch.values_DT for minibatch in trained], trained)
+    metrics = {"value_loss": error.square().mean().item() / 2}
+    variance = returns.var(correction=0).item()
+    if variance > 0:
+        metrics["explained_variance"] = 1 - error.var(correction=0).item() / variance
+    return metrics
+
+
+def compute_policy_metrics(trained: Sequence[TrainedBatch]) -> dict[str, float]:
+    """Compute the divergence of the trained policy from the sampler, under tinker-cookbook's names.
+
+    `optim/kl_sample_train_v1` and `_v2` are the means over the sampled tokens of ``d`` and ``d ** 2 / 2``, where ``d``
+    is the sampler's logprob minus the policy's, in nats. `optim/entropy` is the sampler's entropy, estimated on its own
+    samples.
+    """
+    sampled = _sampled_tokens([minibatch.batch.sampling_logprobs_DT for minibatch in trained], trained)
+    advantages = _sampled_tokens([minibatch.batch.advantages_DT for minibatch in trained], trained)
+    distance = sampled - _sampled_tokens([minibatch.logprobs_DT for minibatch in trained], trained)
+    return {
+        "optim/kl_sample_train_v1": distance.mean().item(),
+        "optim/kl_sample_train_v2": distance.square().mean().item() / 2,
+        "optim/entropy": -sampled.mean().item(),
+        "advantage/mean": advantages.mean().item(),
+        "advantage/std": advantages.std(correction=0).item(),
+    }
+
+
+def _sampled_tokens(fields: Sequence[Tensor | None], trained: Sequence[TrainedBatch]) -> Tensor:
+    pairs = zip(fields, trained, strict=True)
+    return torch.cat([field_DT[minibatch.batch.mask_DT] for field_DT, minibatch in pairs if field_DT is not None])
+
+
+def _is_constant(group: Group) -> bool:
+    assert group.trajectories is not None
+    return len(set(group.trajectories.get_total_rewards())) == 1
+
+
+def _at(mask_DT: Tensor, values_T: Tensor) -> Tensor:
+    """Scatter the values of the sampled tokens to their positions in the batch; 0 elsewhere."""
+    return torch.zeros_like(mask_DT).masked_scatter(mask_DT != 0, values_T.to(mask_DT.dtype))
+
+
+def _field(datum: tinker.Datum, name: str) -> Tensor:
+    return datum.loss_fn_inputs[name].to_torch()
+
+
+def _supervised(datum: tinker.Datum, mask: Tensor) -> tinker.Datum:
+    """Datum with only the inputs of a forward pass."""
+    targets = datum.loss_fn_inputs["target_tokens"]
+    inputs = {"target_tokens": targets, "weights": types.TensorData.from_torch(mask)}
+    return tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)

@@ -1,0 +1,1 @@
+"""Datasets for supervised fine-tuning."""

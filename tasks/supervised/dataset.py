@@ -1,0 +1,83 @@
+"""Supervised data of a run: any tinker-cookbook dataset builder, as a pure function from step to packed batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tinker
+from tinker_cookbook.supervised.types import SupervisedDataset
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+from blocks.errors import ConfigError
+from objectives.batch import Batch
+from tasks.common.builders import NO_RESOURCES, build, one_line
+from tasks.common.task import Pending, retried_task, submit
+from tasks.training.batch_source import BatchSource
+from tasks.training.datums import pack_datums
+
+
+class SupervisedSource(BatchSource):
+    """Source of supervised batches."""
+
+    def __init__(
+        self, train: SupervisedDataset, test: SupervisedDataset | None, tokenizer: Tokenizer, seed: int
+    ) -> None:
+        if len(train) == 0:
+            raise ConfigError("The training data has no full batch: add rows or reduce batch_size.")
+        self.train, self.test, self.tokenizer, self.seed = train, test, tokenizer, seed
+        self._epoch: int | None = None
+        self._last: tuple[int, Batch] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.train)
+
+    def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
+        """Submit `batch_at` as a task, ahead of the step that trains on the batch."""
+        return [submit(load_batch, self, step)]
+
+    def batch_at(self, step: int) -> Batch:
+        """Return the batch of a step, which depends only on the data, the seed and the step.
+
+        The last batch is cached, because a streaming dataset returns each index only once.
+        """
+        if self._last is None or self._last[0] != step:
+            epoch, index = divmod(step, len(self.train))
+            try:
+                if epoch != self._epoch:
+                    self.train.set_epoch(seed=self.seed + epoch)
+                    self._epoch = epoch
+                datums = self.train.get_batch(index)
+            except Exception as error:  # third-party code: any error concerns its data
+                raise ConfigError(
+                    f"Batch {index} of epoch {epoch} could not be read ({type(error).__name__}: {one_line(error)}): "
+                    "check the rows of the data file."
+                ) from error
+            self._last = (step, pack_datums(datums, self.tokenizer))
+        return self._last[1]
+
+
+def build_dataset(
+    builder: str,
+    params: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    seed: int,
+    resources: Mapping[str, Any] = NO_RESOURCES,
+) -> SupervisedSource:
+    """Construct a `SupervisedDatasetBuilder` by import path and call it.
+
+    Args:
+        resources: open resources of the run for builders with matching parameters; see `build`.
+
+    Raises:
+        ConfigError: the builder does not exist, rejects its parameters or cannot read its data.
+    """
+    train, test = build("data", builder, params, tokenizer, lambda instance: instance(), resources)
+    return SupervisedSource(train, test, tokenizer, seed)
+
+
+@retried_task(name="batch", task_run_name="batch-{step}")
+def load_batch(source: SupervisedSource, step: int) -> Batch:
+    """Load the batch of a step."""
+    return source.batch_at(step)

@@ -1,0 +1,1 @@
+"""Records and report of a sweep."""

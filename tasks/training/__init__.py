@@ -1,0 +1,1 @@
+"""Tasks of a training step, and checkpoints of a run."""

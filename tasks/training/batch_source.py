@@ -1,0 +1,96 @@
+"""Interface through which the training loop loads a method's batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tinker
+from torch import Tensor
+
+from objectives.batch import Batch
+from tasks.common.task import Pending
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBatch:
+    """Batch that a step has trained on.
+
+    Attributes:
+        batch: the batch.
+        logprobs_DT: logprobs of the batch's targets, in nats, under the weights at which the gradient was computed.
+        by_datum: per-datum values of terms, ``(D,)``, by term name.
+    """
+
+    batch: Batch
+    logprobs_DT: Tensor
+    by_datum: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """Counts of prompt tokens and sampled tokens."""
+
+    num_prefill_tokens: int = 0
+    num_sample_tokens: int = 0
+
+    def __add__(self, other: SampledTokens) -> SampledTokens:
+        return SampledTokens(
+            self.num_prefill_tokens + other.num_prefill_tokens, self.num_sample_tokens + other.num_sample_tokens
+        )
+
+
+class BatchSource(ABC):
+    """Source of a run's batches.
+
+    Attributes:
+        sampled: True if the batches of a step are sampled from the weights at the start of that step, and so cannot be
+            loaded in advance.
+        num_minibatches: minibatches per update; their gradients add up.
+    """
+
+    sampled: bool = False
+    num_minibatches: int = 1
+
+    @property
+    @abstractmethod
+    def steps_per_epoch(self) -> int:
+        """Number of steps per epoch."""
+
+    @abstractmethod
+    def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
+        """Start loading the minibatches of a step; samples are drawn from the weights after all updates sent so far."""
+
+    def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
+        """Return the source's metrics for a step; called once per step.
+
+        Args:
+            step: the step.
+            trained: minibatches of the step, after training.
+            terms: logged metrics of the objective's terms.
+        """
+        return {}
+
+    def take_sampled(self) -> SampledTokens:
+        """Return the tokens sampled since the last call."""
+        return SampledTokens()
+
+    def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
+        """Prepare to load batches from a step on, in a new or resumed run.
+
+        Args:
+            step: first step.
+            num_steps: number of steps of the run.
+            state: value that `state` returned in the run to resume; empty for a new run.
+        """
+        return
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the source's state at a step as JSON data, for a later `begin`."""
+        return {}
+
+    def close(self) -> None:
+        """Cancel pending work."""
+        return

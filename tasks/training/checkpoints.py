@@ -1,0 +1,125 @@
+"""Checkpoints on the service and their records in the run's checkpoints.jsonl.
+
+The file has tinker-cookbook's format, so that tinker-cookbook's loops can resume a run of this project and vice versa.
+`batch` is the next batch within the epoch `epoch`; the extra field `step` counts batches from the first epoch. The
+weights in `state_path` contain exactly `step` updates, because the save is enqueued right after the `optim_step` of
+step `step - 1`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tinker
+from prefect.runtime import flow_run
+from tinker import types
+from tinker_cookbook.checkpoint_utils import CHECKPOINTS_BASE_NAME, CheckpointRecord
+
+from blocks.storage import RunDirectory
+from tasks.common.jsonl import read_jsonl
+from tasks.common.service_errors import wait_for_response
+from tasks.common.task import step_task
+from tasks.training.metrics import MetricsLog
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCheckpoint:
+    """Save in progress on the service; `step` is the step that starts from its weights."""
+
+    step: int
+    epoch: int
+    batch: int
+    name: str
+    state: tinker.APIFuture[types.SaveWeightsResponse]
+    sampler: tinker.APIFuture[types.SaveWeightsForSamplerResponse] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Content of checkpoints.jsonl.
+
+    Attributes:
+        checkpoints: records with weights and optimizer state, newest first, without deleted checkpoints.
+        dropped: tinker:// paths of the checkpoints that the run deleted on the service.
+        best: newest record of the best checkpoint; empty without one.
+    """
+
+    checkpoints: tuple[CheckpointRecord, ...]
+    dropped: frozenset[str]
+    best: Mapping[str, Any]
+
+
+def enqueue_checkpoint(
+    client: tinker.TrainingClient, step: int, steps_per_epoch: int, *, final: bool, ttl_seconds: int | None
+) -> PendingCheckpoint:
+    """Enqueue a save of the weights after all updates enqueued so far.
+
+    The final checkpoint never expires and can be sampled from. Other checkpoints expire after `ttl_seconds`; None means
+    never.
+    """
+    name = "final" if final else f"{step:06d}"
+    state = client.save_state(name, ttl_seconds=None if final else ttl_seconds)
+    sampler = client.save_weights_for_sampler(name) if final else None
+    return PendingCheckpoint(step, *divmod(step, steps_per_epoch), name, state, sampler)
+
+
+@step_task(name="checkpoint", task_run_name="checkpoint-{pending.name}")
+def record_checkpoint(
+    pending: PendingCheckpoint, directory: RunDirectory, log: MetricsLog, state: Mapping[str, Any]
+) -> CheckpointRecord:
+    """Wait for a save, flush the metrics, and then append the checkpoint's record with the state of the run."""
+    doing = f"save the checkpoint before step {pending.step}"
+    state_path = wait_for_response(pending.state, doing).path
+    sampler_path = wait_for_response(pending.sampler, doing).path if pending.sampler else None
+    log.flush()
+    record = CheckpointRecord(
+        name=pending.name,
+        batch=pending.batch,
+        epoch=pending.epoch,
+        final=pending.sampler is not None,
+        state_path=state_path,
+        sampler_path=sampler_path,
+        extra={
+            "step": pending.step,
+            "mlflow_run_id": log.run_id,
+            "flow_run_id": flow_run.get_id(),
+            "flow_run_count": flow_run.get_run_count(),
+            **state,
+        },
+    )
+    append_record(directory, record.to_dict())
+    return record
+
+
+def append_record(directory: RunDirectory, line: Mapping[str, Any]) -> None:
+    """Append a record to checkpoints.jsonl; tinker-cookbook ignores records without `state_path`."""
+    directory.append_line(CHECKPOINTS_BASE_NAME, json.dumps(line))
+
+
+def step_of(record: CheckpointRecord) -> int:
+    """Next step of a checkpoint, counted from the first epoch; see `cookbook_step` for tinker-cookbook's records."""
+    return int(record.get("step", record.batch or 0))
+
+
+def resumable(directory: RunDirectory) -> list[CheckpointRecord]:
+    """Return the records with weights and optimizer state, newest first, without deleted checkpoints."""
+    return list(read_records(directory).checkpoints)
+
+
+def read_records(directory: RunDirectory) -> Records:
+    """Read checkpoints.jsonl; a torn line is skipped with a warning."""
+    checkpoints: list[CheckpointRecord] = []
+    dropped: set[str] = set()
+    best: Mapping[str, Any] = {}
+    for record in read_jsonl(directory, CHECKPOINTS_BASE_NAME, CheckpointRecord.from_dict):
+        if record.state_path and record.batch is not None:
+            checkpoints.append(record)
+        elif path := record.get("dropped", None):
+            dropped.add(path)
+        elif record.get("best", None):
+            best = record.extra
+    existing = tuple(record for record in reversed(checkpoints) if record.state_path not in dropped)
+    return Records(existing, frozenset(dropped), best)

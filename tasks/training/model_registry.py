@@ -1,0 +1,100 @@
+"""Promotion of checkpoints to model versions in MLflow's registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mlflow.entities import LoggedModelStatus, Metric
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+
+from blocks.errors import ServiceError, reason
+from blocks.mlflow_internals import RESOURCE_ALREADY_EXISTS, ErrorCode
+from tasks.common.task import retried_task
+from tasks.training.metrics import MetricsLog
+
+STATE_TAG = "tinker.state_path"
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """Checkpoint to promote.
+
+    Attributes:
+        alias: alias of the model version: `best` or `final`.
+        step: number of updates in its weights.
+        state_path: tinker:// path of its weights and optimizer state.
+        lineage: tags such as the run's name, base model and parent.
+    """
+
+    alias: str
+    step: int
+    state_path: str
+    lineage: Mapping[str, str]
+
+
+@retried_task(name="promote", task_run_name="promote-{promoted.alias}")
+def promote(log: MetricsLog, name: str, promoted: Promotion, save_for_sampling: Callable[[], str]) -> str:
+    """Register a checkpoint as a version of the model `name`, once, set its alias and return the version.
+
+    The source of the version is the tinker:// path for sampling. The logged model has the metrics that the run logged
+    at the checkpoint's step.
+
+    Args:
+        save_for_sampling: function that returns the tinker:// path of the weights for sampling and saves them if
+            needed.
+
+    Raises:
+        ServiceError: MLflow rejected the model, for example because its store has no registry.
+    """
+    try:
+        version = _find(log, name, promoted.state_path) or _register(log, name, promoted, save_for_sampling())
+        log.client.set_registered_model_alias(name, promoted.alias, version)
+    except MlflowException as error:
+        raise ServiceError(
+            f"The checkpoint {promoted.state_path} could not be registered as the model {name!r} ({reason(error)}): "
+            "choose another name for register_as, or a tracking server with a model registry."
+        ) from error
+    return version
+
+
+def _find(log: MetricsLog, name: str, state_path: str) -> str | None:
+    versions: list[ModelVersion] = [*log.client.search_model_versions(f"run_id = '{log.run_id}'")]
+    matching = (v.version for v in versions if v.name == name and v.tags.get(STATE_TAG) == state_path)
+    return next(map(str, matching), None)
+
+
+def _register(log: MetricsLog, name: str, promoted: Promotion, sampler_path: str) -> str:
+    client, run = log.client, log.client.get_run(log.run_id)
+    tags = {
+        "tinker.path": sampler_path,
+        STATE_TAG: promoted.state_path,
+        "tinker_flows.step": str(promoted.step),
+        **promoted.lineage,
+    }
+    model = client.create_logged_model(
+        run.info.experiment_id,
+        name=name,
+        source_run_id=log.run_id,
+        tags=tags,
+        params=run.data.params,
+        model_type="tinker",
+    )
+    client.log_batch(log.run_id, metrics=_metrics_at(log, promoted.step, model.model_id))
+    client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != ErrorCode.Name(RESOURCE_ALREADY_EXISTS):
+            raise
+    tags["tinker_flows.model_id"] = model.model_id  # a SQLite registry does not store the model ID itself
+    version = client.create_model_version(name, sampler_path, run_id=log.run_id, tags=tags, model_id=model.model_id)
+    return str(version.version)
+
+
+def _metrics_at(log: MetricsLog, step: int, model_id: str) -> list[Metric]:
+    """Metrics of a step with their original timestamps, so that logging them again adds no points to the run."""
+    keys = log.client.get_run(log.run_id).data.metrics
+    points = [point for key in keys for point in log.client.get_metric_history(log.run_id, key) if point.step == step]
+    return [Metric(point.key, point.value, point.timestamp, step, model_id=model_id) for point in points]

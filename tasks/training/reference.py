@@ -1,0 +1,184 @@
+"""Frozen reference model and the cache of its logprobs."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tinker
+import torch
+from tinker import types
+from torch import Tensor
+
+from blocks.errors import ServiceError
+from objectives.batch import Batch, pack, unpack
+from objectives.jsonl_cache import JsonlCache
+from tasks.common.event_loop import run_coroutine
+from tasks.common.service_errors import service_errors, wait_for_response
+from tasks.common.task import retried_task
+from tasks.training.batch_source import SampledTokens
+
+REFERENCE_NAME = "reference.jsonl"
+
+
+class Reference:
+    """Frozen reference model.
+
+    A sampling client scores the sequences, at the price of prompt tokens. It can only score the tokens of a sequence
+    itself, so a training client runs a forward pass over datums with other targets, such as K targets per position.
+
+    Attributes:
+        cache: logprobs by the content of the datum.
+    """
+
+    def __init__(
+        self,
+        sampler: tinker.SamplingClient,
+        open_trainer: Callable[[], tinker.TrainingClient],
+        name: str,
+        *,
+        uses_cache: bool = True,
+    ) -> None:
+        """Create a reference from clients that are never updated.
+
+        Args:
+            sampler: sampling client of the reference.
+            open_trainer: opens a training client of the same weights; called for the first datum that needs it.
+            name: name of the reference in the config.
+            uses_cache: False for sampled data, which does not repeat.
+        """
+        self._sampler, self._open_trainer, self._trainer = sampler, open_trainer, None
+        self._name, self._uses_cache, self.cache = name, uses_cache, JsonlCache()
+        self._sampled, self._num_train_tokens = SampledTokens(), 0
+
+    def take_sampled(self) -> SampledTokens:
+        """Return the tokens that the sampling client has processed since the last call."""
+        sampled, self._sampled = self._sampled, SampledTokens()
+        return sampled
+
+    def take_num_train_tokens(self) -> int:
+        """Return the number of tokens that the training client has processed since the last call."""
+        num_tokens, self._num_train_tokens = self._num_train_tokens, 0
+        return num_tokens
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Return the reference's logprobs of the batch's targets, float32, in nats, in the shape of the targets.
+
+        Raises:
+            ServiceError: the service failed, or returned logprobs of another shape or that are not finite.
+        """
+        targets_D = unpack(batch.target_tokens_DT, batch.offsets_D)
+        keys_D = self._keys(batch, targets_D)
+        cached = self.cache.find(keys_D)
+        new = {key: d for d, key in enumerate(keys_D) if key not in cached}
+        if new:
+            new_D = self._compute(batch, list(new.values()), targets_D)
+            for d, logprobs in zip(new.values(), new_D, strict=True):
+                if logprobs.shape != targets_D[d].shape or not bool(logprobs.isfinite().all()):
+                    raise ServiceError(
+                        f"The reference {self._name!r} returned logprobs of shape {tuple(logprobs.shape)} for targets "
+                        f"of shape {tuple(targets_D[d].shape)}, {int((~logprobs.isfinite()).sum())} of them not "
+                        "finite: choose another reference or report this to the operator of the service."
+                    )
+            encoded = {key: _write(logprobs) for key, logprobs in zip(new, new_D, strict=True)}
+            if self._uses_cache:
+                self.cache.put(encoded)
+            cached = {**cached, **encoded}
+        logprobs_D = [_read(cached[key]).reshape(targets.shape) for key, targets in zip(keys_D, targets_D, strict=True)]
+        return pack(logprobs_D)[0]
+
+    def _compute(self, batch: Batch, indices: Sequence[int], targets_D: Sequence[Tensor]) -> list[Tensor]:
+        """Return the logprobs of some datums of a batch, in the order of `indices`."""
+        datums, masks_D = list(batch.datums), unpack(batch.mask_DT, batch.offsets_D)
+        scored = [d for d in indices if has_next_token_targets(datums[d], targets_D[d], masks_D[d])]
+        others = [d for d in indices if d not in set(scored)]
+        logprobs = self._score([(datums[d], targets_D[d]) for d in scored]) if scored else []
+        logprobs += self._forward([datums[d] for d in others]) if others else []
+        by_datum = dict(zip([*scored, *others], logprobs, strict=True))
+        return [by_datum[d] for d in indices]
+
+    def _score(self, sequences: Sequence[tuple[tinker.Datum, Tensor]]) -> list[Tensor]:
+        inputs = [datum.model_input.append_int(int(targets[-1])) for datum, targets in sequences]
+
+        async def score(tokens: types.ModelInput) -> Tensor:
+            with service_errors(f"score a sequence with the reference {self._name}"):
+                logprobs = await self._sampler.compute_logprobs(tokens)
+            # The first token of a sequence has no logprob.
+            return torch.tensor([float("nan") if value is None else value for value in logprobs[1:]])
+
+        async def score_all() -> list[Tensor]:
+            return list(await asyncio.gather(*map(score, inputs)))
+
+        logprobs = run_coroutine(score_all())
+        self._sampled += scored_tokens(sum(tokens.length - 1 for tokens in inputs), len(inputs))
+        return logprobs
+
+    def _forward(self, datums: list[tinker.Datum]) -> list[Tensor]:
+        if self._trainer is None:
+            self._trainer = self._open_trainer()
+        response = wait_for_response(self._trainer.forward(datums, "cross_entropy"), "run the reference's forward pass")
+        logprobs = [entry["logprobs"].to_torch().float() for entry in response.loss_fn_outputs]
+        self._num_train_tokens += sum(map(len, logprobs))
+        return logprobs
+
+    def _keys(self, batch: Batch, targets_D: list[Tensor]) -> list[str]:
+        return [
+            hashlib.sha256(
+                f"{self._name}\0{datum.model_input.model_dump_json()}".encode() + targets.numpy().tobytes()
+            ).hexdigest()
+            for datum, targets in zip(batch.datums, targets_D, strict=True)
+        ]
+
+
+def scored_tokens(num_targets: int, num_datums: int) -> SampledTokens:
+    """Count the billed tokens of `compute_logprobs`: a datum's input and last target, and one sampled token.
+
+    >>> scored_tokens(num_targets=10, num_datums=2)
+    SampledTokens(num_prefill_tokens=12, num_sample_tokens=2)
+    """
+    return SampledTokens(num_targets + num_datums, num_datums)
+
+
+def has_next_token_targets(datum: tinker.Datum, targets: Tensor, mask_T: Tensor) -> bool:
+    """Return whether each trained target of a datum is the next token of its input, so that a sampler can score it.
+
+    Args:
+        targets: target tokens, int64, ``(T,)`` or ``(T, K)``.
+        mask_T: mask of the trained positions, bool ``(T,)``.
+
+    >>> datum = tinker.Datum(model_input=types.ModelInput.from_ints([5, 6, 7]), loss_fn_inputs={})
+    >>> mask_T = torch.tensor([False, True, True])
+    >>> has_next_token_targets(datum, torch.tensor([0, 7, 8]), mask_T)
+    True
+    >>> has_next_token_targets(datum, torch.tensor([0, 9, 8]), mask_T)
+    False
+    """
+    if targets.ndim != 1:
+        return False
+    position = 0
+    for chunk in datum.model_input.chunks:
+        start, position = position, position + chunk.length
+        if isinstance(chunk, types.EncodedTextChunk):
+            # Position t predicts token t + 1; the first token of the input is no target.
+            before = slice(max(start - 1, 0), position - 1)
+            tokens = torch.tensor(chunk.tokens[max(1 - start, 0) :])
+            if not torch.equal(targets[before][mask_T[before]], tokens[mask_T[before]]):
+                return False
+    return True
+
+
+@retried_task(name="reference")
+def load_reference(reference: Reference, batch: Batch) -> Tensor:
+    """Compute the reference's logprobs of a batch, ahead of the step that needs them."""
+    return reference.logprobs(batch)
+
+
+def _write(logprobs: Tensor) -> str:
+    return base64.b64encode(logprobs.numpy().astype("<f4").tobytes()).decode()
+
+
+def _read(text: str) -> Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), "<f4").copy())

@@ -1,0 +1,100 @@
+"""Retention of checkpoints on the service: a run keeps the newest, the best and the final ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+import tinker
+from tinker_cookbook.checkpoint_utils import CheckpointRecord
+
+from blocks.storage import RunDirectory
+from tasks.common.service_errors import service_errors
+from tasks.common.task import retried_task
+from tasks.training.checkpoints import append_record, read_records, step_of
+from tasks.training.metrics import MetricsLog
+
+
+@dataclass(frozen=True, slots=True)
+class KeepPolicy:
+    """Retention policy.
+
+    Attributes:
+        last: number of newest checkpoints to keep; None keeps all.
+        metric: metric of the best checkpoint, which is kept as well; empty for none.
+        mode: `min` if smaller values of the metric are better, `max` otherwise.
+        ttl_seconds: lifetime of checkpoints that are neither best nor final; None means forever.
+    """
+
+    last: int | None
+    metric: str
+    mode: Literal["min", "max"]
+    ttl_seconds: int | None
+
+
+@retried_task(name="keep")
+def keep_checkpoints(rest: tinker.RestClient, directory: RunDirectory, log: MetricsLog, policy: KeepPolicy) -> None:
+    """Record the best checkpoint, delete expired checkpoints on the service, and record the deletions.
+
+    Raises:
+        ServiceError: the service failed; the next call completes the work.
+    """
+    records = read_records(directory)
+    # The checkpoint that a fork starts from belongs to another run.
+    own = [record for record in records.checkpoints if not record.has("parent")]
+    best = str(records.best.get("best", ""))
+    if policy.metric and (new_best := find_best(own, log.values(policy.metric), policy.mode)):
+        if new_best[0].state_path != best:
+            _record_best(rest, directory, new_best, policy)
+            if best not in records.dropped:
+                _set_ttl(rest, best, policy.ttl_seconds, policy)
+        best = new_best[0].state_path or ""
+    for record in own[policy.last :] if policy.last else ():
+        if record.state_path != best and not record.final:
+            path = record.state_path or ""
+            with service_errors(f"delete the checkpoint {path}"), suppress(tinker.NotFoundError):
+                rest.delete_checkpoint_from_tinker_path(path).result()
+            append_record(directory, {"name": record.name, "dropped": path})
+
+
+def find_best(
+    records: Sequence[CheckpointRecord], values: Mapping[int, float], mode: Literal["min", "max"]
+) -> tuple[CheckpointRecord, float] | None:
+    """Return the checkpoint with the best value of a metric and that value; the earliest checkpoint wins ties.
+
+    Args:
+        values: metric by step. The value of a step was measured on the weights of the checkpoint of that step, so
+            checkpoints without a value at their step are ignored.
+    """
+    measured = [(record, values.get(step_of(record), math.nan)) for record in records]
+    measured = [(record, value) for record, value in measured if math.isfinite(value)]
+    sign = 1 if mode == "min" else -1
+    return min(measured, key=lambda pair: (sign * pair[1], step_of(pair[0])), default=None)
+
+
+def _record_best(
+    rest: tinker.RestClient, directory: RunDirectory, new_best: tuple[CheckpointRecord, float], policy: KeepPolicy
+) -> None:
+    """Make the service keep the best checkpoint, then record it; record it as dropped if it has already expired."""
+    record, value = new_best
+    path = record.state_path or ""
+    if _set_ttl(rest, path, None, policy):
+        line = {"name": "best", "best": path, "best_step": step_of(record), "metric": policy.metric, "value": value}
+        append_record(directory, line)
+    else:
+        append_record(directory, {"name": record.name, "dropped": path})
+
+
+def _set_ttl(rest: tinker.RestClient, path: str, ttl_seconds: int | None, policy: KeepPolicy) -> bool:
+    """Change the lifetime of a checkpoint; return False if the service no longer has it."""
+    if not path or policy.ttl_seconds is None:  # without a TTL in the policy, checkpoints never expire
+        return True
+    with service_errors(f"change the lifetime of the checkpoint {path}"):
+        try:
+            rest.set_checkpoint_ttl_from_tinker_path(path, ttl_seconds).result()
+        except tinker.NotFoundError:
+            return False
+    return True

@@ -1,0 +1,72 @@
+"""Threads and event loop of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextvars import Context
+
+import pytest
+
+from tasks.common.event_loop import Workers, current_workers, open_workers, run_coroutine
+
+
+def test_a_call_waits_for_the_futures_it_depends_on_and_not_on_a_thread():
+    # More dependent calls than threads: with one blocked thread per call, the first call would never get one.
+    workers, first = Workers(), Future[int]()
+    dependents = [workers.submit(lambda: first.result() + 1, after=(first,)) for _ in range(100)]
+    assert workers.submit(lambda: 1).result(10) == 1
+    first.set_result(41)
+    assert [call.result(10) for call in dependents] == [42] * 100
+    workers.close()
+
+
+def test_an_error_of_a_dependency_is_raised_by_the_dependent_call():
+    workers, first = Workers(), Future[int]()
+    dependent = workers.submit(lambda: first.result() + 1, after=(first,))
+    first.set_exception(ValueError("no data"))
+    with pytest.raises(ValueError, match="no data"):
+        dependent.result(10)
+    workers.close()
+
+
+def test_closing_the_workers_of_one_run_leaves_the_coroutines_of_another():
+    started = threading.Barrier(3)
+    release = threading.Event()
+
+    async def wait() -> str:
+        await asyncio.to_thread(started.wait, 20)
+        await asyncio.to_thread(release.wait, 20)
+        return "done"
+
+    def wait_forever(opened: Future[Workers]) -> str:
+        with open_workers() as workers:
+            opened.set_result(workers)
+            return run_coroutine(wait())
+
+    first, second = Future[Workers](), Future[Workers]()
+    with ThreadPoolExecutor(2) as threads:
+        ended, kept = threads.submit(wait_forever, first), threads.submit(wait_forever, second)
+        assert first.result(10) is not second.result(10)
+        started.wait(10)
+        first.result().close()
+        with pytest.raises(CancelledError):
+            ended.result(10)
+        assert not kept.done()
+        release.set()
+        assert kept.result(10) == "done"
+
+
+def test_no_thread_is_left_when_a_run_is_closed():
+    with open_workers() as workers:
+        run_coroutine(asyncio.sleep(0))
+        assert workers.submit(lambda: 1).result(10) == 1
+        assert any(thread.name == "run-loop" for thread in threading.enumerate())
+    assert not any(thread.name == "run-loop" for thread in threading.enumerate())
+
+
+@pytest.mark.process
+def test_without_an_open_run_there_are_no_workers():
+    with pytest.raises(RuntimeError, match="No run is open"):
+        Context().run(current_workers)

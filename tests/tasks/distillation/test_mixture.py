@@ -1,0 +1,78 @@
+"""Weighted mixture of datasets: shares, positions and epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from tinker_cookbook.supervised.types import SupervisedDataset
+
+from blocks.errors import ConfigError
+from tasks.distillation.mixture import Mixture, apportion
+
+
+class Numbers(SupervisedDataset):
+    """Batches of numbers, shifted by the seed of the epoch."""
+
+    def __init__(self, batches: Sequence[Sequence[int]]) -> None:
+        self.batches, self.shift = batches, 0
+        self.loaded: list[int] = []
+
+    def get_batch(self, index: int) -> list[int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.loaded.append(index)
+        return [number + self.shift for number in self.batches[index]]
+
+    def set_epoch(self, seed: int = 0) -> None:
+        self.shift = 100 * seed
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def values(mixture: Mixture[int], step: int) -> list[int]:
+    return [item.value for item in mixture.at(step)]
+
+
+@pytest.mark.parametrize(("weights", "total", "counts"), [([1, 1], 4, [2, 2]), ([9, 1], 10, [9, 1]), ([1], 3, [3])])
+def test_step_is_split_by_weight(weights: list[float], total: int, counts: list[int]) -> None:
+    assert apportion(weights, total) == counts
+
+
+def test_step_with_fewer_items_than_datasets_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="raise batch_size to at least 3"):
+        apportion([1, 1, 1], 2)
+
+
+def test_every_item_appears_once_per_epoch_in_order() -> None:
+    wide, narrow = Numbers([[1, 2, 3, 4], [5, 6, 7, 8]]), Numbers([[11], [12], [13], [14]])
+    mixture = Mixture([wide, narrow], [2.0, 1.0], 3, seed=0)
+    assert len(mixture) == 4
+    assert [values(mixture, step) for step in range(4)] == [[1, 2, 11], [3, 4, 12], [5, 6, 13], [7, 8, 14]]
+    assert wide.loaded == [0, 1]  # a streaming dataset returns each batch only once
+
+
+def test_each_epoch_is_shuffled_and_steps_can_be_read_in_any_order() -> None:
+    mixture = Mixture([Numbers([[1, 2], [3, 4]])], [1.0], 2, seed=1)
+    first, second = values(mixture, 1), values(mixture, 2)
+    assert (first, second) == ([103, 104], [201, 202])
+    assert values(mixture, 1) == first
+    assert [item.position for item in mixture.at(1)] == [2, 3]
+
+
+def test_short_last_batch_repeats_its_items() -> None:
+    mixture = Mixture([Numbers([[1, 2, 3], [4]])], [1.0], 3, seed=0)
+    assert values(mixture, 1) == [4, 4, 4]
+
+
+def test_dataset_smaller_than_its_share_starts_over_within_the_step() -> None:
+    mixture = Mixture([Numbers([[1, 2], [3]])], [1.0], 6, seed=0)
+    assert len(mixture) == 1
+    assert values(mixture, 0) == [1, 2, 3, 3, 1, 2]
+    assert [item.position for item in mixture.at(1)] == [0, 1, 2, 3, 0, 1]
+    assert values(mixture, 1) == [101, 102, 103, 103, 101, 102]
+
+
+@pytest.mark.parametrize("batches", [[], [[]]])
+def test_dataset_without_items_is_rejected(batches: list[list[int]]) -> None:
+    with pytest.raises(ConfigError):
+        Mixture([Numbers(batches)], [1.0], 1, seed=0)

@@ -1,0 +1,63 @@
+"""Metrics of held-out data against tinker-cookbook's and plain torch."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import tinker
+import torch
+from engine_process import API_KEY
+from tinker_cookbook.renderers import Message, get_renderer
+from tinker_cookbook.supervised.data import conversation_to_datum
+from tinker_cookbook.supervised.nll_evaluator import SamplerNLLEvaluator
+from tinker_cookbook.supervised.types import SupervisedDataset
+
+from tasks.evaluation.evaluators import HeldOutNLL
+
+ANSWERS = ("4", "It is four, which is two and two.", "Vier – größer als drei, kleiner als fünf. " * 4)
+
+
+class OneBatch(SupervisedDataset):
+    def __init__(self, datums: list[tinker.Datum]) -> None:
+        self.datums = datums
+
+    def get_batch(self, index: int) -> list[tinker.Datum]:
+        return self.datums
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_metrics_of_examples_of_different_lengths(engine_url: str) -> None:
+    """Weights are normalized per example, and each answer ends with a special token."""
+    service = tinker.ServiceClient(base_url=engine_url, api_key=API_KEY)
+    client = service.create_lora_training_client("tiny", rank=1).result()
+    tokenizer = client.get_tokenizer()
+    renderer = get_renderer("qwen3_instruct", tokenizer)
+    datums = [
+        conversation_to_datum(
+            [Message(role="user", content="2 + 2?"), Message(role="assistant", content=answer)],
+            renderer,
+            max_length=None,
+            reduction="mean",
+        )
+        for answer in ANSWERS
+    ]
+    assert [float(datum.loss_fn_inputs["weights"].to_torch().sum()) for datum in datums] == pytest.approx([1.0] * 3)
+    held_out = HeldOutNLL(OneBatch(datums), tokenizer)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    theirs = asyncio.run(SamplerNLLEvaluator(datums, tokenizer=tokenizer)(sampler))
+    outputs = client.forward(datums, "cross_entropy").result().loss_fn_outputs
+    trained = [
+        output["logprobs"].to_torch()[datum.loss_fn_inputs["weights"].to_torch() > 0]
+        for output, datum in zip(outputs, datums, strict=True)
+    ]
+    expected = {
+        "test/nll": theirs["test/nll"],
+        "test/bits_per_byte": theirs["test/bpb"],
+        "test/nll_per_token": -float(torch.cat(trained).mean()),
+    }
+    assert expected["test/nll_per_token"] != pytest.approx(expected["test/nll"], rel=1e-3)
+    assert asyncio.run(held_out(client)) == pytest.approx(expected, rel=1e-4)
+    assert asyncio.run(held_out.measure_sampler(sampler)) == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,106 @@
+"""Metrics of a policy comparison against exact values, and all kinds of judges."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker_cookbook.completers import MessageCompleter
+from tinker_cookbook.preference.types import Comparison, PreferenceModel, PreferenceModelBuilder
+from tinker_cookbook.renderers import Message, get_text_content
+
+from blocks.errors import ConfigError
+from tasks.evaluation.policy_metrics import distinct, entropy_per_token, kl_per_answer, kl_per_token, vendi
+from tasks.preference.judges import build_judge, by_answer
+
+ROW = {"question": "2 + 2?", "answer": "#### 4"}
+
+
+def test_sampled_kl_and_entropy_converge_to_the_exact_values() -> None:
+    """Answers of three independent tokens of two known distributions, in both directions."""
+    generator = np.random.default_rng(0)
+    policies = np.array([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]])
+    for own, other in (policies, policies[::-1]):
+        exact = float((own * np.log(own / other)).sum())
+        tokens = generator.choice(3, size=(4000, 3), p=own)
+        own_D, other_D = np.log(own)[tokens].tolist(), np.log(other)[tokens].tolist()
+        for estimate, truth in ((kl_per_token(own_D, other_D), exact), (kl_per_answer(own_D, other_D), 3 * exact)):
+            assert 0 < estimate.error < 0.1 * truth
+            assert abs(estimate.mean - truth) < 5 * estimate.error
+        assert entropy_per_token(own_D) == pytest.approx(-float((own * np.log(own)).sum()), rel=0.05)
+
+
+def test_diversity_metrics() -> None:
+    same, different = ["the cat sat"] * 4, ["a b", "c d", "e f", "g h"]
+    assert (distinct(1, same), distinct(1, different)) == (0.25, 1.0)
+    assert (vendi(same), vendi(different)) == (pytest.approx(1.0), pytest.approx(4.0))
+    assert 1.0 < vendi(["the cat sat", "the cat ran"]) < 2.0
+    assert vendi(["", ""]) == pytest.approx(1.0)
+    assert math.isnan(distinct(3, ["a b"])), "there are no 3-grams of which a share could be distinct"
+
+
+class Longer(PreferenceModel):
+    """Prefers the longer answer, with a slight bias toward the first."""
+
+    async def __call__(self, comparison: Comparison) -> float:
+        answers = comparison.completion_A, comparison.completion_B
+        first, second = (len(str(answer[0]["content"])) for answer in answers)
+        return float(np.sign(second - first)) * 0.8 - 0.2
+
+
+class LongerBuilder(PreferenceModelBuilder):
+    def __call__(self) -> PreferenceModel:
+        return Longer()
+
+
+class GoodOverBad(MessageCompleter):
+    """Votes for the answer "good" over "bad", in different wordings, and has no verdict on other answers."""
+
+    async def __call__(self, messages: list[Message]) -> Message:
+        text = get_text_content(messages[0]).split("Answer A:")[1]
+        wins = text.index("good") < text.index("bad") if "good" in text else None
+        reply = {True: "I think A: [[A]]", False: "**[[B]]**", None: "Both are fine"}[wins]
+        return Message(role="assistant", content=reply)
+
+
+async def likes_first(row: Any, first: str, second: str) -> float:
+    return 1.0
+
+
+def broken(row: Any, first: str, second: str) -> float:
+    return float("nan") if first == second else 7.0
+
+
+def verdict(judge: str, first: str, second: str) -> float:
+    async def call() -> float:
+        return await build_judge(f"{__name__}:{judge}" if ":" not in judge else judge, {})(ROW, first, second)
+
+    return asyncio.run(call())
+
+
+def test_every_kind_of_judge_returns_its_verdict() -> None:
+    pairs = ("4", "5"), ("5", "4"), ("4", "4"), ("a", "b")
+    assert [verdict("tasks.preference.judges:by_answer", *pair) for pair in pairs] == [1.0, 0.0, 0.5, 0.5]
+    assert by_answer(ROW, "It is 4.", "") == 1.0
+    for judge in ("Longer", "LongerBuilder"):  # judged in both orders, which cancels the bias
+        verdicts = [verdict(judge, *pair) for pair in (("long", "a"), ("a", "long"), ("a", "b"))]
+        assert verdicts == pytest.approx([0.9, 0.1, 0.5])
+    pairs = ("good", "bad"), ("bad", "good"), ("x", "y")
+    assert [verdict("GoodOverBad", *pair) for pair in pairs] == [1.0, 0.0, 0.5]
+    assert verdict("likes_first", "x", "y") == 1.0
+
+
+def test_invalid_judge_is_rejected() -> None:
+    for judge, expected in (
+        ("nothing", "cannot be imported"),
+        ("ROW", "is a dict: give a function"),
+        ("broken", r"returned 7\.0: return a number from 0 to 1"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            verdict(judge, "x", "y")
+    with pytest.raises(ConfigError, match="returned nan"):
+        verdict("broken", "x", "x")
+    assert math.isnan(broken(None, "x", "x"))

@@ -1,0 +1,315 @@
+"""Rollout of a group: seeds, merged requests, retries after failures, and packing into a batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tinker
+import torch
+from tinker import types
+from tinker_cookbook.completers import StopCondition
+from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, Metrics, StepResult, Trajectory
+
+from blocks.errors import ConfigError, ServiceError
+from tasks.common.event_loop import run_coroutine
+from tasks.rl.advantages import AdvantageSettings
+from tasks.rl.completer import SnapshotCompleter
+from tasks.rl.environments.groups import Groups
+from tasks.rl.group_rollout import Group, RetryWholeGroup, rollout
+from tasks.rl.rollout_source import HeldOutEnvironments, RolloutSettings
+from tasks.rl.trajectories import compute_group_metrics, compute_policy_metrics, pack_groups
+from tasks.training.batch_source import TrainedBatch
+
+PROMPT = types.ModelInput.from_ints([5, 6, 7])
+SHAPE = AdvantageSettings(drop_constant=True)
+
+
+class Broken(Exception):
+    """Error of an environment in these tests."""
+
+
+@dataclass
+class Guess(Env):
+    """Environment of two turns; its fate is `ends`, `fails` or `hangs`."""
+
+    fate: str
+    reward: float
+    turns: int = 0
+    text_labels: Mapping[str, str] = field(default_factory=dict)
+
+    async def initial_observation(self) -> tuple[types.ModelInput, StopCondition]:
+        return PROMPT, []
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        if self.fate == "fails":
+            raise Broken("the sandbox is gone")
+        if self.fate == "hangs":
+            await asyncio.sleep(60)
+        self.turns += 1
+        following = types.ModelInput.from_ints([*PROMPT.to_ints(), *action, 9])
+        return StepResult(self.reward, self.turns == 2, following, [])
+
+
+@dataclass
+class Guesses(EnvGroupBuilder):
+    """Builder of a group; `fates` has the fates of its members by attempt, the last entry for all later attempts."""
+
+    fates: Sequence[Sequence[str]]
+    tag: str = "guess"
+    rewards: Sequence[float] = (1.0, 0.0, 0.0)
+    num_attempts: int = 0
+    num_cleanups: int = 0
+    graded: list[int] = field(default_factory=list)
+    num_reward_errors: int = 0
+    rules: Sequence[str] = ()
+
+    async def make_envs(self) -> Sequence[Env]:
+        fates = self.fates[min(self.num_attempts, len(self.fates) - 1)]
+        self.num_attempts += 1
+        envs = [Guess(fate, reward) for fate, reward in zip(fates, self.rewards, strict=False)]
+        for env, rule in zip(envs, self.rules, strict=False):
+            env.text_labels = {"rules": rule}
+        return envs
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        self.graded.append(len(trajectory_group))
+        if self.tag == "ungraded" or len(self.graded) <= self.num_reward_errors:
+            raise ValueError("no grader")
+        return [(0.0, {}) for _ in trajectory_group]
+
+    async def cleanup(self) -> None:
+        self.num_cleanups += 1
+
+    def logging_tags(self) -> list[str]:
+        return [self.tag]
+
+
+@pytest.fixture(scope="module")
+def sampler(engine_url: str) -> Iterator[tinker.SamplingClient]:
+    with tinker.ServiceClient(base_url=engine_url, api_key="tml-test") as service:
+        yield service.create_sampling_client(base_model="tiny").result()
+
+
+def roll_out(sampler: tinker.SamplingClient, builder: Guesses, index: int = 0, **strategy: Any) -> Group:
+    policy = SnapshotCompleter(sampler, max_tokens=4, temperature=1.0, key=(0, 0, index))
+    return rollout.fn(builder, policy, RetryWholeGroup(**strategy), 0, index)
+
+
+def tokens_of(group: Group) -> list[list[list[int]]]:
+    assert group.trajectories is not None
+    return [[turn.ac.tokens for turn in member.transitions] for member in group.trajectories.trajectories_G]
+
+
+def test_seeds_depend_on_group_member_and_turn(sampler: tinker.SamplingClient) -> None:
+    first, again, other = (roll_out(sampler, Guesses([["ends"] * 3]), index) for index in (0, 0, 1))
+    assert tokens_of(first) == tokens_of(again)
+    turns = [str(turn) for group in (first, other) for member in tokens_of(group) for turn in member]
+    assert len(set(turns)) == len(turns)
+
+
+def test_seeds_can_depend_on_the_prompt() -> None:
+    seeds: list[int] = []
+
+    class Sampler:
+        async def sample(self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams) -> Any:
+            assert params.seed is not None
+            seeds.append(params.seed)
+            return SimpleNamespace(sequences=[SimpleNamespace(tokens=[1], logprobs=[0.0], stop_reason="stop")])
+
+    async def sample(by_prompt: bool) -> None:
+        for prompt in (PROMPT, PROMPT, types.ModelInput.from_ints([5])):
+            sampler: Any = Sampler()
+            (member,) = SnapshotCompleter(sampler, 4, 1.0, (0,), by_prompt).members(0, 1)
+            await member(prompt, [])
+
+    run_coroutine(sample(by_prompt=True))
+    assert seeds[0] == seeds[1] != seeds[2]
+    seeds.clear()
+    run_coroutine(sample(by_prompt=False))
+    assert len(set(seeds)) == 1
+
+
+def test_equal_prompts_of_consecutive_members_are_merged_into_one_request(sampler: tinker.SamplingClient) -> None:
+    """The completions are the same with and without merging."""
+    requests: list[int] = []
+
+    class CountingSampler:
+        async def sample(self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams) -> Any:
+            requests.append(num_samples)
+            return await sampler.sample(prompt, num_samples, params)
+
+    async def sample(concurrently: bool) -> list[list[int]]:
+        counting: Any = CountingSampler()
+        members = SnapshotCompleter(counting, 8, 1.0, (0,)).members(0, 4)
+        prompts = [PROMPT, PROMPT, types.ModelInput.from_ints([5]), PROMPT]
+        pending = [member(prompt, []) for member, prompt in zip(members, prompts, strict=True)]
+        completions = await asyncio.gather(*pending) if concurrently else [await completion for completion in pending]
+        return [completion.tokens for completion in completions]
+
+    merged = run_coroutine(sample(concurrently=True))
+    assert sorted(requests) == [1, 1, 2]
+    requests.clear()
+    assert run_coroutine(sample(concurrently=False)) == merged
+    assert requests == [1, 1, 1, 1]
+    assert len({str(tokens) for tokens in merged}) == 4
+
+
+def test_request_is_cancelled_with_the_last_member_that_waits_for_it() -> None:
+    async def cancel_members() -> tuple[bool, bool]:
+        cancelled = asyncio.Event()
+        sent = asyncio.Event()
+
+        class HangingSampler:
+            async def sample(self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams) -> Any:
+                sent.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    cancelled.set()
+
+        hanging: Any = HangingSampler()
+        members = SnapshotCompleter(hanging, 4, 1.0, (0,)).members(0, 2)
+        waiting = [asyncio.ensure_future(member(PROMPT, [])) for member in members]
+        await sent.wait()
+        waiting[0].cancel()
+        await asyncio.sleep(0.01)
+        after_first = cancelled.is_set()
+        waiting[1].cancel()
+        await asyncio.wait_for(cancelled.wait(), timeout=10)
+        return after_first, cancelled.is_set()
+
+    assert run_coroutine(cancel_members()) == (False, True)
+
+
+def test_group_with_a_failure_is_retried_with_fresh_environments(sampler: tinker.SamplingClient) -> None:
+    builder = Guesses([["ends", "fails", "hangs"], ["ends"] * 3])
+    group = roll_out(sampler, builder)
+    assert (builder.num_attempts, builder.graded) == (2, [3])
+    assert builder.num_cleanups >= 2
+    assert [error.error_type for error in group.errors] == ["Broken"]
+    assert len(tokens_of(group)) == 3
+
+
+def test_group_whose_rewards_fail_is_retried_with_fresh_environments(sampler: tinker.SamplingClient) -> None:
+    builder = Guesses([["ends"] * 3], num_reward_errors=2)
+    group = roll_out(sampler, builder, max_retries=2)
+    assert (builder.num_attempts, builder.graded) == (3, [3, 3, 3])
+    assert tokens_of(group) != tokens_of(roll_out(sampler, Guesses([["ends"] * 3])))
+    lost = roll_out(sampler, Guesses([["ends"] * 3], num_reward_errors=2), max_retries=1)
+    assert lost.trajectories is None
+    metrics = compute_group_metrics([group, lost])
+    assert metrics["rollout_errors/ValueError"] == metrics["rollout_errors/total"] == 4
+    assert metrics["rollout_errors/groups_skipped"] == 1
+
+
+def test_held_out_group_whose_rewards_fail_is_retried(engine_url: str, sampler: tinker.SamplingClient) -> None:
+    builder = Guesses([["ends"] * 3], num_reward_errors=1)
+    settings = RolloutSettings(0, 4, 1.0, RetryWholeGroup(), SHAPE)
+    with tinker.ServiceClient(base_url=engine_url, api_key="tml-test") as service:
+        tokenizer = service.create_lora_training_client("tiny", rank=1).result().get_tokenizer()
+    held_out = HeldOutEnvironments(Groups([builder], 1), settings, tokenizer)
+    metrics = run_coroutine(held_out(sampler))
+    (evaluated,) = held_out.evaluated
+    assert evaluated.batch.num_datums == 3
+    assert torch.equal(evaluated.logprobs_DT, evaluated.batch.sampling_logprobs_DT)
+    assert builder.graded == [3, 3]
+    assert metrics["test/env/all/total_episodes"] == 3
+
+
+def test_service_error_of_the_rewards_is_not_retried(sampler: tinker.SamplingClient) -> None:
+    class Graded(Guesses):
+        async def compute_group_rewards(
+            self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+        ) -> list[tuple[float, Metrics]]:
+            raise ServiceError("the judge's service is gone")
+
+    builder = Graded([["ends"] * 3])
+    with pytest.raises(ServiceError, match="gone"):
+        roll_out(sampler, builder)
+    assert builder.num_attempts == 1
+
+
+def test_min_successful_members_are_enough(sampler: tinker.SamplingClient) -> None:
+    builder = Guesses([["ends", "fails", "hangs"]])
+    group = roll_out(sampler, builder, min_successful=1, timeout_s=5)
+    assert builder.num_attempts == 1
+    assert sorted(error.error_type for error in group.errors) == ["Broken", "TimeoutError"]
+    assert len(tokens_of(group)) == 1
+
+
+@pytest.mark.parametrize("builder", [Guesses([["fails"] * 3]), Guesses([["ends"] * 3], tag="ungraded")])
+def test_failed_group_does_not_affect_other_groups(sampler: tinker.SamplingClient, builder: Guesses) -> None:
+    lost, good = roll_out(sampler, builder, max_retries=1), roll_out(sampler, Guesses([["ends"] * 3], tag="other"), 1)
+    assert lost.trajectories is None
+    metrics = compute_group_metrics([lost, good])
+    assert metrics["rollout_errors/groups_skipped"] == 1
+    assert metrics["rollout_errors/total"] == len(lost.errors) > 0
+    assert metrics["env/all/total_episodes"] == 3
+    with pytest.raises(ConfigError, match="All 1 groups of a step failed"):
+        pack_groups([lost], SHAPE, tokenizer())
+
+
+def test_service_error_is_not_retried_as_an_environment_error(sampler: tinker.SamplingClient) -> None:
+    builder = Guesses([["ends"] * 3])
+    policy = SnapshotCompleter(sampler, max_tokens=10**6, temperature=1.0, key=(0,))
+    with pytest.raises(ServiceError, match="could not sample a rollout"):
+        rollout.fn(builder, policy, RetryWholeGroup(), 0, 0)
+    assert builder.num_attempts == 1
+
+
+def test_dropped_groups_do_not_shift_metrics_and_advantages(sampler: tinker.SamplingClient) -> None:
+    constant = roll_out(sampler, Guesses([["ends"] * 3], tag="constant", rewards=(1.0, 1.0, 1.0)))
+    lost = roll_out(sampler, Guesses([["fails"] * 3], tag="lost"), max_retries=0)
+    mixed = roll_out(sampler, Guesses([["ends"] * 3], tag="mixed"), 2)
+    groups = [lost, constant, mixed]
+    metrics = compute_group_metrics(groups)
+    assert metrics["env/constant/reward/total"] == 2
+    assert metrics["env/mixed/reward/total"] == pytest.approx(2 / 3)
+    assert metrics["env/all/reward/total"] == pytest.approx(4 / 3)
+    assert not any(key.startswith("env/lost/") for key in metrics)
+
+    batch = pack_groups(groups, SHAPE, tokenizer())
+    assert batch.num_datums == 3
+    assert batch.advantages_DT is not None
+    sampled = [[token for turn in member for token in turn] for member in tokens_of(mixed)]
+    assert batch.target_tokens_DT[batch.mask_DT].tolist() == [token for member in sampled for token in member]
+    expected = [value for value, tokens in zip((4 / 3, -2 / 3, -2 / 3), sampled, strict=True) for _ in tokens]
+    assert batch.advantages_DT[batch.mask_DT].tolist() == pytest.approx(expected)
+    assert not bool(batch.advantages_DT[~batch.mask_DT].any())
+    assert batch.sampling_logprobs_DT is not None
+    policy_metrics = compute_policy_metrics([TrainedBatch(batch, batch.sampling_logprobs_DT + 0.5)])
+    assert policy_metrics["optim/kl_sample_train_v1"] == pytest.approx(-0.5)
+    assert policy_metrics["optim/kl_sample_train_v2"] == pytest.approx(0.125)
+    assert policy_metrics["advantage/mean"] == pytest.approx(sum(expected) / len(expected), abs=1e-6)
+
+
+def test_text_labels_of_environments_follow_their_trajectories(sampler: tinker.SamplingClient) -> None:
+    plain = roll_out(sampler, Guesses([["ends"] * 3]))
+    fates = [["ends", "fails", "ends"]]
+    labelled = roll_out(sampler, Guesses(fates, rules=("a", "b", "c")), 1, min_successful=2, max_retries=0)
+    batch = pack_groups([plain, labelled], SHAPE, tokenizer())
+    assert batch.text_labels_D == {"rules": ("", "", "", "a", "c")}
+    assert pack_groups([plain], SHAPE, tokenizer()).text_labels_D == {}
+
+
+def test_equal_rewards_give_zero_advantages(sampler: tinker.SamplingClient) -> None:
+    group = roll_out(sampler, Guesses([["ends"] * 3], rewards=(1.0, 1.0, 1.0)))
+    batch = pack_groups([group, group], SHAPE, tokenizer())
+    assert batch.num_datums == 3
+    assert batch.advantages_DT is not None
+    assert torch.count_nonzero(batch.advantages_DT) == 0
+
+
+def tokenizer() -> Any:
+    class Bytes:
+        def decode(self, tokens: list[int]) -> str:
+            return " ".join(map(str, tokens))
+
+    return Bytes()

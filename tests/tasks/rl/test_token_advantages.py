@@ -1,0 +1,98 @@
+"""Token advantages from the rewards of turns and groups, on numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tinker import types
+from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
+
+from objectives.batch import Batch
+from tasks.rl.advantages import AdvantageSettings, TokenAdvantages, compute_token_advantages
+from tasks.rl.trajectories import apply_kl_penalty, compute_critic_metrics
+from tasks.training.batch_source import TrainedBatch
+
+PROMPT = types.ModelInput.from_ints([5])
+
+
+def trajectory(*turns: tuple[int, float]) -> Trajectory:
+    """Trajectory of turns, each a number of tokens and a reward."""
+    transitions = [
+        Transition(PROMPT, TokensWithLogprobs([7] * num_tokens, [-1.0] * num_tokens), reward, index == len(turns) - 1)
+        for index, (num_tokens, reward) in enumerate(turns)
+    ]
+    return Trajectory(transitions=transitions, final_ob=PROMPT)
+
+
+def group(members: Sequence[Trajectory], final: Sequence[float]) -> TrajectoryGroup:
+    return TrajectoryGroup(list(members), list(final), [{} for _ in members])
+
+
+# A group with the total rewards 3 and 1, and a group of one member with 5.
+GROUPS = [
+    group([trajectory((2, 1.0), (1, 0.0)), trajectory((1, 0.0))], [2.0, 1.0]),
+    group([trajectory((2, 0.0))], [5.0]),
+]
+
+
+def compute(**settings: float | str) -> TokenAdvantages:
+    return compute_token_advantages(GROUPS, AdvantageSettings(**settings))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"estimator": "group_mean"}, [1, 1, 1, -1, 0, 0]),
+        ({"estimator": "leave_one_out"}, [2, 2, 2, -2, 0, 0]),
+        # Returns 3, 3, 2 of rewards 0, 1, 2; the mean at the first token is 2.
+        ({"estimator": "discounted"}, [1, 1, 0, -1, 0, 0]),
+        # Returns 1, 2, 2 and 1 in the first group, 2.5 and 5 in the second; the means at the first token are 1 and 2.5.
+        ({"estimator": "discounted", "discount": 0.5}, [0, 1, 1, 0, 0, 2.5]),
+        # With decay 1, the return minus the value, which is the other member's total: 1, 3, and 0 in a group of one.
+        ({"estimator": "gae", "decay": 1.0}, [2, 2, 1, -2, 5, 5]),
+        # With decay 0, the temporal difference of each token alone.
+        ({"estimator": "gae", "decay": 0.0}, [0, 1, 1, -2, 0, 5]),
+    ],
+)
+def test_advantages(settings: dict[str, float | str], expected: list[float]) -> None:
+    assert compute(**settings).advantages_T.tolist() == pytest.approx(expected)
+
+
+def test_values_and_returns() -> None:
+    tokens = compute()
+    assert tokens.values_T.tolist() == [1, 1, 1, 3, 0, 0]
+    assert tokens.returns_T.tolist() == [3, 3, 2, 1, 5, 5]
+
+
+def batch_of(returns: list[float], values: list[float]) -> Batch:
+    size = len(returns)
+    return Batch(
+        torch.zeros(size, dtype=torch.int64),
+        torch.tensor([0.0] + [1.0] * (size - 1)),
+        torch.tensor([0, size]),
+        advantages_DT=torch.zeros(size),
+        sampling_logprobs_DT=torch.tensor([0.0, -1.0, -2.0]),
+        values_DT=torch.tensor(values),
+        returns_DT=torch.tensor(returns),
+    )
+
+
+def test_critic_metrics_compare_values_with_returns() -> None:
+    def metrics(values: list[float]) -> dict[str, float]:
+        batch = batch_of([9.0, 1.0, 3.0], values)
+        return compute_critic_metrics([TrainedBatch(batch, torch.zeros(3))])
+
+    assert metrics([0.0, 1.0, 3.0]) == {"value_loss": 0, "explained_variance": 1}
+    assert metrics([0.0, 2.0, 2.0]) == {"value_loss": 0.5, "explained_variance": 0}
+    constant = batch_of([9.0, 2.0, 2.0], [0.0, 2.0, 2.0])
+    assert compute_critic_metrics([TrainedBatch(constant, torch.zeros(3))]) == {"value_loss": 0}
+
+
+def test_kl_penalty_subtracts_the_kl_above_its_mean() -> None:
+    batch, mean = apply_kl_penalty(batch_of([0.0] * 3, [0.0] * 3), torch.tensor([4.0, -2.0, -5.0]), 0.1)
+    assert mean == 2  # of 1 and 3 nats
+    assert batch.advantages_DT is not None
+    assert batch.advantages_DT.tolist() == pytest.approx([0, 0.1, -0.1])

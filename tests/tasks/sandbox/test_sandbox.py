@@ -1,0 +1,105 @@
+"""Sandbox of model-written code, with real processes and namespaces."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from blocks.errors import ConfigError
+from tasks.sandbox import runner as sandbox
+from tasks.sandbox.runner import Limits, run_program
+
+pytestmark = pytest.mark.process
+
+FORKS = "import os, time\nfor _ in range(50):\n    if os.fork() == 0:\n        time.sleep(60)\n"
+
+
+def test_program_can_import_packages_and_write_files() -> None:
+    program = (
+        "import numpy, pathlib\npathlib.Path('note').write_text('é')\nprint(numpy.arange(4).sum(), open('note').read())"
+    )
+    outcome = run_program(program)
+    assert (outcome.exit_code, outcome.output, outcome.timed_out) == (0, "6 é\n", False)
+    assert run_program("raise SystemExit(3)").exit_code == 3
+    # A program cannot imitate a refusal.
+    assert run_program(f"import os; os._exit({sandbox.REFUSED})").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("open('/etc/passwd')", "No such file"),
+        (f"open({str(Path(__file__))!r})", "No such file"),
+        ("open('/usr/mine', 'w')", "Read-only file system"),
+        ("open('/mine', 'w')", "Read-only file system"),
+        ("open('big', 'wb').write(bytes(20_000_000))", "File too large"),
+        ("for i in range(9): open(f'big{i}', 'wb').write(bytes(15_000_000))", "No space left"),
+        ("import socket; socket.create_connection(('127.0.0.1', 22), 2)", "unreachable"),
+        ("bytes(1_000_000_000)", "MemoryError"),
+        (FORKS, "Resource temporarily unavailable"),
+        ("files = [open(f'{i}', 'w') for i in range(99)]", "Too many open files"),
+        pytest.param(f"import os; os.kill({os.getpid()}, 0)", "No such process", id="this process"),
+        ("import os; os.setuid(0)", "Operation not permitted"),
+    ],
+)
+def test_program_cannot_leave_the_sandbox_or_exceed_its_limits(program: str, error: str) -> None:
+    outcome = run_program(program, Limits(memory_mb=100) if "range(9)" in program else Limits())
+    assert outcome.exit_code == 1
+    assert error in outcome.output
+
+
+def test_time_is_limited_and_children_end_with_the_program() -> None:
+    mark = f"mark{os.getpid()}"
+    program = f"import os, time\nif os.fork() == 0:\n    os.setsid()\nprint('{mark}', flush=True)\ntime.sleep(60)"
+    outcome = run_program(program, Limits(seconds=3.0))
+    assert outcome.timed_out
+    assert outcome.output == f"{mark}\n{mark}\n"
+    parent = run_program("import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)")
+    assert parent.exit_code == 0
+    deadline = time.monotonic() + 30  # other tests may run programs at the same time
+    while f"{sys.executable} -I -" in running() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert f"{sys.executable} -I -" not in running()
+
+
+def running() -> list[str]:
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_program_does_not_inherit_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
+    assert "tml" not in run_program("import os; print(dict(os.environ))").output
+    allowed = run_program("import os; print(os.environ, os.path.exists('/etc'))", Limits(network="allow"))
+    assert "tml" not in allowed.output
+    assert allowed.output.rstrip().endswith("True")
+
+
+def test_output_is_truncated_and_temporary_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert len(run_program("print('x' * 1_000_000)").output) == sandbox.OUTPUT_BYTES
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_program_is_not_run_if_the_kernel_refuses_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most containers refuse namespaces; an invalid flag simulates that."""
+    child = tmp_path / "child.py"
+    text = Path(sandbox.__file__).with_name("child.py").read_text()
+    child.write_text(text.replace('_call("unshare", ', '_call("unshare", 1 | '))  # fails with EINVAL
+    monkeypatch.setattr(sandbox, "_CHILD", child)
+    mark = tmp_path / "mark"
+    with pytest.raises(ConfigError, match=r"isolated on this machine \(unshare: .*or set network: allow"):
+        run_program(f"open({str(mark)!r}, 'w')")
+    run_program(f"open({str(mark)!r}, 'w')", Limits(network="allow"))
+    assert mark.exists()
+
+
+def test_python_may_be_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").symlink_to(Path(sys.executable).parent)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / Path(sys.executable).name))
+    outcome = run_program("print(6 * 7)", Limits())
+    assert (outcome.exit_code, outcome.output) == (0, "42\n")

@@ -1,0 +1,46 @@
+"""Retention of checkpoints on the service."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from blocks import RunStorage
+from tasks.training.checkpoints import append_record, read_records
+from tasks.training.retention import KeepPolicy, keep_checkpoints
+
+
+class RecordingRest:
+    """REST client that records the deleted checkpoints."""
+
+    def __init__(self) -> None:
+        self.deleted: list[str] = []
+
+    def delete_checkpoint_from_tinker_path(self, path: str) -> SimpleNamespace:
+        self.deleted.append(path)
+        return SimpleNamespace(result=lambda: None)
+
+
+def test_final_checkpoint_is_kept_even_if_newer_ones_exist(tmp_path: Path) -> None:
+    """A run that is extended after its end has a final checkpoint that is not its newest."""
+    directory = RunStorage(url=str(tmp_path)).run_directory("run")
+    rest = RecordingRest()
+    with directory:
+        for step, final in ((2, False), (4, True), (6, False), (8, False)):
+            record = {
+                "name": f"{step:06d}",
+                "batch": step,
+                "epoch": 0,
+                "final": final,
+                "state_path": f"tinker://{step}",
+            }
+            append_record(directory, {**record, "step": step})
+        policy = KeepPolicy(last=1, metric="", mode="min", ttl_seconds=None)
+        keep_checkpoints.fn(cast(Any, rest), directory, cast(Any, None), policy)
+        records = read_records(directory)
+    assert sorted(rest.deleted) == ["tinker://2", "tinker://6"]
+    assert [record.state_path for record in records.checkpoints] == ["tinker://8", "tinker://4"]
+    lines = (tmp_path / "run" / "checkpoints.jsonl").read_text().splitlines()
+    assert {line["dropped"] for line in map(json.loads, lines) if "dropped" in line} == set(rest.deleted)
