@@ -1,0 +1,5 @@
+"""Flows, one module per method, and the parts they share."""
+
+from objectives.aliases import install
+
+install()

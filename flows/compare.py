@@ -1,4 +1,4 @@
-"""Comparison of two policies on the same questions: KL, perplexity, entropy, diversity and the rate of wins.
+"""Compare two policies on the same questions: KL, perplexity, entropy, diversity and win rate.
 
 python -m flows.compare --config examples/compare.yaml checkpoint=RUN@best
 """
@@ -13,51 +13,63 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from flows.blocks_of import service_of, storage_of
-from flows.command_line import main
-from flows.config import BuilderConfig, NamedConfig, TrackedConfig
-from flows.measured import open_measurement
-from flows.named_checkpoint import BASE, CHECKPOINT, WHAT, WeightsConfig, find_checkpoint, with_model
-from tasks.compare import Compared, compare_policies
-from tasks.judges import build_judge
-from tasks.result_table import write_samples, write_table
-from tasks.rows import read_rows
-from tasks.sample import Sampling, open_renderer
-from tasks.weights import open_sampler
+from flows.config.base import (
+    BASE,
+    CHECKPOINT,
+    CHECKPOINT_HELP,
+    BuilderConfig,
+    NamedConfig,
+    TrackedConfig,
+    WeightsConfig,
+)
+from flows.runs.blocks import open_service, storage_of
+from flows.runs.checkpoint_refs import find_checkpoint, with_model
+from flows.runs.cli import main
+from flows.runs.mlflow_run import open_measurement
+from tasks.common.jsonl import read_rows
+from tasks.common.sampling import Sampling, open_renderer, open_sampler
+from tasks.evaluation.policy_comparison import PolicyComparison, compare_policies
+from tasks.preference.judges import build_judge
+from tasks.reports.tables import write_samples, write_table
 
 
 class CompareConfig(WeightsConfig, TrackedConfig, NamedConfig):
-    """Two policies, and what they are asked."""
+    """Comparison of two policies on a file of questions."""
 
-    checkpoint: str = Field(title="Checkpoint", description=WHAT, pattern=CHECKPOINT)
+    checkpoint: str = Field(title="Checkpoint", description=CHECKPOINT_HELP, pattern=CHECKPOINT)
     against: str = Field(
-        default=BASE, title="Against", description=f"What it is compared with: {WHAT}", pattern=CHECKPOINT
+        default=BASE,
+        title="Against",
+        description=f"Weights to compare with: {CHECKPOINT_HELP}",
+        pattern=CHECKPOINT,
     )
     path: str = Field(
         title="Questions",
-        description="JSONL file with a `question` per row; its `answer`, where it has one, is what the perplexity is "
-        "of and what a judge may know.",
+        description="JSONL file with a `question` per row. The perplexity is measured on the optional `answer`, which "
+        "a judge may read too.",
     )
-    limit: int | None = Field(default=None, ge=1, title="Limit", description="Ask so many questions only.")
+    limit: int | None = Field(
+        default=None, ge=1, title="Limit", description="Use only the first rows, up to this number. Unset: all rows."
+    )
     renderer_name: str = Field(
         title="Renderer",
-        description="The model's chat format, a renderer of tinker-cookbook.",
+        description="Chat format of the model, a renderer of tinker-cookbook.",
         examples=["qwen3_instruct"],
     )
-    num_samples: int = Field(default=4, ge=1, title="Samples", description="Answers of each policy to a question.")
-    max_tokens: int = Field(default=256, ge=1, title="Tokens", description="The most in one answer.")
-    seed: int = Field(default=0, ge=0, title="Seed", description="Of the sampling.")
+    num_samples: int = Field(default=4, ge=1, title="Samples", description="Completions per question and policy.")
+    max_tokens: int = Field(default=256, ge=1, title="Tokens", description="Maximum tokens per completion.")
+    seed: int = Field(default=0, ge=0, title="Seed", description="Sampling seed.")
     judge: BuilderConfig | None = Field(
         default=None,
         title="Judge",
-        description="Says which of two answers is better: `tasks.judges:by_answer` by the row's `answer`; a function, "
-        "a PreferenceModel or a MessageCompleter of tinker-cookbook.",
+        description="Judge of two completions: a function such as `tasks.preference.judges:by_answer`, which compares "
+        "with the row's `answer`, or a PreferenceModel or MessageCompleter of tinker-cookbook.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class CompareResult:
-    """What a comparison found; `metrics` has every figure, as MLflow does."""
+    """Result of a comparison; `metrics` contains the values logged to MLflow."""
 
     run_name: str
     metrics: dict[str, float]
@@ -69,24 +81,24 @@ class CompareResult:
 
 @flow(name="compare", flow_run_name="{config.run_name}")
 def compare(config: CompareConfig) -> CompareResult:
-    """Ask two policies the same questions and measure how their answers differ."""
+    """Sample completions of two policies for the same questions and measure how they differ."""
     storage = storage_of(config)
     chosen, against = (find_checkpoint(name, storage) for name in (config.checkpoint, config.against))
     config = with_model(config, chosen, against)
     questions = read_rows(config.path, ("question",), config.limit)
-    judge = build_judge(config.judge.builder, config.judge.params) if config.judge else None
-    # The policies as they are, so that what is estimated on their answers is about them.
+    # Temperature 1: estimates from the samples then describe the policies themselves.
     sampling = Sampling(config.num_samples, config.max_tokens, 1.0, config.seed)
-    with service_of(config) as service:
+    with open_service(config) as service:
         service.check_model(config.model)
         tags = {"tinker.checkpoint": chosen.path or config.model, "tinker.against": against.path or config.model}
         with open_measurement(config, config.run_name, service.resolved_url, tags) as log, service.session() as session:
             first, tokenizer = open_sampler(session, chosen.path, config.model)
             second, _ = open_sampler(session, against.path, config.model)
             renderer = open_renderer(config.renderer_name, tokenizer)
-            # Submitted, because an async task called by a synchronous flow is never run.
+            judge = build_judge(config.judge.builder, config.judge.params) if config.judge else None
+            # A synchronous flow cannot call an async task directly, so submit it.
             pending = compare_policies.submit((first, second), questions, renderer, sampling, judge)
-            compared = cast(Compared, pending.result())
+            compared = cast(PolicyComparison, pending.result())
             log.log(chosen.step, compared.metrics)
             log.flush()
             write_samples(log, ("question", "sample", "checkpoint", "against", "verdict"), compared.samples)
@@ -103,7 +115,7 @@ def compare(config: CompareConfig) -> CompareResult:
 
 
 def show_comparison(result: CompareResult) -> None:
-    """Print the figures of both, side by side."""
+    """Print the metrics of both policies side by side."""
     table = Table(title=result.run_name)
     for index, column in enumerate(("metric", "checkpoint", "against")):
         table.add_column(column, justify="right" if index else "left")

@@ -1,47 +1,61 @@
-"""What a run will take, before it runs: its steps, tokens, passes, cost, and its time at an earlier run's pace."""
+"""Estimate of a run before it starts: steps, tokens, passes, cost, and duration based on an earlier run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlflow.entities import Run
-from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 
-from flows.blocks_of import service_of, tracking_of
-from flows.dpo import DpoConfig, open_pairs, preference_loss
-from flows.plan import Plan
-from flows.prices import price_of
-from flows.sft import GIVEN, SftConfig
-from flows.step import num_passes
+from blocks.errors import ConfigError, reason
+from flows.config.dpo import DpoConfig
+from flows.config.train import CandidatesConfig, SftConfig
+from flows.dpo import open_pairs, preference_loss
+from flows.runs.blocks import lacks_key, open_service, service_url, tracking_of
+from flows.runs.prices import HOSTED_URL, price_of
+from flows.sft import AVAILABLE_INPUTS
+from flows.training.schedule import Schedule
+from flows.training.trainer import num_passes
+from objectives.batch import Batch
 from objectives.objective import Objective
-from tasks.data import DataSource, build_dataset
-from tasks.evaluate import HeldOutNLL
-from tasks.pairs import HeldOutPairs, PairSource
-from tasks.service_errors import service_errors
+from tasks.common.service_errors import service_errors
+from tasks.evaluation.evaluators import HeldOutNLL
+from tasks.preference.pair_source import PairSource
+from tasks.supervised.dataset import SupervisedSource, build_dataset
+from tasks.training.batch_source import SampledTokens
+from tasks.training.candidates import prompts_of
+from tasks.training.datums import pack_datums
+from tasks.training.reference import scored_tokens
 
-# Reading a batch makes its tokens anew: beyond so many, those of the others are taken to be as many on the mean.
+# Counting the tokens of a batch means tokenizing it; beyond this many batches, the mean is used instead.
 _MOST_BATCHES = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a whole run will take.
+    """Estimate of a whole run.
 
     Attributes:
-        run_name, model: which run.
-        num_steps: its updates.
-        num_tokens: in the batches of all steps.
-        batches_read, batches_of_epoch: of how many batches of how many the tokens were counted; the others are taken to
-            be like them.
-        num_forwards: passes without a gradient, one per step that needs the logprobs first.
-        num_forward_backwards: passes with one.
-        num_evaluations: passes over the held-out data.
-        num_held_out_tokens: in the held-out data.
-        num_train_tokens: in all of these passes, which is what the service bills.
-        usd: for them; None where nobody said a price. What evaluators sample is not in it, nor what is stored.
-        hours: at the pace of `paced_by`; None where there is none.
-        paced_by: the newest run of the same model that MLflow knows; empty where there is none.
+        run_name, model: Name and base model of the run.
+        num_steps: Number of steps.
+        num_tokens: Tokens in the batches of all steps.
+        batches_read, batches_of_epoch: Number of batches whose tokens were counted, and number of batches per epoch;
+            the tokens of uncounted batches are extrapolated.
+        num_forwards: Forward-only passes: one for each step that needs logprobs before its update, one for each
+            measured effect, and a final one.
+        num_forward_backwards: Passes that compute a gradient.
+        num_evaluations: Passes over the held-out data.
+        num_held_out_tokens: Tokens in the held-out data.
+        candidates: Tokens of sampled candidates, at most, including those of evaluations; zero without candidates.
+        reference: Tokens that the reference model scores; zero without a reference, and for several targets per
+            position, for which the reference runs forward passes.
+        num_train_tokens: Tokens in all passes of training clients.
+        usd: Cost of all these tokens, without storage and sampling by evaluators; None if no price is known.
+        hours: Duration at the speed of the run `paced_by`; None if there is no such run.
+        paced_by: Name of the newest MLflow run of the same model and method; empty if there is no such run.
     """
 
     run_name: str
@@ -54,92 +68,187 @@ class Estimate:
     num_forward_backwards: int
     num_evaluations: int
     num_held_out_tokens: int
+    candidates: SampledTokens
+    reference: SampledTokens
     num_train_tokens: int
     usd: float | None
     hours: float | None
     paced_by: str
 
 
+class BatchSize(NamedTuple):
+    """Numbers of tokens and datums of a batch."""
+
+    num_tokens: int
+    num_datums: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> BatchSize:
+        return cls(batch.num_tokens, batch.num_datums)
+
+
 def estimate(config: SftConfig | DpoConfig) -> Estimate:
-    """Read the data with the model's tokenizer and count; nothing is trained.
+    """Estimate a run by counting the tokens of its data; nothing is trained.
+
+    A model of the hosted service is priced without a key too; its tokenizer then comes from the model hub.
 
     Raises:
-        ConfigError: whatever the run itself would refuse about its config, data or prices.
-        ServiceError: the service does not answer.
+        ConfigError: The config, data or prices are invalid; the run itself would raise the same error.
+        ServiceError: The service does not respond.
     """
-    price = price_of(config.model, config.base_url, config.budget.prices)
-    with Objective.from_spec(config.objective) as objective, service_of(config) as service:
-        objective.check_needs(GIVEN)
-        service.check_model(config.model)
-        with service.session() as session:
-            with service_errors(f"create a training client for {config.model}"):
-                client = session.create_lora_training_client(config.model, rank=config.lora_rank).result()
-            source, held_out = _open(config, objective, client.get_tokenizer())
-    plan = Plan(config, source.steps_per_epoch)
-    tokens = _tokens_of_steps(source, plan)
-    passes = [num_passes(objective, step, config.guards.looks_first) for step in range(plan.num_steps)]
-    evaluations = sum(plan.evaluates_before(step) for step in range(plan.num_steps + 1)) if held_out else 0
-    held_out = held_out if evaluations else 0
-    num_train_tokens = sum(a * b for a, b in zip(tokens, passes, strict=True)) + evaluations * held_out
+    url = HOSTED_URL if lacks_key(config.model, config.base_url) else service_url(config.base_url)
+    price = price_of(config.model, url, config.budget.prices)
+    with Objective.from_spec(config.objective) as objective:
+        objective.check_needs(AVAILABLE_INPUTS, can_sample=_candidates(config) is not None)
+        with _tokenizer(config) as tokenizer:
+            source, held_out = _open(config, objective, tokenizer)
+        objective.choose_estimators(source.batch_at(0), can_sample=_candidates(config) is not None)
+    schedule = Schedule(config, source.steps_per_epoch)
+    sizes = _sizes_of_steps(source, schedule)
+    tokens = [size.num_tokens for size in sizes]
+    passes = [num_passes(objective, step, config.guards.needs_forward_pass) for step in range(schedule.num_steps)]
+    has_held_out = held_out.num_tokens > 0
+    evaluations = sum(schedule.evaluates_before(step) for step in range(schedule.num_steps + 1)) * has_held_out
+    num_held_out_tokens = held_out.num_tokens if evaluations else 0
+    num_train_tokens = sum(a * b for a, b in zip(tokens, passes, strict=True)) + evaluations * num_held_out_tokens
+    reference = SampledTokens()
     if objective.needs("ref_logprobs"):
-        # The reference goes over each datum once, and over held-out pairs.
-        num_train_tokens += sum(tokens[: plan.steps_per_epoch]) + (held_out if isinstance(source, PairSource) else 0)
-    # The last weights are looked at once more, on the last batch.
+        # The reference model scores each training datum and each held-out one once.
+        once = [*sizes[: schedule.steps_per_epoch], *([held_out] if evaluations else [])]
+        if source.batch_at(0).target_tokens_DT.ndim == 1:
+            reference = scored_tokens(sum(size.num_tokens for size in once), sum(size.num_datums for size in once))
+        else:
+            num_train_tokens += sum(size.num_tokens for size in once)
+    measured = [step for step in range(schedule.num_steps) if objective.measures_effects(step)]
+    num_train_tokens += sum(tokens[step] for step in measured)
+    candidates = _candidate_tokens(config, objective, source.batch_at(0), schedule.num_steps)
+    # Both passes over the candidates.
+    num_train_tokens += 2 * (candidates.num_prefill_tokens * _num_candidates(config) + candidates.num_sample_tokens)
+    candidates += _held_out_candidate_tokens(config, objective, source, evaluations)
+    # A final forward pass over the last batch measures the final weights.
     num_train_tokens += tokens[-1]
     run, pace = _pace(config)
     return Estimate(
         run_name=config.run_name,
         model=config.model,
-        num_steps=plan.num_steps,
+        num_steps=schedule.num_steps,
         num_tokens=sum(tokens),
-        batches_read=min(len(tokens), plan.steps_per_epoch, _MOST_BATCHES),
-        batches_of_epoch=plan.steps_per_epoch,
-        num_forwards=sum(passes) - len(passes) + 1,
+        batches_read=min(len(sizes), schedule.steps_per_epoch, _MOST_BATCHES),
+        batches_of_epoch=schedule.steps_per_epoch,
+        num_forwards=sum(passes) - len(passes) + len(measured) + 1,
         num_forward_backwards=len(passes),
         num_evaluations=evaluations,
-        num_held_out_tokens=held_out,
+        num_held_out_tokens=num_held_out_tokens,
+        candidates=candidates,
+        reference=reference,
         num_train_tokens=num_train_tokens,
-        usd=price.of_training(num_train_tokens) if price else None,
+        usd=price.of_training(num_train_tokens) + price.of_sampling(candidates + reference) if price else None,
         hours=sum(tokens) / pace / 3600 if pace else None,
         paced_by=run,
     )
 
 
+@contextmanager
+def _tokenizer(config: SftConfig | DpoConfig) -> Iterator[Tokenizer]:
+    """Open the tokenizer of the model, from the service of the run if there is one."""
+    if lacks_key(config.model, config.base_url):
+        try:
+            yield get_tokenizer(config.model)
+        except OSError as error:
+            raise ConfigError(
+                f"The tokenizer of {config.model} could not be loaded ({reason(error)}): check the network, or set "
+                "TINKER_API_KEY."
+            ) from error
+        return
+    with open_service(config) as service:
+        service.check_model(config.model)
+        with service.session() as session:
+            with service_errors(f"create a training client for {config.model}"):
+                client = session.create_lora_training_client(config.model, rank=config.lora_rank).result()
+            yield client.get_tokenizer()
+
+
 def _open(
     config: SftConfig | DpoConfig, objective: Objective, tokenizer: Tokenizer
-) -> tuple[DataSource | PairSource, int]:
-    """What a run trains on, and how many tokens are held out."""
+) -> tuple[SupervisedSource | PairSource, BatchSize]:
+    """Open the training data; return it with the size of the held-out data."""
     if isinstance(config, DpoConfig):
         loss = preference_loss(objective)
         pairs, test = open_pairs(config, loss, tokenizer)
-        return pairs, HeldOutPairs(test, loss, None).num_tokens if test else 0
+        return pairs, BatchSize.of(test.batch(range(len(test.comparisons)))) if test else BatchSize(0, 0)
     source = build_dataset(config.data.builder, config.data.params, tokenizer, config.seed)
-    return source, HeldOutNLL(source.test, tokenizer).num_tokens if source.test else 0
+    held_out = HeldOutNLL(source.test, tokenizer) if source.test else None
+    return source, BatchSize(held_out.num_tokens, held_out.num_datums) if held_out else BatchSize(0, 0)
 
 
-def _tokens_of_steps(source: DataSource | PairSource, plan: Plan) -> Sequence[int]:
-    """The tokens of each step's batch: counted in the first epoch, and taken to be the same in every other."""
-    per_epoch = plan.steps_per_epoch
-    read = [source.batch_at(step).num_tokens for step in range(min(plan.num_steps, per_epoch, _MOST_BATCHES))]
-    mean = round(sum(read) / len(read))
-    return [
-        read[index] if index < len(read) else mean for index in (step % per_epoch for step in range(plan.num_steps))
-    ]
+def _candidates(config: SftConfig | DpoConfig) -> CandidatesConfig | None:
+    """Return the settings of sampled candidates; None if the method or the config has none."""
+    if isinstance(config, DpoConfig) or config.candidates == "off":
+        return None
+    return CandidatesConfig() if config.candidates == "auto" else config.candidates
+
+
+def _num_candidates(config: SftConfig | DpoConfig) -> int:
+    settings = _candidates(config)
+    return settings.num if settings else 0
+
+
+def _candidate_tokens(
+    config: SftConfig | DpoConfig, objective: Objective, batch: Batch, num_steps: int
+) -> SampledTokens:
+    """Count the tokens of all candidates, if each has the maximum length and all batches have prompts as the first."""
+    settings = _candidates(config)
+    steps = range(0, num_steps, settings.every) if settings else ()
+    num_sampled = sum(bool(objective.due(step, on_candidates=True)) for step in steps)
+    if settings is None or not num_sampled:
+        return SampledTokens()
+    prompts = prompts_of(batch)
+    return SampledTokens(
+        num_sampled * sum(map(len, prompts)), num_sampled * len(prompts) * settings.num * settings.max_tokens
+    )
+
+
+def _held_out_candidate_tokens(
+    config: SftConfig | DpoConfig, objective: Objective, source: SupervisedSource | PairSource, num_evaluations: int
+) -> SampledTokens:
+    """Count the tokens of the completions on which evaluations measure terms, if each has the maximum length."""
+    settings = _candidates(config)
+    is_sampled = any(term.on_candidates for term in objective.regularizers)
+    if settings is None or not is_sampled or not num_evaluations or not isinstance(source, SupervisedSource):
+        return SampledTokens()
+    assert source.test is not None, "evaluations have held-out data"
+    batches = (source.test.get_batch(index) for index in range(len(source.test)))
+    prompts = [prompt for batch in batches for prompt in prompts_of(pack_datums(batch, source.tokenizer))]
+    return SampledTokens(num_evaluations * sum(map(len, prompts)), num_evaluations * len(prompts) * settings.max_tokens)
+
+
+def _sizes_of_steps(source: SupervisedSource | PairSource, schedule: Schedule) -> Sequence[BatchSize]:
+    """Return the size of each step's batch; later epochs repeat the sizes of the first epoch."""
+    per_epoch = schedule.steps_per_epoch
+    sizes = [BatchSize.of(source.batch_at(step)) for step in range(min(schedule.num_steps, per_epoch, _MOST_BATCHES))]
+    mean = BatchSize(*(round(sum(column) / len(sizes)) for column in zip(*sizes, strict=True)))
+    indices = (step % per_epoch for step in range(schedule.num_steps))
+    return [sizes[index] if index < len(sizes) else mean for index in indices]
 
 
 def _pace(config: SftConfig | DpoConfig) -> tuple[str, float]:
-    """The newest run of the same model in the experiment, and the tokens of its batches per second; 0 for none."""
+    """Return the name of the newest timed run of the same model and method, and its training tokens per second.
+
+    The name is empty and the pace 0 if there is no such run.
+    """
+    method = "dpo" if isinstance(config, DpoConfig) else "sft"
     tracking = tracking_of(config)
     client = tracking.get_client()
     with tracking.failures():
         name = config.model.replace("'", "")
-        runs: Sequence[Run] = client.search_runs([tracking.experiment_id(client)], f"params.model = '{name}'")
+        same = f"params.model = '{name}' and tags.`prefect.flow_name` = '{method}'"
+        runs: Sequence[Run] = client.search_runs([tracking.experiment_id(client)], same)
         for run in runs:
             tokens, seconds = (
                 {point.step: point.value for point in client.get_metric_history(run.info.run_id, key)}
                 for key in ("num_tokens", "time/step")
             )
-            # The first step of a part also waits for what the others find ready.
+            # Skip the first step, whose time includes setup.
             later = sorted(tokens.keys() & seconds.keys())[1:]
             if total := sum(seconds[step] for step in later):
                 return run.info.run_name or run.info.run_id, sum(tokens[step] for step in later) / total

@@ -1,4 +1,4 @@
-"""Evaluation of weights that are there: of a run's checkpoint, a path or the base model, with a baseline and a gate.
+"""Evaluate a checkpoint or the base model, compare it with a baseline, and register it if it meets a condition.
 
 python -m flows.evaluate --config examples/evaluate.yaml checkpoint=RUN@best
 """
@@ -19,57 +19,67 @@ from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
-from flows.blocks_of import service_of, storage_of
-from flows.command_line import main
-from flows.config import BuilderConfig, NamedConfig, TrackedConfig
-from flows.measured import open_measurement
-from flows.named_checkpoint import (
+from flows.config.base import (
     CHECKPOINT,
-    WHAT,
-    NamedCheckpoint,
+    CHECKPOINT_HELP,
+    BuilderConfig,
+    EvaluatorConfig,
+    NamedConfig,
+    TrackedConfig,
     WeightsConfig,
-    find_checkpoint,
-    with_model,
 )
-from flows.promote_if import PromoteIf, check_measured, check_promote_if
-from flows.refused import note_refusal
-from tasks.data import build_dataset
-from tasks.evaluate import HeldOutNLL, build_evaluator, evaluate_sampler
-from tasks.evaluate import evaluate as evaluate_trainer
-from tasks.metrics import MetricsLog
-from tasks.promote import Promoted, promote
-from tasks.result_table import write_table
-from tasks.service_errors import service_errors
-from tasks.weights import open_sampler, open_trainer
+from flows.config.promotion import PromoteIf, check_measured, check_promote_if
+from flows.monitoring.run_tags import note_evaluation, note_rejection
+from flows.runs.blocks import open_service, storage_of
+from flows.runs.checkpoint_refs import NamedCheckpoint, find_checkpoint, with_model
+from flows.runs.cli import main
+from flows.runs.mlflow_run import open_measurement
+from tasks.common.sampling import open_sampler, open_training_client
+from tasks.common.service_errors import service_errors
+from tasks.evaluation.evaluators import (
+    ConfiguredEvaluator,
+    EvaluationResult,
+    HeldOutNLL,
+    build_evaluators,
+    evaluate_sampler,
+)
+from tasks.evaluation.evaluators import evaluate as evaluate_trainer
+from tasks.reports.tables import write_table
+from tasks.supervised.dataset import build_dataset
+from tasks.training.metrics import MetricsLog
+from tasks.training.model_registry import Promotion, promote
 
 
 class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
-    """An evaluation of weights that are there."""
+    """Evaluation of a checkpoint or the base model."""
 
-    checkpoint: str = Field(title="Checkpoint", description=WHAT, pattern=CHECKPOINT)
+    checkpoint: str = Field(title="Checkpoint", description=CHECKPOINT_HELP, pattern=CHECKPOINT)
     baseline: str | None = Field(
-        default=None, title="Baseline", description=f"Evaluated too, and compared with: {WHAT}", pattern=CHECKPOINT
+        default=None,
+        title="Baseline",
+        description=f"Weights to compare with: {CHECKPOINT_HELP}",
+        pattern=CHECKPOINT,
     )
     data: BuilderConfig | None = Field(
         default=None,
         title="Data",
-        description="A tinker-cookbook SupervisedDatasetBuilder and its parameters: its held-out data gives `test/nll` "
-        "and `test/bits_per_byte`.",
+        description="SupervisedDatasetBuilder of tinker-cookbook and its parameters. Its held-out data gives "
+        "`test/nll`, `test/nll_per_token` and `test/bits_per_byte`.",
     )
-    evaluators: tuple[BuilderConfig, ...] = Field(
-        default=(), title="Evaluators", description="tinker-cookbook evaluators, as in a training run."
+    evaluators: tuple[EvaluatorConfig, ...] = Field(
+        default=(), title="Evaluators", description="Evaluators of tinker-cookbook, as in a training run."
     )
     register_as: str | None = Field(
         default=None,
         min_length=1,
         title="Register as",
-        description="Model of MLflow's registry that the checkpoint becomes a version of.",
+        description="Registered model of MLflow that gets the checkpoint as a new version.",
     )
     promote_if: str | None = Field(
         default=None,
         title="Promote if",
-        description="What the checkpoint has to fulfil for it: a metric, one of < <= > >=, and a number or `baseline`, "
-        "which may be multiplied: that metric of the baseline.",
+        description="Condition for registering the checkpoint: a metric, one of < <= > >=, and a number or "
+        "`[NUMBER *] baseline`, the same metric of the baseline.",
         examples=["test/nll < 0.98 * baseline"],
     )
 
@@ -77,19 +87,19 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
     @classmethod
     def _check_promote_if(cls, value: str | None, info: ValidationInfo) -> str | None:
         if check_promote_if(value) and PromoteIf.parse(value or "").of_baseline and not info.data.get("baseline"):
-            raise ValueError("set baseline too, to what the checkpoint is compared with")
+            raise ValueError("it needs a baseline: set baseline to the weights to compare with")
         return value
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluateResult:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
-        metrics: of the checkpoint.
-        baseline: of the baseline; empty where there is none.
-        not_promoted: why the checkpoint does not fulfil `promote_if`; empty where it does, or nobody asked.
-        version: of the registered model; empty where it was not registered.
+        metrics: Metrics of the checkpoint.
+        baseline: Metrics of the baseline; empty without one.
+        not_promoted: Reason why the checkpoint does not meet `promote_if`; empty if it does, or without a condition.
+        version: Version of the registered model; empty if the checkpoint was not registered.
     """
 
     run_name: str
@@ -104,48 +114,55 @@ class EvaluateResult:
 
 @flow(name="evaluate", flow_run_name="{config.run_name}")
 def evaluate(config: EvaluateConfig) -> EvaluateResult:
-    """Evaluate weights, beside a baseline where one is named, and register them where they are good enough."""
+    """Evaluate weights, optionally alongside a baseline, and register them if they meet the condition."""
     storage = storage_of(config)
     chosen = find_checkpoint(config.checkpoint, storage)
     baseline = find_checkpoint(config.baseline, storage) if config.baseline else None
     if config.register_as and not chosen.path:
-        raise ConfigError("register_as has nothing to register: checkpoint is the base model; name a checkpoint.")
+        raise ConfigError("register_as needs a checkpoint, but checkpoint is the base model: set checkpoint to a run.")
     if not (config.data or config.evaluators):
-        raise ConfigError("There is nothing to evaluate with: give data, evaluators or both.")
+        raise ConfigError("The evaluation has no data and no evaluators: set data, evaluators or both.")
     config = with_model(config, chosen, *([baseline] if baseline else []))
-    evaluators = [build_evaluator(each.builder, each.params) for each in config.evaluators]
-    with service_of(config) as service:
+    evaluators = build_evaluators(config.evaluators)
+    with open_service(config) as service:
         service.check_model(config.model)
         tags = {"tinker.checkpoint": chosen.path or config.model, "tinker.base_model": config.model}
         with open_measurement(config, config.run_name, service.resolved_url, tags) as log, service.session() as session:
-            before = _measure(session, config, baseline, evaluators) if baseline else {}
-            metrics = _measure(session, config, chosen, evaluators)
-            check_measured(config.promote_if, metrics)
-            log.log(chosen.step, metrics | {f"baseline/{key}": value for key, value in before.items()})
+            baseline_metrics: dict[str, float] = {}
+            if baseline:
+                of_baseline = _measure(session, config, baseline, evaluators)
+                baseline_metrics = of_baseline.metrics
+                note_evaluation(log, of_baseline, "baseline/")
+            measured = _measure(session, config, chosen, evaluators)
+            metrics = measured.metrics
+            note_evaluation(log, measured)
+            if not measured.skipped:
+                check_measured(config.promote_if, metrics)
+            log.log(chosen.step, metrics | {f"baseline/{key}": value for key, value in baseline_metrics.items()})
             log.flush()
-            refused = _refusal(config, metrics, before)
-            if refused:
-                note_refusal(log, config.run_name, config.register_as or "", refused)
-            version = "" if refused or not config.register_as else _register(session, config, chosen, log)
+            rejection = _rejection(config, metrics, baseline_metrics)
+            if rejection:
+                note_rejection(log, config.run_name, config.register_as or "", rejection)
+            version = "" if rejection or not config.register_as else _register(session, config, chosen, log)
             columns = ("metric", config.checkpoint, *([config.baseline] if config.baseline else []))
-            write_table(log, "evaluation", config.run_name, columns, _rows(metrics, before))
+            write_table(log, "evaluation", config.run_name, columns, _rows(metrics, baseline_metrics))
         result = EvaluateResult(
             run_name=config.run_name,
             metrics=metrics,
-            baseline=before,
-            not_promoted=refused,
+            baseline=baseline_metrics,
+            not_promoted=rejection,
             version=version,
             flow_run_id=flow_run.get_id() or "",
             tracking_uri=log.client.tracking_uri,
             mlflow_run_id=log.run_id,
         )
-    if not refused:
+    if not rejection:
         return result
-    return cast(EvaluateResult, Completed(name="NotPromoted", message=refused, data=result))
+    return cast(EvaluateResult, Completed(name="NotPromoted", message=rejection, data=result))
 
 
 def show_evaluation(result: EvaluateResult) -> None:
-    """Print what was measured, and what became of it."""
+    """Print the metrics and the outcome of the registration."""
     table = Table(title=result.run_name)
     table.add_column("metric")
     for column in ["checkpoint", "baseline"] if result.baseline else ["checkpoint"]:
@@ -160,16 +177,19 @@ def show_evaluation(result: EvaluateResult) -> None:
 
 
 def _measure(
-    session: tinker.ServiceClient, config: EvaluateConfig, checkpoint: NamedCheckpoint, evaluators: Sequence[Evaluator]
-) -> dict[str, float]:
-    # Submitted, because an async task called by a synchronous flow is never run.
-    trainer = open_trainer(session, checkpoint.path, config.model)
+    session: tinker.ServiceClient,
+    config: EvaluateConfig,
+    checkpoint: NamedCheckpoint,
+    evaluators: Sequence[ConfiguredEvaluator],
+) -> EvaluationResult:
+    # Submitted, because a synchronous flow never runs a directly called async task.
+    trainer = open_training_client(session, checkpoint.path, config.model)
     if trainer:
-        every = [*_held_out(config, trainer.get_tokenizer()), *evaluators]
-        return cast("dict[str, float]", evaluate_trainer.submit(trainer, every, checkpoint.step).result())
+        all_evaluators = [*_held_out(config, trainer.get_tokenizer()), *evaluators]
+        return cast(EvaluationResult, evaluate_trainer.submit(trainer, all_evaluators, checkpoint.step).result())
     sampler, tokenizer = open_sampler(session, checkpoint.path, config.model)
-    every = [*_held_out(config, tokenizer), *evaluators]
-    return cast("dict[str, float]", evaluate_sampler.submit(sampler, every).result())
+    all_evaluators = [*_held_out(config, tokenizer), *evaluators]
+    return cast(EvaluationResult, evaluate_sampler.submit(sampler, all_evaluators).result())
 
 
 def _held_out(config: EvaluateConfig, tokenizer: Tokenizer) -> list[Evaluator]:
@@ -178,17 +198,17 @@ def _held_out(config: EvaluateConfig, tokenizer: Tokenizer) -> list[Evaluator]:
     source = build_dataset(config.data.builder, config.data.params, tokenizer, seed=0)
     if source.test is None:
         raise ConfigError(
-            f"The data source {config.data.builder} has no held-out data: give it some, or leave out data."
+            f"The data source {config.data.builder} has no held-out data: add held-out data, or remove `data`."
         )
     return [HeldOutNLL(source.test, source.tokenizer)]
 
 
-def _refusal(config: EvaluateConfig, metrics: Mapping[str, float], baseline: Mapping[str, float]) -> str:
+def _rejection(config: EvaluateConfig, metrics: Mapping[str, float], baseline: Mapping[str, float]) -> str:
     if not config.promote_if:
         return ""
     gate = PromoteIf.parse(config.promote_if)
-    refusal = gate.refusal(metrics.get(gate.metric), baseline.get(gate.metric))
-    return f"{config.checkpoint} is not promoted: {refusal}." if refusal else ""
+    rejection = gate.rejection(metrics.get(gate.metric), baseline.get(gate.metric))
+    return f"{config.checkpoint} is not promoted: {rejection}." if rejection else ""
 
 
 def _register(
@@ -199,7 +219,7 @@ def _register(
     alias = at if at in ("best", "final") else "promoted"
 
     def save_for_sampling() -> str:
-        trainer = open_trainer(session, checkpoint.path, config.model)
+        trainer = open_training_client(session, checkpoint.path, config.model)
         if trainer is None:
             return checkpoint.path
         with service_errors(f"save {checkpoint.path} for sampling"):
@@ -207,7 +227,7 @@ def _register(
 
     assert config.register_as
     return promote(
-        log, config.register_as, Promoted(alias, checkpoint.step, checkpoint.path, lineage), save_for_sampling
+        log, config.register_as, Promotion(alias, checkpoint.step, checkpoint.path, lineage), save_for_sampling
     )
 
 

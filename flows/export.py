@@ -1,4 +1,4 @@
-"""Export of a checkpoint: as a PEFT adapter and as a merged model, both as Hugging Face tools read them.
+"""Export a checkpoint as a PEFT adapter, as a merged model, or both, in the Hugging Face format.
 
 python -m flows.export checkpoint=RUN@best output=exported
 """
@@ -15,46 +15,47 @@ from rich.console import Console
 
 from blocks import TinkerService
 from blocks.errors import ConfigError
-from flows.blocks_of import service_of, storage_of
-from flows.command_line import main
-from flows.named_checkpoint import CHECKPOINT, WHAT, WeightsConfig, find_checkpoint, with_model
+from flows.config.base import CHECKPOINT, CHECKPOINT_HELP, WeightsConfig
+from flows.runs.blocks import open_service, storage_of
+from flows.runs.checkpoint_refs import find_checkpoint, with_model
+from flows.runs.cli import main
+from tasks.common.service_errors import service_errors
 from tasks.export import build_adapter, build_merged, describe_export, download_adapter
-from tasks.service_errors import service_errors
 
 Form = Literal["adapter", "merged", "both"]
 
 
 class ExportConfig(WeightsConfig):
-    """What to export, and where to."""
+    """Export of a checkpoint."""
 
-    checkpoint: str = Field(title="Checkpoint", description=WHAT, pattern=CHECKPOINT)
+    checkpoint: str = Field(title="Checkpoint", description=CHECKPOINT_HELP, pattern=CHECKPOINT)
     output: str = Field(
         title="Output",
-        description="A directory: the adapter is written into its folder `adapter`, the merged model into `merged`.",
+        description="Output directory: the adapter is written to its folder `adapter`, the merged model to `merged`.",
         min_length=1,
     )
     form: Form = Field(
         default="both",
         title="Form",
-        description="The adapter alone, which peft, vLLM and SGLang load beside the base model; the merged model, as "
-        "large as the base model; or both.",
+        description="`adapter`: the adapter alone, which peft, vLLM and SGLang load alongside the base model. "
+        "`merged`: the merged model, as large as the base model. `both`: adapter and merged model.",
     )
     base_model: str = Field(
         default="",
         title="Base model",
-        description="Where its weights are: a Hugging Face name or a directory. Empty: where the service says that its "
-        "tokenizer is.",
+        description="Hugging Face name or directory of the base model's weights. Empty: the location of the tokenizer, "
+        "as reported by the service.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """What an export left.
+    """Result of an export.
 
     Attributes:
-        path: the tinker:// path that was exported.
-        base_model: of the adapter.
-        adapter, merged: their directories; empty where that was not asked for.
+        path: tinker:// path of the exported checkpoint.
+        base_model: Base model of the adapter.
+        adapter, merged: Output directories; empty if the form was not requested.
     """
 
     path: str
@@ -65,14 +66,14 @@ class ExportResult:
 
 @flow(name="export", flow_run_name="export {config.checkpoint}")
 def export(config: ExportConfig) -> ExportResult:
-    """Write the adapter of a checkpoint, the model merged with it, or both, as Hugging Face tools read them."""
+    """Write a checkpoint's adapter, merged model or both, in the Hugging Face format."""
     chosen = find_checkpoint(config.checkpoint, storage_of(config))
     if not chosen.path:
-        raise ConfigError("checkpoint is `base`, which has no adapter to export: name a checkpoint.")
+        raise ConfigError("checkpoint is `base`, which has no adapter to export: set it to a run or a tinker:// path.")
     config = with_model(config, chosen)
     output = Path(config.output).expanduser().resolve()
     folders = {kind: str(output / kind) for kind in ("adapter", "merged") if config.form in (kind, "both")}
-    with service_of(config) as service, tempfile.TemporaryDirectory(prefix="tinker-flows-export-") as temporary:
+    with open_service(config) as service, tempfile.TemporaryDirectory(prefix="tinker-flows-export-") as temporary:
         base_model = config.base_model or _base_model(service, config.model)
         downloaded = Path(temporary) / "downloaded"
         download_adapter(service, chosen.path, downloaded)
@@ -85,7 +86,7 @@ def export(config: ExportConfig) -> ExportResult:
 
 
 def show_export(result: ExportResult) -> None:
-    """Print what lies where."""
+    """Print the output directories."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"checkpoint   {result.path}")
     console.print(f"base model   {result.base_model}")
@@ -95,8 +96,8 @@ def show_export(result: ExportResult) -> None:
 
 
 def _base_model(service: TinkerService, model: str) -> str:
-    """Where the SDK finds the tokenizer: the engine's own directory of the model, or its name on the hub."""
-    with service.session() as session, service_errors(f"say where {model} is"):
+    """Return the tokenizer's location: the engine's model directory, or a name on the Hugging Face Hub."""
+    with service.session() as session, service_errors(f"look up the tokenizer of {model}"):
         return session.create_lora_training_client(model, rank=1).result().get_tokenizer().name_or_path
 
 

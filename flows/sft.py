@@ -5,48 +5,46 @@ python -m flows.sft --config examples/sft.yaml learning_rate=1e-4
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 from collections.abc import Sequence
+from functools import partial
 
 from prefect import flow
-from pydantic import Field
 
-from flows.command_line import main
-from flows.config import BuilderConfig
-from flows.result import TrainResult, as_state
-from flows.run import open_run
-from flows.segments import in_segments
-from flows.train import train
-from flows.train_config import TrainConfig
+from flows.config.train import SftConfig
+from flows.runs.cli import main
+from flows.runs.result import TrainResult, as_state
+from flows.runs.retries import run_with_restarts
+from flows.runs.run import open_run
+from flows.training.candidates import open_candidates
+from flows.training.trainer import Trainer
+from objectives.aliases import renamed_attribute
+from objectives.batch import TOPK
 from objectives.objective import Objective
-from tasks.data import build_dataset
-from tasks.evaluate import HeldOutNLL, build_evaluator
+from tasks.evaluation.evaluators import HeldOutNLL, build_evaluators
+from tasks.supervised.dataset import build_dataset
 
-# Beside the logprobs of the data under the current weights.
-GIVEN = ("ref_logprobs",)
+__getattr__ = partial(renamed_attribute, "flows.sft")  # names of release 0.1
 
-
-class SftConfig(TrainConfig):
-    """A supervised fine-tuning run."""
-
-    data: BuilderConfig = Field(
-        title="Data", description="A tinker-cookbook SupervisedDatasetBuilder and its parameters."
-    )
+# Batch fields that losses may read, in addition to the current log-probabilities.
+AVAILABLE_INPUTS = ("ref_logprobs", TOPK)  # the latter if the data has K targets per position
 
 
 @flow(name="sft", flow_run_name="{config.run_name}")
 def sft(config: SftConfig) -> TrainResult:
-    """Fine-tune a model on the data of a builder, from the start of the run or its last checkpoint."""
-    with Objective.from_spec(config.objective) as objective:
-        objective.check_needs(GIVEN)
-        evaluators = [build_evaluator(each.builder, each.params) for each in config.evaluators]
+    """Fine-tune a model on a supervised dataset, or resume the run from its last checkpoint."""
+    with Objective.from_spec(config.objective, config.seed) as objective:
+        objective.check_needs(AVAILABLE_INPUTS, can_sample=config.candidates != "off")
+        evaluators = build_evaluators(config.evaluators)
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
-            with open_run(config, restarts, lora_rank=config.lora_rank, seed=config.seed) as run:
+            with open_run(config, restarts, config.adapter) as run:
                 data, tokenizer = config.data, run.client.get_tokenizer()
-                source = build_dataset(data.builder, data.params, tokenizer, config.seed, run.for_builders)
+                source = build_dataset(data.builder, data.params, tokenizer, config.seed, run.builder_arguments)
                 held_out = [HeldOutNLL(source.test, source.tokenizer)] if source.test is not None else []
-                return as_state(train(run, config, source, objective, [*held_out, *evaluators]))
+                candidates = open_candidates(run, config)
+                trainer = Trainer(run, config, source, objective, [*held_out, *evaluators], candidates=candidates)
+                return as_state(trainer.train())
 
-        return in_segments(config, attempt)
+        return run_with_restarts(config, attempt)
 
 
 if __name__ == "__main__":

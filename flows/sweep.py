@@ -1,4 +1,4 @@
-"""A sweep: many runs of one flow, with other values of its config, and what comes of them.
+"""Sweep: run one flow with varied config values and compare the results.
 
 python -m flows.sweep --config examples/sweep.yaml concurrency=4
 """
@@ -14,41 +14,42 @@ from rich.console import Console
 from rich.table import Table
 
 from blocks.storage import RunDirectory
-from flows.blocks_of import storage_of
-from flows.command_line import main
-from flows.shared_service import shared_service
-from flows.stop import CancelledInTheUI
+from flows.monitoring.interrupts import CancelledInTheUI
+from flows.runs.blocks import storage_of
+from flows.runs.cli import main
+from flows.sweeps.backends.cluster import TrialCluster
+from flows.sweeps.backends.deployment import TrialDeployment, check_deployment
+from flows.sweeps.backends.process import TrialProcess
 from flows.sweeps.config import SweepConfig
 from flows.sweeps.plan import SweepPlan, make_plan
-from flows.sweeps.pruning import Pruning
+from flows.sweeps.protocols import Runner
+from flows.sweeps.pruning import Pruner
 from flows.sweeps.record import SweepLog, check_sweep, open_sweep_log
-from flows.sweeps.result import SweepResult, conclude
-from flows.sweeps.schedule import Schedule
-from flows.sweeps.trial_cluster import TrialCluster
-from flows.sweeps.trial_deployment import TrialDeployment, check_deployment
-from flows.sweeps.trial_process import TrialProcess
-from flows.sweeps.trials import Runner, Sweeping, run_trials
+from flows.sweeps.result import SweepResult, finish_sweep
+from flows.sweeps.runner import TrialExecutor, run_trials, shared_service
+from flows.sweeps.scheduler import Schedule
 
 
 @flow(name="sweep", flow_run_name="{config.run_name}")
 def sweep(config: SweepConfig) -> SweepResult:
-    """Run a flow at every point of a space, from the start of the sweep or from where it stopped, and compare."""
+    """Run a flow at every point of a search space and compare the results; a stopped sweep resumes."""
     plan = make_plan(config)
     with storage_of(plan.base_config).run_directory(config.run_name) as directory:
         check_sweep(directory, plan)
         schedule = Schedule(plan, directory)
         try:
             with open_sweep_log(plan, directory) as log:
-                if schedule.num_left:
-                    _run_left(plan, directory, log, schedule)
-                # A tagged task asks the server for a slot before it starts, and fails where the server is away.
+                if schedule.num_remaining:
+                    _run_remaining(plan, directory, log, schedule)
+                # Without tags: a tagged task asks the server for a slot before it starts, and fails if the server is
+                # unavailable.
                 with TagsContext(current_tags=set()):
-                    return conclude(plan, directory, log, schedule.trials)
+                    return finish_sweep(plan, directory, log, schedule.trials)
         except CancelledInTheUI as cancelled:
             return cast(SweepResult, Cancelled(message=str(cancelled)))
 
 
-def _run_left(plan: SweepPlan, directory: RunDirectory, log: SweepLog, schedule: Schedule) -> None:
+def _run_remaining(plan: SweepPlan, directory: RunDirectory, log: SweepLog, schedule: Schedule) -> None:
     config = plan.config
     if config.deployment:
         check_deployment(config.deployment)
@@ -57,13 +58,13 @@ def _run_left(plan: SweepPlan, directory: RunDirectory, log: SweepLog, schedule:
         new_runner = partial(TrialCluster, config.cluster, config.flow, log, config.metric)
     else:
         new_runner = partial(TrialProcess, config.flow)
-    pruning = Pruning(config.prune, config.mode) if config.prune else None
+    pruning = Pruner(config.prune, config.mode) if config.prune else None
     with shared_service(plan.base_config, config.run_name, directory.location) as base_url:
-        run_trials(Sweeping(plan, log, base_url, pruning, new_runner), schedule, config.concurrency)
+        run_trials(TrialExecutor(plan, log, base_url, pruning, new_runner), schedule, config.concurrency)
 
 
 def show_sweep(result: SweepResult) -> None:
-    """Print the best points and where to look next."""
+    """Print the best points and the locations of the report and the MLflow run."""
     table = Table(title=f"{result.run_name}: the best of {result.num_points} points")
     for column in result.columns:
         table.add_column(column, overflow="fold")
@@ -71,13 +72,13 @@ def show_sweep(result: SweepResult) -> None:
         table.add_row(*row)
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
-    for name, where in (
+    for name, value in (
         ("trials", f"{result.num_completed} completed, {result.num_pruned} pruned, {result.num_failed} failed"),
         ("best config", result.best_config),
         ("report", result.report),
         ("MLflow run", f"{result.mlflow_run_id} at {result.tracking_uri}"),
     ):
-        console.print(f"{name:12} {where}")
+        console.print(f"{name:12} {value}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Sweeps: points, trials, backends and results."""

@@ -1,68 +1,82 @@
-"""Ablations and grids of weights: the dimensions of a sweep that come of its objective's regularizers."""
+"""Ablations and weight grids: search dimensions generated from the regularizers of an objective."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 from blocks.errors import ConfigError
 from flows.sweeps.config import Ablation, Range, SweepConfig
 from flows.sweeps.space import Dimension, Label, Option
+from objectives.aliases import renamed_attribute
 from objectives.objective import Objective
 from objectives.schedule import Constant, WeightSchedule
 from objectives.spec import ObjectiveSpec
+
+__getattr__ = partial(renamed_attribute, "flows.sweeps.ablation")  # names of release 0.1
 
 ABLATION = "ablation"
 ALL, NONE = "all", "none"
 
 
 @dataclass(frozen=True, slots=True)
-class Weighted:
-    """A regularizer that trains: its name and its weight in the base config."""
+class WeightedRegularizer:
+    """Trained regularizer with its weight in the base config; None if it has a target instead."""
 
     name: str
-    weight: WeightSchedule
+    weight: WeightSchedule | None
 
     @property
     def path(self) -> str:
         return f"objective.regularizers.{self.name}"
 
 
-def weighted_of(spec: ObjectiveSpec) -> list[Weighted]:
-    """The enabled regularizers of an objective that have a weight; monitors have none.
+def weighted_regularizers(spec: ObjectiveSpec) -> list[WeightedRegularizer]:
+    """Return the enabled regularizers of an objective that have a weight or a target; monitors have none.
 
     Raises:
-        ObjectiveError: the objective is wrong.
+        ObjectiveError: The objective is invalid.
     """
     with Objective.from_spec(spec) as objective:
-        return [Weighted(each.name, each.schedule) for each in objective.regularizers if each.term.kind != "monitor"]
+        return [
+            WeightedRegularizer(regularizer.name, None if regularizer.target else regularizer.schedule)
+            for regularizer in objective.regularizers
+            if regularizer.term.kind != "monitor"
+        ]
 
 
-def ablation_dimensions(config: SweepConfig, regularizers: Sequence[Weighted]) -> list[Dimension]:
-    """What `ablation` and `weights` add to the space.
+def ablation_dimensions(config: SweepConfig, regularizers: Sequence[WeightedRegularizer]) -> list[Dimension]:
+    """Return the dimensions that `ablation` and `weights` add to the space.
 
     Raises:
-        ConfigError: there is nothing that they could change.
+        ConfigError: The base config has no regularizer that they could vary.
     """
     if config.ablation == "none" and config.weights == "fixed":
         return []
     if not regularizers:
         raise ConfigError(
-            "ablation and weights are about the regularizers of the base config, and it has none that is enabled: "
-            "give it some, or leave them out."
+            "ablation and weights vary the regularizers of the base config, but it has no enabled one: add a "
+            "regularizer, or remove ablation and weights."
         )
-    weights = [_weight_dimension(config, each) for each in regularizers] if config.weights == "log-grid" else []
-    names = [each.name for each in regularizers]
-    kept = {} if config.ablation == "none" else subsets(config.ablation, names)
-    off = [Option(label, _left_out(config, [n for n in names if n not in trained])) for label, trained in kept.items()]
-    # Last, so that what is left out stays so whatever weight another dimension gives it.
-    return [*weights, *([Dimension(ABLATION, tuple(off))] if off else [])]
+    weights = (
+        [_weight_dimension(config, regularizer) for regularizer in regularizers] if config.weights == "log-grid" else []
+    )
+    names = [regularizer.name for regularizer in regularizers]
+    with_target = {regularizer.name for regularizer in regularizers if regularizer.weight is None}
+    subsets_by_label = {} if config.ablation == "none" else subsets(config.ablation, names)
+    options = [
+        Option(label, _ablated_fields(config, [name for name in names if name not in subset], with_target))
+        for label, subset in subsets_by_label.items()
+    ]
+    # The ablation comes last, so that it overrides the weights of other dimensions.
+    return [*weights, *([Dimension(ABLATION, tuple(options))] if options else [])]
 
 
 def subsets(ablation: Ablation, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The regularizers that train, by what the report calls them.
+    """Return the subsets of regularizers to train with, each by its label in the report.
 
     >>> subsets("leave_one_out", ["a", "b"])
     {'all': ('a', 'b'), 'without a': ('b',), 'without b': ('a',)}
@@ -73,46 +87,56 @@ def subsets(ablation: Ablation, names: Sequence[str]) -> dict[str, tuple[str, ..
     """
     everything = tuple(names)
     if ablation == "leave_one_out":
-        rest = {f"without {name}": tuple(each for each in names if each != name) for name in names}
+        rest = {f"without {name}": tuple(other for other in names if other != name) for name in names}
         return {ALL: everything, **rest}
     if ablation == "one_at_a_time":
         return {NONE: (), **{f"only {name}": (name,) for name in names}}
     sizes = range(1, len(names))
-    some = {" + ".join(subset): subset for size in sizes for subset in combinations(names, size)}
-    return {NONE: (), **some, ALL: everything}
+    partial_subsets = {" + ".join(subset): subset for size in sizes for subset in combinations(names, size)}
+    return {NONE: (), **partial_subsets, ALL: everything}
 
 
-def without_idle(values: Mapping[str, Label], dimensions: Sequence[Dimension]) -> dict[str, Label]:
-    """The values of a point but for those that change nothing: of a regularizer that it leaves out.
+def drop_idle_values(values: Mapping[str, Label], dimensions: Sequence[Dimension]) -> dict[str, Label]:
+    """Drop the values of a point that have no effect, such as the weight of an ablated regularizer.
 
-    Two points that differ in nothing else are one.
+    Points that differ only in such values are equal.
     """
-    ablated = [path for each in dimensions if each.name == ABLATION for path in each.fields_of(values[ABLATION])]
+    ablated = [
+        path for dimension in dimensions if dimension.name == ABLATION for path in dimension.fields_of(values[ABLATION])
+    ]
     idle = tuple(path.rpartition(".")[0] + "." for path in ablated)
     return {name: value for name, value in values.items() if not name.startswith(idle)}
 
 
-def _left_out(config: SweepConfig, names: Sequence[str]) -> dict[str, Any]:
+def _ablated_fields(config: SweepConfig, names: Sequence[str], with_target: Collection[str]) -> dict[str, Any]:
     field, value = ("weight", 0.0) if config.measure_ablated else ("enabled", False)
-    return {f"objective.regularizers.{name}.{field}": value for name in names}
+    fields: dict[str, Any] = {f"objective.regularizers.{name}.{field}": value for name in names}
+    if config.measure_ablated:
+        fields |= {f"objective.regularizers.{name}.target": None for name in names if name in with_target}
+    return fields
 
 
-def _weight_dimension(config: SweepConfig, regularizer: Weighted) -> Dimension:
+def _weight_dimension(config: SweepConfig, regularizer: WeightedRegularizer) -> Dimension:
     path, weight, factors = f"{regularizer.path}.weight", regularizer.weight, sorted(config.weight_factors)
+    if weight is None:
+        raise ConfigError(
+            f"weights=log-grid multiplies weights, but {regularizer.name!r} has a target instead: set weights to "
+            f"'fixed', and list values of {regularizer.path}.target in space."
+        )
     if isinstance(weight, Constant):
         if weight.value == 0:
             raise ConfigError(
-                f"weights is log-grid, which multiplies weights, and that of {regularizer.name!r} is 0: give it one, "
-                "disable it, or list its weights in space."
+                f"weights=log-grid multiplies the weight of {regularizer.name!r}, which is 0: set a positive weight, "
+                "disable the regularizer, or list its weights in space."
             )
         if config.search.method != "grid":
             return Dimension(path, Range(low=factors[0] * weight.value, high=factors[-1] * weight.value, log=True))
         values = [float(f"{factor * weight.value:.6g}") for factor in factors]
         return Dimension(path, tuple(Option(value, {path: value}) for value in values))
-    return Dimension(path, tuple(Option(f"x{factor:g}", {path: _times(weight, factor)}) for factor in factors))
+    return Dimension(path, tuple(Option(f"x{factor:g}", {path: _scaled(weight, factor)}) for factor in factors))
 
 
-def _times(weight: WeightSchedule, factor: float) -> dict[str, Any]:
-    """A schedule whose every weight is so many times as great."""
+def _scaled(weight: WeightSchedule, factor: float) -> dict[str, Any]:
+    """Return the fields of a weight schedule multiplied by a factor."""
     fields = weight.model_dump()
     return fields | {key: fields[key] * factor for key in ("start", "end", "value") if key in fields}

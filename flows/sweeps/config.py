@@ -1,4 +1,4 @@
-"""The config of a sweep: a flow, what all of its trials share, and what differs between them."""
+"""Config of a sweep: the flow, the fields that all trials share, and the search space."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from flows.config import Config, NamedConfig
+from flows.config.base import Config, NamedConfig
 
 Ablation = Literal["none", "leave_one_out", "one_at_a_time", "all_subsets"]
 
-# What YAML 1.1 takes for text: an exponent without a point.
+# YAML 1.1 reads exponents without a decimal point, such as 1e-4, as text.
 _EXPONENT = re.compile(r"[+-]?\d+[eE][+-]?\d+")
 
 
@@ -20,19 +20,21 @@ def _read_number(value: object) -> object:
 
 
 class Range(Config):
-    """Every number between two."""
+    """Range of numbers."""
 
-    low: int | float = Field(title="Low", description="The least value; two whole numbers make a range of such.")
-    high: int | float = Field(title="High", description="The greatest value.")
-    log: bool = Field(default=False, title="Logarithmic", description="Whether equal factors are equally far apart.")
-    num: int = Field(default=5, ge=2, title="Number", description="How many values a grid takes of it.")
+    low: int | float = Field(
+        title="Low", description="Smallest value. If both ends are integers, the range contains only integers."
+    )
+    high: int | float = Field(title="High", description="Largest value.")
+    log: bool = Field(default=False, title="Logarithmic", description="Sample on a logarithmic scale.")
+    num: int = Field(default=5, ge=2, title="Number", description="Number of values in a grid search.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.low < self.high:
-            raise ValueError(f"low {self.low} is not below high {self.high}")
+            raise ValueError(f"low is {self.low}, but must be below high, which is {self.high}")
         if self.log and self.low <= 0:
-            raise ValueError(f"low {self.low} is not above 0, and the range is logarithmic")
+            raise ValueError(f"low is {self.low}, but a logarithmic range must be positive")
         return self
 
 
@@ -40,127 +42,136 @@ Choice = Annotated[Any, BeforeValidator(_read_number)]
 
 
 class SearchConfig(Config):
-    """Which points of the space are tried."""
+    """Search of a sweep's space."""
 
     method: Literal["grid", "random", "bayesian"] = Field(
         default="grid",
         title="Method",
-        description="`grid` tries every combination, `random` draws them, `bayesian` draws them where points before "
-        "were good (optuna's TPE).",
+        description="`grid` tries every combination, `random` samples uniformly, and `bayesian` samples near good "
+        "points (TPE of optuna).",
     )
     num_points: int = Field(
-        default=20, ge=1, title="Points", description="How many `random` and `bayesian` try; more later go on."
+        default=20,
+        ge=1,
+        title="Points",
+        description="Number of points for `random` and `bayesian`; raise it later to extend the sweep.",
     )
-    seed: int = Field(default=0, ge=0, title="Seed", description="Of what they draw.")
+    seed: int = Field(default=0, ge=0, title="Seed", description="Seed of the search.")
 
 
 class PruneConfig(Config):
-    """Trials that are stopped before their end because others were better at the same step."""
+    """Early stopping of trials that are worse than the others at the same step."""
 
     rule: Literal["median", "successive_halving"] = Field(
         title="Rule",
-        description="`median`: the best so far is worse than the median that the finished trials had at that step. "
-        "`successive_halving`: at each rung of steps only one of `factor` trials goes on.",
+        description="`median`: stop if the best value so far is worse than the median of the finished trials at that "
+        "step. `successive_halving`: at each rung of steps, one of `factor` trials continues.",
     )
-    min_steps: int = Field(default=1, ge=1, title="Steps", description="Nothing is stopped before this step.")
+    min_steps: int = Field(default=1, ge=1, title="Steps", description="First step at which a trial may stop.")
     min_trials: int = Field(
-        default=4, ge=1, title="Trials", description="Finished trials that `median` wants to compare with."
+        default=4, ge=1, title="Trials", description="Number of finished trials that `median` needs."
     )
-    factor: int = Field(default=3, ge=2, title="Factor", description="Of `successive_halving`, between two rungs.")
+    factor: int = Field(
+        default=3, ge=2, title="Factor", description="Factor between two rungs, for `successive_halving`."
+    )
 
 
 class SweepConfig(NamedConfig):
-    """Many runs of one flow, and what comes of them.
+    """Runs of one flow over a search space.
 
-    A point is a place of the space; a trial is a run of a point with one seed, `<run_name>-<point>-s<seed>`.
+    A point is a combination of values; a trial is a run of a point with one seed, named `<run_name>-<point>-s<seed>`.
     """
 
     flow: str = Field(
         default="sft",
         title="Flow",
-        description="What a trial runs: a flow of this project by its name, or one by its import path, "
-        "`package.module:name`, whose parameter `config` is a config of training.",
+        description="Flow to run, by name or by import path, `package.module:name`; its parameter `config` must be a "
+        "training config.",
         min_length=1,
     )
     base: dict[str, Any] | str = Field(
-        title="Base", description="The fields that all trials share, or the path of a YAML file with them."
+        title="Base", description="Config fields that all trials share, or the path of a YAML file with them."
     )
     fixed: dict[str, Choice] = Field(
         default_factory=dict,
         title="Fixed",
-        description="Fields by their dotted path that replace those of the base in all trials.",
+        description="Values by dotted path that override fields of the base in all trials.",
     )
     space: dict[str, Range | Annotated[tuple[Choice, ...], Field(min_length=1)]] = Field(
         default_factory=dict,
         title="Space",
-        description="What differs: a field by its dotted path (an entry of a list by its number or its `name`), and "
-        "its values or its range.",
+        description="Values or range of each varied field, by dotted path. List entries are addressed by index or "
+        "`name`.",
         examples=[{"learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}, "lora_rank": [4, 16]}],
     )
     ablation: Ablation = Field(
         default="none",
         title="Ablation",
-        description="Which of the regularizers train: all of them, and all but each one; none, and each one alone; or "
-        "every subset.",
+        description="Subsets of regularizers to train: all, and all but one (`leave_one_out`); none, and each alone "
+        "(`one_at_a_time`); or every subset (`all_subsets`).",
     )
     measure_ablated: bool = Field(
         default=True,
-        title="Measure what is left out",
-        description="A regularizer that an ablation leaves out is measured all the same, at weight 0; else it is "
-        "disabled.",
+        title="Measure ablated",
+        description="Measure ablated regularizers at weight 0; otherwise they are disabled.",
     )
     weights: Literal["fixed", "log-grid"] = Field(
         default="fixed",
         title="Weights",
-        description="`log-grid` multiplies each regularizer's weight, whatever its schedule, by each of "
-        "`weight_factors`; a search that draws takes a range of them.",
+        description="`log-grid` multiplies each regularizer's weight, or its whole schedule, by each of "
+        "`weight_factors`; `random` and `bayesian` sample from their range.",
     )
     weight_factors: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        default=(0.1, 1.0, 10.0), min_length=2, title="Factors", description="Of `log-grid`."
+        default=(0.1, 1.0, 10.0), min_length=2, title="Factors", description="Factors of `log-grid`."
     )
-    search: SearchConfig = Field(default=SearchConfig(), title="Search", description="Which points are tried.")
+    search: SearchConfig = Field(default=SearchConfig(), title="Search", description="Search strategy.")
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        default=(0,), min_length=1, title="Seeds", description="Each point is run once with each."
+        default=(0,), min_length=1, title="Seeds", description="Seeds to run each point with."
     )
     metric: str = Field(
-        default="test/nll", title="Metric", description="By whose last value points are compared.", min_length=1
+        default="test/nll",
+        title="Metric",
+        description="Metric whose last value ranks the points.",
+        min_length=1,
     )
     mode: Literal["min", "max"] = Field(
-        default="min", title="Mode", description="Whether the best has the smallest or the largest value."
+        default="min", title="Mode", description="Whether smaller (`min`) or larger (`max`) values are better."
     )
     prune: PruneConfig | None = Field(
         default=None,
         title="Early stopping",
-        description="Stop bad trials by the metric, wherever they log it; none are unless this is given.",
+        description="Stop bad trials early, judged by the metric at the steps that log it. Unset: no early stopping.",
     )
-    concurrency: int = Field(default=2, ge=1, le=64, title="Concurrency", description="Trials at once.")
+    concurrency: int = Field(
+        default=2, ge=1, le=64, title="Concurrency", description="Number of trials that run at the same time."
+    )
     retries: int = Field(
         default=1,
         ge=0,
         title="Retries",
-        description="How often a trial that failed is tried again, from its last checkpoint, where that may help.",
+        description="Number of retries of a failed trial, from its last checkpoint, if the error may be temporary.",
     )
     deployment: str = Field(
         default="",
         title="Deployment",
-        description="`FLOW/NAME` of a deployment whose workers run the trials. Empty: processes of the sweep's own.",
+        description="`FLOW/NAME` of a deployment whose workers run the trials. Empty: local processes.",
         pattern=r"^([^/]+/[^/]+)?$",
     )
     cluster: Literal["dask", "ray"] | None = Field(
         default=None,
         title="Cluster",
-        description="Workers of which cluster run the trials instead: the one that DASK_SCHEDULER_ADDRESS or "
-        "RAY_ADDRESS names, else one that the sweep starts. Each needs its extra installed.",
+        description="Cluster whose workers run the trials: the one at DASK_SCHEDULER_ADDRESS or RAY_ADDRESS, else one "
+        "that the sweep starts. Needs the extra of the same name.",
     )
 
     @model_validator(mode="after")
     def _check_seeds(self) -> Self:
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError("seeds holds one of them twice")
+            raise ValueError("seeds contains duplicates: list each seed once")
         return self
 
     @model_validator(mode="after")
     def _check_cluster(self) -> Self:
         if self.deployment and self.cluster:
-            raise ValueError("deployment and cluster both say who runs the trials: leave one of them out")
+            raise ValueError("deployment and cluster are both set: remove one of them")
         return self

@@ -1,4 +1,4 @@
-"""What a sweep will run, checked before any of it does."""
+"""Plan of a sweep: all points and configs, validated before the first trial."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from blocks.errors import ConfigError
-from flows.blocks_of import service_url
-from flows.config_file import read_yaml, validate_fields
-from flows.find_flow import find_flow
-from flows.sweeps.ablation import ablation_dimensions, weighted_of, without_idle
+from flows.config.flow_lookup import find_flow
+from flows.config.loader import read_yaml, validate_fields
+from flows.config.train import TrainConfig
+from flows.runs.blocks import service_url
+from flows.sweeps.ablation import ablation_dimensions, drop_idle_values, weighted_regularizers
 from flows.sweeps.config import SweepConfig
-from flows.sweeps.search import Tried, every_point, next_point
+from flows.sweeps.search import TriedPoint, every_point, next_point
 from flows.sweeps.space import Dimension, Label, apply, dimensions_of
-from flows.train_config import TrainConfig
 from objectives.objective import Objective
-from tasks.trials import Point
+from tasks.sweeps.store import Point
 
-# What the sweep itself gives each trial, or what they have to have in common.
+# Fields that the sweep sets for each trial, or that all trials must share.
 _NOT_VARIED = {"run_name", "seed", "resume", "storage", "tracking", "experiment", "mlflow_tags", "base_url"}
 _OF_THE_ENGINE = {"model", "engine"}
 _MOST_POINTS = 10_000
@@ -29,14 +29,14 @@ _MOST_POINTS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """A sweep whose every config is known to be one.
+    """Validated sweep.
 
     Attributes:
-        config: what was asked for.
-        base: the fields of the base with those that are fixed in their place.
-        base_config: the same, checked.
-        dimensions: of its space.
-        grid: the values of every point of a grid, in order; empty for a search that draws.
+        config: Config of the sweep.
+        base: Fields of the base config, including the fixed ones.
+        base_config: Validated base config.
+        dimensions: Dimensions of the search space.
+        grid: Values of every point of a grid search, in order; empty for other searches.
     """
 
     config: SweepConfig
@@ -49,18 +49,18 @@ class SweepPlan:
     def num_points(self) -> int:
         return len(self.grid) or self.config.search.num_points
 
-    def next_point(self, tried: Sequence[Tried]) -> Point | None:
-        """The point behind those that were tried, or are; None where there is no more."""
+    def next_point(self, tried: Sequence[TriedPoint]) -> Point | None:
+        """Return the point that follows the tried ones; None after the last point."""
         number = len(tried) + 1
         if number > self.num_points:
             return None
         if self.grid:
             return Point(number, self.grid[number - 1])
-        drawn = next_point(self.config.search, self.dimensions, self.config.mode, tried)
-        return Point(number, without_idle(drawn, self.dimensions))
+        values = next_point(self.config.search, self.dimensions, self.config.mode, tried)
+        return Point(number, drop_idle_values(values, self.dimensions))
 
     def fields_of(self, values: Mapping[str, Label], run_name: str, seed: int) -> dict[str, Any]:
-        """The fields of a run at a place of the space."""
+        """Return the config fields of a trial."""
         overrides: dict[str, Any] = {}
         for dimension in self.dimensions:
             if dimension.name in values:
@@ -68,49 +68,49 @@ class SweepPlan:
         return apply(self.base, overrides) | {"run_name": run_name, "seed": seed}
 
     def config_of(self, values: Mapping[str, Label], run_name: str, seed: int) -> TrainConfig:
-        """The config of that run.
+        """Return the config of a trial.
 
         Raises:
-            ConfigError: there is none there.
+            ConfigError: The values are invalid.
         """
         return validate_fields(type(self.base_config), self.fields_of(values, run_name, seed))
 
     def trial_name(self, point: int, seed: int) -> str:
-        """The run name of a trial, with room for any number of points."""
+        """Return the run name of a trial; point numbers have at least three digits."""
         return f"{self.config.run_name}-{point:03d}-s{seed}"
 
 
 def make_plan(config: SweepConfig) -> SweepPlan:
-    """Lay a sweep out.
+    """Plan a sweep.
 
     Raises:
-        ConfigError, ObjectiveError: a path that leads nowhere, a value that its field does not take, or no such flow.
+        ConfigError, ObjectiveError: A path, a value or the flow does not exist or is invalid.
     """
-    found = find_flow(config.flow)
+    flow = find_flow(config.flow)
     base = apply(read_yaml(Path(config.base)) if isinstance(config.base, str) else config.base, config.fixed)
-    base_config = validate_fields(found.config_type, base | {"run_name": config.run_name})
+    base_config = validate_fields(flow.config_type, base | {"run_name": config.run_name})
     _check_paths(config, base_config)
     varies = config.ablation != "none" or config.weights != "fixed"
     dimensions = dimensions_of(config) + ablation_dimensions(
-        config, weighted_of(base_config.objective) if varies else []
+        config, weighted_regularizers(base_config.objective) if varies else []
     )
     plan = SweepPlan(config, base, base_config, dimensions, ())
     _check_values(plan)
     if config.search.method != "grid":
         if not dimensions:
-            raise ConfigError(f"The search is {config.search.method}, and nothing differs: give it a space.")
+            raise ConfigError(f"The search {config.search.method} has nothing to vary: set space.")
         return plan
-    num = prod(len(each.options) for each in dimensions)
-    if num > _MOST_POINTS:
+    num_points = prod(len(dimension.options) for dimension in dimensions)
+    if num_points > _MOST_POINTS:
         raise ConfigError(
-            f"The grid has {num:,} points, and at most {_MOST_POINTS:,} are tried: give it fewer values, or take the "
+            f"The grid has {num_points:,} points, and the limit is {_MOST_POINTS:,}: reduce the values, or use the "
             "search `random` or `bayesian`."
         )
-    # Points that differ only in what an ablation leaves out are one.
-    found_points = {
-        json.dumps(values): values for values in (without_idle(v, dimensions) for v in every_point(dimensions))
+    # Points that differ only in the weights of ablated regularizers are equal.
+    distinct = {
+        json.dumps(values): values for values in (drop_idle_values(v, dimensions) for v in every_point(dimensions))
     }
-    plan = SweepPlan(config, base, base_config, dimensions, tuple(found_points.values()))
+    plan = SweepPlan(config, base, base_config, dimensions, tuple(distinct.values()))
     for number, values in enumerate(plan.grid, start=1):
         _check(plan, values, f"point {number}")
     return plan
@@ -120,25 +120,23 @@ def _check_paths(config: SweepConfig, base: TrainConfig) -> None:
     fixed = _NOT_VARIED if service_url(base.base_url) else _NOT_VARIED | _OF_THE_ENGINE
     for path in config.space:
         if (head := path.partition(".")[0]) in fixed:
-            what = "give seeds" if head == "seed" else "leave it out of space"
-            raise ConfigError(
-                f"space holds {path!r}, which the trials of a sweep have in common or are given by it: {what}."
-            )
+            fix = "use seeds" if head == "seed" else "remove it from space"
+            raise ConfigError(f"space contains {path!r}, which the sweep sets or all trials share: {fix}.")
 
 
 def _check_values(plan: SweepPlan) -> None:
-    """Each value by itself: what it leads to, and whether it is one."""
+    """Validate each value of each dimension by itself."""
     for dimension in plan.dimensions:
         for option in dimension.extremes:
             _check(plan, {dimension.name: option.label}, "the space")
 
 
-def _check(plan: SweepPlan, values: Mapping[str, Label], what: str) -> None:
-    at = ", ".join(f"{name}={value}" for name, value in values.items()) or "its base"
+def _check(plan: SweepPlan, values: Mapping[str, Label], subject: str) -> None:
+    assignment = ", ".join(f"{name}={value}" for name, value in values.items()) or "the base config"
     try:
         longest = plan.trial_name(plan.num_points, max(plan.config.seeds))
         spec = plan.config_of(values, longest, 0).objective
         with Objective.from_spec(spec):
             pass
-    except ValueError as error:  # a ConfigError or an ObjectiveError
-        raise ConfigError(f"Nothing was run, because of {what} with {at}: {error}") from error
+    except ValueError as error:  # ConfigError or ObjectiveError
+        raise ConfigError(f"No trial was run, because {subject} is invalid at {assignment}: {error}") from error

@@ -1,10 +1,11 @@
-"""Pruning: whether a trial is worth going on with, by what the others had come to at the same step."""
+"""Early stopping of trials that are worse than the others at the same step."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import optuna
@@ -12,43 +13,46 @@ from optuna.pruners import BasePruner, MedianPruner, SuccessiveHalvingPruner
 from optuna.trial import TrialState
 
 from flows.sweeps.config import PruneConfig
+from objectives.aliases import renamed_attribute
+
+__getattr__ = partial(renamed_attribute, "flows.sweeps.pruning")  # names of release 0.1
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
-# A metric by step.
+# Values of a metric, by step.
 Curve = Sequence[tuple[int, float]]
 
 
-class Pruning:
-    """The trials of a sweep as an optuna study that prunes them; each has its own name."""
+class Pruner:
+    """Optuna study that decides which trials of a sweep to stop; trials are identified by run name."""
 
     def __init__(self, config: PruneConfig, mode: Literal["min", "max"]) -> None:
         direction = "minimize" if mode == "min" else "maximize"
         self._study = optuna.create_study(pruner=_pruner(config), direction=direction)
         self._min_steps = config.min_steps
         self._trials: dict[str, tuple[optuna.Trial, set[int]]] = {}
-        self._lock = threading.Lock()  # several trials log at once
+        self._lock = threading.Lock()  # trials report concurrently
 
     def begin(self, name: str, curve: Curve) -> None:
-        """A trial begins, or goes on behind what it came to so far."""
+        """Add a trial; `curve` has its values so far if it resumes."""
         with self._lock:
             self._trials[name] = self._study.ask(), set()
         for step, value in curve:
             self.should_stop(name, step, value)
 
     def should_stop(self, name: str, step: int, value: float) -> bool:
-        """Note what a trial came to at a step; whether that is too bad to go on."""
+        """Report the value of a trial at a step; return whether to stop the trial."""
         if step < self._min_steps or not math.isfinite(value):
             return False
         with self._lock:
             trial, steps = self._trials[name]
-            if step not in steps:  # a trial that goes on from a checkpoint comes by the steps behind it again
+            if step not in steps:  # a trial that resumes from a checkpoint repeats the steps after it
                 trial.report(value, step)
                 steps.add(step)
             return trial.should_prune()
 
     def end(self, name: str, value: float | None, *, pruned: bool) -> None:
-        """A trial has ended, with its last value, or None where it failed."""
+        """Report the end of a trial with its last value; None if it failed."""
         state = TrialState.PRUNED if pruned else TrialState.FAIL if value is None else TrialState.COMPLETE
         with self._lock:
             trial, _ = self._trials.pop(name)

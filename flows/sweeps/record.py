@@ -1,36 +1,34 @@
-"""A sweep's record in its own directory and in MLflow, where its trials' runs are below its own."""
+"""Record of a sweep in its directory and in MLflow, with the trials' runs as children."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import Param, Run
-from mlflow.exceptions import MlflowException
-from prefect.exceptions import TerminationSignal
+from mlflow.entities import Run
 from prefect.runtime import flow_run
 
 from blocks import MLflowTracking
-from blocks.errors import ConfigError, ServiceError
+from blocks.errors import ConfigError
 from blocks.storage import RunDirectory
-from flows.blocks_of import tracking_of
-from flows.stop import CancelledInTheUI
+from flows.runs.blocks import tracking_of
+from flows.runs.mlflow_run import open_mlflow_run
 from flows.sweeps.plan import SweepPlan
 
 CONFIG_NAME = "sweep.json"
 
-# What may differ between the parts of one sweep: how it runs and how far, never what its points are.
+# Fields that may change when a sweep resumes: how it runs, but not its points.
 _MAY_CHANGE = {"concurrency", "retries", "deployment", "cluster", "seeds", "prune"}
 
 
 @dataclass(frozen=True, slots=True)
 class SweepLog:
-    """The MLflow run of a sweep, and those of its trials."""
+    """MLflow run of a sweep, and the runs of its trials."""
 
     tracking: MLflowTracking
     client: MlflowClient
@@ -38,18 +36,18 @@ class SweepLog:
     run_id: str
 
     def tags_of(self, sweep: str, point: int) -> dict[str, str]:
-        """The tags of a trial's run."""
+        """Return the tags of a trial's run."""
         return {"mlflow.parentRunId": self.run_id, "tinker_flows.sweep": sweep, "tinker_flows.point": str(point)}
 
     def trial(self, run_name: str) -> Run | None:
-        """The run of a trial; None where it has not begun."""
-        by = f"tags.`mlflow.parentRunId` = '{self.run_id}' and attributes.run_name = '{run_name}'"
+        """Return the run of a trial; None before its start."""
+        query = f"tags.`mlflow.parentRunId` = '{self.run_id}' and attributes.run_name = '{run_name}'"
         with self.tracking.failures():
-            found = self.client.search_runs([self.experiment_id], by, max_results=1)
-        return found[0] if found else None
+            runs = self.client.search_runs([self.experiment_id], query, max_results=1)
+        return runs[0] if runs else None
 
     def curve(self, run: Run | None, metric: str) -> list[tuple[int, float]]:
-        """What a trial has logged of a metric, by step."""
+        """Return the logged values of a metric, sorted by step."""
         if run is None:
             return []
         with self.tracking.failures():
@@ -58,14 +56,14 @@ class SweepLog:
 
 
 def check_sweep(directory: RunDirectory, plan: SweepPlan) -> None:
-    """Keep the config of a sweep, and hold every later start under its name to it.
+    """Record the config of a new sweep; check that a resumed sweep has the same config.
 
     Raises:
-        ConfigError: the name is in use by another sweep, or by a run.
+        ConfigError: The name is in use by another sweep or by a run.
     """
     if directory.read_bytes("config.json") is not None:
         raise ConfigError(
-            f"The run name {plan.config.run_name!r} is that of a run, in {directory.location}: choose another run_name."
+            f"The run name {plan.config.run_name!r} is in use by a run in {directory.location}: choose another one."
         )
     now = _as_recorded(plan)
     recorded = directory.read_bytes(CONFIG_NAME)
@@ -83,33 +81,26 @@ def check_sweep(directory: RunDirectory, plan: SweepPlan) -> None:
 
 @contextmanager
 def open_sweep_log(plan: SweepPlan, directory: RunDirectory) -> Iterator[SweepLog]:
-    """The sweep's one MLflow run, marked finished, failed or killed at the end."""
-    tracking = tracking_of(plan.base_config)
-    client = tracking.get_client()
-    with tracking.failures():
-        experiment = tracking.experiment_id(client)
-        log = SweepLog(tracking, client, experiment, _mlflow_run(client, experiment, plan, directory))
-        client.set_tag(log.run_id, "prefect.flow_run_id", flow_run.get_id() or "")
-        client.update_run(log.run_id, status="RUNNING")
-    status = "FAILED"
-    try:
-        yield log
-        status = "FINISHED"
-    except (KeyboardInterrupt, TerminationSignal, CancelledInTheUI):
-        status = "KILLED"
-        raise
-    finally:
-        with suppress(ServiceError), tracking.failures():
-            client.set_terminated(log.run_id, status=status)
+    """Open the MLflow run of a sweep."""
+    tracking, config = tracking_of(plan.base_config), plan.config
+    record = directory.location.encode() + (directory.read_bytes(CONFIG_NAME) or b"")
+    with open_mlflow_run(
+        tracking,
+        config.run_name,
+        hashlib.sha256(record).hexdigest(),
+        params=config.model_dump(mode="json", exclude={"base"}),
+        tags={"tinker_flows.sweep": config.run_name, "prefect.flow_run_id": flow_run.get_id() or ""},
+    ) as log:
+        yield SweepLog(tracking, log.client, tracking.experiment_id(log.client), log.run_id)
 
 
 def last_values(run: Run | None) -> dict[str, float]:
-    """The last value of every metric of a trial."""
+    """Return the last value of every metric of a trial."""
     return dict(run.data.metrics) if run else {}
 
 
 def log_best(log: SweepLog, point: int, mean: float, metric: str) -> None:
-    """Put the best point and its mean on the sweep's run, where MLflow sorts by it."""
+    """Log the best point and its mean on the sweep's run, so that MLflow can sort by it."""
     with log.tracking.failures():
         log.client.log_metric(log.run_id, f"best/{metric}", mean)
         log.client.set_tag(log.run_id, "tinker_flows.best_point", str(point))
@@ -117,20 +108,7 @@ def log_best(log: SweepLog, point: int, mean: float, metric: str) -> None:
 
 def _as_recorded(plan: SweepPlan) -> dict[str, Any]:
     fields = plan.config.model_dump(mode="json", exclude=_MAY_CHANGE)
-    fields["base"] = dict(plan.base)  # not the path of a file that may change
+    fields["base"] = dict(plan.base)  # the content, because the file may change
     fields.pop("fixed")
     fields["search"].pop("num_points")
     return json.loads(json.dumps(fields))
-
-
-def _mlflow_run(client: MlflowClient, experiment: str, plan: SweepPlan, directory: RunDirectory) -> str:
-    """The run with this sweep's tag: made with it, so never made twice."""
-    record = directory.location.encode() + (directory.read_bytes(CONFIG_NAME) or b"")
-    tags = {"tinker_flows.record": hashlib.sha256(record).hexdigest(), "tinker_flows.sweep": plan.config.run_name}
-    found = client.search_runs([experiment], f"tags.`tinker_flows.record` = '{tags['tinker_flows.record']}'")
-    run = found[0] if found else client.create_run(experiment, run_name=plan.config.run_name, tags=tags)
-    if not run.data.params:
-        fields: Mapping[str, Any] = plan.config.model_dump(mode="json", exclude={"base"})
-        with suppress(MlflowException):  # a sweep that goes on with another concurrency has its first params
-            client.log_batch(run.info.run_id, params=[Param(key, str(value)[:6000]) for key, value in fields.items()])
-    return run.info.run_id

@@ -1,22 +1,26 @@
-"""What a sweep leaves: its report, its best config, and how its trials ended."""
+"""Result of a sweep: its report, its best config, and the statuses of its trials."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import yaml
 from prefect.runtime import flow_run
 
 from blocks.errors import ServiceError
 from blocks.storage import RunDirectory
-from flows.sweeps.ablation import weighted_of
+from flows.sweeps.ablation import weighted_regularizers
 from flows.sweeps.plan import SweepPlan
 from flows.sweeps.record import SweepLog, log_best
+from objectives.aliases import renamed_attribute
 from objectives.schedule import WeightSchedule
-from tasks.sweep_report import SweepSummary, write_sweep_report
-from tasks.sweep_table import PointRow, columns_of, point_rows, row_cells
-from tasks.trials import Point, Trials
+from tasks.sweeps.report import SweepSummary, write_sweep_report
+from tasks.sweeps.store import Point, Trials
+from tasks.sweeps.table import PointRow, point_rows, row_cells, table_columns
+
+__getattr__ = partial(renamed_attribute, "flows.sweeps.result")  # names of release 0.1
 
 BEST_NAME = "best.yaml"
 _SHOWN = 10
@@ -24,18 +28,18 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What a finished sweep leaves.
+    """Result of a finished sweep.
 
     Attributes:
-        run_name: the sweep's name.
-        num_points: how many places of the space were tried.
-        num_completed, num_pruned, num_failed: how their trials ended.
-        best_point, best_value: the best point, and the mean of the metric over its seeds.
-        best_config: the config of that point, as a file that the flow runs.
-        directory, report: where the record and the report are.
-        columns, rows: the table of the best points.
-        flow_run_id: the Prefect flow run of this part of the sweep.
-        tracking_uri, experiment_id, mlflow_run_id: its MLflow run, which those of the trials are below.
+        run_name: Name of the sweep.
+        num_points: Number of points tried.
+        num_completed, num_pruned, num_failed: Number of trials by status.
+        best_point, best_value: Best point, and the mean of its metric over the seeds.
+        best_config: Path of the best point's config file.
+        directory, report: Paths of the sweep's record and report.
+        columns, rows: Table of the best points.
+        flow_run_id: Prefect flow run that finished the sweep.
+        tracking_uri, experiment_id, mlflow_run_id: MLflow run of the sweep, the parent of the trials' runs.
     """
 
     run_name: str
@@ -56,11 +60,11 @@ class SweepResult:
     mlflow_run_id: str
 
 
-def conclude(plan: SweepPlan, directory: RunDirectory, log: SweepLog, trials: Trials) -> SweepResult:
-    """Write the best config and the report.
+def finish_sweep(plan: SweepPlan, directory: RunDirectory, log: SweepLog, trials: Trials) -> SweepResult:
+    """Write the best config and the report of a sweep.
 
     Raises:
-        ServiceError: no point has a trial of each seed that completed; the report is written all the same.
+        ServiceError: No point has completed trials for all seeds; the report is written before.
     """
     config = plan.config
     rows = point_rows(trials, config.seeds, config.metric, config.mode)
@@ -77,9 +81,9 @@ def conclude(plan: SweepPlan, directory: RunDirectory, log: SweepLog, trials: Tr
     )
     report = write_sweep_report(directory, log.client, log.run_id, summary)
     if best is None or best.mean is None:
-        raise ServiceError(_nothing_completed(plan, trials, report))
+        raise ServiceError(_no_complete_point(plan, trials, report))
     log_best(log, best.point.number, best.mean, config.metric)
-    statuses = [trial.status for trial in trials.ended.values()]
+    statuses = [trial.status for trial in trials.finished.values()]
     return SweepResult(
         run_name=config.run_name,
         num_points=len(trials.points),
@@ -91,7 +95,7 @@ def conclude(plan: SweepPlan, directory: RunDirectory, log: SweepLog, trials: Tr
         best_config=f"{directory.location}/{BEST_NAME}",
         directory=directory.location,
         report=report,
-        columns=columns_of(rows, config.metric),
+        columns=table_columns(rows, config.metric),
         rows=[row_cells(row, rows) for row in rows[:_SHOWN]],
         flow_run_id=flow_run.get_id() or "",
         tracking_uri=log.client.tracking_uri,
@@ -101,32 +105,36 @@ def conclude(plan: SweepPlan, directory: RunDirectory, log: SweepLog, trials: Tr
 
 
 def _write_best(plan: SweepPlan, directory: RunDirectory, best: PointRow) -> str:
-    """The config of the best point, as YAML, with a head that says how to run it."""
+    """Write the config of the best point as YAML; a header comment shows the command to run it."""
     config = plan.config
     fields = plan.fields_of(best.point.values, f"{config.run_name}-best", config.seeds[0])
-    head = f"# The best of {config.run_name}: point {best.point.number}, {config.metric} {best.mean:.6g}.\n"
-    how = f"#   python -m flows.{config.flow} --config {BEST_NAME}\n" if ":" not in config.flow else ""
-    text = head + how + yaml.safe_dump(fields, sort_keys=False)
+    header = f"# The best of {config.run_name}: point {best.point.number}, {config.metric} {best.mean:.6g}.\n"
+    command = f"#   python -m flows.{config.flow} --config {BEST_NAME}\n" if ":" not in config.flow else ""
+    text = header + command + yaml.safe_dump(fields, sort_keys=False)
     directory.write_bytes(BEST_NAME, text.encode())
     return text
 
 
 def _strengths(plan: SweepPlan, point: Point) -> dict[str, float]:
-    """The greatest weight of each regularizer over a run of a point; 0 for one that is left out."""
-    every = {each.name: 0.0 for each in plan.base_config.objective.regularizers if each.enabled}
-    spec = plan.config_of(point.values, plan.trial_name(point.number, 0), 0).objective
-    return every | {each.name: _greatest(each.weight) for each in weighted_of(spec)}
+    """Return the maximum weight of each regularizer during a run of a point; 0 for ablated ones, 1 with a target."""
+    base = {spec.name: 0.0 for spec in plan.base_config.objective.regularizers if spec.enabled}
+    objective = plan.config_of(point.values, plan.trial_name(point.number, 0), 0).objective
+    return base | {
+        regularizer.name: _max_weight(regularizer.weight) for regularizer in weighted_regularizers(objective)
+    }
 
 
-def _greatest(weight: WeightSchedule) -> float:
+def _max_weight(weight: WeightSchedule | None) -> float:
+    if weight is None:  # The weight of a target is a result; its limit is a dimension of the sweep.
+        return 1.0
     fields = weight.model_dump()
     return max(fields[key] for key in ("value", "start", "end") if key in fields)
 
 
-def _nothing_completed(plan: SweepPlan, trials: Trials, report: str) -> str:
-    reasons = [trial.reason for trial in trials.ended.values() if trial.status == "failed"]
-    first = f" (the first one that failed: {reasons[0]})" if reasons else ""
+def _no_complete_point(plan: SweepPlan, trials: Trials, report: str) -> str:
+    reasons = [trial.reason for trial in trials.finished.values() if trial.status == "failed"]
+    first = f" (first failure: {reasons[0]})" if reasons else ""
     return (
-        f"No point of {plan.config.run_name!r} has a trial of each seed that completed{first}: see {report}, mend "
-        "that, and start the same command again; what completed stays."
+        f"No point of {plan.config.run_name!r} has completed trials for all seeds{first}: see {report}, fix the cause, "
+        "and run the same command again; completed trials are not repeated."
     )

@@ -1,10 +1,11 @@
-"""Search: which point of a space is tried next, as a function of what the points before came to."""
+"""Choice of the next point of a search, given the points tried before."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, Literal
 
@@ -14,17 +15,20 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from flows.sweeps.config import Range, SearchConfig
 from flows.sweeps.space import Dimension, Label
+from objectives.aliases import renamed_attribute
+
+__getattr__ = partial(renamed_attribute, "flows.sweeps.search")  # names of release 0.1
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """A point and what it came to: its value, or None while it runs or where it came to nothing.
+class TriedPoint:
+    """TriedPoint point and its mean value; the value is None while the point runs or if it failed.
 
     Attributes:
-        values: the label of each dimension's value, without those that changed nothing.
-        ended: whether all of its trials have.
+        values: Label of each dimension's value, without idle values.
+        ended: Whether all trials of the point have ended.
     """
 
     values: Mapping[str, Label]
@@ -33,19 +37,19 @@ class Tried:
 
 
 def every_point(dimensions: Sequence[Dimension]) -> Iterator[dict[str, Label]]:
-    """Every combination of the dimensions' options, the last dimension the fastest."""
-    for options in product(*(each.options for each in dimensions)):
-        yield {each.name: option.label for each, option in zip(dimensions, options, strict=True)}
+    """Yield every combination of the dimensions' options; the last dimension varies fastest."""
+    for options in product(*(dimension.options for dimension in dimensions)):
+        yield {dimension.name: option.label for dimension, option in zip(dimensions, options, strict=True)}
 
 
 def next_point(
-    search: SearchConfig, dimensions: Sequence[Dimension], mode: Literal["min", "max"], tried: Sequence[Tried]
+    search: SearchConfig, dimensions: Sequence[Dimension], mode: Literal["min", "max"], tried: Sequence[TriedPoint]
 ) -> dict[str, Label]:
-    """The point that a search draws behind those already there.
+    """Draw the next point of a random or bayesian search.
 
-    The same points before it make the same draw, so that a sweep that was stopped goes on as it would have.
+    The draw depends only on the tried points, so that a resumed sweep continues like an uninterrupted one.
     """
-    # A sampler that starts again with each point would start with the same numbers.
+    # The number of points is part of the seed, because every call creates a new sampler.
     seed = search.seed * 1_000_003 + len(tried)
     sampler = (
         optuna.samplers.RandomSampler(seed=seed)
@@ -53,12 +57,12 @@ def next_point(
         else optuna.samplers.TPESampler(seed=seed, constant_liar=True)
     )
     study = optuna.create_study(sampler=sampler, direction="minimize" if mode == "min" else "maximize")
-    study.add_trials([_as_trial(each, dimensions) for each in tried])
-    distributions = {each.name: _distribution(each) for each in dimensions}
+    study.add_trials([_as_trial(point, dimensions) for point in tried])
+    distributions = {dimension.name: _distribution(dimension) for dimension in dimensions}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        drawn = study.ask(distributions).params
-    return {each.name: _label(each, drawn[each.name]) for each in dimensions}
+        params = study.ask(distributions).params
+    return {dimension.name: _label(dimension, params[dimension.name]) for dimension in dimensions}
 
 
 def _distribution(dimension: Dimension) -> BaseDistribution:
@@ -70,22 +74,22 @@ def _distribution(dimension: Dimension) -> BaseDistribution:
     return FloatDistribution(values.low, values.high, log=values.log)
 
 
-def _label(dimension: Dimension, drawn: Any) -> Label:
-    return drawn if isinstance(dimension.values, Range) else dimension.values[drawn].label
+def _label(dimension: Dimension, param: Any) -> Label:
+    return param if isinstance(dimension.values, Range) else dimension.values[param].label
 
 
-def _as_trial(tried: Tried, dimensions: Sequence[Dimension]) -> FrozenTrial:
-    there = [each for each in dimensions if each.name in tried.values]
+def _as_trial(tried: TriedPoint, dimensions: Sequence[Dimension]) -> FrozenTrial:
+    active = [dimension for dimension in dimensions if dimension.name in tried.values]
     state = TrialState.RUNNING if not tried.ended else TrialState.FAIL if tried.value is None else TrialState.COMPLETE
     return create_trial(
         state=state,
         value=tried.value if tried.ended else None,
-        params={each.name: _drawn(each, tried.values[each.name]) for each in there},
-        distributions={each.name: _distribution(each) for each in there},
+        params={dimension.name: _param(dimension, tried.values[dimension.name]) for dimension in active},
+        distributions={dimension.name: _distribution(dimension) for dimension in active},
     )
 
 
-def _drawn(dimension: Dimension, label: Label) -> Any:
+def _param(dimension: Dimension, label: Label) -> Label:
     if isinstance(dimension.values, Range):
         return label
     return next(index for index, option in enumerate(dimension.values) if option.label == label)

@@ -1,4 +1,4 @@
-"""Fixtures of the flows: one MLflow store for all, because making its tables takes seconds."""
+"""Fixtures of the flows; one MLflow store for all, because creating its tables takes seconds."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(scope="session")
 def mlflow_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A real SQLite tracking store."""
+    """Create a SQLite tracking store."""
     return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"

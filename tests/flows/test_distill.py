@@ -1,4 +1,4 @@
-"""The flows of distillation on the tiny model: real engine, real Prefect server, real MLflow store."""
+"""Distillation flows on the tiny model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mlflow import MlflowClient
 
 from blocks import RunStorage
 from deployments.methods import config_type_of, flow_of
+from flows.config.distill import OffPolicyConfig, OnPolicyConfig, PromptConfig
 from flows.distill import off_policy_distillation, on_policy_distillation, prompt_distillation
-from flows.distill_config import OffPolicyConfig, OnPolicyConfig, PromptConfig
-from flows.result import TrainResult
-from flows.teachers import TEACHERS
-from tasks.lessons import TAUGHT_NAME
+from flows.runs.result import TrainResult
+from flows.runs.teachers import TEACHERS
+from tasks.distillation.teacher_data import TAUGHT_NAME
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ("on_policy_distillation", "off_policy_distillation", "prompt_distillation", "self_distillation")
@@ -36,27 +36,28 @@ def curve(result: TrainResult, tracking: str, key: str) -> list[float]:
     return [point.value for point in sorted(points, key=lambda point: point.step)]
 
 
-def test_the_student_is_scored_by_the_teacher_of_each_dataset(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+def test_each_dataset_has_its_teacher(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     plain = {"environment": environment(tmp_path)}
     hinted = {"environment": environment(tmp_path, shown=PROMPT), "weight": 3.0}
     fields = distill_fields(tmp_path, "two-teachers", mlflow_uri, engine_url) | {"datasets": [plain, hinted]}
     result = on_policy_distillation(OnPolicyConfig.model_validate(fields))
-    # Its own base weights are the teacher: at first they differ by nothing but what they are shown.
+    # The base weights are the teacher: initially, student and teacher differ only in their prompts.
     assert curve(result, mlflow_uri, "teacher_kl/dataset_0")[0] == pytest.approx(0.0, abs=1e-4)
     assert curve(result, mlflow_uri, "teacher_kl/dataset_1")[0] > 0.1
     assert curve(result, mlflow_uri, "env/all/total_episodes") == [4.0, 4.0]
     assert len(curve(result, mlflow_uri, "test/teacher_kl")) == 2
 
 
-def test_the_answers_with_a_prompt_are_kept_and_learned_without_it(
-    tmp_path: Path, engine_url: str, mlflow_uri: str
-) -> None:
+def test_prompted_completions_are_cached_and_learned(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     fields = distill_fields(tmp_path, "prompted", mlflow_uri, engine_url)
     fields |= {"questions": questions(tmp_path, num_train=4), "prompt": PROMPT, "top_k": 8, "learning_rate": 1e-3}
     result = prompt_distillation(PromptConfig.model_validate(fields))
     directory = RunStorage(url=fields["storage"]).run_directory("prompted")
     lines = (directory.read_bytes(TAUGHT_NAME) or b"").splitlines()
-    assert [len(json.loads(line.partition(b" ")[2])) for line in lines] == [16, 4]  # held out; and once, for two epochs
+    assert [len(json.loads(line.partition(b" ")[2])) for line in lines] == [
+        16,
+        4,
+    ]  # held-out, and train for both epochs
     assert json.loads(directory.read_bytes(TEACHERS) or b"") == {" base": ["tiny", ""]}
     assert len(set(curve(result, mlflow_uri, "test/nll_teacher"))) == 1
     assert len(curve(result, mlflow_uri, "test/nll")) == 2
@@ -67,38 +68,38 @@ def test_the_answers_with_a_prompt_are_kept_and_learned_without_it(
 
 
 @pytest.mark.parametrize(
-    ("datasets", "said"),
+    ("datasets", "message"),
     [
         ([], "at least 1 item"),
-        ([{}], "give either an environment, for the teacher to answer, or data"),
-        ([{"data": {"builder": "a:b"}}], "data without top_k needs no teacher"),
+        ([{}], "set either environment, for the teacher to complete, or data"),
+        ([{"data": {"builder": "a:b"}}], "a dataset with `data` uses no teacher if top_k is 0"),
     ],
 )
-def test_what_teaches_nothing_is_refused(tmp_path: Path, datasets: list[dict[str, Any]], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_datasets_are_rejected(tmp_path: Path, datasets: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         OffPolicyConfig.model_validate(distill_fields(tmp_path, "wrong", "") | {"datasets": datasets})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(3))
-def test_on_policy_comes_nearer_to_the_teacher_than_off_policy(
+def test_on_policy_is_closer_to_the_teacher_than_off_policy(
     tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int
 ) -> None:
-    """From the same start, on eight questions: the student answers anew at each step, the teacher has answered once."""
+    """Same start and eight questions: the student samples at each step, the teacher sampled once."""
     teacher = {"checkpoint": make_teacher(engine_url).sampler}
 
     def run(name: str, on_policy: bool, **changes: Any) -> TrainResult:
         fields = distill_fields(tmp_path, f"{name}-{seed}", mlflow_uri, engine_url)
         fields |= {"seed": seed, "batch_size": 8, "granularity": "segment", "checkpoint_every": 64, "eval_every": 64}
-        asked = environment(tmp_path, num_train=8, group_size=8 if on_policy else 1)
-        fields |= {"datasets": [{"environment": asked, "teacher": teacher}], **changes}
+        groups = environment(tmp_path, num_train=8, group_size=8 if on_policy else 1)
+        fields |= {"datasets": [{"environment": groups, "teacher": teacher}], **changes}
         if on_policy:
             return on_policy_distillation(OnPolicyConfig.model_validate(fields))
         return off_policy_distillation(OffPolicyConfig.model_validate(fields))
 
     start = run("near", False, num_steps=8).state_path
-    more = {"num_steps": 64, "resume": start, "learning_rate": 2e-3, "lr_schedule": "linear"}
+    more = {"num_steps": 64, "init_from": start, "learning_rate": 2e-3, "lr_schedule": "linear"}
     student, reader = (run(f"on-{on}", on, **more) for on in (True, False))
     before, after = curve(student, mlflow_uri, "test/teacher_kl")
     assert before > 0.4
@@ -109,12 +110,12 @@ def test_on_policy_comes_nearer_to_the_teacher_than_off_policy(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_prompt_is_learned(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int) -> None:
-    """By weights that answer otherwise without it, of which the prompt is all that they lack."""
+def test_prompt_distillation_learns_the_prompt(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int) -> None:
+    """The student has the teacher's weights and lacks only the prompt."""
     weights = make_teacher(engine_url, PROMPT)
     fields = distill_fields(tmp_path, f"learned-{seed}", mlflow_uri, engine_url)
     fields |= {"questions": {**questions(tmp_path, num_train=40), "group_size": 8}, "prompt": PROMPT, "top_k": 16}
-    fields |= {"resume": weights.state, "teacher": {"checkpoint": weights.sampler}, "seed": seed, "batch_size": 8}
+    fields |= {"init_from": weights.state, "teacher": {"checkpoint": weights.sampler}, "seed": seed, "batch_size": 8}
     fields |= {"learning_rate": 5e-3, "lr_schedule": "linear", "granularity": "segment"}
     fields |= {"num_steps": 150, "eval_every": 150, "checkpoint_every": 150}
     result = prompt_distillation(PromptConfig.model_validate(fields))
@@ -127,7 +128,7 @@ def test_a_prompt_is_learned(tmp_path: Path, engine_url: str, mlflow_uri: str, s
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_runs_to_its_end(
+def test_recipe_completes(
     tmp_path: Path, engine_url: str, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""The dpo flow on the tiny model: real engine, real Prefect server, real MLflow store."""
+"""The dpo flow on the tiny model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from mlflow import MlflowClient
 
 from blocks import RunStorage
 from blocks.errors import ConfigError
-from flows.dpo import DpoConfig, dpo
+from flows.config.dpo import DpoConfig
+from flows.dpo import dpo
 from flows.estimate import estimate
-from flows.result import TrainResult
-from tasks.checkpoint import read_records
-from tasks.reference import REFERENCE_NAME
+from flows.runs.result import TrainResult
+from tasks.training.checkpoints import read_records
+from tasks.training.reference import REFERENCE_NAME
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 FIGURES = {"dpo_loss", "accuracy", "margin", "chosen_reward", "rejected_reward"}
@@ -37,13 +38,13 @@ def curve(result: TrainResult, tracking: str, key: str) -> list[float]:
     return [point.value for point in sorted(points, key=lambda point: point.step)]
 
 
-def kept(folder: Path, name: str) -> dict[str, str]:
-    """What the reference was asked for, by a key of the reference and the answer."""
+def cached_logprobs(folder: Path, name: str) -> dict[str, str]:
+    """Return the cached log-probabilities of the reference, by a key of reference and completion."""
     lines = (folder / "runs" / name / REFERENCE_NAME).read_text().splitlines()
-    return {key: found for line in lines for key, found in json.loads(line.partition(" ")[2]).items()}
+    return {key: logprobs for line in lines for key, logprobs in json.loads(line.partition(" ")[2]).items()}
 
 
-def test_the_rewards_are_measured_from_the_start_whatever_part_of_a_run_it_is(
+def test_reference_is_the_start_of_the_run_after_every_restart(
     tmp_path: Path, engine_url: str, mlflow_uri: str
 ) -> None:
     first = run(tmp_path, "preferences", mlflow_uri, engine_url)
@@ -51,11 +52,13 @@ def test_the_rewards_are_measured_from_the_start_whatever_part_of_a_run_it_is(
     assert curve(first, mlflow_uri, "dpo_loss")[0] == pytest.approx(math.log(2), abs=1e-5)
     assert curve(first, mlflow_uri, "margin")[0] == pytest.approx(0, abs=1e-5)
     assert curve(first, mlflow_uri, "test/margin")[1] > 0.1
-    assert len(kept(tmp_path, "preferences")) == 2 * (4 * 4 + 64)
+    assert len(cached_logprobs(tmp_path, "preferences")) == 2 * (4 * 4 + 64)
     fields = dpo_fields(tmp_path, "preferences", mlflow_uri, engine_url)
-    assert estimate(DpoConfig.model_validate(fields)).num_train_tokens == first.metrics["cost/num_train_tokens"]
+    estimated = estimate(DpoConfig.model_validate(fields))
+    assert estimated.num_train_tokens == first.metrics["cost/num_train_tokens"]
+    assert estimated.reference.num_prefill_tokens == first.metrics["cost/num_prefill_tokens"]
 
-    # A fork measures from where it began, and so does its second part.
+    # The reference of a fork is its first checkpoint, also after a restart.
     directory = RunStorage(url=str(tmp_path / "runs")).run_directory("preferences")
     path = read_records(directory).checkpoints[0].state_path
     fork = {"resume": path, "eval_every": 0, "num_steps": 3, "checkpoint_every": 1}
@@ -63,27 +66,27 @@ def test_the_rewards_are_measured_from_the_start_whatever_part_of_a_run_it_is(
     margins = curve(forked, mlflow_uri, "margin")
     assert margins[0] == pytest.approx(0, abs=1e-5)
     assert margins[2] > 0.01
-    before = kept(tmp_path, "further")
+    before = cached_logprobs(tmp_path, "further")
     assert len(before) == 2 * 3 * 4
-    assert not before.keys() & kept(tmp_path, "preferences").keys()
+    assert not before.keys() & cached_logprobs(tmp_path, "preferences").keys()
     checkpoints = tmp_path / "runs" / "further" / "checkpoints.jsonl"
-    checkpoints.write_text("".join(checkpoints.read_text().splitlines(keepends=True)[:2]))  # killed behind step 0
+    checkpoints.write_text("".join(checkpoints.read_text().splitlines(keepends=True)[:2]))  # as if killed after step 0
     (tmp_path / "runs" / "further" / REFERENCE_NAME).unlink()
     assert run(tmp_path, "further", mlflow_uri, engine_url, **fork).resumed_from == 1
-    again = kept(tmp_path, "further")
+    again = cached_logprobs(tmp_path, "further")
     assert len(again) == 2 * 2 * 4
     assert again.items() <= before.items()
 
 
-def test_a_loss_that_does_not_know_which_answer_is_better_is_refused(tmp_path: Path) -> None:
+def test_cross_entropy_is_rejected(tmp_path: Path) -> None:
     config = dpo_fields(tmp_path, "wrong", "") | {"objective": {"base_loss": "cross_entropy"}}
-    with pytest.raises(ConfigError, match="cross_entropy, which would learn the worse answers"):
+    with pytest.raises(ConfigError, match="cross_entropy, which would also imitate the rejected"):
         dpo(DpoConfig.model_validate(config))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_it_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int) -> None:
+def test_dpo_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int) -> None:
     learned = run(
         tmp_path, f"sure-{seed}", mlflow_uri, engine_url, seed=seed, learning_rate=1e-3, num_steps=48, eval_every=48
     )

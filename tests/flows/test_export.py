@@ -1,4 +1,4 @@
-"""Export: what transformers and peft make of it is what the service makes of the checkpoint."""
+"""Exports give the same log-probabilities in transformers and peft as the checkpoint on the service."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tinker import types
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blocks.errors import ConfigError, ServiceError, StorageError
+from flows.config.train import SftConfig
 from flows.export import ExportConfig, ExportResult, export
-from flows.result import TrainResult
-from flows.sft import SftConfig, sft
+from flows.runs.result import TrainResult
+from flows.sft import sft
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 TOKENS = torch.tensor([256, 97, 98, 32, 99, 100, 101, 10, 49, 50])
@@ -49,7 +50,7 @@ def exported(trained: TrainResult, fields: dict[str, Any], tmp_path_factory: pyt
 
 
 def of_service(engine_url: str, path: str) -> torch.Tensor:
-    """The logprob of each token of `TOKENS` after the first."""
+    """Return the log-probability of each token of `TOKENS` after the first."""
     with tinker.ServiceClient(base_url=engine_url) as session:
         client = session.create_training_client_from_state(path).result()
         loss = {"target_tokens": TOKENS[1:].tolist(), "weights": [1.0] * (len(TOKENS) - 1)}
@@ -63,7 +64,7 @@ def of_model(model: Any) -> torch.Tensor:
     return logprobs_TV.gather(1, TOKENS[1:, None])[:, 0]
 
 
-def test_the_adapter_and_the_merged_model_give_the_logprobs_of_the_service(
+def test_exports_give_the_logprobs_of_the_service(
     exported: ExportResult, trained: TrainResult, engine_url: str
 ) -> None:
     assert exported.path == trained.state_path
@@ -82,7 +83,7 @@ def test_the_adapter_and_the_merged_model_give_the_logprobs_of_the_service(
     }
 
 
-def test_a_step_and_a_path_name_other_weights(
+def test_export_by_step_and_by_path(
     exported: ExportResult, trained: TrainResult, fields: dict[str, Any], engine_url: str, tmp_path: Path
 ) -> None:
     at_two = export(config(fields, tmp_path / "two", checkpoint="exported@2", form="adapter"))
@@ -92,15 +93,15 @@ def test_a_step_and_a_path_name_other_weights(
     torch.testing.assert_close(of_model(adapted), of_service(engine_url, at_two.path), atol=1e-4, rtol=1e-4)
     final = export(config(fields, tmp_path / "path", checkpoint=trained.state_path, model="tiny", form="adapter"))
     name = "adapter_model.safetensors"
-    ours, theirs = (load_file(Path(each.adapter) / name) for each in (final, exported))
+    ours, theirs = (load_file(Path(result.adapter) / name) for result in (final, exported))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_a_model_that_shares_its_embedding_is_merged_into_an_output_layer_of_its_own(
+def test_merge_of_a_model_with_tied_embeddings(
     exported: ExportResult, trained: TrainResult, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The adapter of the output layer must not change the embedding: as peft computes it, so the merged model."""
+    """The adapter of the output layer must not change the embedding, as in peft."""
     base = AutoModelForCausalLM.from_pretrained(exported.base_model)
     base.lm_head.weight = base.model.embed_tokens.weight
     base.config.tie_word_embeddings = True
@@ -123,16 +124,16 @@ def test_a_model_that_shares_its_embedding_is_merged_into_an_output_layer_of_its
     ("changes", "expected"),
     [
         ({"checkpoint": "exported@1"}, r"the run 'exported' has no checkpoint at step 1; it has checkpoints at 2, 3"),
-        ({"checkpoint": "exported@best"}, "has noted no best checkpoint"),
+        ({"checkpoint": "exported@best"}, "has no best checkpoint, which needs keep_best"),
         ({"checkpoint": "nobody"}, "the run 'nobody' has no checkpoint in"),
         ({"checkpoint": "base"}, "`base`, which has no adapter to export"),
-        ({"checkpoint": "tinker://gone/weights/x", "model": "tiny"}, r"could not hand over tinker://gone/weights/x \("),
-        ({"checkpoint": "tinker://gone/weights/x"}, "Nobody says which model"),
-        ({"base_model": "/nowhere"}, "base model '/nowhere' is no directory and could not be downloaded"),
-        ({"output": "OUT"}, "adapter is there already: choose another output"),
+        ({"checkpoint": "tinker://gone/weights/x", "model": "tiny"}, r"could not send tinker://gone/weights/x \("),
+        ({"checkpoint": "tinker://gone/weights/x"}, "The model of the weights is unknown"),
+        ({"base_model": "/nowhere"}, "base model '/nowhere' is not a directory and could not be downloaded"),
+        ({"output": "OUT"}, "adapter already exists: choose another output"),
     ],
 )
-def test_exports_that_cannot_be(
+def test_invalid_exports(
     exported: ExportResult, fields: dict[str, Any], tmp_path: Path, changes: dict[str, str], expected: str
 ) -> None:
     output = Path(exported.adapter).parent if changes.pop("output", "") else tmp_path / "out"

@@ -1,4 +1,4 @@
-"""Every method with every kind of term, on the tiny model: real engine, real Prefect server, real MLflow store."""
+"""Every method with every kind of term on the tiny model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import SupervisedDataset
 from torch import Tensor
 
-from flows.config import Config
-from flows.config_file import validate_fields
+from flows.config.base import Config
+from flows.config.distill import OffPolicyConfig, OnPolicyConfig
+from flows.config.dpo import DpoConfig
+from flows.config.loader import validate_fields
+from flows.config.rl import RlConfig
+from flows.config.rlhf import RlhfConfig
+from flows.config.train import SftConfig
 from flows.distill import off_policy_distillation, on_policy_distillation
-from flows.distill_config import OffPolicyConfig, OnPolicyConfig
-from flows.dpo import DpoConfig, dpo
-from flows.result import TrainResult
-from flows.rl import RlConfig, rl
-from flows.rlhf_config import RlhfConfig
-from flows.sft import SftConfig, sft
+from flows.dpo import dpo
+from flows.rl import rl
+from flows.runs.result import TrainResult
+from flows.sft import sft
 from objectives import Batch, Outputs, regularizer
 
 NUM_STEPS = 3
@@ -47,7 +50,7 @@ def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @regularizer("matrix_custom")
 def matrix_custom(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """A term of one's own: squared logprobs."""
+    """Custom term: squared log-probabilities."""
     return outputs.logprobs_DT.square(), {"greatest": outputs.logprobs_DT.max()}
 
 
@@ -69,7 +72,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Labelled(SupervisedDataset):
-    """Datums of which every other one is of another group."""
+    """Dataset whose datums alternate between two groups."""
 
     def __init__(self, dataset: SupervisedDataset) -> None:
         self._dataset = dataset
@@ -134,7 +137,10 @@ def _reward_fields(folder: Path, name: str, tracking: str, url: str) -> Fields:
 def _policy_fields(folder: Path, name: str, tracking: str, url: str) -> Fields:
     fields = rlhf_fields(folder, name, tracking, url)
     del fields["reward"]
-    fields["judge"] = {"builder": "tasks.preference_models:JudgeBuilder", "params": {"judge": f"{__name__}:longer"}}
+    fields["judge"] = {
+        "builder": "tasks.preference.preference_models:JudgeBuilder",
+        "params": {"judge": f"{__name__}:longer"},
+    }
     return RlhfConfig.model_validate(fields).policy_stage("", "").model_dump(exclude_unset=True) | {"run_name": name}
 
 
@@ -154,7 +160,7 @@ METHODS = {
 
 
 def terms_of(folder: Path, method: Method, *kinds: str) -> list[dict[str, Any]]:
-    """The terms of some kinds, as a method can have them."""
+    """Return terms of the given kinds that a method supports."""
     database = folder / "facts.db"
     with sqlite3.connect(database) as connection:
         connection.execute("CREATE TABLE facts (letter, following)")
@@ -172,7 +178,7 @@ def terms_of(folder: Path, method: Method, *kinds: str) -> list[dict[str, Any]]:
 
 
 def check(folder: Path, tracking: str, url: str, name: str, *kinds: str) -> None:
-    """A method takes three steps with terms of some kinds, each of which says something finite at every one."""
+    """Run three steps of a method; check that every term has finite metrics at every step."""
     method = METHODS[name]
     run_name = f"matrix-{name}-{kinds[0] if len(kinds) == 1 else 'all'}"
     terms = terms_of(folder, method, *kinds)
@@ -181,7 +187,7 @@ def check(folder: Path, tracking: str, url: str, name: str, *kinds: str) -> None
     result = method.run(validate_fields(method.config, fields))
     assert result.num_steps == NUM_STEPS
     client = MlflowClient(tracking)
-    for term in ("base", *(each["name"] for each in terms)):
+    for term in ("base", *(spec["name"] for spec in terms)):
         for figure in ("value", "contribution", "grad_norm"):
             points = client.get_metric_history(result.mlflow_run_id, f"term/{term}/{figure}")
             assert len(points) == NUM_STEPS, (term, figure)
@@ -189,20 +195,18 @@ def check(folder: Path, tracking: str, url: str, name: str, *kinds: str) -> None
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "rl"])
-def test_a_method_takes_all_kinds_of_terms_at_once(tmp_path: Path, engine_url: str, mlflow_uri: str, name: str) -> None:
+def test_method_with_all_kinds_of_terms(tmp_path: Path, engine_url: str, mlflow_uri: str, name: str) -> None:
     check(tmp_path, mlflow_uri, engine_url, name, *KINDS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - {"sft", "dpo", "rl"}))
-def test_other_methods_take_all_kinds_of_terms_at_once(
-    tmp_path: Path, engine_url: str, mlflow_uri: str, name: str
-) -> None:
+def test_other_methods_with_all_kinds_of_terms(tmp_path: Path, engine_url: str, mlflow_uri: str, name: str) -> None:
     check(tmp_path, mlflow_uri, engine_url, name, *KINDS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_takes_a_term(tmp_path: Path, engine_url: str, mlflow_uri: str, name: str, kind: str) -> None:
+def test_method_with_one_kind_of_term(tmp_path: Path, engine_url: str, mlflow_uri: str, name: str, kind: str) -> None:
     check(tmp_path, mlflow_uri, engine_url, name, kind)

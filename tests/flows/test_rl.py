@@ -1,8 +1,10 @@
-"""The rl flow on the tiny model: real engine, real Prefect server, real MLflow store."""
+"""The rl flow on the tiny model."""
 
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 from mlflow import MlflowClient
 from rl_config import rl_fields
 
-from flows.result import TrainResult
-from flows.rl import RlConfig, rl
+from flows.config.rl import RlConfig
+from flows.rl import rl
+from flows.runs.result import TrainResult
 
 NUM_STEPS = 4
 
@@ -30,9 +33,9 @@ def curve(result: TrainResult, tracking: str, key: str) -> list[float]:
 def run(
     tmp_path_factory: pytest.TempPathFactory, prefect_server: str, engine_url: str, mlflow_uri: str
 ) -> tuple[Path, dict[str, Any], TrainResult]:
-    """Four steps, with a term on the sampled answers, one on the reference, and an evaluation."""
+    """Run four steps with a term on the samples, a term on the reference, and an evaluation."""
     folder = tmp_path_factory.mktemp("rl")
-    terms = [{"name": "kl", "weight": 0.01}, {"name": "length", "weight": 0.01}]
+    terms = [{"name": "kl", "weight": 0.01}, {"name": "length", "weight": 0.01, "params": {"free": 0}}]
     config = rl_fields(folder, "rl", mlflow_uri, engine_url) | {
         "eval_every": NUM_STEPS,
         "objective": {"base_loss": "importance_sampling", "regularizers": terms},
@@ -42,9 +45,7 @@ def run(
         return folder, config, rl(RlConfig.model_validate(config))
 
 
-def test_each_step_is_sampled_from_the_weights_it_trains(
-    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
-) -> None:
+def test_sync_steps_are_on_policy(run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str) -> None:
     _, _, result = run
     for key in ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2"):
         assert curve(result, mlflow_uri, key) == pytest.approx([0.0] * NUM_STEPS, abs=1e-4)
@@ -52,12 +53,16 @@ def test_each_step_is_sampled_from_the_weights_it_trains(
     assert curve(result, mlflow_uri, "env/all/total_episodes") == [8.0] * NUM_STEPS
     tags = [curve(result, mlflow_uri, f"env/letter_{letter}/reward/total") for letter in "ae"]
     total = curve(result, mlflow_uri, "env/all/reward/total")
-    assert [sum(each) / 2 for each in zip(*tags, strict=True)] == pytest.approx(total)
-    assert curve(result, mlflow_uri, "term/kl/value")[0] == 0
+    assert [sum(pair) / 2 for pair in zip(*tags, strict=True)] == pytest.approx(total)
+    assert curve(result, mlflow_uri, "term/kl/value")[0] == pytest.approx(0, abs=1e-9)
     assert len(curve(result, mlflow_uri, "test/env/all/reward/total")) == 2
+    assert curve(result, mlflow_uri, "test/term/kl/value")[0] == pytest.approx(0, abs=1e-9)
+    # Without free tokens, the penalty is the mean length over the buffer of 128 tokens.
+    lengths = curve(result, mlflow_uri, "test/env/all/ac_tokens_per_turn")
+    assert curve(result, mlflow_uri, "test/term/length/value") == pytest.approx([length / 128 for length in lengths])
 
 
-def test_what_was_played_is_to_be_read(run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str) -> None:
+def test_transcripts_and_traces(run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str) -> None:
     folder, _, result = run
     page = (folder / "runs" / "rl" / "transcripts-000000.html").read_text()
     assert page.count("<details>") == 2
@@ -66,38 +71,36 @@ def test_what_was_played_is_to_be_read(run: tuple[Path, dict[str, Any], TrainRes
     assert "Group 0 letter_a" in page
     assert "num_letters" in page
     assert re.search(r'<span title="-\d\.\d\d" style="background: rgba\(220, 90, 0, 0\.\d\d\)">', page)
-    assert re.search(r"Terms over the step.*: kl 0, length \S+\.</p>", page)
+    assert re.search(r"Values of the terms over the step: kl 0, length \S+\. Each trained", page)
     assert len(re.findall(r"<p>kl 0, length \S+</p>", page)) == 8
     client = MlflowClient(mlflow_uri)
     artifacts = client.list_artifacts(result.mlflow_run_id, "transcripts")
-    assert [each.path for each in artifacts] == ["transcripts/000000.html"]
+    assert [artifact.path for artifact in artifacts] == ["transcripts/000000.html"]
     experiment = client.get_run(result.mlflow_run_id).info.experiment_id
     traces = client.search_traces(locations=[experiment], run_id=result.mlflow_run_id)
-    assert sorted(each.info.tags["tags"] for each in traces) == ["letter_a", "letter_e"]
-    assert all(len(each.data.spans) == 1 + 2 * 4 for each in traces)
+    assert sorted(trace.info.tags["tags"] for trace in traces) == ["letter_a", "letter_e"]
+    assert all(len(trace.data.spans) == 1 + 2 * 4 for trace in traces)
 
 
-def test_a_stream_of_minibatches_trains_as_their_whole_does(
+def test_stream_of_minibatches_equals_the_whole_batch(
     run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
 ) -> None:
     _, config, whole = run
     schedule = {"mode": "stream", "num_minibatches": 2}
     result = rl(RlConfig.model_validate(config | {"run_name": "stream", "schedule": schedule, "num_steps": 2}))
     for key in ("term/kl/weight", "cost/num_prefill_tokens", "env/all/reward/total", "loss/total", "term/length/value"):
-        got, wanted = (curve(each, mlflow_uri, key)[:2] for each in (result, whole))
-        assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5), key
+        actual, expected = (curve(finished, mlflow_uri, key)[:2] for finished in (result, whole))
+        assert actual == pytest.approx(expected, rel=1e-3, abs=1e-5), key
 
 
-def test_the_second_update_of_a_step_is_off_policy_by_the_first(
-    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
-) -> None:
+def test_second_update_of_a_step_is_off_policy(run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str) -> None:
     _, config, _ = run
     changed = {
         "run_name": "substeps",
         "schedule": {"num_substeps": 2, "groups_per_batch": 4},
         "num_steps": 2,
         "eval_every": 0,
-        # Its gradient is never 0, as that of the rewards may be.
+        # Its gradient is never 0; the gradient of the rewards may be.
         "objective": {"base_loss": "enhanced_ppo", "regularizers": [{"name": "confidence", "weight": 0.1}]},
         "advantage": {"estimator": "gae", "kl_coefficient": 0.01},
     }
@@ -110,7 +113,28 @@ def test_the_second_update_of_a_step_is_off_policy_by_the_first(
         assert len(curve(result, mlflow_uri, key)) == 2
 
 
-def test_an_async_run_is_off_policy_within_its_bound(
+def test_end_of_a_run_does_not_affect_another_run_of_the_process(
+    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
+) -> None:
+    _, config, _ = run
+    small = config | {"eval_every": 0, "objective": {"base_loss": "importance_sampling"}}
+    schedule = {"mode": "async", "max_steps_off_policy": 2}
+    names = {"long": 6, "short-1": 1, "short-2": 1}
+    configs = [
+        RlConfig.model_validate(small | {"run_name": name, "num_steps": num_steps, "schedule": schedule})
+        for name, num_steps in names.items()
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        long = threads.submit(copy_context().run, rl, configs[0])
+        # Both end while the long run still rolls out its groups.
+        short = [threads.submit(copy_context().run, rl, config) for config in configs[1:]]
+        results = [future.result(200) for future in (long, *short)]
+    for result, num_steps in zip(results, names.values(), strict=True):
+        assert result.num_steps == num_steps
+        assert curve(result, mlflow_uri, "env/all/total_episodes") == [8.0] * num_steps
+
+
+def test_async_run_respects_max_steps_off_policy(
     run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
 ) -> None:
     _, config, _ = run
@@ -125,29 +149,29 @@ def test_an_async_run_is_off_policy_within_its_bound(
     assert curve(result, mlflow_uri, "env/all/total_episodes") == [8.0] * 3
 
 
-def test_a_mode_refuses_what_it_does_not_have(tmp_path: Path) -> None:
+def test_invalid_modes(tmp_path: Path) -> None:
     fields = rl_fields(tmp_path, "wrong", "")
-    for schedule, said in (
-        ({"num_minibatches": 2}, "num_minibatches goes with the modes stream and async"),
+    for schedule, message in (
+        ({"num_minibatches": 2}, "num_minibatches requires the mode stream or async"),
         ({"mode": "stream"}, "set num_minibatches to 2 or more"),
-        ({"max_steps_off_policy": 2}, "max_steps_off_policy goes with the mode async"),
+        ({"max_steps_off_policy": 2}, "max_steps_off_policy requires the mode async"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             RlConfig.model_validate(fields | {"schedule": schedule})
-    with pytest.raises(ValueError, match=r"guards.skip leaves out a whole step"):
+    with pytest.raises(ValueError, match=r"guards.skip skips whole steps"):
         RlConfig.model_validate(fields | {"schedule": {"num_substeps": 2}, "guards": {"spike": "skip"}})
 
 
-def test_a_config_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """A run that goes on is held to the config of its record."""
+def test_config_roundtrip(tmp_path: Path) -> None:
+    """A resumed run compares its config with the recorded one."""
     config = RlConfig.model_validate(rl_fields(tmp_path, "again", ""))
     assert RlConfig.model_validate_json(config.model_dump_json()) == config
 
 
-def test_a_scale_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
-    wrong = rl_fields(tmp_path, "wrong", "") | {"advantage": {"estimator": "leave_one_out", "scale": True}}
-    with pytest.raises(ValueError, match="scale goes with the estimator group_mean alone"):
-        RlConfig.model_validate(wrong)
+def test_scale_with_another_estimator_is_rejected(tmp_path: Path) -> None:
+    fields = rl_fields(tmp_path, "wrong", "") | {"advantage": {"estimator": "leave_one_out", "scale": True}}
+    with pytest.raises(ValueError, match="scale requires the estimator group_mean"):
+        RlConfig.model_validate(fields)
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -161,7 +185,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("prefect_server")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mode", SCHEDULES)
-def test_it_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, mode: str, seed: int) -> None:
+def test_rl_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, mode: str, seed: int) -> None:
     config = rl_fields(tmp_path, f"learns-{mode}-{seed}", mlflow_uri, engine_url) | {
         "seed": seed,
         "schedule": SCHEDULES[mode],
@@ -170,7 +194,7 @@ def test_it_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, mode: str, 
         "checkpoint_every": 60,
         "learning_rate": 1e-2,
         "lr_schedule": "constant",
-        # Without it seed 0 settles on one letter and an end.
+        # Otherwise seed 0 converges to one letter and an end token.
         "objective": {"base_loss": "importance_sampling", "regularizers": [{"name": "kl", "weight": 0.3}]},
     }
     config["environment"]["params"] |= {"letters": "a", "group_size": 16}

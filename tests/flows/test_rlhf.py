@@ -1,4 +1,4 @@
-"""The rlhf flow on the tiny model: real engine, real Prefect server, real MLflow store."""
+"""The rlhf flow on the tiny model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from rlhf_config import rlhf_fields
 
-from flows.config_file import read_yaml
-from flows.result import TrainResult
+from flows.config.loader import read_yaml
+from flows.config.rlhf import RlhfConfig
+from flows.config.train import SftConfig
 from flows.rlhf import rlhf
-from flows.rlhf_config import RlhfConfig
-from flows.sft import SftConfig, sft
-from tasks.environments.rewarded import RewardModel
+from flows.runs.result import TrainResult
+from flows.sft import sft
+from tasks.rl.environments.reward_model import RewardModel
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("sft", "reward", "policy")
@@ -30,11 +31,11 @@ def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stages_of(run_name: str, tracking: str) -> dict[str, Run]:
-    """The MLflow run of each stage that has begun."""
+    """Return the MLflow run of each started stage."""
     client = MlflowClient(tracking)
-    experiments = [each.experiment_id for each in client.search_experiments()]
-    found = client.search_runs(experiments, f"tags.`tinker_flows.rlhf` = '{run_name}'")
-    return {str(each.info.run_name).removeprefix(f"{run_name}-"): each for each in found}
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = client.search_runs(experiments, f"tags.`tinker_flows.rlhf` = '{run_name}'")
+    return {str(run.info.run_name).removeprefix(f"{run_name}-"): run for run in runs}
 
 
 def num_updates(run: Run, tracking: str) -> int:
@@ -47,7 +48,7 @@ def curve(result: TrainResult, tracking: str, key: str) -> list[float]:
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_a_stage_that_is_finished_is_not_repeated(
+def test_finished_stages_are_not_repeated(
     tmp_path: Path, engine_url: str, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = RlhfConfig.model_validate(rlhf_fields(tmp_path, "human", mlflow_uri, engine_url))
@@ -55,31 +56,32 @@ def test_a_stage_that_is_finished_is_not_repeated(
         patch.setattr(RewardModel, "score", InterruptedInTheFirstStep(num_groups=2))
         with pytest.raises(KeyboardInterrupt):
             rlhf(config)
-    begun = stages_of("human", mlflow_uri)
-    assert [num_updates(begun[each], mlflow_uri) for each in STAGES] == [2, 2, 1]
-    weights = {each: (tmp_path / "runs" / f"human-{each}" / "checkpoints.jsonl").read_text() for each in STAGES[:2]}
-    made = [begun[each].data.tags["prefect.flow_run_id"] for each in STAGES]
+    interrupted = stages_of("human", mlflow_uri)
+    assert [num_updates(interrupted[stage], mlflow_uri) for stage in STAGES] == [2, 2, 1]
+    weights = {stage: (tmp_path / "runs" / f"human-{stage}" / "checkpoints.jsonl").read_text() for stage in STAGES[:2]}
+    flow_runs = [interrupted[stage].data.tags["prefect.flow_run_id"] for stage in STAGES]
 
     first = rlhf(config)
     assert (first.run_name, first.resumed_from, first.num_steps) == ("human-policy", 1, 2)
     ended = stages_of("human", mlflow_uri)
-    assert [num_updates(ended[each], mlflow_uri) for each in STAGES] == [2, 2, 2]
+    assert [num_updates(ended[stage], mlflow_uri) for stage in STAGES] == [2, 2, 2]
     for stage, before in weights.items():
         assert (tmp_path / "runs" / f"human-{stage}" / "checkpoints.jsonl").read_text() == before
-    # Each was a flow run of its own, also the one that had nothing to do.
-    assert all(ended[each].data.tags["prefect.flow_run_id"] not in made for each in STAGES)
+    # Every stage has a new flow run, including finished ones.
+    assert all(ended[stage].data.tags["prefect.flow_run_id"] not in flow_runs for stage in STAGES)
 
     assert ended["reward"].data.metrics.keys() >= {"bradley_terry_loss", "accuracy", "test/accuracy"}
-    # The policy starts from the warm start, which is what it is held to.
+    # The policy starts from the warm start, which is also its reference.
     assert curve(first, mlflow_uri, "kl_policy_base")[0] == pytest.approx(0, abs=1e-4)
-    assert ended["policy"].data.params["reference"] == ended["policy"].data.tags["tinker_flows.parent.state_path"]
+    policy = ended["policy"].data
+    assert policy.params["reference"] == policy.params["init_from"] == policy.tags["tinker_flows.parent.state_path"]
     for key in ("env/all/score", "env/all/reward/total", "env/all/format"):
         assert len(curve(first, mlflow_uri, key)) == 2
     assert "test/env/all/score" in first.metrics
 
 
 class InterruptedInTheFirstStep:
-    """The user presses Ctrl-C while the weights before the first update are evaluated."""
+    """Press Ctrl-C during the evaluation before the first update."""
 
     def __init__(self, num_groups: int) -> None:
         self._calls_left = num_groups + 1
@@ -95,9 +97,7 @@ class InterruptedInTheFirstStep:
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("prefect_server")
 @pytest.mark.parametrize("seed", range(3))
-def test_the_policy_earns_more_without_leaving_its_start(
-    tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int
-) -> None:
+def test_policy_improves_near_its_start(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int) -> None:
     fields = rlhf_fields(tmp_path, f"learned-{seed}", mlflow_uri, engine_url)
     config = RlhfConfig.model_validate(fields | recipe_fields() | {"seed": seed})
     result = rlhf(config)
@@ -112,7 +112,7 @@ def test_the_policy_earns_more_without_leaving_its_start(
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("prefect_server")
 @pytest.mark.parametrize("seed", range(3))
-def test_a_pairwise_judge_ranks_held_out_pairs(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int) -> None:
+def test_pairwise_judge_ranks_held_out_pairs(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int) -> None:
     training = {"learning_rate": 5e-3, "lr_schedule": "constant", "num_steps": 90, "num_epochs": 6, "eval_every": 90}
     reward = {"kind": "pairwise", "batch_size": 16, "max_length": 512, "training": training}
     fields = rlhf_fields(tmp_path, f"pairwise-{seed}", mlflow_uri, engine_url)
@@ -123,7 +123,7 @@ def test_a_pairwise_judge_ranks_held_out_pairs(tmp_path: Path, engine_url: str, 
 
 
 def recipe_fields() -> dict[str, Any]:
-    """Of the recipe, all but where and on which model it runs."""
+    """Return the recipe's fields without model, service and storage."""
     fields = read_yaml(ROOT / "examples" / "rlhf.yaml")
     return {name: value for name, value in fields.items() if name not in ("run_name", "model")}
 
@@ -132,7 +132,7 @@ def recipe_fields() -> dict[str, Any]:
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("prefect_server")
 @pytest.mark.parametrize("kind", ["pairwise", "judge"])
-def test_answers_compete_by_a_judge_that_was_trained_or_is_there(
+def test_pairwise_competition_with_trained_and_given_judges(
     tmp_path: Path, engine_url: str, mlflow_uri: str, kind: str
 ) -> None:
     fields = rlhf_fields(tmp_path, f"compete-{kind}", mlflow_uri, engine_url) | {"warm_start": {}}
@@ -140,33 +140,36 @@ def test_answers_compete_by_a_judge_that_was_trained_or_is_there(
         fields["reward"]["kind"] = kind
     else:
         del fields["reward"]
-        fields["judge"] = {"builder": "tasks.preference_models:AskedBuilder", "params": {"model": "tiny"}}
+        fields["judge"] = {
+            "builder": "tasks.preference.preference_models:PromptedJudgeBuilder",
+            "params": {"model": "tiny"},
+        }
     result = rlhf(RlhfConfig.model_validate(fields))
     for key, num_points in (("env/all/win_minus_loss", 2), ("test/env/all/win_rate", 2)):
         assert len(curve(result, mlflow_uri, key)) == num_points
-    begun = stages_of(f"compete-{kind}", mlflow_uri)
-    assert begun.keys() == ({"reward", "policy"} if kind == "pairwise" else {"policy"})
+    first = stages_of(f"compete-{kind}", mlflow_uri)
+    assert first.keys() == ({"reward", "policy"} if kind == "pairwise" else {"policy"})
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"reward": {"training": {"learning_rate": -1}}}, "learning_rate"),
         ({"policy": {"training": {"environment": 3, "rank": 4}}}, "rank"),
-        ({"warm_start": {"model": "large"}}, "model of a stage is that of all of them"),
-        ({"judge": {"builder": "a:b"}}, "with a judge no reward model is trained"),
+        ({"warm_start": {"model": "large"}}, "a stage must not set model"),
+        ({"judge": {"builder": "a:b"}}, "judge replaces the reward model"),
     ],
 )
-def test_what_no_stage_takes_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_stages_are_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         RlhfConfig.model_validate(rlhf_fields(tmp_path, "wrong", "") | changes)
 
 
 @pytest.mark.parametrize(
-    "judge", [None, {"builder": "tasks.preference_models:JudgeBuilder", "params": {"judge": "a:b"}}]
+    "judge", [None, {"builder": "tasks.preference.preference_models:JudgeBuilder", "params": {"judge": "a:b"}}]
 )
-def test_a_config_is_read_as_it_was_written(tmp_path: Path, judge: dict[str, Any] | None) -> None:
-    """As a server does that starts a flow run again."""
+def test_config_roundtrip(tmp_path: Path, judge: dict[str, Any] | None) -> None:
+    """A Prefect server restarts a flow run from its serialized config."""
     fields = rlhf_fields(tmp_path, "again", "") | {"renderer_name": "qwen3_instruct", "judge": judge}
     if judge:
         del fields["reward"]
@@ -178,7 +181,7 @@ def test_a_config_is_read_as_it_was_written(tmp_path: Path, judge: dict[str, Any
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_a_stage_that_does_not_pass_its_gate_ends_the_flow(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+def test_failed_promotion_gate_ends_the_flow(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     fields = rlhf_fields(tmp_path, "gated", mlflow_uri, engine_url) | {"warm_start": {}}
     fields["reward"]["training"] |= {"register_as": "reward", "promote_if": "test/accuracy > 1"}
     state = rlhf(RlhfConfig.model_validate(fields), return_state=True)

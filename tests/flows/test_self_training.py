@@ -1,4 +1,4 @@
-"""Noisy-student and constitution-style data in the sft flow: real engine, real Prefect server, real MLflow store."""
+"""Noisy-student and constitutional data in the sft flow."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from run_config import run_fields
 
-from flows.config_file import read_yaml
-from flows.sft import SftConfig, sft
-from tasks.written import WRITTEN_NAME
+from flows.config.loader import read_yaml
+from flows.config.train import SftConfig
+from flows.sft import sft
+from tasks.supervised.generated_data import WRITTEN_NAME
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ("noisy_student", "constitution")
@@ -24,7 +25,7 @@ def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe_fields(folder: Path, recipe: str, tracking: str, base_url: str, **params: Any) -> dict[str, Any]:
-    """A recipe on the tiny model, which ends its answers by chance alone."""
+    """Return a recipe for the tiny model, which ends its completions at random."""
     fields = read_yaml(ROOT / "examples" / f"{recipe}.yaml")
     fields["data"]["params"] |= {"max_tokens": 256, "temperature": 1.0} | params
     fields["data"]["params"]["common_config"] = {"max_length": 1024, "batch_size": 1}
@@ -33,13 +34,13 @@ def recipe_fields(folder: Path, recipe: str, tracking: str, base_url: str, **par
 
 
 @pytest.mark.parametrize("recipe", [RECIPES[0], pytest.param(RECIPES[1], marks=pytest.mark.slow)])
-def test_the_data_is_written_once(tmp_path: Path, engine_url: str, mlflow_uri: str, recipe: str) -> None:
-    # Of the constitution all, since a draft, a critique and a revision are to end, each by chance.
+def test_data_is_generated_once(tmp_path: Path, engine_url: str, mlflow_uri: str, recipe: str) -> None:
+    # All rows of the constitution recipe, because draft, critique and revision must all end at random.
     name, num_rows = ("questions_test", 4) if recipe == "noisy_student" else ("questions", 96)
     questions = (ROOT / "examples" / "data" / f"{name}.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "rows.jsonl").write_text("".join(questions[:num_rows]))
     changes: dict[str, Any] = {"path": str(tmp_path / "rows.jsonl"), "test_path": str(tmp_path / "rows.jsonl")}
-    if recipe == "noisy_student":  # which is not to agree on what it says at random
+    if recipe == "noisy_student":  # its random completions need not agree
         changes |= {"num_samples": 4, "min_agreement": 0.0}
     fields = recipe_fields(tmp_path, recipe, mlflow_uri, engine_url, **changes)
     first = sft(SftConfig.model_validate(fields))
@@ -48,6 +49,6 @@ def test_the_data_is_written_once(tmp_path: Path, engine_url: str, mlflow_uri: s
     written = tmp_path / "runs" / recipe / WRITTEN_NAME
     content = written.read_bytes()
     checkpoints = tmp_path / "runs" / recipe / "checkpoints.jsonl"
-    checkpoints.write_text("".join(checkpoints.read_text().splitlines(keepends=True)[:1]))  # killed behind step 0
+    checkpoints.write_text("".join(checkpoints.read_text().splitlines(keepends=True)[:1]))  # as if killed after step 0
     assert sft(SftConfig.model_validate(fields)).resumed_from == 1
     assert written.read_bytes() == content

@@ -1,4 +1,4 @@
-"""The sft flow from data to final checkpoint: real engine, real SDK, real Prefect server, real MLflow store."""
+"""The sft flow from data to final checkpoint."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
 from sft_config import sft_fields
 
-from flows.recorded import deliver_events, wait_until_recorded
-from flows.result import TrainResult
-from flows.sft import SftConfig, sft
+from flows.config.train import SftConfig
+from flows.monitoring.drain import deliver_events, wait_until_recorded
+from flows.runs.result import TrainResult
+from flows.sft import sft
 from objectives.batch import Outputs, pack
+from objectives.gradients.balance import step_seed
 from objectives.objective import Objective
-from tasks.data import build_dataset
+from tasks.supervised.dataset import build_dataset
 
 GOLDEN = Path(__file__).with_name("golden_sft.json")
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -38,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(folder: Path, engine_url: str, mlflow_uri: str, prefect_server: str) -> TrainResult:
-    """One whole run, looked at by several tests."""
+    """Run once for several tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_API_KEY", "tml-test")
         return sft(SftConfig.model_validate(sft_fields(folder, "whole", mlflow_uri, engine_url)))
@@ -49,8 +51,8 @@ def history(result: TrainResult, key: str) -> list[tuple[int, float]]:
     return sorted((point.step, point.value) for point in points)
 
 
-def test_loss_curve_is_the_golden_one(finished: TrainResult) -> None:
-    """A changed curve needs UPDATE_GOLDEN=1 and a line in docs/log.md that says why."""
+def test_golden_loss_curve(finished: TrainResult) -> None:
+    """A changed curve needs UPDATE_GOLDEN=1 and an explanation in docs/log.md."""
     keys = ("loss/total", "train_mean_nll", "test/nll", "term/logic/value", "term/topology/value")
     curves = {key: history(finished, key) for key in keys}
     if os.environ.get("UPDATE_GOLDEN"):
@@ -59,16 +61,16 @@ def test_loss_curve_is_the_golden_one(finished: TrainResult) -> None:
     assert curves.keys() == golden.keys()
     for key, points in curves.items():
         assert [step for step, _ in points] == [step for step, _ in golden[key]]
-        # Kernels of other processors round differently; on one machine the test of resumption compares bits.
+        # Kernels of other processors round differently; the resume test compares bits on one machine.
         assert [value for _, value in points] == pytest.approx([value for _, value in golden[key]], rel=1e-4)
 
 
-def test_the_model_learns(finished: TrainResult) -> None:
+def test_loss_decreases(finished: TrainResult) -> None:
     nll = [value for _, value in history(finished, "test/nll")]
     assert nll[-1] < nll[0] - 0.1
 
 
-def test_every_term_of_every_step_is_logged_once(finished: TrainResult) -> None:
+def test_every_term_is_logged_once_per_step(finished: TrainResult) -> None:
     for name in ("base", "topology", "logic", "confidence"):
         for field in ("value", "weight", "contribution", "grad_norm", "grad_share", "cosine_to_base", "duration_s"):
             assert [step for step, _ in history(finished, f"term/{name}/{field}")] == list(range(8)), (name, field)
@@ -110,7 +112,7 @@ def test_terms_that_need_only_the_data_are_prepared_ahead(finished: TrainResult)
         runs = client.read_task_runs(flow_run_filter=flow_run, limit=200)
     ended = sorted(run.end_time for run in runs if run.name.startswith("forward_backward-"))
     prepared = sorted(run.start_time for run in runs if run.name == "prepare-logic")
-    # The features of step s + 1 are begun before the gradients of step s are there.
+    # The features of step s + 1 are computed before the gradients of step s.
     assert all(begun < end for begun, end in zip(prepared[1:], ended[:-1], strict=True))
 
 
@@ -144,15 +146,15 @@ def test_report_has_every_term_and_a_drawing(finished: TrainResult) -> None:
         assert Path(finished.report).with_name(f"report_{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_prefect_run_has_the_report(finished: TrainResult) -> None:
+def test_report_is_a_prefect_artifact(finished: TrainResult) -> None:
     with get_client(sync_client=True) as client:
-        found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["report-whole"])))
-    (artifact,) = (each for each in found if str(each.flow_run_id) == finished.flow_run_id)
+        artifacts = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["report-whole"])))
+    (artifact,) = (artifact for artifact in artifacts if str(artifact.flow_run_id) == finished.flow_run_id)
     assert finished.report in str(artifact.data)
     assert "| logic |" in str(artifact.data)
 
 
-def test_a_finished_run_is_not_trained_again(
+def test_finished_run_is_not_trained_again(
     finished: TrainResult, folder: Path, engine_url: str, mlflow_uri: str
 ) -> None:
     again = sft(SftConfig.model_validate(sft_fields(folder, "whole", mlflow_uri, engine_url)))
@@ -168,7 +170,7 @@ def test_final_weights_can_be_sampled_from(finished: TrainResult, engine_url: st
     assert len(sample.sequences[0].tokens) > 0
 
 
-def test_what_lasts_is_a_tag_and_what_is_learned_is_in_the_checkpoint(
+def test_warnings_are_tags_and_learned_weights_are_in_the_checkpoint(
     folder: Path, engine_url: str, mlflow_uri: str
 ) -> None:
     fields = sft_fields(folder, "watched", mlflow_uri, engine_url) | {"num_steps": 2, "eval_every": 0}
@@ -179,15 +181,32 @@ def test_what_lasts_is_a_tag_and_what_is_learned_is_in_the_checkpoint(
     }
     result = sft(SftConfig.model_validate(fields))
     tags = MlflowClient(result.tracking_uri).get_run(result.mlflow_run_id).data.tags
-    assert "'logic' has had more than 0% of the gradient for 2 steps on" in tags["tinker_flows.warning.dominance.logic"]
+    assert (
+        "'logic' has had more than 0% of the gradient for 2 consecutive steps"
+        in tags["tinker_flows.warning.dominance.logic"]
+    )
     record = json.loads((folder / "runs" / "watched" / "checkpoints.jsonl").read_text().splitlines()[-1])
     assert record["objective"]["balance"]["factors"].keys() == {"base", "logic"}
     assert history(result, "term/logic/weight_balanced")[0] == (0, 3.0)
     assert history(result, "term/logic/weight_balanced")[1][1] != 3.0
 
 
+def test_random_weights_come_from_the_seed_of_the_run_and_the_step(
+    folder: Path, engine_url: str, mlflow_uri: str
+) -> None:
+    fields = sft_fields(folder, "random", mlflow_uri, engine_url) | {"num_steps": 2, "eval_every": 0, "seed": 3}
+    fields["objective"] = {"regularizers": [{"name": "confidence", "weight": 0.5}], "balance": {"method": "random"}}
+    result = sft(SftConfig.model_validate(fields))
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step_seed(3, step))
+        shares_K = torch.randn(2, dtype=torch.float64, generator=generator).softmax(0)
+        for name, weight, share in zip(("base", "confidence"), (1.0, 0.5), shares_K.tolist(), strict=True):
+            (point,) = [value for at, value in history(result, f"term/{name}/weight_balanced") if at == step]
+            assert point == pytest.approx(2 * share * weight)
+
+
 def test_cross_entropy_alone_needs_no_forward_pass(folder: Path, engine_url: str, mlflow_uri: str) -> None:
-    """Without regularizers a step is what tinker-cookbook's own loop does: one forward_backward, one optim_step."""
+    """Without regularizers, a step is one forward_backward and one optim_step, as in tinker-cookbook."""
     fields = sft_fields(folder, "plain", mlflow_uri, engine_url) | {"objective": {}, "num_steps": 2, "eval_every": 0}
     result = sft(SftConfig.model_validate(fields))
     losses = [value for _, value in history(result, "loss/total")]
@@ -196,8 +215,8 @@ def test_cross_entropy_alone_needs_no_forward_pass(folder: Path, engine_url: str
     assert "term/base/grad_norm" in result.metrics
 
 
-def test_one_step_equals_the_sdks_own_custom_loss(folder: Path, engine_url: str, mlflow_uri: str) -> None:
-    """The linearized objective moves the weights as forward_backward_custom with the same total does."""
+def test_one_step_equals_the_custom_loss_of_the_sdk(folder: Path, engine_url: str, mlflow_uri: str) -> None:
+    """The linearized objective gives the same update as forward_backward_custom."""
     fields = sft_fields(folder, "one-step", mlflow_uri, engine_url) | {"num_steps": 1, "eval_every": 0, "seed": 3}
     fields["objective"] = {"regularizers": [{"name": "confidence", "weight": 5.0}]}
     config = SftConfig.model_validate(fields)
@@ -215,10 +234,10 @@ def test_one_step_equals_the_sdks_own_custom_loss(folder: Path, engine_url: str,
         base = -(flat_DT * batch.weights_DT).sum()
         term = confidence.term.evaluate(Outputs(flat_DT), batch, **confidence.params)
         value = (term[0] if isinstance(term, tuple) else term)[batch.mask_DT].mean()
-        return base + 5.0 * value, {}
+        return base + 5.0 * batch.weights_DT.sum() * value, {}
 
     custom = client.forward_backward_custom(list(batch.datums), loss).result()
-    client.optim_step(config.adam.at(config.learning_rate)).result()
+    client.optim_step(config.adam.params(config.learning_rate)).result()
     assert len(custom.loss_fn_outputs) == batch.num_datums
     after = client.forward(list(batch.datums), "cross_entropy").result()
     reloaded = service.create_training_client_from_state(result.state_path).result()

@@ -1,0 +1,292 @@
+"""Config parts shared by every method: frozen pydantic models that also render as YAML, JSON and Prefect forms."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from prefect.runtime import flow_run
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from tinker import types
+
+from flows.config.promotion import check_promote_if
+from objectives.aliases import with_current_paths
+from objectives.json_schema import move_limits_out_of_unions
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+START = "{start}"
+RESUME = rf"^(auto|never|tinker://\S+|{NAME}(@(\d+|best|final))?)$"
+
+BASE = "base"
+SERVICE_PATH = "tinker://"
+CHECKPOINT = rf"^({BASE}|tinker://\S+|{NAME}(@(\d+|best|final))?)$"
+CHECKPOINT_HELP = (
+    "`RUN`, `RUN@STEP`, `RUN@best` or `RUN@final` of a run in the storage, a `tinker://` path, or `base`, the model "
+    "without an adapter."
+)
+
+
+class Config(BaseModel):
+    """Frozen config that rejects unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=move_limits_out_of_unions)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replace_old_paths(cls, fields: Any) -> Any:
+        """Accept import paths of earlier releases, including those nested in `params`."""
+        return with_current_paths(fields) if isinstance(fields, dict) else fields
+
+
+class BuilderConfig(Config):
+    """Import path of a builder and its parameters."""
+
+    builder: str = Field(
+        title="Builder",
+        description="Import path, `package.module:Name`.",
+        examples=["tinker_cookbook.supervised.data:FromConversationFileBuilder"],
+    )
+    params: dict[str, Any] = Field(
+        default_factory=dict,
+        title="Parameters",
+        description="Keyword arguments of the builder; builders may be nested.",
+    )
+
+
+class EvaluatorConfig(BuilderConfig):
+    """Evaluator by the import path of its class or builder."""
+
+    on_error: Literal["raise", "skip"] = Field(
+        default="raise",
+        title="On error",
+        description="`raise` ends the run if the evaluator fails; `skip` logs a warning and a tag and continues "
+        "without its metrics. Lost connections and numbers that are not finite are handled as elsewhere in the run.",
+    )
+
+
+class EngineConfig(Config):
+    """Settings of the local engine that a run starts if the config names no service."""
+
+    dtype: Literal["float32", "bfloat16", "autocast-bf16"] = Field(
+        default="float32",
+        title="Data type",
+        description="Data type of the base model; adapters stay float32. The bfloat16 types are faster only on "
+        "processors with bfloat16 instructions.",
+    )
+    threads: int | None = Field(default=None, ge=1, title="Threads", description="CPU threads. Unset: one per core.")
+    deterministic: bool = Field(
+        default=False,
+        title="Deterministic",
+        description="Make sampling independent of the other requests in the batch, bit for bit, at up to three times "
+        "the cost. A run that samples from its own weights then ends the same whether or not it crashed and was "
+        "resumed.",
+    )
+
+
+class AdamConfig(Config):
+    """AdamW parameters other than the learning rate."""
+
+    beta1: float = Field(default=0.9, ge=0, lt=1, title="Beta 1", description="Decay rate of the first moment.")
+    beta2: float = Field(default=0.95, ge=0, lt=1, title="Beta 2", description="Decay rate of the second moment.")
+    eps: float = Field(
+        default=1e-8, gt=0, title="Epsilon", description="Term added to the square root of the second moment."
+    )
+    weight_decay: float = Field(
+        default=0.0, ge=0, title="Weight decay", description="Decoupled weight decay, applied at each step."
+    )
+    grad_clip_norm: float = Field(
+        default=0.0, ge=0, title="Gradient clipping", description="Maximum gradient norm; 0 disables clipping."
+    )
+
+    def params(self, learning_rate: float) -> types.AdamParams:
+        """Return the service's optimizer parameters for one step."""
+        return types.AdamParams(learning_rate=learning_rate, **self.model_dump())
+
+
+class KeepBestConfig(Config):
+    """Metric that selects a run's best checkpoint."""
+
+    metric: str = Field(
+        title="Metric",
+        description="Name of a metric logged at the steps of checkpoints. For `test/nll`, `eval_every` must divide "
+        "`checkpoint_every`.",
+        min_length=1,
+        examples=["test/nll"],
+    )
+    mode: Literal["min", "max"] = Field(
+        default="min", title="Mode", description="Whether smaller (`min`) or larger (`max`) values are better."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, fields: object) -> object:
+        if isinstance(fields, str):
+            raise ValueError(
+                f"it has the fields metric and mode: write keep_best.metric={fields} on the command line, or "
+                f"`keep_best: {{metric: {fields}, mode: min}}` in YAML"
+            )
+        return fields
+
+
+class NamedConfig(Config):
+    """Name of a run, under which its files are stored and a stopped run resumes."""
+
+    run_name: str = Field(
+        title="Run name",
+        description="Name of the run's directory; starting the same name again resumes the run. `{start}` is replaced "
+        "by the flow run's scheduled start time, so that every flow run of a deployment gets a name of its own.",
+        pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]|\{start\})*$",
+        max_length=128,
+    )
+
+    @field_validator("run_name")
+    @classmethod
+    def _fill_in_start(cls, value: str) -> str:
+        # The scheduled time is the same at every retry of a flow run, so that a crashed run finds its record again.
+        return value.replace(START, f"{flow_run.scheduled_start_time:%Y%m%d-%H%M%S}") if START in value else value
+
+
+class ServiceConfig(Config):
+    """Model, service and storage settings."""
+
+    model: str = Field(
+        title="Model",
+        description="Base model by its name on the service. The local engine takes `tiny`, `smollm2-135m` or a model "
+        "directory.",
+        min_length=1,
+    )
+    base_url: str = Field(
+        default="",
+        title="Tinker service",
+        description="URL, `block:NAME`, or `local` to start an engine for this run. Empty: TINKER_BASE_URL if set, the "
+        "hosted service if TINKER_API_KEY is set, else `local`.",
+    )
+    engine: EngineConfig = Field(
+        default=EngineConfig(), title="Local engine", description="Settings of the engine that the run starts."
+    )
+    storage: str = Field(
+        default="",
+        title="Run storage",
+        description="Directory, s3://bucket/prefix or `block:NAME`. Empty: `runs` in the project's home directory.",
+    )
+
+
+class TrackedConfig(ServiceConfig):
+    """Settings of a flow that logs to MLflow."""
+
+    tracking: str = Field(
+        default="",
+        title="MLflow tracking",
+        description="Tracking URI or `block:NAME`. Empty: MLFLOW_TRACKING_URI if set, else a SQLite file in the "
+        "project's home directory.",
+    )
+    experiment: str = Field(
+        default="tinker-flows", title="Experiment", description="MLflow experiment of the run.", min_length=1
+    )
+
+
+class RunConfig(TrackedConfig, NamedConfig):
+    """Run settings: tracking, checkpoints, resuming and promotion."""
+
+    mlflow_tags: dict[str, str] = Field(
+        default_factory=dict,
+        title="MLflow tags",
+        description="Extra tags of the MLflow run. `mlflow.parentRunId` nests the run below another one.",
+    )
+    resume: str = Field(
+        default="auto",
+        title="Resume",
+        description="`auto` resumes from the last checkpoint of the same run name; `never` rejects a name in use. "
+        "`RUN`, `RUN@STEP`, `RUN@best` or `RUN@final` forks another run in the same storage: this run starts with the "
+        "weights and optimizer state of that checkpoint, and continues its data order and schedules at that step. A "
+        "`tinker://` path loads weights and optimizer state and starts at step 0. A stopped fork resumes from its own "
+        "checkpoints. To train on from given weights with a fresh optimizer, use `init_from`.",
+        pattern=RESUME,
+    )
+    init_from: str = Field(
+        default=BASE,
+        title="Initial weights",
+        description="Weights of step 0, trained with a fresh optimizer, as tinker-cookbook's `load_checkpoint_path`: "
+        f"{CHECKPOINT_HELP} A path may also name sampler weights, if the service can train them.",
+        pattern=CHECKPOINT,
+    )
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        title="Restarts",
+        description="Maximum number of consecutive restarts from the last checkpoint after the service was lost. A new "
+        "checkpoint resets the count; 0 disables restarts.",
+    )
+    checkpoint_every: int = Field(
+        default=10,
+        ge=1,
+        title="Checkpoint every",
+        description="Steps between checkpoints; the last step always saves one.",
+    )
+    keep_last: int | None = Field(
+        default=None,
+        ge=1,
+        title="Keep the last",
+        description="Number of recent checkpoints to keep on the service, in addition to the best and the final one; "
+        "older ones are deleted. Unset: keep all.",
+    )
+    keep_best: KeepBestConfig | None = Field(
+        default=None, title="Keep the best", description="Keep the best checkpoint by this metric."
+    )
+    ttl_seconds: int | None = Field(
+        default=None,
+        ge=3600,
+        le=315_360_000,
+        title="Time to live (s)",
+        description="Seconds after which the service deletes a checkpoint; the best and the final one never expire. A "
+        "run that is paused for longer starts over. Unset: never.",
+    )
+    register_as: str | None = Field(
+        default=None,
+        min_length=1,
+        title="Register as",
+        description="Registered model of MLflow. A finished run adds its best checkpoint as a new version, or its "
+        "final one without `keep_best`.",
+    )
+    promote_if: str | None = Field(
+        default=None,
+        title="Promote if",
+        description="Condition for registering the checkpoint: an evaluation metric, one of < <= > >=, and a number "
+        "or `[NUMBER *] baseline`. The baseline is the same metric in the run's first evaluation, before training.",
+        examples=["test/nll < 0.98 * baseline"],
+    )
+
+    @field_validator("promote_if")
+    @classmethod
+    def _check_promote_if(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and not info.data.get("register_as"):
+            raise ValueError("it needs register_as: set the name of the registered model")
+        return check_promote_if(value)
+
+    @field_validator("init_from")
+    @classmethod
+    def _check_init_from(cls, value: str, info: ValidationInfo) -> str:
+        resume = info.data.get("resume", "auto")
+        if value != BASE and resume not in ("auto", "never"):
+            raise ValueError(
+                f"init_from and resume={resume} both name the weights to start from: remove resume for a fresh "
+                "optimizer, or init_from to continue the optimizer"
+            )
+        return value
+
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _check_resume(cls, value: object) -> object:
+        if isinstance(value, str) and not re.fullmatch(RESUME, value):
+            raise ValueError("use auto, never, the name of a run, RUN@STEP, RUN@best, RUN@final or a tinker:// path")
+        return value
+
+
+class WeightsConfig(ServiceConfig):
+    """Settings of a flow that loads weights by name."""
+
+    model: str = Field(
+        default="",
+        title="Model",
+        description="Base model by its name on the service. Empty: the model of the named run.",
+    )

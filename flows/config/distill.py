@@ -1,0 +1,210 @@
+"""Configs of distillation: teachers, data and targets."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from flows.config.base import BASE, CHECKPOINT, CHECKPOINT_HELP, BuilderConfig, Config
+from flows.config.rollout import POLICY_LOSS, RolloutConfig
+from flows.config.train import Candidates, TrainConfig
+from objectives.spec import ObjectiveSpec
+
+QUESTIONS = "tasks.distillation.prompts:QuestionsBuilder"
+# The template of tinker-cookbook's SDFT.
+DEMONSTRATION = (
+    "{question}\n\nThis is an example for a response to the question:\n{answer}\n\n"
+    "Now answer with a response of your own, including the thinking process."
+)
+
+
+class TeacherConfig(Config):
+    """Teacher model; it must have the tokenizer of the trained model."""
+
+    model: str = Field(
+        default="",
+        title="Model",
+        description="Base model by its name on the service. Empty: the model of the checkpoint's run, or the trained "
+        "model.",
+    )
+    checkpoint: str = Field(
+        default=BASE,
+        title="Checkpoint",
+        description=f"{CHECKPOINT_HELP} The name is resolved once, when the run starts.",
+        pattern=CHECKPOINT,
+    )
+
+
+class GroupsConfig(Config):
+    """Environment groups and their teacher."""
+
+    environment: BuilderConfig = Field(
+        title="Environment",
+        description="RLDatasetBuilder of tinker-cookbook and its parameters. Rewards are logged but not trained on. "
+        f"`{QUESTIONS}` reads questions from a JSONL file.",
+    )
+    teacher: TeacherConfig = Field(default=TeacherConfig(), title="Teacher", description="Teacher of this dataset.")
+    weight: float = Field(
+        default=1.0, gt=0, title="Weight", description="Share of each step, relative to the other datasets."
+    )
+
+
+class TeacherDataConfig(Config):
+    """Dataset for off-policy distillation: prompts for the teacher to complete, or sequences for it to score."""
+
+    environment: BuilderConfig | None = Field(
+        default=None,
+        title="Environment",
+        description="RLDatasetBuilder of tinker-cookbook whose prompts the teacher completes. "
+        f"`{QUESTIONS}` reads questions from a JSONL file.",
+    )
+    data: BuilderConfig | None = Field(
+        default=None,
+        title="Data",
+        description="SupervisedDatasetBuilder of tinker-cookbook whose tokens the teacher scores; an alternative to "
+        "`environment`.",
+    )
+    teacher: TeacherConfig = Field(default=TeacherConfig(), title="Teacher", description="Teacher of this dataset.")
+    weight: float = Field(
+        default=1.0, gt=0, title="Weight", description="Share of each step, relative to the other datasets."
+    )
+
+    def __repr_name__(self) -> str:
+        # The cache key of a run's teacher data contains this repr: keep the name of release 0.1.
+        return "LessonsConfig"
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.environment is None) == (self.data is None):
+            raise ValueError("set either environment, for the teacher to complete, or data, for it to score")
+        return self
+
+
+class DistillConfig(TrainConfig):
+    """Distillation run."""
+
+    rollout: RolloutConfig = Field(
+        default=RolloutConfig(), title="Rollouts", description="Sampling of completions, by the student or a teacher."
+    )
+    batch_size: int = Field(
+        default=8,
+        ge=1,
+        title="Batch size",
+        description="Groups or sequences per step, over all datasets.",
+    )
+
+
+class SamplingConfig(DistillConfig):
+    """Distillation run that trains on the student's own samples."""
+
+    objective: ObjectiveSpec = Field(
+        default=POLICY_LOSS,
+        title="Objective",
+        description="Base loss that reads advantages, and its weighted regularizers.",
+    )
+
+
+class TeacherTargetsConfig(DistillConfig):
+    """Distillation run that trains on the teacher's targets."""
+
+    candidates: Candidates = "auto"
+    top_k: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        title="Top K",
+        description="Number of target tokens per position, weighted by the teacher's probabilities: its most likely "
+        "tokens, plus the sampled token if it is not among them. 0: train on the sampled token only.",
+    )
+
+    @model_validator(mode="after")
+    def _check_several(self) -> Self:
+        if self.top_k == 1:
+            raise ValueError("top_k=1 carries no information about the teacher's distribution: use 0, or 2 or more")
+        return self
+
+
+class OnPolicyConfig(SamplingConfig):
+    """On-policy distillation: the student samples, and the teacher scores each token."""
+
+    datasets: tuple[GroupsConfig, ...] = Field(
+        min_length=1, title="Datasets", description="Datasets with their teachers, mixed by weight."
+    )
+
+
+class OffPolicyConfig(TeacherTargetsConfig):
+    """Off-policy distillation: the student trains on the teacher's samples, or on its distribution over given data."""
+
+    datasets: tuple[TeacherDataConfig, ...] = Field(
+        min_length=1, title="Datasets", description="Datasets with their teachers, mixed by weight."
+    )
+
+    @model_validator(mode="after")
+    def _check_top_k(self) -> Self:
+        if self.top_k == 0 and any(dataset.data for dataset in self.datasets):
+            raise ValueError("a dataset with `data` uses no teacher if top_k is 0: set top_k, or train on it with sft")
+        return self
+
+
+class QuestionsConfig(Config):
+    """Questions from the rows of a JSONL file."""
+
+    path: str = Field(title="Path", description="JSONL file with one question per row.", min_length=1)
+    test_path: str = Field(default="", title="Test path", description="JSONL file of held-out questions. Empty: none.")
+    asked: str = Field(
+        default="{question}",
+        title="Student prompt",
+        description="Template of the student's prompt, with fields of the row in braces.",
+        min_length=1,
+    )
+    renderer_name: str = Field(
+        default="",
+        title="Renderer",
+        description="Chat format of tinker-cookbook. Empty: the format recommended for the model.",
+    )
+    group_size: int = Field(default=1, ge=1, title="Group size", description="Completions per question.")
+
+    def builder(self, shown: str, batch_size: int) -> BuilderConfig:
+        """Return the builder of the questions.
+
+        Args:
+            shown: Template of the teacher's prompt.
+            batch_size: Questions per step.
+        """
+        params: dict[str, Any] = self.model_dump(exclude={"test_path", "renderer_name"})
+        optional = {"test_path": self.test_path, "renderer_name": self.renderer_name}
+        params |= {name: value for name, value in optional.items() if value}
+        return BuilderConfig(builder=QUESTIONS, params=params | {"shown": shown, "batch_size": batch_size})
+
+
+class SelfConfig(SamplingConfig):
+    """Self-distillation: earlier weights of the model, prompted with more context, teach it on its own samples."""
+
+    questions: QuestionsConfig = Field(title="Questions", description="Questions for the student to answer.")
+    shown: str = Field(
+        default=DEMONSTRATION,
+        title="Teacher prompt",
+        description="Template of the teacher's prompt, with fields of the row in braces, such as a reference answer.",
+        min_length=1,
+    )
+    teacher: TeacherConfig = Field(
+        default=TeacherConfig(),
+        title="Teacher",
+        description="Earlier weights of the model: `base`, or a checkpoint that this run starts from.",
+    )
+
+
+class PromptConfig(TeacherTargetsConfig):
+    """Prompt distillation: the teacher completes with a long prompt, and the student learns to do so without it."""
+
+    questions: QuestionsConfig = Field(title="Questions", description="Questions for the teacher to answer.")
+    prompt: str = Field(
+        title="Prompt",
+        description="Long prompt: a system message before the question, or the whole prompt if it has fields of the "
+        "row in braces.",
+        min_length=1,
+    )
+    teacher: TeacherConfig = Field(
+        default=TeacherConfig(), title="Teacher", description="Model that completes with the prompt."
+    )

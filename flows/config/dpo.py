@@ -1,0 +1,65 @@
+"""Config of preference optimization."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from flows.config.base import BuilderConfig, Config
+from flows.config.train import BASE_MODEL, TrainConfig
+from objectives.spec import ObjectiveSpec
+
+# The weights that the run starts from.
+START = "start"
+
+
+class VerdictConfig(Config):
+    """Verdict appended to a completion, which a reward model learns to predict."""
+
+    question: str = Field(
+        default="Is this a good answer? Say Yes or No.",
+        min_length=1,
+        title="Question",
+        description="Question about the completion, appended as a user message.",
+    )
+    good: str = Field(default="Yes", min_length=1, title="Good", description="Verdict on a good completion.")
+
+
+class DpoConfig(TrainConfig):
+    """Preference optimization run."""
+
+    comparisons: BuilderConfig = Field(
+        title="Comparisons", description="ComparisonDatasetBuilder of tinker-cookbook and its parameters."
+    )
+    renderer_name: str | None = Field(
+        default=None,
+        title="Renderer",
+        description="Chat format of tinker-cookbook. Unset: the format recommended for the model.",
+    )
+    batch_size: int = Field(default=32, ge=1, title="Batch size", description="Pairs per step.")
+    max_length: int | None = Field(
+        default=2048,
+        ge=2,
+        title="Maximum length",
+        description="Maximum tokens of a prompt and its completion; longer ones are truncated. Pairs whose completions "
+        "are equal after truncation are dropped.",
+    )
+    verdict: VerdictConfig | None = Field(
+        default=None,
+        title="Verdict",
+        description="Train a reward model: the preference applies to the log-probability of a verdict after each "
+        "completion, with the loss `bradley_terry`. Unset: the preference applies to the completions.",
+    )
+    objective: ObjectiveSpec = Field(
+        default=ObjectiveSpec.model_validate({"base_loss": "dpo"}),
+        title="Objective",
+        description="Preference loss, such as dpo, ipo, kto, simpo or orpo, and its weighted regularizers.",
+    )
+    reference: str = Field(
+        default=START,
+        title="Reference",
+        description="Frozen model with which the policy is compared. `start`: the weights at the start of the run, "
+        "those that `resume` or `init_from` names, or else the base model. `base`: the base model. A `tinker://` "
+        "path: a checkpoint or sampler weights. The run computes its log-probabilities once per completion, at the "
+        "price of prompt tokens.",
+        pattern=rf"^({START}|{BASE_MODEL}|tinker://.+)$",
+    )

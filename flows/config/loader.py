@@ -1,0 +1,165 @@
+"""Load configs from YAML files and `field=value` overrides, and inspect their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from blocks.errors import ConfigError
+from flows.config.base import Config
+
+C = TypeVar("C", bound=Config)
+
+
+def load_config(config_type: type[C], path: Path | None, overrides: Sequence[str]) -> C:
+    """Load a config from a YAML file and `field=value` overrides.
+
+    Raises:
+        ConfigError: The file is unreadable, or a field is unknown or invalid.
+    """
+    fields: dict[str, Any] = read_yaml(path) if path else {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError(f"The argument {override!r} must have the form field=value, as in learning_rate=1e-4.")
+        set_field(fields, key, yaml.safe_load(value))
+    return validate_fields(config_type, fields)
+
+
+def validate_fields(config_type: type[C], fields: Mapping[str, Any]) -> C:
+    """Validate fields into a config.
+
+    Raises:
+        ConfigError: A field is missing, unknown or invalid.
+    """
+    try:
+        return config_type.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"The config is invalid: {_explain(error, fields, config_type)}.") from error
+
+
+def set_field(fields: dict[str, Any], key: str, value: Any) -> None:
+    """Set a field by its dotted path, in place; list entries are addressed by index or by their `name`.
+
+    Raises:
+        ConfigError: The path names a missing list entry or goes through a plain value.
+
+    >>> fields = {"objective": {"regularizers": [{"name": "logic"}]}}
+    >>> set_field(fields, "objective.regularizers.logic.weight", 2.0)
+    >>> fields
+    {'objective': {'regularizers': [{'name': 'logic', 'weight': 2.0}]}}
+    """
+    _set(fields, key.split("."), value, key)
+
+
+def describe_fields(model: type[BaseModel], prefix: str = "", defaults: BaseModel | None = None) -> Iterator[str]:
+    """Yield one help line per field: dotted path, default and description.
+
+    Args:
+        defaults: default of the field that has this model; None for the model's own defaults.
+
+    >>> from flows.config.base import EngineConfig
+    >>> print(next(describe_fields(EngineConfig, "engine.")).split(";")[0])
+      engine.dtype=float32  Data type of the base model
+    """
+    for name, field in model.model_fields.items():
+        nested = field.annotation
+        if defaults is not None:
+            default = getattr(defaults, name)
+        else:
+            default = "" if field.is_required() else field.get_default(call_default_factory=True)
+        if isinstance(nested, type) and issubclass(nested, BaseModel):
+            yield from describe_fields(nested, f"{prefix}{name}.", default if isinstance(default, BaseModel) else None)
+        else:
+            yield f"  {prefix}{name}={default}  {field.description}"
+
+
+def renderer_names(config: BaseModel) -> list[str]:
+    """Return the distinct renderer names in a config.
+
+    >>> from flows.config.base import BuilderConfig
+    >>> renderer_names(BuilderConfig(builder="a:B", params={"common_config": {"renderer_name": "llama3"}}))
+    ['llama3']
+    """
+    return list(dict.fromkeys(name for name in field_values(config.model_dump(), "renderer_name") if name))
+
+
+def field_values(fields: Any, name: str) -> Iterator[Any]:
+    """Yield the values of every field with this name, including those in nested dicts, lists and dotted paths."""
+    if isinstance(fields, Mapping):
+        for key, value in fields.items():
+            if str(key).rpartition(".")[2] == name:
+                yield value
+            else:
+                yield from field_values(value, name)
+    elif isinstance(fields, Sequence) and not isinstance(fields, str):
+        for item in fields:
+            yield from field_values(item, name)
+
+
+def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> str:
+    """Describe the first validation error, naming list entries by their `name`."""
+    first = error.errors(include_url=False)[0]
+    parts: list[str] = []
+    for part in first["loc"]:
+        if isinstance(fields, list) and isinstance(part, int) and part < len(fields):
+            fields = fields[part]
+            parts.append(str(fields.get("name", part)) if isinstance(fields, dict) else str(part))
+        else:
+            fields = fields.get(part) if isinstance(fields, dict) else None
+            parts.append(str(part))
+    path = ".".join(parts)
+    if first["type"] == "missing":
+        return f"{path!r} is missing"
+    if first["type"] == "extra_forbidden":
+        known = f"; the fields are {', '.join(config_type.model_fields)}" if len(parts) == 1 else ""
+        return f"the field {path!r} is unknown{known}"
+    return f"{path!r} is {first['input']!r}, but {first['msg'][:1].lower()}{first['msg'][1:]}"
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read the fields of a YAML file.
+
+    Raises:
+        ConfigError: The file is unreadable or contains no mapping.
+    """
+    try:
+        fields = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"The config file {path} could not be read ({error.strerror}): check --config.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"The config file {path} is not valid YAML ({' '.join(str(error).split())}): fix it."
+        ) from error
+    if not isinstance(fields, dict):
+        raise ConfigError(
+            f"The config file {path} contains a {type(fields).__name__}; it must contain a mapping of fields."
+        )
+    return fields
+
+
+def _set(fields: Any, path: Sequence[str], value: Any, key: str) -> None:
+    head, *rest = path
+    if isinstance(fields, list):
+        names = [str(item.get("name")) if isinstance(item, Mapping) else "" for item in fields]
+        index = int(head) if head.isdigit() else names.index(head) if head in names else -1
+        if not 0 <= index < len(fields):
+            raise ConfigError(
+                f"The argument {key}=... refers to {head!r}, which is not in the list; the entries are "
+                f"{', '.join(names) or 'none'}."
+            )
+        if rest:
+            _set(fields[index], rest, value, key)
+        else:
+            fields[index] = value
+    elif isinstance(fields, dict):
+        if rest:
+            _set(fields.setdefault(head, {}), rest, value, key)
+        else:
+            fields[head] = value
+    else:
+        raise ConfigError(f"The argument {key}=... sets {head!r} below {fields!r}, which is a plain value.")

@@ -1,0 +1,106 @@
+"""Condition for promoting a checkpoint, such as `test/nll < 0.98 * baseline`.
+
+    METRIC < | <= | > | >= NUMBER | [NUMBER *] baseline
+
+The metric is an evaluation metric at the checkpoint's step. The baseline is the same metric in the run's first
+evaluation, before training.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from blocks.errors import ConfigError
+
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_GATE = re.compile(
+    rf"\s*(?P<metric>[A-Za-z][\w./:-]*)\s*(?P<sign><=|>=|<|>)\s*"
+    rf"(?:(?P<number>{_NUMBER})|(?:(?P<factor>{_NUMBER})\s*\*\s*)?(?P<baseline>baseline))\s*"
+)
+_COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PromoteIf:
+    """Condition on a metric.
+
+    Attributes:
+        metric: Name of the metric.
+        sign: `<`, `<=`, `>` or `>=`.
+        factor: Limit of the metric, or the multiple of the baseline if `of_baseline` is set.
+        of_baseline: Whether the limit is relative to the baseline.
+    """
+
+    metric: str
+    sign: str
+    factor: float
+    of_baseline: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse a condition.
+
+        >>> PromoteIf.parse("test/nll < 0.98 * baseline")
+        PromoteIf(metric='test/nll', sign='<', factor=0.98, of_baseline=True)
+
+        Raises:
+            ValueError: The text is no valid condition.
+        """
+        match = _GATE.fullmatch(text)
+        if not match:
+            raise ValueError(
+                "use METRIC, one of < <= > >=, and a number or [NUMBER *] baseline, as in test/nll < 0.98 * baseline"
+            )
+        number = float(match["number"] or match["factor"] or 1.0)
+        if not math.isfinite(number):
+            raise ValueError("use a finite number")
+        return cls(match["metric"], match["sign"], number, match["baseline"] is not None)
+
+    def rejection(self, value: float | None, baseline: float | None) -> str:
+        """Return the reason not to promote a checkpoint with this metric value; empty if the condition holds.
+
+        >>> PromoteIf.parse("test/nll < 0.5 * baseline").rejection(1.5, 2.0)
+        'test/nll is 1.5, but promote_if requires < 1, which is 0.5 times the baseline 2'
+        """
+        if value is None or (self.of_baseline and baseline is None):
+            subject = "the metric" if value is None else "its baseline"
+            return f"promote_if requires {self.metric}, but {subject} was not measured"
+        limit = self.factor * baseline if self.of_baseline and baseline is not None else self.factor
+        if _COMPARE[self.sign](value, limit):
+            return ""
+        explanation = f", which is {self.factor:g} times the baseline {baseline:.6g}" if self.of_baseline else ""
+        return f"{self.metric} is {value:.6g}, but promote_if requires {self.sign} {limit:.6g}{explanation}"
+
+
+def check_promote_if(text: str | None) -> str | None:
+    """Validate the config field `promote_if`; None passes.
+
+    Raises:
+        ValueError: The text is no valid condition.
+    """
+    if text is not None:
+        PromoteIf.parse(text)
+    return text
+
+
+def check_measured(promote_if: str | None, metrics: Mapping[str, float]) -> None:
+    """Check that the evaluations measure the metric of `promote_if`.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    if promote_if and (metric := PromoteIf.parse(promote_if).metric) not in metrics:
+        raise ConfigError(
+            f"promote_if requires {metric}, which no evaluation measures; use one of {', '.join(sorted(metrics))}, or "
+            "add the evaluator that measures it."
+        )

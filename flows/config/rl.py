@@ -1,0 +1,152 @@
+"""Config of reinforcement learning."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from flows.config.base import BuilderConfig, Config
+from flows.config.rollout import POLICY_LOSS, RolloutConfig
+from flows.config.train import TrainConfig
+from objectives.spec import ObjectiveSpec
+
+
+class AdvantageConfig(Config):
+    """Estimator that turns rewards into advantages."""
+
+    estimator: Literal["group_mean", "leave_one_out", "discounted", "gae"] = Field(
+        default="group_mean",
+        title="Estimator",
+        description="`group_mean`: total reward of a rollout minus the mean of its group, for each of its tokens. "
+        "`leave_one_out`: like `group_mean`, with the mean of the group's other rollouts. `discounted`: discounted "
+        "return at each token minus the group's mean. `gae`: generalized advantage estimation with the mean of the "
+        "group's other rollouts as critic.",
+    )
+    scale: bool = Field(
+        default=False,
+        title="Scale",
+        description="Divide by the standard deviation of the group, as GRPO does; only for `group_mean`.",
+    )
+    discount: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        title="Discount",
+        description="Discount factor per token, for `discounted` and `gae`.",
+    )
+    decay: float = Field(default=0.95, ge=0, le=1, title="Decay", description="Lambda, for `gae`.")
+    drop_constant: bool = Field(
+        default=False,
+        title="Drop constant groups",
+        description="Drop groups whose rollouts all have the same reward: their advantages are zero.",
+    )
+    kl_coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        title="KL in the reward",
+        description="Reward penalty per nat of KL divergence from `reference`. The regularizer `kl` is the "
+        "alternative in the loss.",
+    )
+
+    @model_validator(mode="after")
+    def _check_estimator(self) -> Self:
+        if self.scale and self.estimator != "group_mean":
+            raise ValueError("scale requires the estimator group_mean: remove scale, or change the estimator")
+        if self.discount != 1 and self.estimator not in ("discounted", "gae"):
+            raise ValueError(
+                "discount requires the estimator discounted or gae: remove discount, or change the estimator"
+            )
+        if self.decay != type(self).model_fields["decay"].default and self.estimator != "gae":
+            raise ValueError("decay requires the estimator gae: remove decay, or change the estimator")
+        return self
+
+
+class ModeConfig(Config):
+    """Schedule of rollouts and updates within a step."""
+
+    mode: Literal["sync", "stream", "async"] = Field(
+        default="sync",
+        title="Mode",
+        description="`sync` samples all groups of a step, then trains. `stream` trains on each minibatch as soon as "
+        "its groups are sampled. `async` samples the groups of later steps during training, with older weights.",
+    )
+    groups_per_batch: int | None = Field(
+        default=None,
+        ge=1,
+        title="Groups per step",
+        description="Number of groups per step, in the order of the environments. Unset: the batch size of the "
+        "environments.",
+    )
+    num_minibatches: int = Field(
+        default=1,
+        ge=1,
+        title="Minibatches",
+        description="Minibatches per update; their gradients accumulate. Not for mode `sync`.",
+    )
+    num_substeps: int = Field(
+        default=1,
+        ge=1,
+        title="Updates",
+        description="Optimizer updates per step, each on an equal share of the groups.",
+    )
+    max_steps_off_policy: int = Field(
+        default=1,
+        ge=1,
+        title="Steps off-policy",
+        description="For mode `async`: maximum age, in updates, of the weights that sampled a group. Older groups are "
+        "sampled again.",
+    )
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> Self:
+        if self.mode == "sync" and self.num_minibatches > 1:
+            raise ValueError(
+                "num_minibatches requires the mode stream or async: remove num_minibatches, or change the mode"
+            )
+        if self.mode == "stream" and self.num_minibatches == 1:
+            raise ValueError("the mode stream requires several minibatches: set num_minibatches to 2 or more")
+        if self.mode != "async" and self.max_steps_off_policy > 1:
+            raise ValueError(
+                "max_steps_off_policy requires the mode async: remove max_steps_off_policy, or change the mode"
+            )
+        return self
+
+
+class RlConfig(TrainConfig):
+    """Reinforcement learning run."""
+
+    environment: BuilderConfig = Field(
+        title="Environment", description="RLDatasetBuilder of tinker-cookbook and its parameters."
+    )
+    rollout: RolloutConfig = Field(
+        default=RolloutConfig(), title="Rollouts", description="Sampling of rollouts from the environments."
+    )
+    advantage: AdvantageConfig = Field(
+        default=AdvantageConfig(), title="Advantages", description="Computation of advantages from rewards."
+    )
+    schedule: ModeConfig = Field(
+        default=ModeConfig(), title="Schedule", description="Order of rollouts and updates within a step."
+    )
+    transcripts_every: int = Field(
+        default=20,
+        ge=0,
+        title="Transcripts every",
+        description="Steps between transcript pages, written to the run's directory and to MLflow together with a "
+        "trace of each group; 0 disables them.",
+    )
+    objective: ObjectiveSpec = Field(
+        default=POLICY_LOSS,
+        title="Objective",
+        description="Base loss that reads advantages, and its weighted regularizers.",
+    )
+
+    @model_validator(mode="after")
+    def _check_guards(self) -> Self:
+        schedule = self.schedule
+        if self.guards.needs_forward_pass and schedule.num_minibatches * schedule.num_substeps > 1:
+            raise ValueError(
+                "guards.skip skips whole steps, which is impossible with several minibatches or updates per step: use "
+                "rollback or stop"
+            )
+        return self

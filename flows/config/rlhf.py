@@ -1,0 +1,191 @@
+"""Config of RLHF and its three stages: sft, reward model (dpo or sft) and rl."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from flows.config.base import BuilderConfig, Config, NamedConfig, TrackedConfig
+from flows.config.dpo import DpoConfig, VerdictConfig
+from flows.config.loader import validate_fields
+from flows.config.rl import RlConfig
+from flows.config.train import SftConfig
+
+_COMPARISONS_DATA = "tinker_cookbook.preference.preference_datasets:ChatDatasetBuilderFromComparisons"
+_REWARDED = "tasks.rl.environments.reward_model:RewardModelBuilder"
+_PREFERRED = "tasks.rl.environments.pairwise:TournamentBuilder"
+_PAIRWISE = "tasks.preference.preference_models:PairwiseBuilder"
+# Fields that a stage must not set.
+_COMMON = {"run_name", "model", "base_url", "engine", "storage", "tracking", "experiment"}
+# Fields that every stage inherits.
+_SHARED = (_COMMON - {"run_name"}) | {"lora_rank", "seed"}
+
+
+class RewardConfig(Config):
+    """Settings of the reward model stage."""
+
+    kind: Literal["bradley_terry", "pairwise"] = Field(
+        default="bradley_terry",
+        title="Kind",
+        description="`bradley_terry` scores one completion by the log-probability of a verdict, such as `Yes`, after "
+        "it. `pairwise` chooses the better of two completions, as tinker-cookbook's preference models do.",
+    )
+    batch_size: int = Field(default=32, ge=1, title="Batch size", description="Pairs per step.")
+    max_length: int = Field(
+        default=2048,
+        ge=2,
+        title="Maximum length",
+        description="Maximum tokens of a training sequence: prompt, completion (both for `pairwise`) and verdict.",
+    )
+    verdict: VerdictConfig = Field(
+        default=VerdictConfig(),
+        title="Verdict",
+        description="Question and verdict that `bradley_terry` appends to a completion.",
+    )
+    training: dict[str, Any] = Field(
+        default_factory=dict,
+        title="Training",
+        description="Additional fields of the stage's `dpo` config, or of its `sft` config for `pairwise`.",
+        examples=[{"learning_rate": 3e-4, "register_as": "reward", "promote_if": "test/accuracy > 0.7"}],
+    )
+
+
+class PolicyConfig(Config):
+    """Settings of the policy and of its reinforcement learning run."""
+
+    batch_size: int = Field(default=32, ge=1, title="Batch size", description="Prompts per step.")
+    group_size: int = Field(default=4, ge=2, title="Group size", description="Completions per prompt.")
+    kl_coefficient: float = Field(
+        default=0.1,
+        ge=0,
+        title="KL in the reward",
+        description="Reward penalty per nat of KL divergence from the warm start. Set it to 0 to use the regularizer "
+        "`kl` instead.",
+    )
+    training: dict[str, Any] = Field(
+        default_factory=dict,
+        title="Training",
+        description="Additional fields of the stage's `rl` config, except `environment`.",
+    )
+
+
+class RlhfConfig(TrackedConfig, NamedConfig):
+    """RLHF in up to three consecutive runs: warm start, reward model, reinforcement learning."""
+
+    comparisons: BuilderConfig = Field(
+        title="Comparisons",
+        description="ComparisonDatasetBuilder of tinker-cookbook and its parameters. The reward model trains on the "
+        "comparisons, the policy on their prompts.",
+    )
+    renderer_name: str | None = Field(
+        default=None,
+        title="Renderer",
+        description="Chat format of tinker-cookbook. Unset: the format recommended for the model.",
+    )
+    lora_rank: int = Field(default=32, ge=1, title="LoRA rank", description="Rank of the adapters.")
+    seed: int = Field(
+        default=0, ge=0, title="Seed", description="Seed of the adapters' initialization and of the data order."
+    )
+    warm_start: dict[str, Any] = Field(
+        default_factory=dict,
+        title="Warm start",
+        description="Fields of `sft`, such as `data`. Empty: the policy starts from the base model.",
+    )
+    reward: RewardConfig = Field(
+        default=RewardConfig(), title="Reward model", description="Reward model; not used if `judge` is set."
+    )
+    judge: BuilderConfig | None = Field(
+        default=None,
+        title="Judge",
+        description="Builder of a tinker-cookbook PreferenceModel that replaces the reward model: "
+        "`tasks.preference.preference_models:PromptedJudgeBuilder` prompts a model (parameters `model`, `path`, "
+        "`criteria` and `principles`), "
+        "`tasks.preference.preference_models:JudgeBuilder` calls a function (parameter `judge`).",
+    )
+    policy: PolicyConfig = Field(
+        default=PolicyConfig(), title="Policy", description="Settings of the reinforcement learning stage."
+    )
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> Self:
+        for stage in (self.warm_start, self.reward.training, self.policy.training):
+            if common := sorted(stage.keys() & _COMMON):
+                raise ValueError(f"a stage must not set {', '.join(common)}: set it at the top level of the config")
+        self.policy_stage("", "")
+        if self.warm_start:
+            self.warm_start_stage()
+        if self.judge is None:
+            self.reward_stage()
+        elif self.reward != RewardConfig():
+            raise ValueError("judge and reward are both set, but judge replaces the reward model: remove one")
+        return self
+
+    def warm_start_stage(self) -> SftConfig:
+        """Return the config of the supervised run that the policy starts from."""
+        return validate_fields(SftConfig, self._shared("sft") | self.warm_start)
+
+    def reward_stage(self) -> DpoConfig | SftConfig:
+        """Return the config of the run that trains the reward model."""
+        reward, shared = self.reward, self._shared("reward") | self.reward.training
+        if reward.kind == "bradley_terry":
+            own = {
+                "comparisons": self.comparisons,
+                "renderer_name": self.renderer_name,
+                "batch_size": reward.batch_size,
+                "max_length": reward.max_length,
+                "verdict": reward.verdict,
+            }
+            return validate_fields(DpoConfig, {"objective": {"base_loss": "bradley_terry"}} | shared | own)
+        common = {"batch_size": reward.batch_size, "max_length": reward.max_length, **self._renderer("renderer_name")}
+        # Train on both orders of each pair, because a resumed run would draw different random orders.
+        data = {
+            "builder": _COMPARISONS_DATA,
+            "params": self._comparison_params | {"common_config": common, "swap": True},
+        }
+        params = {**self.comparisons.model_dump(), "model": self.model, "renderer_name": self.renderer_name}
+        ranking = {"builder": "tasks.preference.ranking_evaluator:RankingEvaluator", "params": params}
+        evaluators = [*shared.get("evaluators", ()), ranking]
+        return validate_fields(SftConfig, shared | {"data": data, "evaluators": evaluators})
+
+    def policy_stage(self, start: str, reward: str) -> RlConfig:
+        """Return the config of the run that trains the policy.
+
+        Args:
+            start: path of the warm start's weights; empty without a warm start.
+            reward: path of the reward model's weights; empty if a judge replaces the reward model.
+        """
+        params = self._comparison_params | {
+            "batch_size": self.policy.batch_size,
+            "group_size": self.policy.group_size,
+        }
+        if self.judge is None and self.reward.kind == "bradley_terry":
+            builder = _REWARDED
+            params |= {"path": reward, **self.reward.verdict.model_dump(), **self._renderer("renderer_name")}
+        else:
+            builder = _PREFERRED
+            reward_model = BuilderConfig(builder=_PAIRWISE, params={"path": reward, **self._renderer("renderer_name")})
+            params |= _nested("preference_model_builder", self.judge or reward_model)
+            params |= self._renderer("policy_renderer_name")
+        environment = {"builder": builder, "params": params}
+        fields: dict[str, Any] = self._shared("policy") | self.policy.training
+        if start:
+            fields = {"reference": start} | fields | {"init_from": start}
+        advantage = {"kl_coefficient": self.policy.kl_coefficient} | fields.get("advantage", {})
+        return validate_fields(RlConfig, fields | {"environment": environment, "advantage": advantage})
+
+    @property
+    def _comparison_params(self) -> dict[str, Any]:
+        return _nested("comparison_builder", self.comparisons)
+
+    def _renderer(self, name: str) -> dict[str, str]:
+        return {name: self.renderer_name} if self.renderer_name else {}
+
+    def _shared(self, stage: str) -> dict[str, Any]:
+        tags = {"tinker_flows.rlhf": self.run_name}
+        return self.model_dump(include=_SHARED) | {"run_name": f"{self.run_name}-{stage}", "mlflow_tags": tags}
+
+
+def _nested(name: str, config: BuilderConfig) -> dict[str, Any]:
+    """Return the parameters that pass one builder to another."""
+    return {name: config.builder} | {f"{name}.{key}": value for key, value in config.params.items()}

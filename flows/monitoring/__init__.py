@@ -1,0 +1,1 @@
+"""Events, tags, progress and interrupts of a run."""

@@ -1,0 +1,59 @@
+"""Wait until Prefect's background threads have delivered the task runs, events and logs of a run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterId,
+    TaskRunFilter,
+    TaskRunFilterName,
+    TaskRunFilterState,
+    TaskRunFilterStateType,
+)
+from prefect.client.schemas.objects import TERMINAL_STATES, StateType
+
+from tasks.common.prefect_internals import send_events
+
+
+def wait_until_recorded(flow_run_id: UUID, last_task: str | None, limit_s: float = 60.0) -> None:
+    """Wait until the server has recorded the end of every task run of a flow run; report missing ones on stderr.
+
+    Args:
+        last_task: Name of the last task of a completed run; the record is incomplete without it.
+    """
+    flow_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+    running = [state for state in StateType if state not in TERMINAL_STATES]
+    open_runs = TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=running)))
+    last_runs = TaskRunFilter(name=TaskRunFilterName(like_=last_task))
+    deadline = time.monotonic() + limit_s
+    times_complete = 0
+    with get_client(sync_client=True) as client:
+        # Twice, because one poll may fall between the start and the end event of a task in a late batch.
+        while times_complete < 2:
+            task_runs = client.read_task_runs(flow_run_filter=flow_run, task_run_filter=open_runs)
+            # A task whose dependency failed stays in the state NotReady.
+            unfinished = [run for run in task_runs if run.state_name != "NotReady"]
+            has_last = not last_task or client.read_task_runs(
+                flow_run_filter=flow_run, task_run_filter=last_runs, limit=1
+            )
+            times_complete = times_complete + 1 if has_last and not unfinished else 0
+            if time.monotonic() > deadline:
+                names = ", ".join(run.name for run in unfinished[:3]) or f"a task run named {last_task}"
+                print(f"The Prefect server has not recorded the end of {names}.", file=sys.stderr)
+                return
+            time.sleep(1.2)  # the server writes task runs in batches, once a second
+
+
+def deliver_events(limit_s: float = 20.0) -> None:
+    """Send Prefect's pending events and log lines within a time limit, then drop the rest and report it on stderr.
+
+    Prefect itself waits without a limit at exit, even for a server that accepts requests and never responds.
+    """
+    if num_dropped := send_events(limit_s):
+        dropped = f"{num_dropped} events and log lines of this run"
+        print(f"The Prefect server did not accept {dropped}: its UI lacks them.", file=sys.stderr)

@@ -1,0 +1,98 @@
+"""Defer Ctrl-C, SIGTERM and a cancel from the UI until the current step is finished and saved."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from functools import partial
+from types import FrameType
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+
+from tasks.common.service_errors import TRANSIENT_ERRORS
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SignalHandler = Callable[[int, FrameType | None], object] | int | None
+POLL_EVERY_S = 5.0
+
+
+class CancelledInTheUI(Exception):
+    """Raised to end a run that was cancelled in the UI or by its step callback."""
+
+
+class StopRequest:
+    """Request to stop the run, by a signal or a cancel; a second signal stops the process at once."""
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+        self._cancelled = False
+        self._reason = "The run was cancelled; start it again to resume from its last checkpoint."
+        self._handlers: dict[int, SignalHandler] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self._cancelled or self._signal is not None
+
+    def cancel(self, reason: str) -> None:
+        """Request a stop, as a cancel in the UI does."""
+        self._cancelled, self._reason = True, reason
+
+    def raise_if_requested(self) -> None:
+        """Raise the deferred signal, or CancelledInTheUI after a cancel."""
+        if self._signal is not None:
+            self._restore_handlers()
+            signal.raise_signal(self._signal)
+        if self._cancelled:
+            raise CancelledInTheUI(self._reason)
+
+    def _install_handlers(self) -> None:
+        for number in SIGNALS:
+            self._handlers[number] = signal.signal(number, self._handle)
+
+    def _restore_handlers(self) -> None:
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self._signal = number
+        self._restore_handlers()
+        print("\nStopping after the current step is saved. Press Ctrl-C again to stop at once.", file=sys.stderr)
+
+    def _poll(self, closed: threading.Event, flow_run_id: UUID) -> None:
+        """Poll the Prefect server for a cancel; workers send signals only to flow runs that they started."""
+        while not self._cancelled and not closed.wait(POLL_EVERY_S):
+            # The run continues while the server is down or another program responds in its place.
+            with suppress(*TRANSIENT_ERRORS), get_client(sync_client=True) as client:
+                while not self._cancelled and not closed.is_set():
+                    state = client.read_flow_run(flow_run_id).state
+                    self._cancelled = state is not None and state.is_cancelling()
+                    closed.wait(POLL_EVERY_S)
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[StopRequest]:
+    """Turn Ctrl-C and SIGTERM into a stop request within this block; signals reach only the main thread."""
+    stop, closed = StopRequest(), threading.Event()
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context else None
+    if threading.current_thread() is threading.main_thread():
+        stop._install_handlers()
+    poller = None
+    if flow_run and not flow_run.deployment_id:
+        # The context names the Prefect server; without it, Prefect would start an ephemeral one.
+        poll = partial(copy_context().run, stop._poll, closed, flow_run.id)
+        poller = threading.Thread(target=poll, name="stop", daemon=True)
+        poller.start()
+    try:
+        yield stop
+    finally:
+        stop._restore_handlers()
+        closed.set()
+        if poller:
+            poller.join(POLL_EVERY_S)  # bounded, because the server may not respond

@@ -1,0 +1,1 @@
+"""Lifecycle of a run: open, record, resume, retry, finish."""

@@ -1,0 +1,156 @@
+"""Checkpoints of a run: saved and recorded while the next steps run, retained and promoted as configured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
+from types import TracebackType
+from typing import Any, Self
+
+import tinker
+from mlflow.exceptions import MlflowException
+from tinker_cookbook.checkpoint_utils import CheckpointRecord
+
+from blocks.errors import ServiceError
+from flows.config.base import RunConfig
+from flows.config.promotion import PromoteIf
+from flows.monitoring.run_tags import forget_rejection, note_rejection
+from flows.runs.run import Run
+from tasks.common.service_errors import service_errors
+from tasks.common.task import call
+from tasks.training.checkpoints import (
+    PendingCheckpoint,
+    enqueue_checkpoint,
+    read_records,
+    record_checkpoint,
+    resumable,
+    step_of,
+)
+from tasks.training.model_registry import Promotion, promote
+from tasks.training.retention import KeepPolicy, keep_checkpoints
+
+# After an error the service may not respond; a pending save gets this much time.
+LAST_WAIT_S = 10.0
+
+
+class Checkpoints:
+    """Checkpoints of an open run; at most one save is pending, and leaving the context waits for it.
+
+    Attributes:
+        rejection: Reason why `finish` promoted no checkpoint; empty if it did, or without `register_as`.
+    """
+
+    def __init__(self, run: Run, config: RunConfig, steps_per_epoch: int, start: CheckpointRecord | None) -> None:
+        self._run, self._config, self._steps_per_epoch = run, config, steps_per_epoch
+        self._rest = tinker.RestClient(run.session.holder)
+        best = config.keep_best
+        self._policy = KeepPolicy(
+            config.keep_last, best.metric if best else "", best.mode if best else "min", config.ttl_seconds
+        )
+        self._last = start
+        self.rejection = ""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._recording: Future[CheckpointRecord] | None = None
+
+    def enqueue(self, step: int, *, final: bool) -> PendingCheckpoint:
+        """Request a save of the weights after `step` updates, all of which have been requested."""
+        return enqueue_checkpoint(
+            self._run.client, step, self._steps_per_epoch, final=final, ttl_seconds=self._config.ttl_seconds
+        )
+
+    def record(self, pending: PendingCheckpoint, state: Mapping[str, Any]) -> None:
+        """Record a save in the background, with the run's other state; first wait for the previous save.
+
+        Raises:
+            ServiceError, StorageError: The previous save failed.
+        """
+        self.wait()
+        self._recording = self._thread.submit(copy_context().run, self._record, pending, state)
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of a finished save, without waiting."""
+        if self._recording and self._recording.done():
+            self.wait()
+
+    def wait(self) -> CheckpointRecord | None:
+        """Wait for the pending save; return the newest record, or None without a checkpoint.
+
+        Raises:
+            ServiceError, StorageError: The save failed.
+        """
+        recording, self._recording = self._recording, None
+        if recording:
+            self._last = recording.result()
+        return self._last
+
+    def finish(self) -> CheckpointRecord:
+        """Wait for the final checkpoint; promote the best one, or the final one without `keep_best`, if configured."""
+        last = self.wait()
+        assert last is not None
+        if name := self._config.register_as:
+            records = read_records(self._run.directory)
+            best = records.best.get("best") if self._policy.metric else None
+            chosen = next((record for record in records.checkpoints if record.state_path == best), last)
+            self.rejection = self._rejection(chosen)
+            if self.rejection:
+                note_rejection(self._run.log, self._config.run_name, name, self.rejection)
+            else:
+                self._promote(name, chosen)
+                forget_rejection(self._run.log)
+        return last
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.wait()
+            elif self._recording:
+                with suppress(TimeoutError):
+                    self._recording.exception(timeout=LAST_WAIT_S)
+        finally:
+            self._thread.shutdown(wait=False)
+
+    def _record(self, pending: PendingCheckpoint, state: Mapping[str, Any]) -> CheckpointRecord:
+        record = call(record_checkpoint, pending, self._run.directory, self._run.log, state)
+        if self._policy.last or self._policy.metric:
+            try:
+                call(keep_checkpoints, self._rest, self._run.directory, self._run.log, self._policy)
+            except (ServiceError, MlflowException) as failure:
+                print(f"{failure} Retrying with the next checkpoint.", file=sys.stderr)
+        return record
+
+    def _promote(self, name: str, record: CheckpointRecord) -> None:
+        parent = {f"tinker_flows.parent.{key}": str(value) for key, value in self._parent().items()}
+        lineage = {"tinker_flows.run_name": self._config.run_name, "tinker.base_model": self._config.model, **parent}
+        alias = "final" if record.final else "best"
+        promoted = Promotion(alias, step_of(record), record.state_path or "", lineage)
+        promote(self._run.log, name, promoted, lambda: self._for_sampling(record))
+
+    def _rejection(self, record: CheckpointRecord) -> str:
+        if not self._config.promote_if:
+            return ""
+        gate = PromoteIf.parse(self._config.promote_if)
+        self._run.log.flush()
+        values = self._run.log.values(gate.metric)
+        baseline = values[min(values)] if values else None
+        rejection = gate.rejection(values.get(step_of(record)), baseline)
+        return f"The checkpoint at step {step_of(record)} is not promoted: {rejection}." if rejection else ""
+
+    def _parent(self) -> dict[str, Any]:
+        """Return the origin of a fork, from its first record; empty for other runs."""
+        return resumable(self._run.directory)[-1].get("parent", {})
+
+    def _for_sampling(self, record: CheckpointRecord) -> str:
+        if record.sampler_path:
+            return record.sampler_path
+        with service_errors(f"load the checkpoint {record.state_path}"):
+            client = self._run.session.create_training_client_from_state(record.state_path or "").result()
+        with service_errors(f"save the checkpoint {record.state_path} for sampling"):
+            return client.save_weights_for_sampler("best").result().path

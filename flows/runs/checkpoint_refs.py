@@ -1,0 +1,97 @@
+"""Resolve the names of weights: a checkpoint of a run, a `tinker://` path, or the base model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tinker_cookbook.checkpoint_utils import CheckpointRecord
+
+from blocks import RunStorage
+from blocks.errors import ConfigError
+from blocks.storage import CONFIG
+from flows.config.base import BASE, SERVICE_PATH, WeightsConfig
+from tasks.training.checkpoints import Records, read_records, step_of
+
+C = TypeVar("C", bound=WeightsConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCheckpoint:
+    """Weights on the service.
+
+    Attributes:
+        name: Name in the config.
+        path: tinker:// path; empty for the base model.
+        step: Number of updates according to the run's record; 0 without a record.
+        run_name, model: Run and base model; empty without a record.
+    """
+
+    name: str
+    path: str
+    step: int = 0
+    run_name: str = ""
+    model: str = ""
+
+
+def find_checkpoint(name: str, storage: RunStorage) -> NamedCheckpoint:
+    """Look weights up by their name.
+
+    Raises:
+        ConfigError: The run or the checkpoint does not exist.
+    """
+    if name == BASE:
+        return NamedCheckpoint(name, "")
+    if name.startswith(SERVICE_PATH):
+        return NamedCheckpoint(name, name)
+    run_name, _, at = name.partition("@")
+    directory = storage.run_directory(run_name)
+    records = read_records(directory)
+    matches = select_checkpoints(records, at)
+    if not matches:
+        steps = ", ".join(str(step) for step in sorted({step_of(record) for record in records.checkpoints}))
+        problem = (
+            f"{describe_missing(at)}; it has checkpoints at {steps}"
+            if steps
+            else f"has no checkpoint in {directory.location}"
+        )
+        raise ConfigError(
+            f"The checkpoint {name!r} does not exist: the run {run_name!r} {problem}. Use another checkpoint or a "
+            "tinker:// path."
+        )
+    return _of_record(name, run_name, matches[0], directory.read_bytes(CONFIG))
+
+
+def select_checkpoints(records: Records, at: str) -> list[CheckpointRecord]:
+    """Return the checkpoints at `STEP`, `best` or `final`, preferred one first; all checkpoints for an empty string."""
+    if at == "best":
+        return [record for record in records.checkpoints if record.state_path == records.best.get("best")]
+    if at == "final":
+        return [record for record in records.checkpoints if record.final][:1]
+    return [record for record in records.checkpoints if not at or step_of(record) == int(at)]
+
+
+def describe_missing(at: str) -> str:
+    """Describe a checkpoint that a run does not have, for an error message."""
+    if at == "best":
+        return "has no best checkpoint, which needs keep_best"
+    return "has no final checkpoint yet" if at == "final" else f"has no checkpoint at step {at}"
+
+
+def with_model(config: C, *checkpoints: NamedCheckpoint) -> C:
+    """Fill in the model of a config from its checkpoints.
+
+    Raises:
+        ConfigError: Neither the config nor a checkpoint names the model.
+    """
+    models = [config.model, *(checkpoint.model for checkpoint in checkpoints)]
+    model = next((name for name in models if name), "")
+    if not model:
+        raise ConfigError("The model of the weights is unknown: set model to the base model's name.")
+    return config.model_copy(update={"model": model})
+
+
+def _of_record(name: str, run_name: str, record: CheckpointRecord, config: bytes | None) -> NamedCheckpoint:
+    model = str(json.loads(config).get("model", "")) if config else ""
+    return NamedCheckpoint(name, record.state_path or "", step_of(record), run_name, model)

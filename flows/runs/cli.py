@@ -1,0 +1,146 @@
+"""Command line of a flow: config file, overrides, Prefect server, and one-sentence errors."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import httpx
+from prefect import Flow, State
+from prefect.exceptions import CancelledRun, PrefectException
+from prefect.logging.handlers import PrefectConsoleHandler
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from rich.console import Console
+from rich.table import Table
+
+from blocks.errors import ServiceError, TinkerFlowsError, reason
+from blocks.processes import local_prefect_server, prefect_server_env
+from flows.config.base import Config
+from flows.config.loader import describe_fields, load_config
+from flows.monitoring.drain import deliver_events, wait_until_recorded
+from flows.monitoring.events import heartbeats
+from flows.runs.result import TrainResult
+from objectives.errors import ObjectiveError
+from tasks.reports.tables import COLUMNS, format_row, term_rows
+
+R = TypeVar("R")
+
+
+def main(
+    flow: Flow[..., Any],
+    config_type: type[Config],
+    argv: Sequence[str] | None = None,
+    show: Callable[[Any], None] | None = None,
+) -> None:
+    """Run a flow from the command line; exit with 0, with 1 after a known error, or with 130 after Ctrl-C.
+
+    Args:
+        show: Prints the flow's result; `show_result` by default.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m flows.{flow.name}",
+        description=(flow.fn.__doc__ or "").strip(),
+        epilog="fields:\n" + "\n".join(describe_fields(config_type)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, help="YAML file with config fields")
+    parser.add_argument("overrides", nargs="*", metavar="field=value", help="config fields that override the file")
+    arguments = parser.parse_args(argv)
+    exit_on_error(
+        lambda: (show or show_result)(run(flow, load_config(config_type, arguments.config, arguments.overrides)))
+    )
+
+
+def exit_on_error(action: Callable[[], None]) -> None:
+    """Run an action; exit with a one-sentence message and status 1 after a known error, with 130 after Ctrl-C."""
+    try:
+        action()
+    except (TinkerFlowsError, ObjectiveError) as error:
+        sys.exit(f"error: {error}")
+    except (KeyboardInterrupt, CancelledRun):
+        print("Stopped. Run the same command again to resume from the last checkpoint.", file=sys.stderr)
+        sys.exit(130)
+
+
+def run(flow: Flow[..., R], config: Config) -> R:
+    """Run a flow against the configured Prefect server, or against a local one for the duration of the run."""
+    silence_console_logs()
+    if PREFECT_API_URL.value():
+        return _delivered(flow, config).result()
+    # Not Prefect's ephemeral server, which silently loses most task runs of a real run.
+    with local_prefect_server() as url, temporary_settings({PREFECT_API_URL: url}):
+        state = _delivered(flow, config)
+        assert state.state_details.flow_run_id is not None
+        wait_until_recorded(state.state_details.flow_run_id, "report" if state.is_completed() else None)
+        return state.result()
+
+
+def _delivered(flow: Flow[..., R], config: Config) -> State[R]:
+    """Run a flow and deliver its events, also after Ctrl-C, while its server is up.
+
+    Raises:
+        ServiceError: The Prefect server is not usable.
+    """
+    try:
+        with heartbeats():
+            return cast("State[R]", flow(config, return_state=True))
+    except (httpx.HTTPError, PrefectException, RuntimeError, ValueError) as error:  # the flow's errors are in its state
+        raise ServiceError(
+            f"The Prefect server at {PREFECT_API_URL.value()} could not be used ({reason(error)}): set PREFECT_API_URL "
+            "to a running server and run the same command again to resume from the last checkpoint."
+        ) from error
+    finally:
+        deliver_events()
+
+
+def silence_console_logs() -> None:
+    """Limit the terminal to the progress bar and final messages; the Prefect UI has all logs and tracebacks."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, PrefectConsoleHandler):
+            handler.setLevel(logging.CRITICAL)
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+
+
+def show_result(result: TrainResult) -> None:
+    """Print the table of terms and the locations of weights, report and UIs."""
+    table = Table(title=f"{result.run_name}: {result.num_steps} steps")
+    for index, column in enumerate(COLUMNS):
+        table.add_column(column, justify="right" if index else "left")
+    for row in term_rows(result.metrics):
+        table.add_row(*format_row(row))
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    if result.stopped:
+        console.print(result.stopped)
+    elif result.not_promoted:
+        console.print(result.not_promoted)
+    elif result.resumed_from == result.num_steps:
+        console.print("This run had already finished; choose another run_name to train again.")
+    for key in sorted(result.metrics):
+        if key.startswith("test/") or key.endswith("/skipped"):
+            console.print(f"{key:12} {result.metrics[key]:.4f}")
+    console.print(f"weights      {result.state_path}")
+    console.print(f"report       {result.report}")
+    console.print(f"Prefect UI   {_prefect_ui(result)}")
+    console.print(f"MLflow UI    {_mlflow_ui(result)}")
+
+
+def _prefect_ui(result: TrainResult) -> str:
+    page = f"/runs/flow-run/{result.flow_run_id}"
+    if api := PREFECT_API_URL.value():
+        return api.removesuffix("/api") + page
+    database = prefect_server_env()["PREFECT_API_DATABASE_CONNECTION_URL"]
+    command = f"PREFECT_API_DATABASE_CONNECTION_URL={database} {sys.executable} -m prefect server start"
+    return f"{command}\n             then open http://127.0.0.1:4200{page}"
+
+
+def _mlflow_ui(result: TrainResult) -> str:
+    page = f"/#/experiments/{result.experiment_id}/runs/{result.mlflow_run_id}"
+    if result.tracking_uri.startswith("http"):
+        return result.tracking_uri.rstrip("/") + page
+    command = f"{sys.executable} -m mlflow ui --backend-store-uri {result.tracking_uri}"
+    return f"{command}\n             then open http://127.0.0.1:5000{page}"

@@ -1,0 +1,125 @@
+"""Recorded config of a run, and the fields that may change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tinker_cookbook.checkpoint_utils import CheckpointRecord
+
+from blocks.errors import ConfigError
+from blocks.storage import CONFIG, RunDirectory
+from flows.config.base import RunConfig
+from flows.runs.cookbook_compat import set_aside_config
+from objectives.aliases import with_current_paths
+from tasks.training.checkpoints import step_of
+
+# Version of config.json. Release 0.1 wrote no version, which counts as 1.
+FORMAT_VERSION = 2
+# First format whose runs scale terms by the batch (`objectives.scale`) and compare completions within prompts.
+FORMAT_OF_SCALES = 2
+_FORMAT_KEY = "format_version"
+
+# Fields that may change when a run resumes: where it runs and how often it evaluates, never what it trains.
+_MAY_CHANGE = {
+    "base_url",
+    "tracking",
+    "experiment",
+    "mlflow_tags",
+    "storage",
+    "resume",
+    "max_restarts",
+    "guards",
+    "budget",
+    "checkpoint_every",
+    "eval_every",
+    "evaluators",
+    "keep_last",
+    "keep_best",
+    "ttl_seconds",
+    "register_as",
+    "promote_if",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedConfig:
+    """Content of a run's config.json.
+
+    Attributes:
+        format_version: Version of the format that the run was started with. Changed conventions depend on it, so that
+            an older run keeps its own.
+        fields: Config fields, with import paths of earlier releases replaced.
+    """
+
+    format_version: int
+    fields: dict[str, Any]
+
+    @classmethod
+    def parse(cls, content: bytes, location: str) -> RecordedConfig:
+        """Parse a config.json.
+
+        Raises:
+            ConfigError: The content is no JSON object, or a later release wrote it.
+        """
+        try:
+            fields = json.loads(content)
+        except ValueError:
+            fields = None
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{location}/{CONFIG} is not the config of a run: restore it to resume the run.")
+        version = fields.pop(_FORMAT_KEY, 1)
+        if version > FORMAT_VERSION:
+            raise ConfigError(
+                f"{location}/{CONFIG} has format version {version}, but this release supports up to {FORMAT_VERSION}: "
+                "upgrade tinker-flows."
+            )
+        return cls(version, with_current_paths(fields))
+
+
+def recorded_format(directory: RunDirectory) -> int:
+    """Return the format version that a run was started with; the current one without a record."""
+    recorded = directory.read_bytes(CONFIG)
+    return RecordedConfig.parse(recorded, directory.location).format_version if recorded else FORMAT_VERSION
+
+
+def check_config(
+    directory: RunDirectory, config: RunConfig, start: CheckpointRecord | None, restarts: Sequence[str]
+) -> None:
+    """Record the config of a new run; check that a resumed run has the same config.
+
+    Args:
+        restarts: Non-empty if the run itself restarts, which `resume: never` allows.
+
+    Raises:
+        ConfigError: The recorded config differs, or `resume` is `never` and the name is in use.
+    """
+    if set_aside_config(directory) or start is None:
+        fields = {_FORMAT_KEY: FORMAT_VERSION, **config.model_dump(mode="json")}
+        directory.write_bytes(CONFIG, json.dumps(fields, indent=2).encode())
+        return
+    if config.resume == "never" and not restarts:
+        raise ConfigError(
+            f"The run name {config.run_name!r} is in use in {directory.location} and resume is `never`: "
+            "choose another run_name, or set resume to auto to resume that run."
+        )
+    changed = changed_fields(directory, config)
+    if changed:
+        raise ConfigError(
+            f"The run {config.run_name!r} (now at step {step_of(start)}) was started with another "
+            f"{', '.join(changed)}: restore it or choose another run_name; the first config is "
+            f"{directory.location}/{CONFIG}."
+        )
+
+
+def changed_fields(directory: RunDirectory, config: RunConfig) -> list[str]:
+    """Return the immutable fields in which a config differs from the recorded one; empty without a record."""
+    recorded = directory.read_bytes(CONFIG)
+    if recorded is None:
+        return []
+    # Validation fills in fields that later releases added.
+    fields = RecordedConfig.parse(recorded, directory.location).fields
+    before, now = type(config).model_validate(fields).model_dump(), config.model_dump()
+    return sorted(key for key in now.keys() - _MAY_CHANGE if now[key] != before[key])

@@ -1,0 +1,120 @@
+"""New runs that start from given weights: forks, named by `resume`, and fresh runs from `init_from`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tinker_cookbook.checkpoint_utils import CheckpointRecord
+
+from blocks import RunStorage
+from blocks.errors import ConfigError
+from flows.config.base import BASE, SERVICE_PATH, RunConfig
+from flows.runs.checkpoint_refs import describe_missing, find_checkpoint, select_checkpoints
+from tasks.training.checkpoints import read_records, step_of
+
+# Key of a record whose weights are loaded without the moments of the optimizer.
+FRESH_OPTIMIZER = "fresh_optimizer"
+
+# State that a fork inherits from its parent's record; spent budget and MLflow run stay with the parent.
+_INHERITED = ("objective", "guard", FRESH_OPTIMIZER)
+
+
+def is_fork(config: RunConfig) -> bool:
+    """Return whether `resume` names a checkpoint to start from."""
+    return config.resume not in ("auto", "never")
+
+
+def named_origin(config: RunConfig) -> str:
+    """Return the field and the name of the weights that a run starts from, for an error message."""
+    return f"resume is {config.resume!r}" if is_fork(config) else f"init_from is {config.init_from!r}"
+
+
+def starts_of(config: RunConfig, storage: RunStorage) -> list[CheckpointRecord]:
+    """Return the checkpoints that a new run may start from, preferred one first; empty for the base model.
+
+    Raises:
+        ConfigError: The run or the checkpoint does not exist.
+    """
+    if is_fork(config):
+        return _starts_of_fork(config, storage)
+    return [] if config.init_from == BASE else [_initial_weights(config, storage)]
+
+
+def check_lineage(config: RunConfig, records: Sequence[CheckpointRecord]) -> None:
+    """Check that a resumed fork names the same checkpoint as at its start.
+
+    Args:
+        records: Records of the run, newest first.
+
+    Raises:
+        ConfigError: `resume` names another checkpoint.
+    """
+    if not (records and is_fork(config)):
+        return
+    parent = records[-1].get("parent", {})
+    if parent.get("resume") != config.resume:
+        origin = f"started from {parent['resume']}" if "resume" in parent else "is no fork"
+        raise ConfigError(
+            f"The run {config.run_name!r} {origin} and is at step {step_of(records[0])}, but resume is "
+            f"{config.resume!r}: choose another run_name for another fork, or set resume to auto to resume that run."
+        )
+
+
+def _initial_weights(config: RunConfig, storage: RunStorage) -> CheckpointRecord:
+    checkpoint = find_checkpoint(config.init_from, storage)
+    parent = {"init_from": config.init_from, "state_path": checkpoint.path}
+    if checkpoint.run_name:
+        parent |= {"run_name": checkpoint.run_name, "step": checkpoint.step}
+    return _start(checkpoint.path, 0, {FRESH_OPTIMIZER: True}, parent)
+
+
+def _starts_of_fork(config: RunConfig, storage: RunStorage) -> list[CheckpointRecord]:
+    if config.resume.startswith(SERVICE_PATH):
+        if "/sampler_weights/" in config.resume:
+            raise ConfigError(
+                f"resume is {config.resume!r}, whose weights can only be sampled from: use the path of a checkpoint "
+                "with optimizer state, tinker://RUN/weights/NAME, or start with a fresh optimizer through init_from."
+            )
+        parent = {"resume": config.resume, "state_path": config.resume}
+        return [_start(config.resume, 0, {}, parent)]
+    name, _, at = config.resume.partition("@")
+    directory = storage.run_directory(name)
+    records = read_records(directory)
+    if name == config.run_name or not records.checkpoints:
+        problem = "is this run itself" if name == config.run_name else f"has no checkpoint in {directory.location}"
+        raise ConfigError(
+            f"resume is {config.resume!r}, but {name!r} {problem}: use another run in the same storage, or the "
+            "tinker:// path of a checkpoint."
+        )
+    matches = select_checkpoints(records, at)
+    if not matches:
+        steps = ", ".join(str(step) for step in sorted({step_of(record) for record in records.checkpoints}))
+        raise ConfigError(
+            f"resume is {config.resume!r}, but the run {name!r} {describe_missing(at)}; it has checkpoints at {steps}: "
+            "use one of them."
+        )
+    if not all(record.has("step") for record in matches):
+        raise ConfigError(
+            f"resume is {config.resume!r}, but {name!r} is a run of tinker-cookbook, whose steps count within an "
+            f"epoch: use the tinker:// path of a checkpoint, such as {matches[0].state_path}."
+        )
+    return [_start_at(config, name, record) for record in matches]
+
+
+def _start_at(config: RunConfig, name: str, record: CheckpointRecord) -> CheckpointRecord:
+    step, path = step_of(record), record.state_path or ""
+    parent = {
+        "resume": config.resume,
+        "run_name": name,
+        "step": step,
+        "state_path": path,
+        "mlflow_run_id": record.get("mlflow_run_id", ""),
+    }
+    inherited = {key: record.extra[key] for key in _INHERITED if record.has(key)}
+    return _start(path, step, inherited, parent)
+
+
+def _start(path: str, step: int, inherited: dict[str, Any], parent: dict[str, Any]) -> CheckpointRecord:
+    extra = {"step": step, **inherited, "parent": parent}
+    return CheckpointRecord(name="fork", batch=step, epoch=0, state_path=path, extra=extra)

@@ -1,0 +1,153 @@
+"""MLflow run of a flow: find or create it at the start, and set its final status at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from mlflow import MlflowClient
+from mlflow.entities import Param
+from mlflow.entities import Run as MlflowRun
+from mlflow.exceptions import MlflowException
+from prefect.exceptions import TerminationSignal
+from prefect.runtime import flow_run
+from tinker_cookbook.checkpoint_utils import CheckpointRecord
+
+from blocks import MLflowTracking, TinkerService
+from blocks.errors import ServiceError
+from blocks.storage import CONFIG, RunDirectory
+from flows.config.base import RunConfig, TrackedConfig
+from flows.monitoring.interrupts import CancelledInTheUI
+from flows.runs.blocks import tracking_of
+from tasks.training.metrics import MetricsLog
+
+_MAX_PARAM_LENGTH = 6000  # MLflow's limit
+
+
+@contextmanager
+def open_mlflow_run(
+    tracking: MLflowTracking,
+    run_name: str,
+    record: str,
+    *,
+    params: Mapping[str, object],
+    tags: Mapping[str, str],
+    run_id: str | None = None,
+) -> Iterator[MetricsLog]:
+    """Open an MLflow run, and mark it FINISHED, FAILED or KILLED at the end; after a kill -9 it stays RUNNING.
+
+    Args:
+        record: value of the tag that identifies the run. A run with this tag is reused; otherwise a run is created.
+        params: params of the run, logged only if it has none yet.
+        tags: tags of the run, set at every start.
+        run_id: id of the MLflow run of an earlier start, or None; ignored if the tracking store has no such run.
+
+    Raises:
+        ServiceError: MLflow does not respond or rejects a request.
+    """
+    client = tracking.get_client()
+    with tracking.failures():
+        run = _find_run(client, run_id) or tracking.find_or_create_run(client, run_name, record, tags)
+        if not run.data.params:
+            entries = [Param(key, str(value)[:_MAX_PARAM_LENGTH]) for key, value in params.items()]
+            client.log_batch(run.info.run_id, params=entries)
+        for key, value in tags.items():
+            client.set_tag(run.info.run_id, key, value)
+        client.update_run(run.info.run_id, status="RUNNING")
+        log = MetricsLog(client, run.info.run_id)
+    status = "FAILED"
+    try:
+        yield log
+        log.flush()
+        status = "FINISHED"
+    except (KeyboardInterrupt, TerminationSignal, CancelledInTheUI):
+        status = "KILLED"
+        raise
+    finally:
+        # If the tracking store failed, raise its first error and suppress those of this cleanup.
+        with suppress(ServiceError), tracking.failures():
+            log.flush()
+        with suppress(ServiceError), tracking.failures():
+            client.set_terminated(log.run_id, status=status)
+
+
+def open_log(
+    service: TinkerService,
+    config: RunConfig,
+    directory: RunDirectory,
+    records: Sequence[CheckpointRecord],
+    restarts: Sequence[str],
+) -> AbstractContextManager[MetricsLog]:
+    """Open the MLflow run of a training run, found by the run id in the newest checkpoint or by `record_key`."""
+    reasons = {f"tinker_flows.restart.{number}": reason for number, reason in enumerate(restarts, start=1)}
+    return open_mlflow_run(
+        tracking_of(config),
+        config.run_name,
+        record_key(directory),
+        params=flatten(config.model_dump(mode="json")),
+        tags={**config.mlflow_tags, **origin_tags(service.resolved_url), **reasons},
+        run_id=next((str(record.extra["mlflow_run_id"]) for record in records if record.has("mlflow_run_id")), None),
+    )
+
+
+def open_measurement(
+    config: TrackedConfig, run_name: str, service_url: str, tags: Mapping[str, str]
+) -> AbstractContextManager[MetricsLog]:
+    """Open a new MLflow run for a flow that evaluates weights without training them."""
+    return open_mlflow_run(
+        tracking_of(config),
+        run_name,
+        uuid4().hex,
+        params=flatten(config.model_dump(mode="json")),
+        tags={**origin_tags(service_url), **tags},
+    )
+
+
+def _find_run(client: MlflowClient, run_id: str | None) -> MlflowRun | None:
+    with suppress(MlflowException):  # the run was deleted, or the flow now uses another tracking store
+        return client.get_run(run_id) if run_id else None
+    return None
+
+
+def record_key(directory: RunDirectory) -> str:
+    """Return the tag value that identifies a run's MLflow run: a hash of its directory and its config."""
+    record = directory.location.encode() + (directory.read_bytes(CONFIG) or b"")
+    return hashlib.sha256(record).hexdigest()
+
+
+def origin_tags(service_url: str) -> dict[str, str]:
+    """Return tags that name the origin of an MLflow run: flow run, service and commit."""
+    tags = {
+        "prefect.flow_run_id": flow_run.get_id() or "",
+        "prefect.flow_name": flow_run.get_flow_name() or "",
+        "tinker.base_url": service_url,
+        "mlflow.source.git.commit": _commit(),
+    }
+    return {key: value for key, value in tags.items() if value}
+
+
+def _commit() -> str:
+    """Return the current git commit; empty outside a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # git is not installed
+        return ""
+
+
+def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten a config to dotted keys; a list entry is named by its `name`, or by its index if it has none."""
+    flat: dict[str, Any] = {}
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            flat |= flatten({str(item.get("name", i)): item for i, item in enumerate(value)}, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,106 @@
+"""Prices of the service per million tokens, from a table that the user can override."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from blocks.errors import ConfigError
+from tasks.training.batch_source import SampledTokens
+
+TABLE = Path(__file__).with_name("prices.yaml")
+
+_HOSTED = (".thinkingmachines.ai", ".thinkingmachines.dev")
+_HERE = ("", "localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Dollars per million tokens.
+
+    Attributes:
+        prefill: Price of prompt tokens that the service has not cached.
+        sample: Price of sampled tokens.
+        train: Price of tokens in any pass of a training client, including forward passes and tokens of weight 0.
+    """
+
+    prefill: float
+    sample: float
+    train: float
+
+    def of_training(self, num_tokens: int) -> float:
+        """Dollars for training passes over this many tokens.
+
+        >>> Price(prefill=0.2, sample=0.6, train=0.44).of_training(2_000_000)
+        0.88
+        """
+        return num_tokens * self.train / 1e6
+
+    def of_sampling(self, sampled: SampledTokens) -> float:
+        """Dollars for sampling, assuming that no prompt is cached.
+
+        >>> Price(prefill=0.2, sample=0.6, train=0.44).of_sampling(SampledTokens(1_000_000, 500_000))
+        0.5
+        """
+        return (sampled.num_prefill_tokens * self.prefill + sampled.num_sample_tokens * self.sample) / 1e6
+
+
+FREE = Price(0.0, 0.0, 0.0)
+
+HOSTED_URL = "https://tinker.thinkingmachines.dev"
+DATE = "2026-10"  # of the newest copy of the price page that `TABLE` agrees with
+
+
+def price_of(model: str, url: str, table: str = "") -> Price | None:
+    """Return the price of a model on the service of a config; None if it is unknown.
+
+    The user's table overrides the built-in one, which covers only the hosted service. A service on this machine is
+    free.
+
+    Args:
+        url: URL of the service (`flows.runs.blocks.service_url`); empty for an engine that the run starts.
+        table: Path of a YAML or JSON file in the format of `TABLE`; empty for none.
+
+    Raises:
+        ConfigError: The table is unreadable or invalid.
+    """
+    if table and (price := _read(Path(table)).get(model)):
+        return price
+    host = urlsplit(url).hostname or ""
+    if host in _HERE:
+        return FREE
+    return _read(TABLE).get(model) if host.endswith(_HOSTED) else None
+
+
+def priced_models() -> dict[str, Price]:
+    """Return the built-in prices of the hosted service, by model."""
+    return _read(TABLE)
+
+
+def _read(path: Path) -> dict[str, Price]:
+    try:
+        rows = yaml.safe_load(path.read_text())
+        return {
+            row["tinker_id"]: Price(*(_dollars(row[key]) for key in ("prefill", "sample", "train"))) for row in rows
+        }
+    except OSError as error:
+        raise ConfigError(
+            f"The price table {path} could not be read ({error.strerror}): set budget.prices to a readable file."
+        ) from error
+    except (yaml.YAMLError, TypeError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"The price table {path} is invalid ({type(error).__name__}: {' '.join(str(error).split())[:200]}): use a "
+            "list of {tinker_id, prefill, sample, train}, in dollars per million tokens, as in https://tinker-docs."
+            "thinkingmachines.ai/tinker/models.json."
+        ) from error
+
+
+def _dollars(value: Any) -> float:
+    dollars = float(str(value).removeprefix("$").replace(",", ""))
+    if not 0 <= dollars < float("inf"):
+        raise ValueError(f"{value} is not a valid price")
+    return dollars

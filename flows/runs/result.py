@@ -1,0 +1,116 @@
+"""Result of a run, for every method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from prefect.runtime import flow_run
+from prefect.states import Completed
+from tinker_cookbook.checkpoint_utils import CheckpointRecord
+
+from blocks.errors import StorageError
+from flows.monitoring.run_tags import note_targets
+from flows.runs.run import Run
+from objectives.targets import TargetSpec
+from tasks.reports.run_report import write_report
+from tasks.reports.tables import target_rows
+from tasks.training.checkpoints import step_of
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """Result of a finished run.
+
+    Attributes:
+        run_name: Name of the run.
+        num_steps: Number of updates in the final weights.
+        resumed_from: First step after the last start; 0 for an uninterrupted run.
+        state_path: tinker:// path of the final weights and optimizer state.
+        sampler_path: tinker:// path of the final weights for sampling; empty if the run stopped early.
+        directory: Location of the run's record.
+        report: Location of the run's report.
+        flow_run_id: Prefect flow run of the last start.
+        tracking_uri, experiment_id, mlflow_run_id: MLflow run.
+        metrics: Last value of every metric.
+        stopped: Reason why the budget stopped the run before its last step; empty if it did not.
+        not_promoted: Reason why `promote_if` prevented registration; empty if it did not.
+    """
+
+    run_name: str
+    num_steps: int
+    resumed_from: int
+    state_path: str
+    sampler_path: str
+    directory: str
+    report: str
+    flow_run_id: str
+    tracking_uri: str
+    experiment_id: str
+    mlflow_run_id: str
+    metrics: dict[str, float]
+    stopped: str = ""
+    not_promoted: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EndReasons:
+    """Reasons why a run stopped early or was not promoted, one sentence each; empty if it did not.
+
+    Attributes:
+        stopped: Reason why the budget stopped the run before its last step.
+        not_promoted: Reason why no checkpoint was registered.
+    """
+
+    stopped: str = ""
+    not_promoted: str = ""
+
+
+def finish(
+    run: Run,
+    run_name: str,
+    last: CheckpointRecord,
+    first: int,
+    reasons: EndReasons,
+    targets: Mapping[str, TargetSpec],
+) -> TrainResult:
+    """Write the report, report the targets of terms and return the result of a run.
+
+    Raises:
+        StorageError: The last record is not that of a finished run.
+    """
+    if not last.state_path or not (last.sampler_path or reasons.stopped):
+        raise StorageError(
+            f"The last record in {run.directory.location}/checkpoints.jsonl is at the run's last step but not final: "
+            "choose another run_name, or remove that line to train its steps again."
+        )
+    run.log.flush()
+    history = run.log.history()
+    rows = target_rows(history, targets)
+    note_targets(run.log, rows)
+    return TrainResult(
+        run_name=run_name,
+        num_steps=step_of(last),
+        resumed_from=first,
+        state_path=last.state_path,
+        sampler_path=last.sampler_path or "",
+        directory=run.directory.location,
+        report=write_report(run.directory, run.log, run_name, history, reasons.not_promoted, rows),
+        flow_run_id=flow_run.get_id() or "",
+        tracking_uri=run.log.client.tracking_uri,
+        experiment_id=run.log.client.get_run(run.log.run_id).info.experiment_id,
+        mlflow_run_id=run.log.run_id,
+        metrics={key: points[-1][1] for key, points in history.items()},
+        stopped=reasons.stopped,
+        not_promoted=reasons.not_promoted,
+    )
+
+
+def as_state(result: TrainResult) -> TrainResult:
+    """Return the result from a flow, in a named Prefect state if the run stopped early or was not promoted."""
+    if result.stopped:
+        return cast(TrainResult, Completed(name="BudgetSpent", message=result.stopped, data=result))
+    if result.not_promoted:
+        return cast(TrainResult, Completed(name="NotPromoted", message=result.not_promoted, data=result))
+    return result

@@ -1,0 +1,81 @@
+"""Start of an open run: step 0, its own checkpoint, its origin, or a checkpoint of tinker-cookbook."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import tinker
+from tinker_cookbook.checkpoint_utils import CheckpointRecord
+
+from blocks.errors import ConfigError
+from blocks.storage import RunDirectory
+from flows.config.train import TrainConfig
+from flows.runs.cookbook_compat import cookbook_step
+from flows.runs.fork import named_origin
+from flows.runs.run import Run
+from tasks.common.service_errors import service_errors
+from tasks.training.checkpoints import append_record, resumable, step_of
+
+
+def resolve_start(run: Run, config: TrainConfig, steps_per_epoch: int, num_steps: int) -> CheckpointRecord | None:
+    """Return the checkpoint that the run starts from, with its step; the origin of a new run is recorded.
+
+    Raises:
+        ConfigError: A fork starts at or after its last step, or the weights have another base model or rank.
+    """
+    start = run.start
+    if start is None:
+        return None
+    if not start.has("step"):
+        step = cookbook_step(run.directory, start, steps_per_epoch)
+        return replace(start, extra={**start.extra, "step": step})
+    if start.has("parent") and not resumable(run.directory):
+        _check_origin(run, config, start, num_steps)
+        return _record_origin(run, start, steps_per_epoch)
+    return start
+
+
+def first_step(directory: RunDirectory) -> int:
+    """Return the first step of a run: 0, or the step of the checkpoint that it was forked from."""
+    records = resumable(directory)
+    return step_of(records[-1]) if records and records[-1].has("parent") else 0
+
+
+def _check_origin(run: Run, config: TrainConfig, start: CheckpointRecord, num_steps: int) -> None:
+    step = step_of(start)
+    if step >= num_steps:
+        raise ConfigError(
+            f"resume is {config.resume!r}, at step {step}, but this run ends at step {num_steps}: raise num_steps or "
+            "num_epochs, or start at step 0 with its weights through init_from."
+        )
+    path = start.state_path or ""
+    with service_errors(f"describe the checkpoint {path}"):
+        weights = tinker.RestClient(run.session.holder).get_weights_info_by_tinker_path(path).result()
+    if weights.base_model != config.model:
+        raise ConfigError(
+            f"{named_origin(config)}, an adapter of {weights.base_model}, but model is {config.model}: set model to "
+            f"{weights.base_model}, or name weights of {config.model}."
+        )
+    if weights.lora_rank is not None and weights.lora_rank != config.lora_rank:
+        raise ConfigError(
+            f"{named_origin(config)}, whose adapter has rank {weights.lora_rank}, but lora_rank is "
+            f"{config.lora_rank}: set lora_rank to {weights.lora_rank}."
+        )
+    for layers in ("train_attn", "train_mlp", "train_unembed"):
+        trained = getattr(weights, layers)
+        if trained is not None and trained != getattr(config, layers):
+            raise ConfigError(
+                f"{named_origin(config)}, whose adapter has {layers} {trained}, but {layers} is "
+                f"{getattr(config, layers)}: set it to {trained}."
+            )
+
+
+def _record_origin(run: Run, start: CheckpointRecord, steps_per_epoch: int) -> CheckpointRecord:
+    for key, value in start.extra["parent"].items():
+        run.log.tag(f"tinker_flows.parent.{key}", str(value))
+    run.log.flush()
+    epoch, batch = divmod(step_of(start), steps_per_epoch)
+    extra = {**start.extra, "mlflow_run_id": run.log.run_id}
+    record = replace(start, epoch=epoch, batch=batch, extra=extra)
+    append_record(run.directory, record.to_dict())
+    return record

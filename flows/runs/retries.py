@@ -1,0 +1,88 @@
+"""Restarts of a run from its last checkpoint, because resending single requests would not be safe."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+from prefect.context import TagsContext
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+from prefect.states import Cancelled
+from tinker_cookbook.checkpoint_utils import CheckpointRecord
+
+from blocks.errors import RolledBackError, ServiceLostError, UnreachableError
+from flows.config.base import RunConfig
+from flows.monitoring.interrupts import CancelledInTheUI
+from flows.runs.blocks import storage_of
+from tasks.training.checkpoints import resumable, step_of
+
+T = TypeVar("T")
+
+LONGEST_PAUSE_S = 60.0
+
+
+def run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T]) -> T:
+    """Run to the end; if the service is lost or a guard rolls back, reopen the run at its last checkpoint.
+
+    Args:
+        attempt: Opens the run and trains it to the end; receives the reasons for all restarts so far.
+
+    Returns:
+        Result of the successful attempt; if the run is cancelled in the UI, a Prefect Cancelled state.
+
+    Raises:
+        ServiceLostError, UnreachableError: The service was lost, or the service or MLflow was unreachable, more than
+            `max_restarts` consecutive times without a new checkpoint; or one was unreachable in the first attempt.
+    """
+    reasons: list[str] = []
+    num_in_a_row = 0
+    records = _records(config)
+    step = _last_step(records)
+    _reject_endless_crashes(config, records)
+    while True:
+        try:
+            # Clear the tags: a tagged task first requests a concurrency slot, and fails if the Prefect server is down.
+            with TagsContext(current_tags=set()):
+                return attempt(tuple(reasons))
+        except CancelledInTheUI as cancelled:
+            return cast(T, Cancelled(message=str(cancelled)))
+        except RolledBackError as error:  # terminates, because each rollback skips another step
+            reasons.append(str(error))
+        except (UnreachableError, ServiceLostError) as error:
+            if isinstance(error, UnreachableError) and not reasons:
+                raise  # in the first attempt, a wrong address is more likely than a restarting server
+            before, step = step, _last_step(_records(config))
+            num_in_a_row = num_in_a_row + 1 if step == before else 1
+            if num_in_a_row > config.max_restarts:
+                raise
+            reasons.append(f"after step {step}: {error}")
+            pause_s = min(2.0**num_in_a_row, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+            get_run_logger().warning("%s Resuming from the last checkpoint in %.0f s.", error, pause_s)
+            time.sleep(pause_s)
+
+
+def _records(config: RunConfig) -> list[CheckpointRecord]:
+    return resumable(storage_of(config).run_directory(config.run_name))
+
+
+def _last_step(records: Sequence[CheckpointRecord]) -> int:
+    return step_of(records[0]) if records else 0
+
+
+def _reject_endless_crashes(config: RunConfig, records: Sequence[CheckpointRecord]) -> None:
+    """Fail a flow run that crashes repeatedly, because the run itself may be the cause.
+
+    Raises:
+        ServiceLostError: The flow run restarted more than `max_restarts` times without a new checkpoint.
+    """
+    own = [record for record in records if record.get("flow_run_id", None) == flow_run.get_id()]
+    num_before = int(own[0].get("flow_run_count", 1)) if own else 1
+    num_in_a_row = (flow_run.get_run_count() or 1) - num_before
+    if num_in_a_row > config.max_restarts:
+        raise ServiceLostError(
+            f"The flow run restarted {num_in_a_row} times without a new checkpoint, but max_restarts is "
+            f"{config.max_restarts}: check its logs and its memory use for the cause, then start the run again."
+        )

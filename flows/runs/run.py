@@ -1,0 +1,139 @@
+"""Open resources of a run: directory, service session, training client and MLflow run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import tinker
+import torch
+from tinker_cookbook.checkpoint_utils import CheckpointRecord, add_renderer_name_to_user_metadata
+
+from blocks.errors import ServiceError, ServiceLostError, reason
+from blocks.storage import RunDirectory
+from flows.config.base import RunConfig
+from flows.config.loader import renderer_names
+from flows.config.train import AdapterSettings
+from flows.runs.blocks import open_service, service_slot, storage_of
+from flows.runs.config_record import check_config
+from flows.runs.fork import FRESH_OPTIMIZER, check_lineage, starts_of
+from flows.runs.mlflow_run import open_log
+from tasks.common.event_loop import open_workers
+from tasks.common.service_errors import service_errors
+from tasks.common.tokenizers import lock_tokenizers
+from tasks.training.checkpoints import resumable
+from tasks.training.metrics import MetricsLog
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Open run.
+
+    Attributes:
+        directory: Directory of the run's record.
+        session: Session on the service.
+        client: Training client, with the weights of `start`.
+        log: MLflow run.
+        start: Checkpoint that the run starts from, its own or its origin; None for a new run of the base model.
+        model: Base model by its name on the service.
+    """
+
+    directory: RunDirectory
+    session: tinker.ServiceClient
+    client: tinker.TrainingClient
+    log: MetricsLog
+    start: CheckpointRecord | None
+    model: str
+
+    @property
+    def builder_arguments(self) -> dict[str, Any]:
+        """Optional arguments of data and environment builders, by parameter name."""
+        return {"session": self.session, "directory": self.directory, "base_model": self.model}
+
+
+@contextmanager
+def open_run(config: RunConfig, restarts: Sequence[str], adapter: AdapterSettings) -> Iterator[Run]:
+    """Open a run at its start or its last checkpoint; resources that it starts are stopped at the end.
+
+    Args:
+        restarts: Reasons of the restarts so far, recorded in MLflow.
+        adapter: Settings of the adapter, if the run starts from the base model.
+
+    Raises:
+        ConfigError: The run name is in use with another config, or the service does not have the model.
+        ServiceError: The service or MLflow does not respond or rejects a request.
+        StorageError: The run's directory is not usable.
+    """
+    lock_tokenizers()
+    with _one_torch_thread(), open_workers(), storage_of(config).run_directory(config.run_name) as directory:
+        records = resumable(directory)
+        check_lineage(config, records)
+        starts = records or starts_of(config, storage_of(config))
+        check_config(directory, config, records[0] if records else None, restarts)
+        with open_service(config) as service:
+            service.check_model(config.model)
+            with (
+                service_slot(service.resolved_url),
+                open_log(service, config, directory, records, restarts) as log,
+                service.session() as session,
+            ):
+                if starts:
+                    client, start = _resumed_client(session, config, starts)
+                else:
+                    client, start = _new_client(session, config, adapter), None
+                yield Run(directory, session, client, log, start, config.model)
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Use one thread for the terms: alongside a busy engine, distributing these small sums costs more than it gains."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _new_client(session: tinker.ServiceClient, config: RunConfig, adapter: AdapterSettings) -> tinker.TrainingClient:
+    with service_errors(f"create a training client for {config.model}"):
+        return session.create_lora_training_client(config.model, **adapter, user_metadata=_metadata(config)).result()
+
+
+def _resumed_client(
+    session: tinker.ServiceClient, config: RunConfig, records: Sequence[CheckpointRecord]
+) -> tuple[tinker.TrainingClient, CheckpointRecord]:
+    """Return a client at the newest checkpoint that the service still has, with its record."""
+    last_error: ServiceError | None = None
+    for number, record in enumerate(records, start=1):
+        path = record.state_path or ""
+        try:
+            with service_errors(f"load the checkpoint {path}"):
+                load = (
+                    session.create_training_client_from_state
+                    if record.has(FRESH_OPTIMIZER)
+                    else session.create_training_client_from_state_with_optimizer
+                )
+                return load(path, user_metadata=_metadata(config)).result(), record
+        except ServiceError as error:
+            if not isinstance(error.__cause__, tinker.RequestFailedError | tinker.NotFoundError):
+                raise
+            if number < len(records):
+                print(f"{error} Trying the previous checkpoint.", file=sys.stderr)
+            last_error = error
+    if last_error is None or isinstance(last_error, ServiceLostError):
+        raise last_error or AssertionError("unreachable: there is a record")
+    raise ServiceError(
+        f"The service has none of the {len(records)} checkpoints that {config.run_name!r} could start from (last "
+        f"error: {reason(last_error.__cause__ or last_error)}): choose another run_name to start over, or another "
+        "checkpoint for resume or init_from."
+    ) from last_error
+
+
+def _metadata(config: RunConfig) -> dict[str, str]:
+    metadata = {"tinker_flows_run": config.run_name}
+    add_renderer_name_to_user_metadata(metadata, next(iter(renderer_names(config)), None))
+    return metadata

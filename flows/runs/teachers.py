@@ -1,0 +1,104 @@
+"""Frozen models of a run: its teachers, recorded when the run starts, and the reference of its terms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import tinker
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+from blocks.errors import ConfigError
+from flows.config.distill import TeacherConfig
+from flows.config.dpo import START
+from flows.config.train import BASE_MODEL, TrainConfig
+from flows.runs.blocks import storage_of
+from flows.runs.checkpoint_refs import find_checkpoint
+from flows.runs.run import Run
+from tasks.common.datum_cache import load_cache
+from tasks.common.sampling import open_sampler
+from tasks.common.service_errors import service_errors
+from tasks.training.checkpoints import resumable
+from tasks.training.reference import REFERENCE_NAME, Reference
+from tasks.training.teacher import Teacher
+
+TEACHERS = "teachers.json"
+
+# Text that distinguishes tokenizers.
+_PROBE = "The answer is 1234.5 €;\n\tdef f(x): return x  # naïve 漢字 Ünïcode <|im_end|>"
+
+
+def open_teachers(run: Run, config: TrainConfig, teachers: Sequence[TeacherConfig]) -> list[Teacher]:
+    """Open sampling clients of the teachers, one for each distinct set of weights.
+
+    Raises:
+        ConfigError: A checkpoint does not exist, or its tokenizer differs from the student's.
+        ServiceError: The service does not have the weights.
+    """
+    weights = _resolve(run, config, teachers)
+    tokenizer = run.client.get_tokenizer()
+    clients = {
+        (model, path): _open(run, model, path, tokenizer if model != config.model else None)
+        for model, path in dict.fromkeys(weights)
+    }
+    return [clients[key] for key in weights]
+
+
+def _resolve(run: Run, config: TrainConfig, teachers: Sequence[TeacherConfig]) -> list[tuple[str, str]]:
+    """Return the model and path of each teacher, as recorded at the start of the run."""
+    content = run.directory.read_bytes(TEACHERS)
+    resolved: dict[str, list[str]] = json.loads(content) if content and run.start else {}
+    for teacher in teachers:
+        key = f"{teacher.model} {teacher.checkpoint}"
+        if key not in resolved:
+            checkpoint = find_checkpoint(teacher.checkpoint, storage_of(config))
+            resolved[key] = [teacher.model or checkpoint.model or config.model, checkpoint.path]
+    run.directory.write_bytes(TEACHERS, json.dumps(resolved, indent=2).encode())
+    return [(model, path) for model, path in (resolved[f"{t.model} {t.checkpoint}"] for t in teachers)]
+
+
+def _open(run: Run, model: str, path: str, expected: Tokenizer | None) -> Teacher:
+    sampler, tokenizer = open_sampler(run.session, path, model)
+    if expected is not None and tokenizer.encode(_PROBE) != expected.encode(_PROBE):
+        raise ConfigError(
+            f"The teacher {model} has another tokenizer than the trained model: use a teacher of the same model "
+            "family, or fine-tune on its completions as text with sft."
+        )
+    return Teacher(sampler, path or model)
+
+
+def open_reference(run: Run, config: TrainConfig, *, keeps: bool = True) -> Reference:
+    """Open the reference model, with the log-probabilities that the run has cached.
+
+    Args:
+        keeps: Whether to cache log-probabilities, because the same data comes again.
+
+    Raises:
+        ServiceError: The service does not have the checkpoint or does not respond.
+    """
+    name = _started_from(run) if config.reference == START else config.reference
+
+    def open_trainer() -> tinker.TrainingClient:
+        with service_errors(f"open the reference {name}"):
+            if name == BASE_MODEL:
+                # The initial adapter adds nothing to the base model.
+                return run.session.create_lora_training_client(config.model, rank=1).result()
+            return run.session.create_training_client_from_state(name).result()
+
+    with service_errors(f"open the reference {name}"):
+        if name == BASE_MODEL:
+            sampler = run.session.create_sampling_client(base_model=config.model).result()
+        elif "/sampler_weights/" in name:
+            sampler = run.session.create_sampling_client(model_path=name).result()
+        else:
+            sampler = open_trainer().save_weights_and_get_sampling_client().result()
+    reference = Reference(sampler, open_trainer, name, uses_cache=keeps)
+    load_cache(reference.cache, run.directory, REFERENCE_NAME)
+    return reference
+
+
+def _started_from(run: Run) -> str:
+    """Return the weights that the run started from; for a fork, its parent's checkpoint, also after a restart."""
+    records = resumable(run.directory)
+    first = records[-1] if records else run.start
+    return first.extra["parent"]["state_path"] if first and first.has("parent") else BASE_MODEL

@@ -1,0 +1,1 @@
+"""Places where the trials of a sweep run."""

@@ -1,0 +1,83 @@
+"""Run trials on the workers of a Dask or Ray cluster, an existing one or one started for the sweep."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, Literal
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, FlowRunFilterParentFlowRunId
+from prefect.runtime import flow_run
+
+from blocks.errors import ConfigError
+from flows.config.base import RunConfig
+from flows.monitoring.progress import StepCallback
+from flows.sweeps.backends.watch import POLL_EVERY_S, TrialMonitor, cancel
+from flows.sweeps.backends.worker import pack_trial, run_on_worker
+from flows.sweeps.protocols import TrialOutcome
+from flows.sweeps.record import SweepLog
+from objectives.errors import ExecutionError
+from objectives.execution.cluster import first_line
+from objectives.execution.dask_tasks import DASK
+from objectives.execution.ray_actors import RAY
+from tasks.common.service_errors import TRANSIENT_ERRORS
+
+Cluster = Literal["dask", "ray"]
+
+
+class TrialCluster:
+    """Runner of trials on cluster workers; each trial is a child of the current flow run."""
+
+    def __init__(self, cluster: Cluster, flow: str, log: SweepLog, metric: str) -> None:
+        """Connect to the cluster, or start one.
+
+        Raises:
+            ConfigError: The cluster's extra is not installed, or the cluster is unreachable.
+        """
+        self._cluster, self._flow, self._log, self._metric = cluster, flow, log, metric
+        self._sweep = UUID(flow_run.get_id())
+        self._stopping = False
+        try:
+            (DASK if cluster == "dask" else RAY).use(self)
+        except ExecutionError as error:
+            raise ConfigError(f"The cluster {cluster} of the sweep is not available: {error}.") from error
+
+    def run(self, config: RunConfig, watch: StepCallback) -> TrialOutcome:
+        """Run the config on a worker to its end; `watch` receives the logged values of the metric."""
+        monitor = TrialMonitor(self._log, config.run_name, self._metric, watch)
+        try:
+            future = self._submit(pack_trial(self._flow, config))
+            while True:
+                with suppress(TimeoutError):
+                    outcome: TrialOutcome = future.result(timeout=POLL_EVERY_S)
+                    break
+                if monitor.poll() or self._stopping:
+                    self._cancel(config.run_name)
+        except Exception as error:  # noqa: BLE001  # any error of a worker or the cluster
+            why = f"The trial's {self._cluster} worker failed ({first_line(error)})."
+            return TrialOutcome("stopped") if self._stopping else TrialOutcome("failed", why, True)
+        return TrialOutcome("stopped", monitor.stop_reason) if outcome.status == "stopped" else outcome
+
+    def request_stop(self) -> None:
+        """Cancel the current trial as soon as its flow run exists."""
+        self._stopping = True
+
+    def close(self, *, kill: bool = False) -> None:
+        """Disconnect from the cluster; a cluster that the sweep started is shut down."""
+        self._stopping = self._stopping or kill
+        (DASK if self._cluster == "dask" else RAY).leave(self)
+
+    def _submit(self, packed: bytes) -> Any:
+        if self._cluster == "dask":
+            return DASK.use(self).client.submit(run_on_worker, packed, pure=False)
+        return RAY.use(self).ray.remote(run_on_worker).remote(packed).future()
+
+    def _cancel(self, run_name: str) -> None:
+        trial_runs = FlowRunFilter(
+            name=FlowRunFilterName(any_=[run_name]),
+            parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[self._sweep]),
+        )
+        with suppress(*TRANSIENT_ERRORS), get_client(sync_client=True) as client:
+            for trial_run in client.read_flow_runs(flow_run_filter=trial_runs):
+                cancel(trial_run.id)

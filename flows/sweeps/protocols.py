@@ -1,0 +1,40 @@
+"""Protocol between a sweep and the backends that run its trials."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from flows.config.base import RunConfig
+from flows.monitoring.progress import StepCallback
+
+
+class Runner(Protocol):
+    """Backend that runs one trial at a time."""
+
+    def run(self, config: RunConfig, watch: StepCallback) -> TrialOutcome:
+        """Run a trial to its end, passing each step and its metrics to `watch`, which may return a reason to stop."""
+        ...
+
+    def request_stop(self) -> None:
+        """Have the current trial finish its step, save a checkpoint and stop."""
+        ...
+
+    def close(self, *, kill: bool = False) -> None:
+        """Release the backend's resources; `kill` aborts the current trial."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrialOutcome:
+    """Outcome of an attempt to run a trial.
+
+    Attributes:
+        status: `stopped` if the trial has saved a checkpoint.
+        reason: Cause of a failure or stop, in one sentence.
+        retryable: Whether a retry may succeed.
+    """
+
+    status: Literal["completed", "stopped", "failed"]
+    reason: str = ""
+    retryable: bool = False

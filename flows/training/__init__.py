@@ -1,0 +1,1 @@
+"""Training loop, its schedule, guards and budget."""

@@ -1,0 +1,100 @@
+"""Cost of a run over all its restarts, and the check of its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from time import monotonic
+from typing import Any
+
+from blocks.errors import ConfigError
+from flows.config.train import BudgetConfig
+from flows.runs.prices import Price
+from tasks.training.batch_source import SampledTokens
+from tasks.training.metrics import MetricsLog
+
+_SAMPLED = [field.name for field in fields(SampledTokens)]
+
+
+class Ledger:
+    """Time and tokens that a run has cost, over all its restarts."""
+
+    def __init__(self, config: BudgetConfig, price: Price | None, spent: Mapping[str, float]) -> None:
+        """Continue from the result of `cost_before_restart`.
+
+        Raises:
+            ConfigError: The budget has a limit in dollars, but the model has no known price.
+        """
+        if config.usd is not None and price is None:
+            raise ConfigError(
+                f"budget.usd is {config.usd:g}, but the price of the model is unknown: set budget.prices to a price "
+                "table with the model, in the format of flows/runs/prices.yaml, or remove budget.usd."
+            )
+        self._config, self._price = config, price
+        self._num_tokens, self._usd = int(spent.get("num_train_tokens", 0)), spent.get("usd", 0.0)
+        self._sampled = SampledTokens(*(int(spent.get(key, 0)) for key in _SAMPLED))
+        self._hours_before, self._began = spent.get("hours", 0.0), monotonic()
+        self._step_began, self._step_hours = self._began, 0.0
+
+    @property
+    def hours(self) -> float:
+        """Hours during which the run was open."""
+        return self._hours_before + (monotonic() - self._began) / 3600
+
+    def add(self, num_tokens: int) -> None:
+        """Count the tokens of a pass of the training client when it is requested."""
+        self._num_tokens += num_tokens
+        self._usd += self._price.of_training(num_tokens) if self._price else 0.0
+
+    def add_sampled(self, sampled: SampledTokens) -> None:
+        """Count sampled tokens when the service has returned them."""
+        self._sampled += sampled
+        self._usd += self._price.of_sampling(sampled) if self._price else 0.0
+
+    def stop_reason(self, step: int, num_tokens: int) -> str:
+        """Return the reason to stop before a step whose passes have this many tokens; empty within the budget.
+
+        The next step and the one in progress are assumed to take as long as the last finished step.
+        """
+        config, usd = self._config, self._usd + (self._price.of_training(num_tokens) if self._price else 0.0)
+        hours = self.hours + 2 * self._step_hours
+        if config.usd is not None and usd > config.usd:
+            limit = f"would have cost ${usd:.6g} with step {step}, but budget.usd is {config.usd:g}"
+        elif config.hours is not None and hours > config.hours:
+            limit = f"would have taken {hours:.4g} hours with step {step}, but budget.hours is {config.hours:g}"
+        else:
+            return ""
+        return f"The run stopped at a checkpoint before step {step}: it {limit}; raise the budget to resume it."
+
+    def end_step(self) -> dict[str, float]:
+        """Record the duration of a step; return its cost metrics."""
+        now = monotonic()
+        self._step_hours, self._step_began = (now - self._step_began) / 3600, now
+        return self.metrics()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the cost of the run so far, as metrics."""
+        shares = [
+            spent / limit
+            for spent, limit in ((self.hours, self._config.hours), (self._usd, self._config.usd))
+            if limit is not None
+        ]
+        return {f"cost/{key}": value for key, value in self.state().items()} | (
+            {"cost/budget_share": max(shares)} if shares else {}
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the cost so far as plain data for a checkpoint; without dollars if the price is unknown."""
+        usd = {"usd": self._usd} if self._price else {}
+        sampled = asdict(self._sampled) if self._sampled != SampledTokens() else {}
+        return {"num_train_tokens": self._num_tokens, **sampled, "hours": self.hours, **usd}
+
+
+def cost_before_restart(log: MetricsLog, state: Mapping[str, float]) -> dict[str, float]:
+    """Return the cost of the run before its last restart: the maximum of the checkpoint's record and the metrics.
+
+    The metrics include the steps after the checkpoint, which a crash lost but which were paid for.
+    """
+    metrics = log.client.get_run(log.run_id).data.metrics
+    keys = ("num_train_tokens", *_SAMPLED, "hours", "usd")
+    return {key: max(state.get(key, 0.0), metrics.get(f"cost/{key}", 0.0)) for key in keys}

@@ -1,0 +1,194 @@
+"""Guards against steps whose loss is not finite or far above recent losses.
+
+Each step is checked once: before its update if a policy is `skip`, otherwise after the service has responded. A guard
+records its decision in guards.jsonl before the run continues, so that later restarts skip the same steps. Skipped steps
+leave no trace in the state of the objective.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from prefect.logging import get_run_logger
+
+from blocks.errors import GuardError, NotFiniteError, PoisonedError, RolledBackError
+from blocks.storage import RunDirectory
+from flows.config.train import GuardConfig, Policy
+from flows.monitoring.run_tags import note_end
+from objectives import errors
+from objectives.gradients.linearize import Linearized
+from objectives.objective import Objective, ObjectiveState
+from tasks.common.jsonl import read_jsonl
+from tasks.training.metrics import MetricsLog
+
+GUARDS_NAME = "guards.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class BadStep:
+    """Step that the run skips.
+
+    Attributes:
+        step: Index of the step.
+        kind: Problem of the step.
+        policy: Policy that was applied.
+        loss: Loss of the step; None if it is not finite.
+        why: Explanation for the user, one sentence.
+    """
+
+    step: int
+    kind: Literal["not_finite", "spike"]
+    policy: Policy
+    loss: float | None
+    why: str
+
+
+class Guard:
+    """Guards of an open run.
+
+    Attributes:
+        skipped_steps: Skipped steps, by index.
+    """
+
+    def __init__(self, config: GuardConfig, directory: RunDirectory, log: MetricsLog, objective: Objective) -> None:
+        self._config, self._directory, self._log, self._objective = config, directory, log, objective
+        self._losses: deque[float] = deque(maxlen=config.spike_window)
+        self._last_good: int | None = None
+        self.skipped_steps: dict[int, BadStep] = {
+            bad_step.step: bad_step for bad_step in read_jsonl(directory, GUARDS_NAME, _parse)
+        }
+
+    def check(self, step: int, compute: Callable[[], Linearized], *, has_base: bool = True) -> Linearized | None:
+        """Compute and check the linearized objective of a step; return None if the step is skipped.
+
+        Args:
+            has_base: False for sampled candidates, whose loss is no part of the series in which spikes are found.
+
+        Raises:
+            GuardError: The step is bad, and the policy stops the run.
+            RolledBackError: The step is bad, and the run resumes from its last checkpoint without it.
+        """
+        before: ObjectiveState = self._objective.state() if self._config.needs_forward_pass else {}
+        try:
+            linearized = compute()
+            metrics = self._judge(linearized.total) if has_base else {}
+        except (errors.NotFiniteError, NotFiniteError) as error:
+            self._treat(
+                self._blamed(step, error), "not_finite", None, str(error), sent=isinstance(error, PoisonedError)
+            )
+        except _Spike as spike:
+            self._treat(step, "spike", spike.loss, str(spike))
+        else:
+            self._last_good = step
+            return replace(linearized, metrics={**linearized.metrics, **metrics})
+        self._objective.restore(before)
+        return None
+
+    @contextmanager
+    def checked_responses(self, step: int) -> Iterator[None]:
+        """Apply the policy to non-finite responses of the service about a step's weights or update.
+
+        Raises:
+            GuardError, RolledBackError: As for `check`; an update that was sent cannot be skipped, but is rolled back.
+        """
+        try:
+            yield
+        except NotFiniteError as error:
+            self._treat(self._blamed(step, error), "not_finite", None, str(error), sent=True)
+
+    def check_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Apply the policy to non-finite metrics of an update that the service returned, such as a gradient norm."""
+        with self.checked_responses(step):
+            for key, value in metrics.items():
+                if not math.isfinite(value):
+                    raise NotFiniteError(
+                        f"The service's metric {key} of step {step} is {value}: check the step's data."
+                    )
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the guard metrics of a step, whether or not it is skipped."""
+        metrics = {"guard/num_passed_over": float(sum(skipped <= step for skipped in self.skipped_steps))}
+        if bad_step := self.skipped_steps.get(step):
+            metrics |= {"guard/passed_over": 1.0}
+            metrics |= {"guard/bad_loss": bad_step.loss} if bad_step.loss is not None else {}
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as plain data."""
+        return {"losses": list(self._losses)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore a state; an empty one leaves the initial state."""
+        self._losses.extend(state.get("losses", ()))
+
+    def _judge(self, loss: float) -> dict[str, float]:
+        """Check a loss for a spike, then add it to the recent losses; return its metrics."""
+        config, score = self._config, None
+        if not math.isfinite(loss):
+            raise NotFiniteError(f"The loss is {loss}: check the data of this step.")
+        if config.spike != "off" and len(self._losses) == config.spike_window:
+            score = spike_score(loss, self._losses)
+            if score > config.spike_threshold:
+                raise _Spike(loss, score)
+        self._losses.append(loss)
+        return {} if score is None else {"guard/spike_score": score}
+
+    def _blamed(self, step: int, error: Exception) -> int:
+        """Return the step to blame: broken weights are blamed on the previous update, which was not checked before."""
+        return step - 1 if isinstance(error, PoisonedError) and self._last_good == step - 1 else step
+
+    def _treat(
+        self, step: int, kind: Literal["not_finite", "spike"], loss: float | None, why: str, *, sent: bool = False
+    ) -> None:
+        """Apply the policy to a bad step; return if the step is skipped."""
+        configured = self._config.not_finite if kind == "not_finite" else self._config.spike
+        policy: Policy = "stop" if configured in ("off", "stop") else "rollback" if sent else configured
+        num_before = next(n for n in range(step + 1) if step - 1 - n not in self.skipped_steps)
+        if policy == "stop" or step in self.skipped_steps or num_before >= self._config.max_in_a_row:
+            after = f" after {num_before} consecutive skipped steps" if num_before else ""
+            message = (
+                f"The run stopped at step {step}{after}: {why} No checkpoint contains this step: run the same command "
+                f"to resume before it, or set another policy in guards.{kind}."
+            )
+            note_end(self._log, message)
+            raise GuardError(message)
+        bad_step = BadStep(step, kind, policy, loss, why)
+        self._directory.append_line(GUARDS_NAME, json.dumps(asdict(bad_step)))
+        self.skipped_steps[step] = bad_step
+        get_run_logger().warning("Skipping step %d (%s). %s", step, policy, why)
+        self._log.tag(f"tinker_flows.guard.{step}", f"{policy}: {why}")
+        if policy == "rollback":
+            raise RolledBackError(f"Step {step} is skipped. {why}")
+
+
+def spike_score(loss: float, losses: Sequence[float]) -> float:
+    """Distance of a loss above the median of recent losses, in robust standard deviations.
+
+    The modified z-score of Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993): 0.6745 (x - median) / MAD,
+    where MAD is the median absolute deviation from the median. They call scores above 3.5 outliers; the losses of small
+    batches scatter more. The MAD is at least one percent of the median, so that nearly constant losses do not turn the
+    next loss into a spike.
+
+    >>> round(spike_score(5.0, [2.0, 2.1, 1.9, 2.2, 1.8]), 2)
+    20.23
+    """
+    median = statistics.median(losses)
+    deviation = statistics.median(abs(recent - median) for recent in losses)
+    return 0.6745 * (loss - median) / max(deviation, 0.01 * abs(median), 1e-12)
+
+
+class _Spike(Exception):
+    def __init__(self, loss: float, score: float) -> None:
+        super().__init__(f"The loss {loss:.4g} is {score:.1f} robust deviations above recent losses.")
+        self.loss = loss
+
+
+def _parse(record: dict[str, Any]) -> BadStep:
+    return BadStep(**record)

@@ -1,0 +1,140 @@
+"""Warnings about risky settings, logged when a run starts and tagged on its MLflow run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tinker
+from prefect.logging import get_run_logger
+from tinker_cookbook.checkpoint_utils import CheckpointRecord, get_renderer_name_from_checkpoint
+
+from blocks.errors import ConfigError
+from flows.config.base import BASE
+from flows.config.loader import field_values, renderer_names
+from flows.config.train import TrainConfig
+from flows.monitoring.run_tags import WARNING_TAG
+from flows.runs.fork import is_fork, named_origin
+from flows.runs.run import Run
+from objectives.objective import CROSS_ENTROPY
+from tasks.common.renderers import recommended_renderers
+
+# The published LoRA rate is ten times that of full fine-tuning.
+_FAR_BELOW = 8
+_LARGE_BETA = 0.5
+_BETA_LOSSES = ("dpo", "kto")
+
+
+class Pitfall(NamedTuple):
+    """Risky setting.
+
+    Attributes:
+        key: Suffix of the MLflow tag.
+        text: Warning for the user, one sentence.
+    """
+
+    key: str
+    text: str
+
+
+def warn_of_pitfalls(run: Run, config: TrainConfig) -> None:
+    """Log and tag the pitfalls of a config and of the checkpoint that the run starts from."""
+    for key, text in [*pitfalls_of(config), *pitfalls_of_checkpoint(run.session, run.start, config)]:
+        get_run_logger().warning("%s", text)
+        run.log.tag(f"{WARNING_TAG}.pitfall.{key}", text)
+
+
+def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
+    """Yield the risky settings of a config."""
+    fields = config.model_dump()
+    yield from _of_rate(config)
+    yield from _of_renderer(config)
+    estimator = fields.get("advantage", {}).get("estimator", "gae")
+    if estimator != "gae" and 1 in field_values(fields, "group_size"):
+        yield Pitfall(
+            "group_of_one",
+            "group_size is 1: advantages compare the completions of a group, so every advantage is 0 and the model "
+            "learns nothing; use 4 or more.",
+        )
+    yield from _of_paths(config, fields)
+    base = config.objective.base_loss
+    beta = 0 if isinstance(base, str) else base.params.get("beta", 0)
+    if _base_name(config) in _BETA_LOSSES and isinstance(beta, int | float) and beta > _LARGE_BETA:
+        yield Pitfall(
+            "beta",
+            f"objective.base_loss.params.beta is {beta:g}, which keeps the policy at its reference: 0.1 is usual, and "
+            f"above {_LARGE_BETA:g} the model hardly learns.",
+        )
+
+
+def pitfalls_of_checkpoint(
+    session: tinker.ServiceClient, start: CheckpointRecord | None, config: TrainConfig
+) -> Iterator[Pitfall]:
+    """Warn if a run uses another chat format than the weights that it starts from."""
+    path = start.state_path if start else None
+    if not path or not (is_fork(config) or config.init_from != BASE):
+        return
+    before, now = get_renderer_name_from_checkpoint(session, path), renderer_names(config)
+    if before and now and before not in now:
+        yield Pitfall(
+            "checkpoint_renderer",
+            f"renderer_name is {' and '.join(now)}, but {named_origin(config)}, which was trained with {before}: use "
+            f"{before}, or expect further training before the model follows the new format.",
+        )
+
+
+def _base_name(config: TrainConfig) -> str:
+    base = config.objective.base_loss
+    return base if isinstance(base, str) else base.name
+
+
+def _of_rate(config: TrainConfig) -> Iterator[Pitfall]:
+    from flows.config.learning_rate import is_local, recommended_rate
+
+    if _base_name(config) != CROSS_ENTROPY:
+        return  # the rule covers supervised training: preferences and rewards often need a smaller rate
+    if not (is_local(config.model) or recommended_renderers(config.model)):
+        return  # other models would need a look-up on the Hugging Face Hub
+    with suppress(ConfigError):
+        rate = recommended_rate(config.model)
+        if config.learning_rate < rate / _FAR_BELOW:
+            yield Pitfall(
+                "learning_rate",
+                f"learning_rate is {config.learning_rate:g}, as for full fine-tuning, but LoRA needs about ten times "
+                f"as much: the published rule gives {rate:.2g} for {config.model}; set learning_rate to auto.",
+            )
+
+
+def _of_renderer(config: TrainConfig) -> Iterator[Pitfall]:
+    known = recommended_renderers(config.model)
+    for name in renderer_names(config):
+        if known and name not in known:
+            yield Pitfall(
+                "renderer",
+                f"renderer_name is {name}, but {config.model} was trained with {' or '.join(known)}: unfamiliar "
+                "control tokens silently reduce quality.",
+            )
+
+
+def _of_paths(config: TrainConfig, fields: Mapping[str, Any]) -> Iterator[Pitfall]:
+    trained, tested = set[Path](), set[Path]()
+    for name, path in _paths({key: value for key, value in fields.items() if key != "evaluators"}):
+        (tested if "test" in name or "eval" in name else trained).add(path)
+    tested |= {path for _, path in _paths([evaluator.params for evaluator in config.evaluators])}
+    for path in sorted(trained & tested):
+        yield Pitfall("evaluation", f"{path} is used for training and evaluation: the results measure memorization.")
+
+
+def _paths(fields: Any) -> Iterator[tuple[str, Path]]:
+    """Yield the name and resolved path of every field whose name ends in `path`."""
+    if isinstance(fields, Mapping):
+        for name, value in fields.items():
+            if isinstance(value, str) and value and str(name).endswith("path"):
+                yield str(name), Path(value).expanduser().resolve()
+            else:
+                yield from _paths(value)
+    elif isinstance(fields, Sequence) and not isinstance(fields, str):
+        for item in fields:
+            yield from _paths(item)

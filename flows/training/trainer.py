@@ -1,0 +1,621 @@
+"""Training loop of every method.
+
+One step, as tasks:
+
+    batch ──> prepare (each term), reference ───┐                  ahead, while the service works on the step before
+    forward (enqueued behind the last update) ──┴─> term (each) ──> linearize ──> forward_backward, optim_step
+                                                                                  └─ then the next step's forward
+
+If the service can compute the objective by itself, forward_backward and optim_step are sent at once, behind those of
+the step before. Terms and linearize follow their responses, for the metrics alone.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any, cast
+
+import tinker
+import torch
+from prefect.logging import get_run_logger
+from tinker_cookbook.checkpoint_utils import CheckpointRecord
+from tinker_cookbook.eval.evaluators import Evaluator
+from torch import Tensor
+
+from blocks.errors import ConfigError
+from flows.config.promotion import check_measured
+from flows.config.train import TrainConfig
+from flows.monitoring.events import emit
+from flows.monitoring.interrupts import StopRequest, deferred_interrupts
+from flows.monitoring.progress import Progress, call_step_callback
+from flows.monitoring.run_tags import WARNING_TAG, forget_end, note_end, note_evaluation, warn
+from flows.runs.blocks import service_url
+from flows.runs.checkpoint_manager import Checkpoints
+from flows.runs.config_record import FORMAT_OF_SCALES, recorded_format
+from flows.runs.prices import price_of
+from flows.runs.result import EndReasons, TrainResult, finish
+from flows.runs.resume import first_step, resolve_start
+from flows.runs.run import Run
+from flows.runs.teachers import open_reference
+from flows.training.budget import Ledger, cost_before_restart
+from flows.training.granularity import run_segment, run_step
+from flows.training.guards import Guard
+from flows.training.preflight import warn_of_pitfalls
+from flows.training.schedule import Schedule
+from objectives.batch import Batch, Outputs
+from objectives.execution.term_loop import DueTerm, StepPosition, evaluate_terms, prepare_terms
+from objectives.gradients.linearize import Linearized, join_metrics, measure_effects
+from objectives.losses import compute_mean_nll
+from objectives.objective import Objective
+from objectives.one_pass.fused import check_trained
+from objectives.one_pass.planner import OnePass, ServiceLoss
+from tasks.common.datum_cache import load_cache, save_cache
+from tasks.common.service_errors import service_errors
+from tasks.common.task import Pending, call, opaque_argument, submit
+from tasks.evaluation.evaluators import ConfiguredEvaluator, EvaluationResult, HeldOutNLL, evaluate
+from tasks.preference.pair_source import HeldOutPairs
+from tasks.training.batch_source import BatchSource, TrainedBatch
+from tasks.training.candidates import CandidateSampler
+from tasks.training.checkpoints import PendingCheckpoint, step_of
+from tasks.training.forward_backward import (
+    PendingOutput,
+    PendingUpdate,
+    enqueue_forward,
+    enqueue_one_pass_update,
+    enqueue_update,
+    forward_backward,
+    forward_logprobs,
+    optim_step,
+)
+from tasks.training.held_out import HeldOutData, measure_held_out
+from tasks.training.metrics import log_metrics
+from tasks.training.reference import REFERENCE_NAME, Reference, load_reference
+from tasks.training.terms import TaskTermExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """Batch or minibatch with everything that is computed before its forward pass; all of it may be pending.
+
+    Attributes:
+        at: its step, and its share of the update.
+        passes: passes of the service over it, 1 or 2.
+        batch: the packed datums.
+        reference: the reference's logprobs, ``(N,)`` nats; None if no term needs them.
+        terms: the terms due at the step, with their features.
+        supervised: the batch whose prompts this batch of sampled candidates completes; None for other batches.
+    """
+
+    at: StepPosition
+    passes: int
+    batch: Pending[Batch]
+    reference: Pending[Tensor] | None
+    terms: tuple[DueTerm, ...]
+    supervised: Pending[Batch] | None = None
+
+    def outputs(self, logprobs_DT: Tensor | None = None) -> Outputs:
+        """Return the inputs of the terms; the current logprobs are 0 if they are not known yet."""
+        batch = self.batch.result()
+        if logprobs_DT is None:
+            logprobs_DT = torch.zeros(batch.target_tokens_DT.shape)
+        return Outputs(logprobs_DT, self.reference.result() if self.reference else None, batch.sampling_logprobs_DT)
+
+
+@dataclass(frozen=True, slots=True)
+class SentBatch:
+    """Batch whose gradient is requested, and its linearized objective if a separate forward pass computed it."""
+
+    prepared: PreparedBatch
+    update: PendingUpdate
+    linearized: Linearized | None
+
+
+@dataclass(frozen=True, slots=True)
+class SentStep:
+    """Step whose updates are requested, none if it is skipped.
+
+    Attributes:
+        batches: its minibatches.
+        after: forward passes over the minibatches after the update, if its effects are measured.
+        save: the save after the update, if one is due.
+    """
+
+    batches: Sequence[SentBatch]
+    after: Sequence[PendingOutput]
+    save: PendingCheckpoint | None
+
+
+class Trainer:
+    """Training loop and its state.
+
+    Requests are enqueued in one thread, in order: update, save, the next forward pass. The service always has the next
+    request in its queue, and a checkpoint contains exactly the updates before its step.
+
+    Attributes:
+        guard: skips, stops or rolls back bad steps.
+        ledger: counts tokens, time and cost against the budget.
+        checkpoints: saves and records.
+        prepared: minibatches of the next step; empty for a skipped step, None after the last step.
+        forward: the requested forward pass of the first of them; None if it needs none.
+        sent: the next step, if its updates are sent already.
+        last_batch: the batch of the newest update.
+        unchecked: saves of weights that no response has confirmed yet, each with the state to record.
+        budget_message: the reason why the budget ends the run; empty if it does not.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of a run
+        self,
+        run: Run,
+        config: TrainConfig,
+        source: BatchSource,
+        objective: Objective,
+        evaluators: Sequence[Evaluator | ConfiguredEvaluator],
+        reference: Reference | None = None,
+        candidates: CandidateSampler | None = None,
+    ) -> None:
+        """Restore the state of the run, and open the reference if a term needs one.
+
+        Args:
+            reference: the reference, if the flow has opened it.
+            candidates: sampler of candidates for terms that have no estimator on the data; None to reject such terms.
+        """
+        if config.guards.needs_forward_pass and objective.backend == "server":
+            raise ConfigError(
+                "guards.skip needs a forward pass before each update, and objective.backend 'server' takes only one "
+                "pass: set objective.backend to 'auto', or choose another guard policy."
+            )
+        self.run, self.config, self.source, self.objective = run, config, source, objective
+        self.evaluators, self.candidates = evaluators, candidates
+        schedule = Schedule(config, source.steps_per_epoch)
+        self.start = resolve_start(run, config, schedule.steps_per_epoch, schedule.num_steps)
+        self.first_step = step_of(self.start) if self.start else 0
+        self.schedule = replace(schedule, first=first_step(run.directory))
+        warn_of_pitfalls(run, config)
+        load_cache(objective.runner.cache, run.directory)
+        if reference is None and objective.needs("ref_logprobs"):
+            reference = open_reference(run, config)
+        self.reference = reference
+        self.checkpoints = Checkpoints(run, config, schedule.steps_per_epoch, self.start)
+        self._restore(self.start)
+        self.one_pass = OnePass(objective, run.session)
+        self.executor = TaskTermExecutor(objective.runner)
+
+        self.prepared: Sequence[PreparedBatch] | None = None
+        self.forward: PendingOutput | None = None
+        self.sent: SentStep | None = None
+        self.last_batch: Batch | None = None
+        self.unchecked: list[tuple[PendingCheckpoint, dict[str, Any]]] = []
+        self.budget_message = ""
+        self.step_ended = perf_counter()
+
+    def train(self) -> TrainResult:
+        """Run the remaining steps within the budget, then save a checkpoint and the report.
+
+        Raises:
+            GuardError: A step was bad, and the guard policy stops the run.
+            KeyboardInterrupt, TerminationSignal: The run was stopped; the current step is finished and saved.
+        """
+        first, num_steps = self.first_step, self.schedule.num_steps
+        self._prepare(first)
+        self._warn_of_unused_candidates()
+        self._request_forward(first)
+        if self.budget_message and self.start is None:
+            raise ConfigError(f"{self.budget_message} No step was run: raise the budget.")
+        with (
+            Progress(self.config.run_name, first, num_steps, self.run.log) as progress,
+            deferred_interrupts() as stop,
+            _no_collector_pauses(),
+            closing(self.executor),
+            closing(self.candidates) if self.candidates else nullcontext(),
+            self.checkpoints,
+        ):
+
+            def run_one(step: int) -> None:
+                progress.advance(self._step(step, stop))
+
+            def run_all(steps: range) -> None:
+                for step in steps:
+                    run_step(self.config.granularity, step, run_one)
+                    if self.budget_message or (stop.requested and not self.sent):
+                        self._save(step + 1)
+                        stop.raise_if_requested()
+                        return
+
+            for steps in self.schedule.segments(first):
+                if not self.budget_message:
+                    run_segment(self.config.granularity, steps, run_all)
+            self._check_last_weights(num_steps)
+            last = self.checkpoints.wait() if self.budget_message else self.checkpoints.finish()
+        assert last is not None
+        reasons = EndReasons(self.budget_message, self.checkpoints.rejection)
+        return finish(self.run, self.config.run_name, last, first, reasons, self.objective.targets.specs)
+
+    def _step(self, step: int, stop: StopRequest) -> dict[str, float]:
+        """Run one step and start the next; return the step's metrics."""
+        prepared, forward, sent = self.prepared, self.forward, self.sent
+        assert prepared is not None
+        if prepared and not self.source.sampled:
+            # Datasets are stateful and not thread-safe: the next batch is loaded only after this one.
+            prepared[0].batch.result()
+        # Evaluators share the tokenizer of the next batch, which is not thread-safe either.
+        metrics = self._evaluate(step) if self.schedule.evaluates_before(step) else {}
+        if not self.source.sampled:
+            self._prepare(step + 1)
+
+        if sent is None:
+            sent = self._send_step(step, prepared, forward)
+        if self.source.sampled:
+            self._prepare(step + 1)
+        else:
+            self._send_ahead(step + 1, stop)
+
+        if sent.batches:
+            metrics |= self._read_responses(step, sent)
+        self.ledger.add_sampled(self.source.take_sampled())
+        if self.candidates:
+            self.ledger.add_sampled(self.candidates.take_sampled())
+            metrics |= self.candidates.metrics(step)
+        metrics |= self.guard.metrics(step) | self.ledger.end_step() | self._progress(step)
+        step_began, self.step_ended = self.step_ended, perf_counter()
+        metrics["time/step"] = self.step_ended - step_began
+        call(log_metrics, self.run.log, step, opaque_argument(metrics))
+        warn(self.run.log, self.config.run_name, self.objective.watch.pop_warnings())
+        call_step_callback(step, metrics, stop)
+        if sent.save:
+            self.unchecked.append((sent.save, self._state(step + 1)))
+        self.checkpoints.raise_if_failed()
+        if self.source.sampled:
+            self._request_forward(step + 1)
+        return metrics
+
+    def _prepare(self, step: int) -> None:
+        """Start to load the batch, reference and features of a step; do nothing after the last step."""
+        if step >= self.schedule.num_steps:
+            self.prepared = None
+        elif step in self.guard.skipped_steps:
+            self.prepared = ()
+        else:
+            batches = self.source.load(step, self.run.client)
+            if self.objective.has_open_choice:
+                self._choose_estimators(batches[0].result())
+            passes = num_passes(self.objective, step, self.config.guards.needs_forward_pass)
+            at = StepPosition(step, self.schedule.num_steps, 1 / self.source.num_minibatches)
+            self.prepared = [
+                prepare_batch(batch, self.objective, self.reference, self.executor, at, passes) for batch in batches
+            ]
+            if self.candidates and self.candidates.settings.overlap:
+                self._prepare_candidates(step)
+
+    def _prepare_candidates(self, step: int) -> None:
+        """Start to sample candidates for the prepared batch of a step, from the weights after the updates sent so far.
+
+        They are one more minibatch of the step's update, on which only the terms that need them are evaluated.
+        """
+        at = StepPosition(step, self.schedule.num_steps, 1 / self.source.num_minibatches, on_candidates=True)
+        if not (self.candidates and self.prepared and self.objective.due(step, on_candidates=True)):
+            return
+        if not self.candidates.is_due(step):
+            return
+        supervised = self.prepared[0].batch
+        batch = self.candidates.start(step, supervised, self.run.client)
+        candidates = prepare_batch(batch, self.objective, None, self.executor, at, passes=2)
+        self.prepared = [*self.prepared, replace(candidates, supervised=supervised)]
+
+    def _request_forward(self, step: int) -> None:
+        """Enqueue the forward pass of the prepared step, if it needs one, unless the budget ends the run before it."""
+        self.forward = None
+        if not self.prepared:
+            return
+        prepared = self.prepared[0]
+        batch = prepared.batch.result()
+        needs_logprobs = self._needs_logprobs(prepared)
+        if self.reference:
+            self.ledger.add_sampled(self.reference.take_sampled())
+            self.ledger.add(self.reference.take_num_train_tokens())
+        # Includes the pass that checks the last update. The other minibatches are assumed to be as long as the first.
+        num_tokens = (3 if needs_logprobs else 2) * batch.num_tokens * len(self.prepared)
+        num_tokens += self._num_held_out_tokens(step)
+        num_tokens += self._num_held_out_tokens(step + 1) if step + 1 == self.schedule.num_steps else 0
+        self.budget_message = self.ledger.stop_reason(step, num_tokens)
+        if self.budget_message:
+            self.prepared = None
+            note_end(self.run.log, self.budget_message)
+            state = {"step": step, **self.ledger.state(), "message": self.budget_message}
+            emit("budget", self.config.run_name, state)
+        elif needs_logprobs:
+            self.forward = self._enqueue_forward(batch)
+        if self.prepared and self.candidates and not self.candidates.settings.overlap:
+            self._prepare_candidates(step)
+
+    def _choose_estimators(self, batch: Batch) -> None:
+        """Fix the estimators that depend on the data by the first batch, and record the choice."""
+        for name, reason in self.objective.choose_estimators(batch, can_sample=self.candidates is not None).items():
+            get_run_logger().info("Term %s is estimated by %s.", name, reason)
+            self.run.log.tag(f"tinker_flows.estimator.{name}", reason)
+
+    def _warn_of_unused_candidates(self) -> None:
+        """Warn if the config sets candidates, but no term needs them."""
+        is_set = getattr(self.config, "candidates", "auto") not in ("auto", "off")
+        if is_set and not any(regularizer.on_candidates for regularizer in self.objective.regularizers):
+            text = "candidates is set, but no term needs them on this data, so none are sampled: remove candidates."
+            get_run_logger().warning("%s", text)
+            self.run.log.tag("tinker_flows.warning.pitfall.candidates", text)
+
+    def _send_ahead(self, step: int, stop: StopRequest) -> None:
+        """Send the requests of a step that do not depend on the responses to the previous step."""
+        self._request_forward(step)
+        # An update that needs no forward pass is sent while the one before it is computed, unless an evaluation or a
+        # stop must find the weights between the two, or the metrics of the one before it set the weight of a term.
+        has_candidates = any(prepared.supervised for prepared in self.prepared or ())
+        waits = self.forward is not None or has_candidates or bool(self.objective.targets)
+        pipelined = not waits and not self.schedule.evaluates_before(step) and not stop.requested
+        self.sent = self._send_step(step, self.prepared, None) if self.prepared is not None and pipelined else None
+
+    def _send_step(self, step: int, prepared: Sequence[PreparedBatch], forward: PendingOutput | None) -> SentStep:
+        """Send the updates of a step, followed by the save that is due."""
+        batches: list[SentBatch] = []
+        num_per_update = self.source.num_minibatches + sum(minibatch.supervised is not None for minibatch in prepared)
+        for number, minibatch in enumerate(prepared, start=1):
+            if number > 1:
+                needs_logprobs = self._needs_logprobs(minibatch)
+                forward = self._enqueue_forward(minibatch.batch.result()) if needs_logprobs else None
+            linearized = None
+            if forward:
+                compute = partial(self._linearize, minibatch, forward)
+                linearized = self.guard.check(step, compute, has_base=minibatch.supervised is None)
+            if linearized:
+                self._record_saves()
+            if step not in self.guard.skipped_steps:
+                is_last = number % num_per_update == 0
+                update = self._send_batch(minibatch, linearized, is_last=is_last)
+                batches.append(SentBatch(minibatch, update, linearized))
+        is_due = self.schedule.saves_before(step + 1)
+        is_final = step + 1 == self.schedule.num_steps
+        after: list[PendingOutput] = []
+        if self.objective.measures_effects(step):
+            after = [self._enqueue_forward(sent.prepared.batch.result()) for sent in batches]
+        return SentStep(batches, after, self.checkpoints.enqueue(step + 1, final=is_final) if is_due else None)
+
+    def _send_batch(self, prepared: PreparedBatch, linearized: Linearized | None, *, is_last: bool) -> PendingUpdate:
+        """Enqueue the gradient of a minibatch and, after the last one of an update, its optimizer step."""
+        client, at, batch = self.run.client, prepared.at, prepared.batch.result()
+        adam = self.config.adam.params(self.schedule.learning_rate_at(at.step)) if is_last else None
+        loss = None if linearized else self._service_loss(prepared)
+        self.last_batch = batch
+        self.ledger.add(batch.num_tokens)
+        if loss:
+            weight_of = self.objective.factors(batch, at.step, at.num_steps, at.share)
+            return enqueue_one_pass_update(client, batch, prepared.outputs(), loss, weight_of, adam)
+        return enqueue_update(client, batch, linearized.loss_weights_DT if linearized else batch.weights_DT, adam)
+
+    def _read_responses(self, step: int, sent_step: SentStep) -> dict[str, float]:
+        """Wait for the responses to the updates of a step; return the step's metrics."""
+        metrics: dict[str, float] = {}
+        linearized_batches: list[Linearized] = []
+        trained: list[TrainedBatch] = []
+        before: list[Tensor] = []
+        for sent in sent_step.batches:
+            update, linearized, batch = sent.update, sent.linearized, sent.prepared.batch.result()
+            with self.guard.checked_responses(step):
+                outputs = call(forward_backward, update.forward_backward, opaque_argument(batch))
+                metrics |= call(optim_step, update.optim_step) if update.optim_step else {}
+            self.guard.check_metrics(step, metrics)
+            if linearized is None:
+                linearized = self.guard.check(step, partial(self._measure, sent, outputs))
+                assert linearized is not None, "a batch that was sent is never skipped"
+                self._record_saves()
+            linearized_batches.append(linearized)
+            before.append(outputs.logprobs_DT)
+            if sent.prepared.supervised is None:
+                trained.append(TrainedBatch(batch, outputs.logprobs_DT, linearized.by_datum))
+        joined = join_metrics(linearized_batches)
+        if sent_step.after:
+            joined |= measure_effects(linearized_batches, self._changes(step, sent_step, before))
+        logprobs_DT = torch.cat([minibatch.logprobs_DT for minibatch in trained])
+        weights_DT = torch.cat([minibatch.batch.weights_DT for minibatch in trained])
+        return (
+            metrics
+            | self.source.metrics(step, trained, joined)
+            | joined
+            | self.objective.observe(step, joined)
+            | {
+                "train_mean_nll": compute_mean_nll(logprobs_DT, weights_DT),
+                "num_tokens": sum(minibatch.batch.num_tokens for minibatch in trained),
+            }
+        )
+
+    def _changes(self, step: int, sent_step: SentStep, before: Sequence[Tensor]) -> list[Tensor]:
+        """Wait for the forward passes after the update; return the changes of the logprobs."""
+        changes: list[Tensor] = []
+        for sent, pending, before_DT in zip(sent_step.batches, sent_step.after, before, strict=True):
+            batch = sent.prepared.batch.result()
+            with self.guard.checked_responses(step):
+                after = call(forward_logprobs, pending, opaque_argument(batch))
+            changes.append(after.logprobs_DT - before_DT)
+        return changes
+
+    def _linearize(self, prepared: PreparedBatch, forward: PendingOutput) -> Linearized:
+        """Wait for a forward pass and linearize the objective for the update."""
+        batch = prepared.batch.result()
+        outputs = call(forward_logprobs, forward, opaque_argument(batch))
+        return self._evaluate_terms(prepared, outputs)
+
+    def _measure(self, sent: SentBatch, outputs: Outputs) -> Linearized:
+        """Linearize a step that took one pass, for its metrics; check that the service trained on the same loss."""
+        linearized = self._evaluate_terms(sent.prepared, outputs)
+        loss = sent.update.forward_backward.result().metrics["loss:sum"]
+        check_trained(sent.prepared.at.step, loss, linearized)
+        return linearized
+
+    def _evaluate_terms(self, prepared: PreparedBatch, outputs: Outputs) -> Linearized:
+        known, batch = prepared.outputs(outputs.logprobs_DT), prepared.batch.result()
+        supervised = prepared.supervised.result() if prepared.supervised else None
+        return evaluate_terms(self.objective, prepared.terms, known, batch, self.executor, prepared.at, supervised)
+
+    def _needs_logprobs(self, prepared: PreparedBatch) -> bool:
+        """Return whether the update of a batch needs a forward pass before it."""
+        return prepared.passes == 2 and self._service_loss(prepared) is None
+
+    def _service_loss(self, prepared: PreparedBatch) -> ServiceLoss | None:
+        """Return the loss by which the service trains a step in one pass.
+
+        None for two passes, and for cross-entropy alone, which needs no loss of its own.
+
+        Raises:
+            ObjectiveError: the backend is `server`, and the objective cannot be one pass.
+            ServiceError: the service failed to accept or reject the loss.
+        """
+        step = prepared.at.step
+        is_plain = self.objective.base is None and not self.objective.due(step)
+        if is_plain or prepared.supervised or self.config.guards.needs_forward_pass:
+            return None
+        try:
+            loss = self.one_pass.loss_at(step, prepared.outputs(), prepared.batch.result())
+        except tinker.TinkerError:
+            with service_errors("take the objective as a loss"):
+                raise
+        for note in self.one_pass.pop_notes():
+            get_run_logger().info(note)
+            self.run.log.tag("tinker_flows.passes", note)
+        return loss
+
+    def _enqueue_forward(self, batch: Batch) -> PendingOutput:
+        self.ledger.add(batch.num_tokens)
+        return enqueue_forward(self.run.client, batch)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate the weights before a step."""
+        self.ledger.add(self._num_held_out_tokens(step))
+        with self.guard.checked_responses(step):
+            # Submitted: Prefect never runs an async task that a synchronous flow calls.
+            result = cast(EvaluationResult, evaluate.submit(self.run.client, self.evaluators, step).result())
+        note_evaluation(self.run.log, result, step=step)
+        metrics = result.metrics | self._measure_held_out(step)
+        if not result.skipped:
+            check_measured(self.config.promote_if, metrics)
+        return metrics
+
+    def _measure_held_out(self, step: int) -> dict[str, float]:
+        """Measure the terms on the held-out data that was evaluated; return no metrics without such data."""
+        held_out = next((entry for entry in self.evaluators if isinstance(entry, HeldOutData)), None)
+        terms = self.objective.regularizers
+        if held_out is None or not terms:
+            return {}
+        evaluated = held_out.evaluated
+        inputs = [([term for term in terms if not term.on_candidates], evaluated)]
+        sampled = [term for term in terms if term.on_candidates]
+        if sampled and self.candidates:
+            with self.guard.checked_responses(step):
+                samples = self.candidates.sample_held_out([entry.batch for entry in evaluated], self.run.client)
+            self.ledger.add_sampled(self.candidates.take_sampled())
+            inputs.append((sampled, samples))
+        metrics: dict[str, float] = {}
+        for measured_terms, batches in inputs:
+            measured = measure_held_out(measured_terms, batches, self.executor, self.reference)
+            metrics |= measured.metrics
+            for name, reason in measured.failed.items():
+                text = f"Term {name} has no value on the held-out data: {reason}"
+                get_run_logger().warning("%s", text)
+                self.run.log.tag(f"{WARNING_TAG}.held_out.{name}", text)
+        return metrics
+
+    def _num_held_out_tokens(self, step: int) -> int:
+        """Return the tokens of an evaluation before a step, without those that evaluators sample."""
+        if not self.schedule.evaluates_before(step):
+            return 0
+        held_out = [entry for entry in self.evaluators if isinstance(entry, HeldOutNLL | HeldOutPairs)]
+        return sum(evaluator.num_tokens for evaluator in held_out)
+
+    def _progress(self, step: int) -> dict[str, float]:
+        return {
+            "optim/lr": self.schedule.learning_rate_at(step),
+            "progress/epoch": step // self.schedule.steps_per_epoch,
+            "progress/done_frac": (step + 1) / self.schedule.num_steps,
+        }
+
+    def _save(self, step: int) -> None:
+        """Save the weights before a step, unless they are already saved."""
+        if not self.schedule.saves_before(step):
+            self.unchecked.append((self.checkpoints.enqueue(step, final=False), self._state(step)))
+        self._check_last_weights(step)
+        self.checkpoints.wait()
+
+    def _check_last_weights(self, step: int) -> None:
+        """Run one more forward pass over the last batch, because no later step checks these weights.
+
+        The final weights are evaluated and recorded only after it, so that the best checkpoint may be the final one.
+        """
+        if self.unchecked and self.last_batch:
+            with self.guard.checked_responses(step):
+                forward = self._enqueue_forward(self.last_batch)
+                call(forward_logprobs, forward, opaque_argument(self.last_batch))
+        if self.unchecked and step == self.schedule.num_steps:
+            metrics = self._evaluate(step) if self.schedule.evaluates_before(step) else {}
+            call(log_metrics, self.run.log, step, opaque_argument(metrics | self.ledger.metrics()))
+        self._record_saves()
+
+    def _record_saves(self) -> None:
+        """Record the saves of weights that a response has confirmed, so that no checkpoint contains broken weights."""
+        if self.unchecked and self.candidates:
+            self.candidates.wait_until_stored()
+        for save, state in self.unchecked:
+            save_cache(self.objective.runner.cache, self.run.directory)
+            if self.reference:
+                save_cache(self.reference.cache, self.run.directory, REFERENCE_NAME)
+            self.checkpoints.record(save, state | {"spent": self.ledger.state()})
+        self.unchecked.clear()
+
+    def _state(self, step: int) -> dict[str, Any]:
+        """Return the state that a checkpoint before a step records besides the weights."""
+        return {"objective": self.objective.state(), "guard": self.guard.state(), "source": self.source.state(step)}
+
+    def _restore(self, start: CheckpointRecord | None) -> None:
+        """Restore `_state` from the checkpoint that the run starts from."""
+        config, state = self.config, start.extra if start else {}
+        self.objective.restore(state.get("objective", {}))
+        if recorded_format(self.run.directory) < FORMAT_OF_SCALES:
+            self.objective.keep_conventions_of_0_1()
+        self.guard = Guard(config.guards, self.run.directory, self.run.log, self.objective)
+        self.guard.restore(state.get("guard", {}))
+        price = price_of(config.model, service_url(config.base_url), config.budget.prices)
+        self.ledger = Ledger(config.budget, price, cost_before_restart(self.run.log, state.get("spent", {})))
+        forget_end(self.run.log)
+        self.source.begin(self.first_step, self.schedule.num_steps, state.get("source", {}))
+
+
+def num_passes(objective: Objective, step: int, needs_forward_pass: bool) -> int:
+    """Return the passes of the service over the batch of a step: 2 if its update needs the logprobs first."""
+    return 2 if objective.base is not None or objective.due(step) or needs_forward_pass else 1
+
+
+def prepare_batch(
+    batch: Pending[Batch],
+    objective: Objective,
+    reference: Reference | None,
+    executor: TaskTermExecutor,
+    at: StepPosition,
+    passes: int,
+) -> PreparedBatch:
+    """Start everything of a step that needs only its batch."""
+    terms = prepare_terms(objective, batch, at, executor)
+    loaded = cast(Batch, batch)  # a task receives the result of a future that is passed to it
+    pending = submit(load_reference, reference, opaque_argument(loaded)) if reference else None
+    return PreparedBatch(at, passes, batch, pending, terms)
+
+
+@contextmanager
+def _no_collector_pauses() -> Iterator[None]:
+    """Exclude existing objects from garbage collection in this block.
+
+    The modules of a run are half a million objects. Scanning them takes half a second, at unpredictable steps.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,49 @@
+"""Cancel in the UI while requests to the Prefect server fail."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import pytest
+from chaos.proxy import Proxies, Proxy
+from chaos.schedule import Fault
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+from prefect.states import Cancelling
+from waiting import wait_for
+
+from blocks.processes import free_port
+from flows.monitoring import interrupts
+from flows.monitoring.drain import deliver_events
+from flows.monitoring.interrupts import CancelledInTheUI, deferred_interrupts
+
+
+@pytest.mark.parametrize("action", ["garbage", "500 after"])
+def test_cancel_is_noticed_after_a_failed_request(
+    prefect_server: str, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    monkeypatch.setattr(interrupts, "POLL_EVERY_S", 0.1)
+    proxy = Proxy(free_port(), urlsplit(prefect_server).port or 0)
+
+    noticed: list[bool] = []
+
+    @flow(name="cancelled")
+    def cancelled() -> None:
+        run_id = flow_run.get_id()
+        with deferred_interrupts() as stop:
+            armed = proxy.arm(Fault(0, 0.0, "prefect", action, 0, 0.0), f"/api/flow_runs/{run_id}")
+            wait_for(lambda: armed.hit, "the failed request")
+            with get_client(sync_client=True) as client:
+                client.set_flow_run_state(run_id, Cancelling())
+            wait_for(lambda: stop.requested, "the request to stop")
+            noticed.append(stop.requested)
+            with pytest.raises(CancelledInTheUI):
+                stop.raise_if_requested()
+
+    through_proxy = {PREFECT_API_URL: f"http://127.0.0.1:{proxy.port}/api", PREFECT_LOGGING_TO_API_ENABLED: False}
+    with Proxies({"prefect": proxy}), temporary_settings(through_proxy):
+        cancelled(return_state=True)
+        deliver_events()  # before the proxy closes
+    assert noticed

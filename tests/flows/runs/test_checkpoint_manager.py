@@ -1,0 +1,218 @@
+"""Checkpoints of a run: retention, the best checkpoint, the model registry, and forks."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from engine_process import API_KEY, EngineProcess
+from mlflow import MlflowClient
+from saved_weights import saved_weights
+from sft_config import sft_fields
+from tinker import types
+
+from blocks.errors import ConfigError, ServiceError
+from flows.config.loader import load_config, validate_fields
+from flows.config.train import SftConfig
+from flows.runs.result import TrainResult
+from flows.sft import sft
+
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
+MODEL = "gsm8k-tiny"
+
+
+@pytest.fixture(scope="module")
+def api_key() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_API_KEY", API_KEY)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def fields(folder: Path, mlflow_uri: str, engine_url: str) -> dict[str, Any]:
+    """Return a run with learned term weights, so that resuming needs the objective's state."""
+    objective = {"regularizers": [{"name": "logic"}], "balance": {"method": "gradnorm"}}
+    changes = {"objective": objective, "num_steps": 8, "checkpoint_every": 2, "eval_every": 2}
+    return sft_fields(folder, "parent", mlflow_uri, engine_url) | changes
+
+
+@pytest.fixture(scope="module")
+def parent(api_key: None, prefect_server: str, fields: dict[str, Any]) -> TrainResult:
+    """Run with checkpoints at steps 2, 4, 6 and 8."""
+    keep = {"keep_last": 3, "keep_best": {"metric": "test/nll"}, "ttl_seconds": 7200, "register_as": MODEL}
+    return sft(SftConfig.model_validate(fields | keep))
+
+
+def train(fields: dict[str, Any], **changes: object) -> TrainResult:
+    return sft(SftConfig.model_validate(fields | changes))
+
+
+def lines(result: TrainResult) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(result.directory) / "checkpoints.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rest(engine_url: str) -> tinker.RestClient:
+    return tinker.RestClient(base_url=engine_url, api_key=API_KEY)
+
+
+def on_service(rest: tinker.RestClient) -> dict[str, types.Checkpoint]:
+    return {
+        checkpoint.tinker_path: checkpoint for checkpoint in rest.list_user_checkpoints(limit=1000).result().checkpoints
+    }
+
+
+def test_newest_best_and_final_checkpoints_are_kept(
+    parent: TrainResult, rest: tinker.RestClient, mlflow_uri: str
+) -> None:
+    saved = {line["step"]: line["state_path"] for line in lines(parent) if "state_path" in line}
+    assert list(saved) == [2, 4, 6, 8]
+    points = MlflowClient(mlflow_uri).get_metric_history(parent.mlflow_run_id, "test/nll")
+    nll = {point.step: point.value for point in points if point.step in saved}
+    best = min(nll, key=lambda step: nll[step])
+    noted = [line for line in lines(parent) if "best" in line][-1]
+    assert (noted["best"], noted["best_step"], noted["value"]) == (saved[best], best, nll[best])
+
+    remaining = on_service(rest)
+    expected = {4, 6, 8, best}
+    assert {step for step, path in saved.items() if path in remaining} == expected
+    assert {step for step in expected if remaining[saved[step]].expires_at is None} == {8, best}
+    assert [line["dropped"] for line in lines(parent) if "dropped" in line] == [saved[2]] * (best != 2)
+
+
+def test_best_checkpoint_is_registered_once(
+    parent: TrainResult, fields: dict[str, Any], mlflow_uri: str, engine_url: str
+) -> None:
+    client = MlflowClient(mlflow_uri)
+    again = train(fields, keep_best={"metric": "test/nll"}, register_as=MODEL)
+    assert again.resumed_from == 8
+    (version,) = client.search_model_versions(f"name = '{MODEL}'")
+    best = [line for line in lines(parent) if "best" in line][-1]
+    alias = "final" if best["best_step"] == 8 else "best"
+    assert client.get_model_version_by_alias(MODEL, alias).version == version.version
+    assert version.tags["tinker.state_path"] == best["best"]
+    assert version.tags["tinker_flows.run_name"] == "parent"
+    assert version.run_id == parent.mlflow_run_id
+
+    model = client.get_logged_model(version.tags["tinker_flows.model_id"])
+    assert {metric.key: metric.value for metric in model.metrics}["test/nll"] == best["value"]
+    for key in client.get_run(parent.mlflow_run_id).data.metrics:
+        steps = [point.step for point in client.get_metric_history(parent.mlflow_run_id, key)]
+        assert len(steps) == len(set(steps)), key
+
+    with tinker.ServiceClient(base_url=engine_url) as service:
+        sampler = service.create_sampling_client(model_path=version.source).result()
+        prompt = types.ModelInput.from_ints([1, 2, 3])
+        response = sampler.sample(prompt, num_samples=1, sampling_params=types.SamplingParams(max_tokens=2)).result()
+    assert response.sequences[0].tokens
+
+
+def test_fork_continues_its_parent_and_records_it(
+    parent: TrainResult, fields: dict[str, Any], engine: EngineProcess, mlflow_uri: str
+) -> None:
+    """An unchanged fork ends with its parent's weights bit for bit; then it resumes from its own checkpoints."""
+    fork = train(fields, run_name="fork", resume="parent@4")
+    assert saved_weights(engine.state, fork.state_path) == saved_weights(engine.state, parent.state_path)
+    client = MlflowClient(mlflow_uri)
+    tags = client.get_run(fork.mlflow_run_id).data.tags
+    assert tags["tinker_flows.parent.mlflow_run_id"] == parent.mlflow_run_id != fork.mlflow_run_id
+    assert tags["tinker_flows.parent.step"] == "4"
+    assert sorted(p.step for p in client.get_metric_history(fork.mlflow_run_id, "loss/total")) == [4, 5, 6, 7]
+    first, *own = lines(fork)
+    assert first["parent"]["run_name"] == "parent"
+    assert [line["step"] for line in own] == [6, 8]
+
+    assert train(fields, run_name="fork", resume="parent@4").resumed_from == 8
+    assert train(fields, run_name="fork").resumed_from == 8
+    with pytest.raises(ConfigError, match=r"'fork' started from parent@4 .* but resume is 'parent@6': choose another"):
+        train(fields, run_name="fork", resume="parent@6")
+    with pytest.raises(ConfigError, match="'parent' is no fork"):
+        train(fields, resume="fork")
+
+
+@pytest.mark.slow
+def test_fork_with_other_parameters_from_the_best_checkpoint_and_from_a_path(
+    parent: TrainResult, fields: dict[str, Any], engine: EngineProcess
+) -> None:
+    best = [line for line in lines(parent) if "best" in line][-1]
+    num_steps = best["best_step"] + 1
+    longer = train(fields, run_name="longer", resume="parent@best", num_steps=num_steps, learning_rate=1e-3)
+    assert lines(longer)[0]["state_path"] == best["best"]
+    assert lines(longer)[0]["parent"]["step"] == best["best_step"]
+    assert longer.num_steps == num_steps
+    anew = train(fields, run_name="anew", resume=parent.state_path, num_steps=1, eval_every=0)
+    assert [line["step"] for line in lines(anew)] == [0, 1]
+    assert saved_weights(engine.state, anew.state_path) != saved_weights(engine.state, parent.state_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"resume": "parent@3"}, r"'parent' has no checkpoint at step 3; it has checkpoints at .*4, 6, 8: use one"),
+        ({"resume": "nobody"}, r"'nobody' has no checkpoint in .*nobody: use another run"),
+        ({"resume": "bad"}, r"'bad' is this run itself"),
+        ({"resume": "parent@final"}, r"at step 8, but this run ends at step 8: raise num_steps"),
+        ({"resume": "parent@4", "lora_rank": 8}, r"has rank 4, but lora_rank is 8: set lora_rank to 4"),
+        ({"resume": "parent@4", "train_mlp": False}, r"has train_mlp True, but train_mlp is False: set it to True"),
+        ({"resume": "tinker://gone/weights/x"}, r"none of the 1 checkpoints that 'bad' could start from"),
+    ],
+)
+def test_invalid_forks(
+    parent: TrainResult, fields: dict[str, Any], folder: Path, changes: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises((ConfigError, ServiceError), match=expected):
+        train(fields, run_name="bad", **changes)
+    assert not (folder / "runs" / "bad" / "checkpoints.jsonl").exists()
+    assert not (folder / "runs" / "nobody").exists()
+
+
+@pytest.mark.parametrize("value", ["", "auto@", "a b", "parent@best@4", "tinker://", "../parent"])
+def test_invalid_resume_is_a_config_error(fields: dict[str, Any], tmp_path: Path, value: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields | {"resume": value}))
+    with pytest.raises(ConfigError, match=r"'resume' is .*use auto, never, the name of a run"):
+        load_config(SftConfig, path, [])
+
+
+def test_deleted_and_expired_checkpoints_are_skipped(
+    fields: dict[str, Any], rest: tinker.RestClient, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = train(fields, run_name="gone", eval_every=0)
+    saved = Path(whole.directory) / "checkpoints.jsonl"
+    second, fourth, sixth, _ = lines(whole)
+    saved.write_text("".join(json.dumps(line) + "\n" for line in (second, fourth, sixth)))
+    rest.delete_checkpoint_from_tinker_path(sixth["state_path"]).result()
+    rest.set_checkpoint_ttl_from_tinker_path(fourth["state_path"], 1).result()
+    time.sleep(1.1)
+    again = train(fields, run_name="gone", eval_every=0)
+    assert again.resumed_from == 2
+    assert again.mlflow_run_id == whole.mlflow_run_id
+    assert again.metrics["loss/total"] == whole.metrics["loss/total"]
+    output = capfd.readouterr().err
+    assert "There is no checkpoint" in output
+    assert "Trying the previous checkpoint" in output
+    assert "expired on" in output
+
+    for line in lines(again):
+        if line["state_path"] in on_service(rest):
+            rest.delete_checkpoint_from_tinker_path(line["state_path"]).result()
+    with pytest.raises(ServiceError, match=r"The service has none of the 6 checkpoints that 'gone' could start from"):
+        train(fields, run_name="gone", eval_every=0)
+
+
+def test_only_the_chosen_layers_have_an_adapter(fields: dict[str, Any], engine: EngineProcess) -> None:
+    result = train(fields, run_name="attention", num_steps=1, eval_every=0, train_mlp=False, train_unembed=False)
+    names = [name for name in saved_weights(engine.state, result.state_path) if "adapter" in name]
+    assert names
+    assert all("self_attn" in name for name in names)
+    with pytest.raises(ConfigError, match="train_attn, train_mlp and train_unembed are all false"):
+        validate_fields(SftConfig, fields | dict.fromkeys(("train_attn", "train_mlp", "train_unembed"), False))

@@ -1,0 +1,75 @@
+"""Config as parameters of a Prefect deployment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.exceptions import PrefectHTTPStatusError
+from sft_config import sft_fields
+
+from flows.config.train import SftConfig
+from flows.sft import sft
+
+SERVE = """
+import json, sys
+from flows.sft import sft
+sft.serve(name="small", parameters={"config": json.loads(sys.argv[1])}, print_starting_message=False)
+"""
+
+
+def test_every_field_has_a_title_and_a_description() -> None:
+    schema = SftConfig.model_json_schema()
+    for name, model in {"SftConfig": schema, **schema["$defs"]}.items():
+        for field, properties in model.get("properties", {}).items():
+            assert properties.get("title"), (name, field)
+            assert properties.get("description"), (name, field)
+
+
+def test_run_from_a_deployment(tmp_path: Path, prefect_server: str, engine_url: str, mlflow_uri: str) -> None:
+    """Serve the flow, then start it through the API like the UI; an invalid value is rejected."""
+    fields = sft_fields(tmp_path, "served", mlflow_uri, engine_url)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, json.dumps(fields)],
+        env={**os.environ, "PREFECT_API_URL": prefect_server, "TINKER_API_KEY": "tml-test"},
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        with get_client(sync_client=True) as client:
+            deployment = wait_for(lambda: deployment_called(client, "small"), process)
+            changed = {"config": fields | {"run_name": "from-the-form", "num_steps": 2, "eval_every": 0}}
+            run = client.create_flow_run_from_deployment(deployment.id, parameters=changed)
+            state = wait_for(lambda: (s := client.read_flow_run(run.id).state) and s.is_final() and s, process)
+            assert state.is_completed(), state.message
+            with pytest.raises(PrefectHTTPStatusError, match="409"):
+                client.create_flow_run_from_deployment(
+                    deployment.id, parameters={"config": fields | {"learning_rate": -1}}
+                )
+    finally:
+        process.terminate()
+        process.wait()
+    records = (tmp_path / "runs" / "from-the-form" / "checkpoints.jsonl").read_text().splitlines()
+    assert json.loads(records[-1])["batch"] == 2
+    assert sft.name == "sft"
+
+
+def deployment_called(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
+    return next((deployment for deployment in client.read_deployments() if deployment.name == name), None)
+
+
+def wait_for(condition, process: subprocess.Popen[bytes]):
+    deadline = time.monotonic() + 200
+    while process.poll() is None and time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.2)
+    raise AssertionError("the served deployment ended or took too long")

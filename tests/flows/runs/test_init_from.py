@@ -1,0 +1,124 @@
+"""Runs that start from given weights with a fresh optimizer, compared with tinker-cookbook's `load_checkpoint_path`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from engine_process import API_KEY, EngineProcess
+from mlflow import MlflowClient
+from saved_weights import saved_weights
+from sft_config import sft_fields
+from tinker_cookbook.supervised import train as supervised
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+
+from blocks import TinkerService
+from blocks.errors import ConfigError
+from examples.gsm8k import Gsm8kBuilder
+from flows.config.train import SftConfig
+from flows.runs.result import TrainResult
+from flows.sft import sft
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+ROWS = Path(__file__).parents[3] / "examples" / "data" / "gsm8k_train.jsonl"
+NUM_STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def service(engine_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", API_KEY)
+    monkeypatch.setenv("TINKER_BASE_URL", engine_url)
+
+
+@pytest.fixture
+def builder_params(tmp_path: Path) -> dict[str, Any]:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(ROWS.read_text().splitlines()[: 4 * NUM_STEPS]))
+    common = {"renderer_name": "qwen3_instruct", "max_length": 256, "batch_size": 4}
+    return {"train_path": str(rows), "common_config": common}
+
+
+@pytest.fixture
+def fields(tmp_path: Path, mlflow_uri: str, engine_url: str, builder_params: dict[str, Any]) -> dict[str, Any]:
+    data = {"builder": "examples.gsm8k:Gsm8kBuilder", "params": builder_params}
+    changes = {"num_steps": None, "checkpoint_every": 2, "eval_every": 0}
+    return sft_fields(tmp_path, "warm", mlflow_uri, engine_url) | changes | {"data": data, "objective": {}}
+
+
+def train(fields: dict[str, Any], run_name: str, **changes: Any) -> TrainResult:
+    return sft(SftConfig.model_validate(fields | {"run_name": run_name} | changes))
+
+
+def losses(result: TrainResult, tracking: str) -> list[float]:
+    points = MlflowClient(tracking).get_metric_history(result.mlflow_run_id, "train_mean_nll")
+    return [point.value for point in sorted(points, key=lambda point: point.step)]
+
+
+def cookbook_losses(directory: Path, builder_params: dict[str, Any], load_checkpoint_path: str) -> list[float]:
+    with tinker.ServiceClient() as service:
+        info = service.create_lora_training_client(base_model="tiny", rank=1).result().get_info()
+    name = str(info.model_data.tokenizer_id)
+    common = ChatDatasetBuilderCommonConfig(model_name_for_tokenizer=name, **builder_params["common_config"])
+    builder = Gsm8kBuilder(common_config=common, train_path=builder_params["train_path"])
+    config = supervised.Config(
+        log_path=str(directory), model_name=name, recipe_name="test", dataset_builder=builder, learning_rate=1e-2,
+        lora_rank=4, save_every=0, eval_every=0, infrequent_eval_every=0, load_checkpoint_path=load_checkpoint_path,
+    )  # fmt: skip
+    asyncio.run(supervised.main(config))
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line["train_mean_nll"] for line in lines if "train_mean_nll" in line]
+
+
+def lines(folder: Path, run_name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs" / run_name / "checkpoints.jsonl").read_text().splitlines()]
+
+
+def test_losses_equal_the_cookbooks(
+    tmp_path: Path, fields: dict[str, Any], builder_params: dict[str, Any], mlflow_uri: str
+) -> None:
+    """A forked run differs from them, because it also loads the moments of the optimizer."""
+    start = train(fields, "warm").state_path
+    fresh = losses(train(fields, "fresh", init_from=start), mlflow_uri)
+    assert len(fresh) == NUM_STEPS
+    assert fresh == pytest.approx(cookbook_losses(tmp_path / "cookbook", builder_params, start), abs=1e-6)
+    assert losses(train(fields, "forked", resume=start), mlflow_uri)[1] != pytest.approx(fresh[1], abs=1e-4)
+
+
+def test_run_name_sampler_weights_and_restart(tmp_path: Path, fields: dict[str, Any], engine: EngineProcess) -> None:
+    """All names of the same weights train the same, also after a crash before the first checkpoint."""
+    warm = train(fields, "warm")
+    by_name = train(fields, "by-name", init_from="warm@final")
+    origin, *own = lines(tmp_path, "by-name")
+    assert (origin["step"], origin["parent"]["run_name"], origin["parent"]["step"]) == (0, "warm", NUM_STEPS)
+    assert [line["step"] for line in own] == [2, 3]
+
+    sampler_path = lines(tmp_path, "warm")[-1]["sampler_path"]
+    assert "/sampler_weights/" in sampler_path
+    sampled = train(fields, "sampled", init_from=sampler_path)
+    assert saved_weights(engine.state, sampled.state_path) == saved_weights(engine.state, by_name.state_path)
+
+    (tmp_path / "runs" / "by-name" / "checkpoints.jsonl").write_text(json.dumps(origin) + "\n")
+    again = train(fields, "by-name", init_from="warm@final")
+    assert again.resumed_from == 0
+    assert saved_weights(engine.state, again.state_path) == saved_weights(engine.state, by_name.state_path)
+
+    with pytest.raises(ConfigError, match=r"rank 4, but lora_rank is 8: set lora_rank to 4"):
+        train(fields, "wide", init_from=warm.state_path, lora_rank=8)
+    with pytest.raises(ConfigError, match="was started with another init_from"):
+        train(fields, "by-name", init_from="warm@2")
+    with pytest.raises(ValueError, match="both name the weights to start from: remove resume"):
+        SftConfig.model_validate(fields | {"init_from": "warm", "resume": "warm@2"})
+
+
+@pytest.mark.parametrize("field", ["init_from", "resume"])
+def test_weights_of_another_model(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    with tinker.ServiceClient() as service:
+        path = service.create_lora_training_client("tiny", rank=4).result().save_state("start").result().path
+    # The shared engine has one model.
+    monkeypatch.setattr(TinkerService, "models", lambda _: ["tiny", "smollm2-135m"])
+    with pytest.raises(ConfigError, match=rf"{field} is .*, an adapter of tiny, but model is smollm2-135m: set model"):
+        train(fields, f"other-{field}", model="smollm2-135m", **{field: path})

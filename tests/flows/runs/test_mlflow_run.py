@@ -1,0 +1,73 @@
+"""The one MLflow run context: found or created, and terminated with the right status."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from prefect.exceptions import TerminationSignal
+
+from blocks import MLflowTracking
+from flows.monitoring.interrupts import CancelledInTheUI
+from flows.runs.mlflow_run import open_mlflow_run
+
+
+@pytest.fixture(scope="module")
+def tracking(tmp_path_factory: pytest.TempPathFactory) -> MLflowTracking:
+    folder: Path = tmp_path_factory.mktemp("mlflow-run")
+    return MLflowTracking(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}", experiment="contexts")
+
+
+def status_of(tracking: MLflowTracking, run_id: str) -> str:
+    return MlflowClient(tracking.resolved_uri).get_run(run_id).info.status
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (KeyboardInterrupt(), "KILLED"),
+        (TerminationSignal(signal=15), "KILLED"),
+        (CancelledInTheUI("cancelled"), "KILLED"),
+        (ValueError("no data"), "FAILED"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value,
+)
+def test_an_error_ends_the_run_with_its_status_and_keeps_its_metrics(
+    tracking: MLflowTracking, error: BaseException, status: str
+):
+    run_ids: list[str] = []
+
+    def fail() -> None:
+        with open_mlflow_run(tracking, "ends", type(error).__name__, params={}, tags={}) as log:
+            run_ids.append(log.run_id)
+            assert status_of(tracking, log.run_id) == "RUNNING"
+            log.log(0, {"loss/total": 1.5})
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    (run_id,) = run_ids
+    assert status_of(tracking, run_id) == status
+    history = MlflowClient(tracking.resolved_uri).get_metric_history(run_id, "loss/total")
+    assert [point.value for point in history] == [1.5]
+
+
+def test_a_later_start_finds_the_run_and_keeps_its_params(tracking: MLflowTracking):
+    with open_mlflow_run(tracking, "again", "record-again", params={"lr": 1}, tags={"start": "1"}) as first:
+        pass
+    assert status_of(tracking, first.run_id) == "FINISHED"
+    with open_mlflow_run(tracking, "again", "record-again", params={"lr": 2}, tags={"start": "2"}) as second:
+        pass
+    run = MlflowClient(tracking.resolved_uri).get_run(second.run_id)
+    assert second.run_id == first.run_id
+    assert (run.data.params, run.data.tags["start"]) == ({"lr": "1"}, "2")
+
+
+def test_a_known_run_is_preferred_unless_the_store_lacks_it(tracking: MLflowTracking):
+    with open_mlflow_run(tracking, "known", "record-known", params={}, tags={}) as known:
+        pass
+    with open_mlflow_run(tracking, "known", "other", params={}, tags={}, run_id=known.run_id) as log:
+        assert log.run_id == known.run_id
+    with open_mlflow_run(tracking, "known", "other", params={}, tags={}, run_id="0" * 32) as log:
+        assert log.run_id != known.run_id

@@ -1,0 +1,246 @@
+"""Kill -9 at random moments: a resumed run ends with the weights of an uninterrupted one, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dpo_config import dpo_fields
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Cancelling
+from rl_config import rl_fields
+from saved_weights import saved_weights
+from sft_config import sft_fields
+
+NUM_STEPS = 24
+
+
+def start(config: Path, run_name: str, home: Path, prefect_url: str, method: str = "sft") -> subprocess.Popen[bytes]:
+    """Start a flow from the command line, with its own engine."""
+    environment = {**os.environ, "TINKER_FLOWS_HOME": str(home), "PREFECT_API_URL": prefect_url}
+    environment.pop("TINKER_API_KEY", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", f"flows.{method}", "--config", str(config), f"run_name={run_name}"],
+        env=environment,
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[bytes]) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output.decode()
+    return output.decode()
+
+
+def wait_for_step(run_name: str, process: subprocess.Popen[bytes], mlflow_uri: str, step: int) -> None:
+    """Wait until MLflow has the metrics of a step (-1: the run), or the process has ended."""
+    deadline = time.monotonic() + 240
+    while process.poll() is None and time.monotonic() < deadline and last_step(run_name, mlflow_uri) < step:
+        time.sleep(0.02)
+
+
+def find_run(run_name: str, mlflow_uri: str) -> list[Run]:
+    client = MlflowClient(mlflow_uri)
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    return list(client.search_runs(experiments, f"attributes.run_name = '{run_name}'"))
+
+
+def last_step(run_name: str, mlflow_uri: str) -> int:
+    """Return the last logged step; -1 without steps, -2 without a run."""
+    runs = find_run(run_name, mlflow_uri)
+    points = [p for run in runs for p in MlflowClient(mlflow_uri).get_metric_history(run.info.run_id, "loss/total")]
+    return max((point.step for point in points), default=-1 if runs else -2)
+
+
+def final_weights(directory: Path, home: Path) -> dict[str, bytes]:
+    """Read every tensor of the final checkpoint, including optimizer state, from the engine's files."""
+    record = json.loads((directory / "checkpoints.jsonl").read_text().splitlines()[-1])
+    assert record["final"]
+    return saved_weights(home / "engine", record["state_path"])
+
+
+def with_one_completion(fields: dict[str, Any]) -> dict[str, Any]:
+    """Change the data of an sft run to one completion per prompt."""
+    fields["data"]["params"]["contrast"] = False
+    return fields
+
+
+SCHEDULE = {"schedule": "linear", "start": 0.0, "end": 0.5}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    # Learned weights, so that resuming needs the objective's state.
+    "two passes": {"regularizers": [{"name": "topology"}, {"name": "logic"}], "balance": {"method": "gradnorm"}},
+    # Random weights, which must not depend on how often the run was killed.
+    "random": {"regularizers": [{"name": "confidence"}, {"name": "sparsity"}], "balance": {"method": "random"}},
+    "one pass": {
+        "regularizers": [{"name": "confidence", "weight": SCHEDULE}, {"name": "l2", "weight": 0.01, "every": 3}]
+    },
+    # Multipliers of targets, which are active from the first step; one pass, and two with a target on a metric.
+    "targets": {
+        "regularizers": [
+            {"name": "confidence", "target": {"equals": -0.15}},
+            {"name": "l2", "target": {"at_most": 0.01}, "params": {"of": "probabilities"}, "every": 3},
+        ]
+    },
+    "targets on candidates": {
+        "regularizers": [
+            {"name": "repetition", "target": {"at_most": 0.1}, "params": {"n": 1}},
+            {"name": "length", "target": {"metric": "tokens_mean", "at_most": 12.0}},
+        ]
+    },
+    "candidates": {"regularizers": [{"name": "repetition", "weight": 3.0, "params": {"n": 1}}]},
+    "dpo": {"base_loss": "dpo", "regularizers": [{"name": "kl", "weight": 0.01}]},
+    "rl": {"base_loss": "importance_sampling", "regularizers": [{"name": "kl", "weight": 0.1}, {"name": "length"}]},
+}
+# rl samples must be equal bit for bit, and the transcripts show every token.
+EXACT = {"engine": {"threads": 1, "deterministic": True}, "transcripts_every": 1}
+STREAM = {"schedule": {"mode": "stream", "num_minibatches": 2}}
+SAMPLED = {"candidates": {"num": 2, "max_tokens": 24}, "engine": EXACT["engine"]}
+METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
+    "two passes": ("sft", sft_fields),
+    "random": ("sft", lambda *given: sft_fields(*given) | {"seed": 3}),
+    "one pass": ("sft", sft_fields),
+    "targets": ("sft", sft_fields),
+    "targets on candidates": ("sft", lambda *given: with_one_completion(sft_fields(*given)) | SAMPLED),
+    "candidates": ("sft", lambda *given: with_one_completion(sft_fields(*given)) | SAMPLED),
+    "dpo": ("dpo", lambda *given: dpo_fields(*given) | {"engine": EXACT["engine"]}),  # the reference is sampled from
+    "rl": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT),
+    "rl stream": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("kind", "num_kills"),
+    [
+        ("two passes", 1),
+        pytest.param("two passes", 3, marks=pytest.mark.slow),
+        pytest.param("random", 2, marks=pytest.mark.slow),
+        pytest.param("one pass", 2, marks=pytest.mark.slow),
+        pytest.param("candidates", 2, marks=pytest.mark.slow),
+        pytest.param("targets", 2, marks=pytest.mark.slow),
+        pytest.param("targets on candidates", 2, marks=pytest.mark.slow),
+        pytest.param("dpo", 2, marks=pytest.mark.slow),
+        pytest.param("rl", 3, marks=pytest.mark.slow),
+        pytest.param("rl stream", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_run_equals_uninterrupted_run(
+    tmp_path: Path, prefect_server: str, mlflow_uri: str, kind: str, num_kills: int, moments: random.Random
+) -> None:
+    uninterrupted, killed = run_with_and_without_kills(tmp_path, prefect_server, mlflow_uri, kind, num_kills, moments)
+    assert killed.weights == uninterrupted.weights
+    assert len(uninterrupted.weights) > 0
+    assert killed.curves == uninterrupted.curves
+    assert killed.transcripts == uninterrupted.transcripts
+    assert len(uninterrupted.transcripts) == (NUM_STEPS if kind.startswith("rl") else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutputs:
+    """Final weights, metrics by step except timings, and samples of a run."""
+
+    weights: dict[str, bytes]
+    curves: dict[str, list[tuple[int, float]]]
+    transcripts: dict[str, str]
+
+
+def run_with_and_without_kills(
+    tmp_path: Path, prefect_server: str, mlflow_uri: str, kind: str, num_kills: int, moments: random.Random
+) -> tuple[RunOutputs, RunOutputs]:
+    """Run once without interruption, and once with this many kills."""
+    home = tmp_path / "home"
+    config = tmp_path / "config.yaml"
+    uninterrupted, killed = (f"{how}-{kind.replace(' ', '-')}-{num_kills}" for how in ("never-killed", "killed"))
+    method, fields = METHODS[kind]
+    changes = {"num_steps": NUM_STEPS, "eval_every": 4, "objective": OBJECTIVES[kind.removesuffix(" stream")]}
+    config.write_text(yaml.safe_dump(fields(tmp_path, uninterrupted, mlflow_uri) | changes))
+    finish(start(config, uninterrupted, home, prefect_server, method))
+    whole = final_weights(tmp_path / "runs" / uninterrupted, home)
+
+    directory = tmp_path / "runs" / killed
+    for step in sorted(moments.sample(range(-1, NUM_STEPS - 6), num_kills)):
+        process = start(config, killed, home, prefect_server, method)
+        wait_for_step(killed, process, mlflow_uri, step)
+        time.sleep(moments.uniform(0, 0.3))  # a random moment between two logged steps
+        assert process.poll() is None, process.communicate()[0].decode()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    checkpoints = directory / "checkpoints.jsonl"
+    has_checkpoint = checkpoints.exists() and checkpoints.read_text().endswith("\n")
+    output = finish(start(config, killed, home, prefect_server, method))
+
+    # A run that is killed before its first checkpoint starts again at step 0.
+    assert ("Resumed" in output) == has_checkpoint, output
+    (uninterrupted_run,) = find_run(uninterrupted, mlflow_uri)
+    (run,) = find_run(killed, mlflow_uri)  # a single run in spite of the kills
+    assert run.data.params["learning_rate"] == uninterrupted_run.data.params["learning_rate"]
+    client = MlflowClient(mlflow_uri)
+
+    def curves(of: Run) -> dict[str, list[tuple[int, float]]]:
+        keys = [key for key in of.data.metrics if not key.startswith(("time/", "cost/")) and "duration_s" not in key]
+        points = {key: client.get_metric_history(of.info.run_id, key) for key in keys}
+        return {key: sorted((point.step, point.value) for point in history) for key, history in points.items()}
+
+    def transcripts(name: str) -> dict[str, str]:
+        return {path.name: path.read_text() for path in (tmp_path / "runs" / name).glob("transcripts-*.html")}
+
+    return (
+        RunOutputs(whole, curves(uninterrupted_run), transcripts(uninterrupted)),
+        RunOutputs(final_weights(directory, home), curves(run), transcripts(killed)),
+    )
+
+
+def flow_run_of(run_name: str) -> FlowRun:
+    with get_client(sync_client=True) as client:
+        return next(run for run in client.read_flow_runs() if run.name == run_name)
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", pytest.param("the UI", marks=pytest.mark.slow)])
+def test_stop_saves_the_current_step_and_leaves_no_processes(
+    tmp_path: Path, prefect_server: str, mlflow_uri: str, how: str
+) -> None:
+    home = tmp_path / "home"
+    config = tmp_path / "sft.yaml"
+    # No checkpoint is due, and without regularizers each step is sent while the previous one is computed.
+    objective = {} if how == "Ctrl-C" else {"regularizers": [{"name": "confidence"}]}
+    rare = {"num_steps": 999, "num_epochs": 99, "checkpoint_every": 500, "eval_every": 0, "objective": objective}
+    run_name = f"stopped-{how[-2:]}"
+    config.write_text(yaml.safe_dump(sft_fields(tmp_path, run_name, mlflow_uri) | rare))
+    process = start(config, run_name, home, prefect_server)
+    wait_for_step(run_name, process, mlflow_uri, 2)
+    if how == "Ctrl-C":
+        process.send_signal(signal.SIGINT)
+    else:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(flow_run_of(run_name).id, Cancelling())
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output.decode()
+    assert "Run the same command again to resume from the last checkpoint." in output.decode()
+    assert "Traceback" not in output.decode()
+    (run,) = find_run(run_name, mlflow_uri)
+    assert run.info.status == "KILLED"
+    (record,) = (tmp_path / "runs" / run_name / "checkpoints.jsonl").read_text().splitlines()
+    assert json.loads(record)["step"] == last_step(run_name, mlflow_uri) + 1
+    if how == "the UI":
+        state = flow_run_of(run_name).state
+        assert state is not None
+        assert state.is_cancelled()
+    engines = subprocess.run(["pgrep", "-f", f"engine.*--state {home}"], capture_output=True, text=True, check=False)
+    assert engines.stdout == ""

@@ -1,0 +1,218 @@
+"""Failing services: a one-sentence error, and a run that resumes from its last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from engine_process import EngineProcess, running_engine
+from mlflow import MlflowClient
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from s3_server import ACCESS_KEY, SECRET_KEY, running_s3
+from sft_config import sft_fields
+
+from blocks import RunStorage
+from blocks.errors import ServiceError, StorageError
+from blocks.processes import free_port
+from flows.config.train import SftConfig
+from flows.runs.cli import main
+from flows.runs.result import TrainResult
+from flows.sft import sft
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@pytest.fixture(autouse=True)
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+
+
+def rejection(tmp_path: Path, fields: dict[str, object]) -> str:
+    """Return the one-sentence error of the command line."""
+    config = tmp_path / "sft.yaml"
+    config.write_text(yaml.safe_dump(fields))
+    with pytest.raises(SystemExit) as exit_info:
+        main(sft, SftConfig, ["--config", str(config)])
+    message = str(exit_info.value)
+    assert message.startswith("error: ")
+    assert "\n" not in message
+    return message
+
+
+def test_wrong_key(tmp_path: Path, mlflow_uri: str) -> None:
+    with running_engine(tmp_path / "engine", environment={"TINKER_ENGINE_API_KEY": "tml-right"}) as engine:
+        message = rejection(tmp_path, sft_fields(tmp_path, "key", mlflow_uri, engine.url))
+    assert "rejected the API key" in message
+    assert "TINKER_API_KEY" in message
+
+
+def test_unreachable_service(tmp_path: Path, mlflow_uri: str) -> None:
+    message = rejection(tmp_path, sft_fields(tmp_path, "absent", mlflow_uri, "http://127.0.0.1:9"))
+    assert "http://127.0.0.1:9" in message
+    assert "base_url" in message
+
+
+def test_invalid_prefect_server(tmp_path: Path, mlflow_uri: str) -> None:
+    """A captive portal responds to every request with a web page."""
+
+    class Portal(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = b"<html>Welcome"
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        do_POST = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Portal) as portal:
+        threading.Thread(target=portal.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{portal.server_port}/api"
+        with temporary_settings({PREFECT_API_URL: url}):
+            message = rejection(tmp_path, sft_fields(tmp_path, "portal", mlflow_uri))
+        portal.shutdown()
+    assert f"The Prefect server at {url} could not be used" in message
+    assert "PREFECT_API_URL" in message
+
+
+def test_full_disk_while_checkpointing(tmp_path: Path, mlflow_uri: str, engine: EngineProcess) -> None:
+    """A file size limit of the engine simulates a full disk."""
+    fields = sft_fields(tmp_path, "full", mlflow_uri, engine.url) | {"num_steps": 4, "max_restarts": 0}
+    pid = engine.process.pid
+    saved = tmp_path / "runs" / "full" / "checkpoints.jsonl"
+
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (2_000, resource.RLIM_INFINITY))
+    try:
+        message = rejection(tmp_path, fields)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+    assert "could not save the checkpoint before step 2" in message
+    assert "File too large" in message
+    assert not saved.exists()
+
+    assert sft(SftConfig.model_validate(fields)).num_steps == 4
+    assert [json.loads(line)["batch"] for line in saved.read_text().splitlines()] == [2, 4]
+
+
+def test_two_runs_at_once(tmp_path: Path, mlflow_uri: str, engine_url: str, prefect_server: str) -> None:
+    """The second run is rejected, and the first one is not disturbed."""
+    config = SftConfig.model_validate(sft_fields(tmp_path, "twice", mlflow_uri, engine_url))
+    storage = RunStorage.model_validate({"url": config.storage})
+    with storage.run_directory("twice"), pytest.raises(StorageError, match=r"being written by .*another run_name"):
+        sft(config)
+    fields = sft_fields(tmp_path, "beside", mlflow_uri, engine_url)
+    path = tmp_path / "beside.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    command = [sys.executable, "-m", "flows.sft", "--config", str(path)]
+    environment = {**os.environ, "PREFECT_API_URL": prefect_server}
+    with subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[3]) as beside:
+        result = sft(config)
+    assert beside.returncode == 0
+    client = MlflowClient(mlflow_uri)
+    (other,) = client.search_runs([result.experiment_id], "attributes.run_name = 'beside'")
+    assert other.data.metrics["loss/total"] == result.metrics["loss/total"]
+
+
+def test_record_in_s3(tmp_path: Path, mlflow_uri: str, engine_url: str, prefect_server: str) -> None:
+    """Run with its record in a bucket, whose server is killed and restarted during the run."""
+    with running_s3(tmp_path / "s3") as s3:
+        secrets = {"access_key": ACCESS_KEY, "secret_key": SECRET_KEY, "endpoint_url": s3.endpoint_url}
+        storage = RunStorage.model_validate({"url": f"s3://{s3.bucket}/runs", **secrets})
+        storage.save("flow-test", overwrite=True)
+        fields = sft_fields(tmp_path, "bucket", mlflow_uri, engine_url) | {"storage": "block:flow-test", "num_steps": 4}
+        watched = storage.run_directory("bucket")
+
+        def restart() -> None:
+            while not watched.read_bytes("config.json"):
+                time.sleep(0.05)
+            s3.kill()
+            time.sleep(3)
+            s3.restart()
+
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            restarting = pool.submit(restart)
+            result = sft(SftConfig.model_validate(fields))
+            restarting.result()
+        assert result.directory == f"s3://{s3.bucket}/runs/bucket"
+        with storage.run_directory("bucket") as directory:
+            lines = (directory.read_bytes("checkpoints.jsonl") or b"").splitlines()
+            assert [json.loads(line)["batch"] for line in lines] == [2, 4]
+            assert b"<svg" in (directory.read_bytes("report.html") or b"")
+        assert sft(SftConfig.model_validate(fields)).resumed_from == 4
+
+
+def kill_engine_after(saved: Path, home: Path) -> threading.Thread:
+    """Kill the engine of a run once its first checkpoint is recorded."""
+
+    def kill() -> None:
+        while not saved.exists():
+            time.sleep(0.05)
+        subprocess.run(["pkill", "-9", "-f", f"engine.*--state {home}"], check=True)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    return killer
+
+
+@pytest.mark.slow
+def test_local_engine_killed_during_a_run(tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run resumes by itself, even with `resume: never`, and logs each step once."""
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
+    changes = {"num_steps": 20, "checkpoint_every": 3, "eval_every": 0, "resume": "never"}
+    fields = sft_fields(tmp_path, "dies", mlflow_uri) | changes
+    killer = kill_engine_after(tmp_path / "runs" / "dies" / "checkpoints.jsonl", tmp_path / "home")
+    result = sft(SftConfig.model_validate(fields))
+    killer.join()
+    assert result.resumed_from > 0
+    client = MlflowClient(mlflow_uri)
+    assert "The local engine ended" in client.get_run(result.mlflow_run_id).data.tags["tinker_flows.restart.1"]
+    steps = [point.step for point in client.get_metric_history(result.mlflow_run_id, "loss/total")]
+    assert sorted(steps) == list(range(20))
+
+
+@pytest.mark.slow
+def test_shared_engine_killed_and_restarted(tmp_path: Path, mlflow_uri: str) -> None:
+    """The run waits for the engine, resumes from its last checkpoint and logs each step once."""
+    port = ["--port", str(free_port())]
+    saved = tmp_path / "runs" / "again" / "checkpoints.jsonl"
+    results: list[TrainResult] = []
+    with running_engine(tmp_path / "engine", arguments=port) as engine:
+        fields = sft_fields(tmp_path, "again", mlflow_uri, engine.url) | {"num_steps": 30, "checkpoint_every": 3}
+        config = SftConfig.model_validate(fields | {"eval_every": 0})
+        context = copy_context()  # keeps the settings of the Prefect server
+        run = threading.Thread(target=context.run, args=(lambda: results.append(sft(config)),))
+        run.start()
+        while not saved.exists():
+            time.sleep(0.05)
+        engine.process.kill()
+    with running_engine(tmp_path / "engine", arguments=port):
+        run.join()
+    (result,) = results
+    assert result.resumed_from > 0
+    client = MlflowClient(mlflow_uri)
+    assert "restarted" in client.get_run(result.mlflow_run_id).data.tags["tinker_flows.restart.1"]
+    steps = [point.step for point in client.get_metric_history(result.mlflow_run_id, "loss/total")]
+    assert sorted(steps) == list(range(30))
+
+
+@pytest.mark.slow
+def test_local_engine_killed_without_restarts(tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends with a one-sentence error and resumes when it is started again."""
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
+    fields = sft_fields(tmp_path, "ends", mlflow_uri) | {"num_steps": 30, "checkpoint_every": 1, "max_restarts": 0}
+    killer = kill_engine_after(tmp_path / "runs" / "ends" / "checkpoints.jsonl", tmp_path / "home")
+    with pytest.raises(ServiceError, match=r"local engine exited during the run.*log:"):
+        sft(SftConfig.model_validate(fields))
+    killer.join()
+    assert sft(SftConfig.model_validate(fields)).resumed_from > 0

@@ -1,0 +1,52 @@
+"""Estimates: pace of earlier runs, and hosted models without a key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from sft_config import sft_fields
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+from blocks.errors import ConfigError
+from engine.models import resolve_model
+from flows.config.train import SftConfig
+from flows.estimate import _pace, estimate
+from flows.runs.blocks import open_service
+
+
+def test_pace_is_of_the_newest_run_of_the_same_method(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    config = SftConfig.model_validate(sft_fields(tmp_path, "next", uri))
+    client = MlflowClient(uri)
+    experiment = client.create_experiment(config.experiment)
+    runs = [("older", "sft", "tiny", 4.0), ("sft", "sft", "tiny", 2.0), ("rl", "rl", "tiny", 8.0)]
+    runs.append(("other-model", "sft", "smollm2-135m", 16.0))
+    for start, (name, method, model, seconds) in enumerate(runs, start=1):
+        tags = {"prefect.flow_name": method}
+        run = client.create_run(experiment, start_time=start, tags=tags, run_name=name).info.run_id
+        client.log_param(run, "model", model)
+        for step in range(3):
+            client.log_metric(run, "num_tokens", 100, step=step)
+            client.log_metric(run, "time/step", seconds, step=step)
+    assert _pace(config) == ("sft", pytest.approx(100 / 2.0))
+
+
+@pytest.mark.process
+def test_hosted_model_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run names the missing key; the estimate needs none, only the tokenizer of the model."""
+    for name in ("TINKER_API_KEY", "TINKER_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path))
+    fields = sft_fields(tmp_path, "hosted", f"sqlite:///{tmp_path / 'mlflow.db'}", "") | {"model": "Qwen/Qwen3-8B"}
+    config = SftConfig.model_validate(fields)
+    missing = "TINKER_API_KEY is missing, and Qwen/Qwen3-8B is a model of the hosted Tinker service"
+    with pytest.raises(ConfigError, match=missing), open_service(config):
+        pass
+    tokenizer = get_tokenizer(str(resolve_model("tiny", tmp_path / "cache")))
+    monkeypatch.setattr("flows.estimate.get_tokenizer", {"Qwen/Qwen3-8B": tokenizer}.__getitem__)
+    estimated = estimate(config)
+    # Qwen3-8B costs $0.44 per million tokens of training passes.
+    assert estimated.usd == pytest.approx(estimated.num_train_tokens * 0.44e-6)
+    assert estimated.num_tokens == estimate(config.model_copy(update={"model": "tiny", "base_url": "local"})).num_tokens

@@ -1,0 +1,294 @@
+"""Guards and budgets on real runs: bad steps are neither trained on nor saved, and no limit is exceeded."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import bad_batches  # noqa: F401  # registers its term
+import pytest
+import torch
+import yaml
+from engine_process import EngineProcess
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from saved_weights import saved_weights
+from sft_config import sft_fields
+from tinker import types
+
+from blocks.errors import ConfigError, GuardError, PoisonedError
+from deployments.command_line import main
+from flows.config.train import BudgetConfig, SftConfig
+from flows.runs.prices import FREE, TABLE, Price, price_of
+from flows.runs.result import TrainResult
+from flows.sft import sft
+from flows.training import budget
+from flows.training.budget import Ledger
+from flows.training.guards import spike_score
+from objectives.batch import Batch
+from tasks.training.forward_backward import read_outputs
+
+BAD = {"not_finite": [3], "spikes": [5]}
+SPIKES = {"spike_window": 4, "spike_threshold": 50.0}
+
+
+@pytest.fixture
+def fields(
+    tmp_path: Path, engine_url: str, mlflow_uri: str, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """Return a run with cross-entropy only, whose updates are sent one step ahead."""
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    fields = sft_fields(tmp_path, "guarded", mlflow_uri, engine_url)
+    data = {"builder": "bad_batches:BadBatchBuilder", "params": fields["data"]["params"]}
+    return fields | {"objective": {}, "eval_every": 0, "checkpoint_every": 4, "data": data}
+
+
+def with_bad_batches(fields: dict[str, Any], run_name: str, policy: str) -> dict[str, Any]:
+    data = {**fields["data"], "params": {**fields["data"]["params"], **BAD}}
+    return fields | {"run_name": run_name, "data": data, "guards": {"not_finite": policy, "spike": policy, **SPIKES}}
+
+
+def run_of(fields: dict[str, Any]) -> Run:
+    client = MlflowClient(fields["tracking"])
+    experiment = client.get_experiment_by_name("tinker-flows")
+    assert experiment
+    runs = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{fields['run_name']}'")
+    return next(run for run in runs if run.data.params["storage"] == fields["storage"])
+
+
+def points(run_id: str, uri: str, key: str) -> dict[int, float]:
+    history = MlflowClient(uri).get_metric_history(run_id, key)
+    assert len({point.step for point in history}) == len(history), key
+    return {point.step: point.value for point in history}
+
+
+def priced(folder: Path) -> str:
+    """Write a price table with the tiny model, in the service's format."""
+    prices = folder / "prices.json"
+    prices.write_text(json.dumps([{"tinker_id": "tiny", "prefill": "$1", "sample": "$1", "train": "$2,000"}]))
+    return str(prices)
+
+
+def check_skipped_steps(result: TrainResult, policy: str) -> None:
+    """Check that steps 3 and 5 were skipped and reported, and that every step is logged once."""
+    uri, run_id = result.tracking_uri, result.mlflow_run_id
+    assert list(points(run_id, uri, "loss/total")) == [0, 1, 2, 4, 6, 7]
+    assert points(run_id, uri, "guard/passed_over") == {3: 1.0, 5: 1.0}
+    assert points(run_id, uri, "guard/num_passed_over") == {0: 0, 1: 0, 2: 0, 3: 1, 4: 1, 5: 2, 6: 2, 7: 2}
+    losses = points(run_id, uri, "loss/total")
+    bad = points(run_id, uri, "guard/bad_loss")
+    assert list(bad) == [5]
+    assert bad[5] > 5 * max(losses.values())
+    tags = MlflowClient(uri).get_run(run_id).data.tags
+    assert tags["tinker_flows.guard.3"].startswith(f"{policy}: ")
+    assert "not finite" in tags["tinker_flows.guard.3"]
+    assert "robust deviations above" in tags["tinker_flows.guard.5"]
+    lines = (Path(result.directory) / "guards.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [3, 5]
+
+
+def test_skipped_and_rolled_back_runs_end_with_the_same_weights(fields: dict[str, Any], engine: EngineProcess) -> None:
+    """Skip the same steps in two ways: before their updates, or by a rollback to a checkpoint."""
+    skipped = sft(SftConfig.model_validate(with_bad_batches(fields, "skips", "skip")))
+    check_skipped_steps(skipped, "skip")
+    assert skipped.resumed_from == 0
+    rolled = sft(SftConfig.model_validate(with_bad_batches(fields, "rolls", "rollback")))
+    check_skipped_steps(rolled, "rollback")
+    assert rolled.resumed_from == 4  # step 3 precedes every checkpoint, step 5 follows the one at step 4
+    tags = run_of(fields | {"run_name": "rolls"}).data.tags
+    assert tags["tinker_flows.restart.1"].startswith("Step 3 is skipped")
+    assert saved_weights(engine.state, skipped.state_path) == saved_weights(engine.state, rolled.state_path)
+
+
+def test_poisoned_weights_are_never_recorded(fields: dict[str, Any]) -> None:
+    """The first update breaks the weights, and the service saves them before the guard can check them."""
+    fields |= {"run_name": "poisoned", "learning_rate": 1e30, "checkpoint_every": 1}
+    state = sft(SftConfig.model_validate(fields), return_state=True)
+    assert state.is_failed()
+    assert "The run stopped at step 0: The Tinker service could not" in (state.message or "")
+    with pytest.raises(GuardError, match=r"stopped at step 0: .*loss is nan.*guards\.not_finite"):
+        state.result()
+    run = run_of(fields)
+    assert run.info.status == "FAILED"
+    assert "stopped at step 0" in run.data.tags["tinker_flows.stopped"]
+    assert not (Path(fields["storage"]) / "poisoned" / "checkpoints.jsonl").exists()
+    fields |= {"guards": {"not_finite": "skip", "max_in_a_row": 1}}
+    with pytest.raises(GuardError, match=r"stopped at step 1 after 1 consecutive skipped steps"):
+        sft(SftConfig.model_validate(fields))
+    records = (Path(fields["storage"]) / "poisoned" / "checkpoints.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in records] == [1]  # without step 0: the initial weights
+
+
+def test_run_stops_within_its_budget_and_resumes_with_a_higher_one(
+    fields: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prices = priced(tmp_path)
+    config = tmp_path / "run.yaml"
+    fields |= {"run_name": "budget", "num_steps": 6, "eval_every": 3, "budget": {"prices": prices}}
+    config.write_text(yaml.safe_dump(fields))
+    with pytest.raises(SystemExit, match="0"):
+        main(["estimate", "--config", str(config), "--json"])
+    estimated = json.loads(capsys.readouterr().out)
+    assert (estimated["num_steps"], estimated["num_forward_backwards"], estimated["num_evaluations"]) == (6, 6, 3)
+    assert estimated["usd"] == pytest.approx(estimated["num_train_tokens"] * 2000 / 1e6)
+
+    limit = estimated["usd"] / 2
+    state = sft(SftConfig.model_validate(fields | {"budget": {"prices": prices, "usd": limit}}), return_state=True)
+    first = state.result()
+    assert (state.name, state.message) == ("BudgetSpent", first.stopped)
+    assert 0 < first.num_steps < 6
+    assert first.stopped.startswith(
+        f"The run stopped at a checkpoint before step {first.num_steps}: it would have cost $"
+    )
+    run = run_of(fields)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["tinker_flows.stopped"] == first.stopped
+    spent = json.loads((Path(first.directory) / "checkpoints.jsonl").read_text().splitlines()[-1])["spent"]
+    assert 0.5 * limit < spent["usd"] <= limit
+    assert first.metrics["cost/budget_share"] <= 1
+
+    last = sft(SftConfig.model_validate(fields))
+    assert (last.resumed_from, last.num_steps, last.stopped) == (first.num_steps, 6, "")
+    assert "tinker_flows.stopped" not in run_of(fields).data.tags
+    tokens = points(last.mlflow_run_id, last.tracking_uri, "num_tokens")
+    # The estimate, plus one more check of the last weights where the first start stopped.
+    expected = estimated["num_train_tokens"] + tokens[first.num_steps - 1]
+    assert last.metrics["cost/num_train_tokens"] == expected
+    assert last.metrics["cost/usd"] == pytest.approx(expected * 2000 / 1e6)
+    assert last.metrics["cost/hours"] > 0
+
+
+def test_hours_are_counted_over_restarts() -> None:
+    assert Ledger(BudgetConfig(hours=2.0), FREE, {"hours": 1.5}).stop_reason(7, 10) == ""
+    reason = Ledger(BudgetConfig(hours=2.0), FREE, {"hours": 2.5}).stop_reason(7, 10)
+    assert reason.startswith("The run stopped at a checkpoint before step 7: it would have taken 2.5 hours")
+
+
+def test_hours_include_the_step_in_progress_and_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a step of half an hour, two more steps reach 1.5 hours."""
+    clock = [0.0]
+    monkeypatch.setattr(budget, "monotonic", lambda: clock[0])
+    ledgers = {hours: Ledger(BudgetConfig(hours=hours), FREE, {}) for hours in (1.4, 1.6)}
+    clock[0] = 1800.0
+    for ledger in ledgers.values():
+        ledger.end_step()
+    assert "would have taken 1.5 hours with step 2" in ledgers[1.4].stop_reason(2, 10)
+    assert ledgers[1.6].stop_reason(2, 10) == ""
+
+
+def test_prices() -> None:
+    hosted = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+    assert price_of("Qwen/Qwen3-8B", hosted) == Price(0.195, 0.6, 0.44)
+    assert price_of("gpt-17", hosted) is None
+    assert price_of("Qwen/Qwen3-8B", "https://tinker.example.org") is None
+    assert price_of("Qwen/Qwen3-8B", "https://tinker.example.org", str(TABLE)) == Price(0.195, 0.6, 0.44)
+    assert price_of("tiny", "") == price_of("tiny", "http://127.0.0.1:8000") == FREE
+    with pytest.raises(ConfigError, match="the price of the model is unknown"):
+        Ledger(BudgetConfig(usd=1.0), None, {})
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(None, "could not be read"), ("{}{", "is invalid"), ("[{tinker_id: a}]", "is invalid"), ("[1]", "is invalid")],
+)
+def test_invalid_price_table(tmp_path: Path, content: str | None, expected: str) -> None:
+    table = tmp_path / "prices.yaml"
+    if content is not None:
+        table.write_text(content)
+    with pytest.raises(ConfigError, match=expected):
+        price_of("tiny", "", str(table))
+
+
+def test_spike_score() -> None:
+    losses = [2.0, 2.1, 1.9, 2.2, 1.8]
+    assert spike_score(2.0, losses) == 0
+    assert spike_score(1.0, losses) < 0
+    assert spike_score(2.1, losses) == pytest.approx(0.6745)
+    assert spike_score(2.02, [2.0] * 5) == pytest.approx(0.6745)  # constant losses
+
+
+def test_non_finite_logprobs_are_blamed_on_the_weights() -> None:
+    """A hosted service returns such logprobs; the local engine rejects the request."""
+    batch = Batch(torch.tensor([1, 2, 3]), torch.ones(3), torch.tensor([0, 3]))
+    logprobs = types.TensorData.from_torch(torch.tensor([-1.0, float("nan"), -2.0]))
+    output = types.ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord", loss_fn_outputs=[{"logprobs": logprobs}], metrics={}
+    )
+    with pytest.raises(PoisonedError, match="returned 1 logprobs of 3 that are not finite"):
+        read_outputs(output, batch)
+
+
+@pytest.mark.slow
+def test_non_finite_term_at_one_step(fields: dict[str, Any]) -> None:
+    """The guard catches values that `on_error` lets through, and the step leaves no trace in the objective's state."""
+    objective = {"regularizers": [{"name": "test_nan_at_spikes", "weight": 0.1}], "balance": {"method": "gradnorm"}}
+    config = with_bad_batches(fields, "term", "skip") | {"objective": objective}
+    config["guards"] = {"not_finite": "skip"}
+    result = sft(SftConfig.model_validate(config))
+    assert points(result.mlflow_run_id, result.tracking_uri, "guard/passed_over") == {3: 1.0, 5: 1.0}
+    tags = MlflowClient(result.tracking_uri).get_run(result.mlflow_run_id).data.tags
+    assert "Term 'test_nan_at_spikes' has the value nan" in tags["tinker_flows.guard.5"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_killed_runs_skip_the_same_steps(
+    fields: dict[str, Any], tmp_path: Path, policy: str, moments: random.Random
+) -> None:
+    """Kill -9 at random moments; the final weights equal those of an uninterrupted run bit for bit."""
+    home = tmp_path / "home"
+    path = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "TINKER_FLOWS_HOME": str(home), "PYTHONPATH": path}
+    environment.pop("TINKER_API_KEY")
+
+    def start(run_name: str) -> subprocess.Popen[bytes]:
+        config = tmp_path / f"{run_name}.yaml"
+        changes = {"base_url": "local", "num_steps": 12, "checkpoint_every": 2}
+        config.write_text(yaml.safe_dump(with_bad_batches(fields, run_name, policy) | changes))
+        command = [sys.executable, "-m", "flows.sft", "--config", str(config)]
+        return subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[3], start_new_session=True)
+
+    def final(run_name: str) -> dict[str, bytes]:
+        lines = (Path(fields["storage"]) / run_name / "checkpoints.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1])["final"]
+        return saved_weights(home / "engine", json.loads(lines[-1])["state_path"])
+
+    assert start("whole").wait(timeout=280) == 0
+    record = Path(fields["storage"]) / "killed" / "guards.jsonl"
+    for num_lines in (1, 2):  # directly after a decision, then at a random time
+        process = start("killed")
+        deadline = time.monotonic() + 240
+        while process.poll() is None and time.monotonic() < deadline:
+            if record.exists() and len(record.read_bytes().splitlines()) >= num_lines:
+                break
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.5) * (num_lines - 1))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert start("killed").wait(timeout=280) == 0
+    assert final("killed") == final("whole")
+    skipped = [json.loads(line)["step"] for line in record.read_text().splitlines()]
+    assert skipped == [3, 5]
+    run = run_of(fields | {"run_name": "killed"})
+    assert list(points(run.info.run_id, fields["tracking"], "loss/total")) == [0, 1, 2, 4, *range(6, 12)]
+
+
+@pytest.mark.slow
+def test_spent_budget_stays_spent(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Restarting with the same budget does nothing; a budget below the first step is an error."""
+    config = SftConfig.model_validate(fields | {"budget": {"prices": priced(tmp_path), "usd": 25.0}})
+    first = sft(config)
+    assert 0 < first.num_steps < 8
+    again = sft(config)
+    assert (again.num_steps, again.resumed_from) == (first.num_steps, first.num_steps)
+    assert again.stopped.startswith(f"The run stopped at a checkpoint before step {first.num_steps}: ")
+    with pytest.raises(ConfigError, match=r"before step 0: .*No step was run"):
+        sft(config.model_copy(update={"run_name": "none", "budget": BudgetConfig(prices=priced(tmp_path), usd=0.01)}))

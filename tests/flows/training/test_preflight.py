@@ -1,0 +1,105 @@
+"""Warnings about risky settings, and none about good ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from dpo_config import dpo_fields
+from rl_config import rl_fields
+from sft_config import sft_fields
+from tinker_cookbook.checkpoint_utils import CheckpointRecord, add_renderer_name_to_user_metadata
+
+from blocks.errors import ConfigError
+from flows.config.dpo import DpoConfig
+from flows.config.learning_rate import recommended_rate
+from flows.config.loader import validate_fields
+from flows.config.rl import RlConfig
+from flows.config.train import SftConfig, TrainConfig
+from flows.training.preflight import pitfalls_of, pitfalls_of_checkpoint
+
+HOSTED = "Qwen/Qwen3.5-9B"
+
+
+def keys(config: TrainConfig) -> set[str]:
+    return {pitfall.key for pitfall in pitfalls_of(config)}
+
+
+def sft(**changes: Any) -> SftConfig:
+    return SftConfig.model_validate(sft_fields(Path("there"), "pitfalls", "") | changes)
+
+
+def data(renderer: str, **params: Any) -> dict[str, Any]:
+    return {"builder": "a:B", "params": {"common_config": {"renderer_name": renderer}, **params}}
+
+
+def test_good_configs_have_no_pitfalls() -> None:
+    assert keys(sft()) == set()
+    assert keys(sft(model=HOSTED, learning_rate=4e-4, data=data("qwen3_5"))) == set()
+    assert keys(RlConfig.model_validate(rl_fields(Path("there"), "fine", ""))) == set()
+    assert keys(DpoConfig.model_validate(dpo_fields(Path("there"), "fine", ""))) == set()
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "message"),
+    [
+        (sft(learning_rate=1e-3), "learning_rate", "the published rule gives 0.013 for tiny"),
+        (sft(model=HOSTED, learning_rate=5e-5, data=data("qwen3_5")), "learning_rate", "0.00047 for Qwen"),
+        (sft(model=HOSTED, learning_rate=4e-4, data=data("llama3")), "renderer", "trained with qwen3_5 or"),
+        (
+            sft(data=data("x", train_path="a.jsonl", test_path="./a.jsonl")),
+            "evaluation",
+            "is used for training and evaluation",
+        ),
+    ],
+)
+def test_pitfalls(config: SftConfig, key: str, message: str) -> None:
+    (pitfall,) = pitfalls_of(config)
+    assert pitfall.key == key
+    assert message in pitfall.text
+
+
+def test_group_of_one() -> None:
+    fields = rl_fields(Path("there"), "alone", "")
+    fields["environment"]["params"]["group_size"] = 1
+    assert keys(RlConfig.model_validate(fields)) == {"group_of_one"}
+
+
+def test_large_beta() -> None:
+    fields = dpo_fields(Path("there"), "stiff", "")
+    fields["objective"] = {"base_loss": {"name": "dpo", "params": {"beta": 2.0}}}
+    assert keys(DpoConfig.model_validate(fields)) == {"beta"}
+
+
+def test_fork_with_another_chat_format(engine_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    service = tinker.ServiceClient(base_url=engine_url)
+    metadata: dict[str, str] = {}
+    add_renderer_name_to_user_metadata(metadata, "role_colon")
+    client = service.create_lora_training_client("tiny", rank=1, user_metadata=metadata).result()
+    path = client.save_state("parent").result().path
+    start = CheckpointRecord(name="fork", batch=0, state_path=path)
+    (pitfall,) = pitfalls_of_checkpoint(service, start, sft(resume=path))
+    assert "was trained with role_colon" in pitfall.text
+    assert not list(pitfalls_of_checkpoint(service, start, sft(resume=path, data=data("role_colon"))))
+    (pitfall,) = pitfalls_of_checkpoint(service, start, sft(init_from=path))
+    assert pitfall.text.startswith(f"renderer_name is qwen3_instruct, but init_from is {path!r}, which was trained")
+    assert not list(pitfalls_of_checkpoint(service, start, sft()))
+
+
+def test_auto_learning_rate_is_the_published_rate(tmp_path: Path) -> None:
+    assert sft(learning_rate="auto").learning_rate == pytest.approx(5e-4 * (2000 / 32) ** 0.781)
+    assert sft(learning_rate="auto", model="Qwen/Qwen3-8B").learning_rate == pytest.approx(
+        5e-4 * (2000 / 4096) ** 0.0775
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 1024}))
+    assert recommended_rate(str(tmp_path)) == pytest.approx(5e-4 * (2000 / 1024) ** 0.0775)
+
+
+@pytest.mark.parametrize("model", ["openai/gpt-oss-20b", "acme/model"])
+def test_auto_learning_rate_of_an_unknown_family_is_an_error(model: str) -> None:
+    with pytest.raises(ConfigError, match=f"the rule does not cover the model {model}"):
+        validate_fields(SftConfig, sft_fields(Path("there"), "none", "") | {"learning_rate": "auto", "model": model})
