@@ -1,0 +1,52 @@
+"""Loss functions on packed tensors, for a training loop or an evaluation without an objective.
+
+Policy losses take one value per token, datum by datum; preference losses take pairs of sequence log-probabilities.
+"""
+
+from objectives.losses import (
+    PairLogprobs,
+    bradley_terry,
+    cispo,
+    compute_mean_nll,
+    conservative_ppo,
+    cross_entropy,
+    dapo,
+    dpo,
+    dr_grpo,
+    dro,
+    enhanced_ppo,
+    grpo,
+    gspo,
+    importance_sampling,
+    ipo,
+    kto,
+    orpo,
+    pair_logprobs,
+    ppo,
+    simpo,
+    stable_reinforce,
+)
+
+__all__ = [
+    "PairLogprobs",
+    "bradley_terry",
+    "cispo",
+    "compute_mean_nll",
+    "conservative_ppo",
+    "cross_entropy",
+    "dapo",
+    "dpo",
+    "dr_grpo",
+    "dro",
+    "enhanced_ppo",
+    "grpo",
+    "gspo",
+    "importance_sampling",
+    "ipo",
+    "kto",
+    "orpo",
+    "pair_logprobs",
+    "ppo",
+    "simpo",
+    "stable_reinforce",
+]
