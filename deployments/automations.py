@@ -1,7 +1,8 @@
-"""Automations of a Prefect server: a run that was killed is seen, and started again, stopped or told of by its tags.
+"""Prefect automations: mark dead runs as crashed, restart them, stop runs on warnings, and send notifications.
 
-A worker, or `flow.serve`, sees its own runs die; for a run started from a terminal, and for one whose worker died with
-it, the server misses its heartbeats. A run that starts again goes on from its last checkpoint.
+Tags of a run select the automations. A worker, or `flow.serve`, notices when its own runs die. For a run started from
+a terminal, or one that died together with its worker, the server notices the missing heartbeats. A restarted run
+resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 
 from blocks.errors import ConfigError
-from flows.events import PREFIX, Kind
-from flows.heartbeat import EVERY_S, TAG
+from flows.monitoring.events import HEARTBEAT_EVERY_S, HEARTBEAT_TAG, PREFIX, Kind
 
 RESTART_TAG = "tinker-flows:restart"
 STOP_TAG = "tinker-flows:stop-on-warning"
@@ -32,18 +32,18 @@ EVENTS = {f"{PREFIX}.{kind}" for kind in get_args(Kind)}
 ENDS = {f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Crashed", "Cancelled", "Paused", "Suspended")}
 
 
-def crashed(within_s: float = 3 * EVERY_S) -> AutomationCore:
-    """Marks a run Crashed that gave heartbeats and then neither one more nor an end.
+def crash_automation(within_s: float = 3 * HEARTBEAT_EVERY_S) -> AutomationCore:
+    """Build the automation that marks a run as Crashed when its heartbeats stop before the run ends.
 
     Args:
-        within_s: how long nothing may come.
+        within_s: seconds without a heartbeat after which a run counts as crashed.
     """
     return AutomationCore(
         name="tinker-flows: crashed",
-        description=f"A run tagged {TAG} that gives no sign of life for {within_s:.0f} s is Crashed.",
+        description=f"Marks a run tagged {HEARTBEAT_TAG} as Crashed after {within_s:.0f} s without a heartbeat.",
         trigger=EventTrigger(
             match={"prefect.resource.id": "prefect.flow-run.*"},
-            match_related=_tagged(TAG),
+            match_related=_tagged(HEARTBEAT_TAG),
             after={HEARTBEAT},
             expect={HEARTBEAT, *ENDS},
             for_each={"prefect.resource.id"},
@@ -54,16 +54,16 @@ def crashed(within_s: float = 3 * EVERY_S) -> AutomationCore:
         actions=_set_state(
             StateType.CRASHED,
             "Crashed",
-            f"Its process gave no sign of life for {within_s:.0f} s: it was killed, or its machine was.",
+            f"No heartbeat for {within_s:.0f} s: the process was killed or its machine went down.",
         ),
     )
 
 
-def restarted() -> AutomationCore:
-    """Schedules a run again that crashed, where its deployment has the tag."""
+def restart_automation() -> AutomationCore:
+    """Build the automation that reschedules a crashed run if its deployment has `RESTART_TAG`."""
     return AutomationCore(
         name="tinker-flows: restart",
-        description=f"A crashed run of a deployment tagged {RESTART_TAG} is started again, and goes on.",
+        description=f"Restarts a crashed run of a deployment tagged {RESTART_TAG}; it resumes from its checkpoint.",
         trigger=EventTrigger(
             match={"prefect.resource.id": "prefect.flow-run.*"},
             match_related=_tagged(RESTART_TAG),
@@ -72,15 +72,15 @@ def restarted() -> AutomationCore:
             posture=Posture.Reactive,
             threshold=1,
         ),
-        actions=_set_state(StateType.SCHEDULED, "AwaitingRetry", "It crashed and is started again."),
+        actions=_set_state(StateType.SCHEDULED, "AwaitingRetry", "Restarted after a crash."),
     )
 
 
-def stopped() -> AutomationCore:
-    """Cancels a run, or the sweep that it is a trial of, at a warning of its terms, where it has the tag."""
+def stop_automation() -> AutomationCore:
+    """Build the automation that cancels a run with `STOP_TAG`, or the sweep of a trial, when a term warns."""
     return AutomationCore(
         name="tinker-flows: stop on a warning",
-        description=f"What has the tag {STOP_TAG} is saved and cancelled when its terms warn.",
+        description=f"Saves and cancels a run or sweep tagged {STOP_TAG} when a term of the objective warns.",
         trigger=EventTrigger(
             match={"prefect.resource.id": f"{PREFIX}.run.*"},
             match_related=_tagged(STOP_TAG),
@@ -93,15 +93,15 @@ def stopped() -> AutomationCore:
     )
 
 
-def notified(webhook: UUID) -> AutomationCore:
-    """Calls a webhook for what went wrong with a run that has the tag.
+def notify_automation(webhook: UUID) -> AutomationCore:
+    """Build the automation that calls a webhook on failures and warnings of runs with `NOTIFY_TAG`.
 
     Args:
-        webhook: the id of the block with its address.
+        webhook: id of the Webhook block.
     """
     return AutomationCore(
         name="tinker-flows: notify",
-        description=f"A webhook hears of runs tagged {NOTIFY_TAG}: failures, crashes, warnings, spent budgets.",
+        description=f"Calls a webhook for runs tagged {NOTIFY_TAG} on failures, crashes, warnings and spent budgets.",
         trigger=EventTrigger(
             match={"prefect.resource.id": ["prefect.flow-run.*", f"{PREFIX}.run.*"]},
             match_related=_tagged(NOTIFY_TAG),
@@ -110,11 +110,11 @@ def notified(webhook: UUID) -> AutomationCore:
             posture=Posture.Reactive,
             threshold=1,
         ),
-        actions=[CallWebhook(block_document_id=webhook, payload=_NOTICE)],
+        actions=[CallWebhook(block_document_id=webhook, payload=_WEBHOOK_PAYLOAD)],
     )
 
 
-_NOTICE = """{
+_WEBHOOK_PAYLOAD = """{
   "event": {{ event.event | tojson }},
   "occurred": {{ event.occurred | string | tojson }},
   "run": {{ event.resource.name | tojson }},
@@ -124,31 +124,32 @@ _NOTICE = """{
 
 
 def install_all() -> None:
-    """Create all of them on the Prefect server in force, and say so.
+    """Create every automation on the Prefect server of PREFECT_API_URL and print them.
 
     Raises:
-        ConfigError: no server is named.
+        ConfigError: PREFECT_API_URL is not set.
     """
     if not PREFECT_API_URL.value():
-        raise ConfigError("PREFECT_API_URL is not set: automations live on a Prefect server that stays; name it.")
-    webhook = _webhook()
-    for automation in (crashed(), restarted(), stopped(), *([notified(webhook)] if webhook else [])):
+        raise ConfigError("PREFECT_API_URL is not set: set it to a permanent Prefect server, which runs automations.")
+    webhook = _webhook_id()
+    automations = [crash_automation(), restart_automation(), stop_automation()]
+    for automation in (*automations, *([notify_automation(webhook)] if webhook else [])):
         install(automation)
         print(f"{automation.name}: {automation.description}")
     if not webhook:
-        print(f"No notifications: save a Webhook block named {WEBHOOK_BLOCK!r} in the UI and call this again.")
+        print(f"No notifications: save a Webhook block named {WEBHOOK_BLOCK!r} in the UI and run this command again.")
 
 
 def install(automation: AutomationCore) -> None:
-    """Create an automation on the Prefect server in force, in place of the one of that name."""
+    """Create an automation on the Prefect server, replacing any automation with the same name."""
     with get_client(sync_client=True) as client:
-        # Not updated: an update by this client leaves out the type of each action, which then does nothing.
-        for found in client.read_automations_by_name(automation.name):
-            client.delete_automation(found.id)
+        # Delete and create: an update by this client drops the type of each action, which then does nothing.
+        for existing in client.read_automations_by_name(automation.name):
+            client.delete_automation(existing.id)
         client.create_automation(automation)
 
 
-def _webhook() -> UUID | None:
+def _webhook_id() -> UUID | None:
     with get_client(sync_client=True) as client:
         try:
             return client.read_block_document_by_name(WEBHOOK_BLOCK, "webhook", include_secrets=False).id

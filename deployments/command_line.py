@@ -1,6 +1,6 @@
-"""The command `tinker-flows`: runs, what they will take and have become, and the servers around them.
+"""Command line `tinker-flows`: start, inspect, evaluate and export runs, and manage the servers they use.
 
-Every command imports what it needs when it is called, so that the help is there at once.
+Each command imports its dependencies only when it is called, so that `--help` responds immediately.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import typer
 from typer.core import TyperGroup
 
 from blocks.errors import TinkerFlowsError
-from deployments.cli import comparisons, plans, runs, servers, weights
+from deployments.cli import plans, runs, servers, weights
 
 
-class _Commands(TyperGroup):
-    """What the user can mend ends a command with a sentence and status 1, a stop with 130."""
+class _CommandGroup(TyperGroup):
+    """Command group that exits with one sentence and status 1 on an error the user can fix, and with 130 on Ctrl-C."""
 
     def invoke(self, ctx: Any) -> object:
         try:
@@ -25,39 +25,39 @@ class _Commands(TyperGroup):
         except TinkerFlowsError as error:
             sys.exit(f"error: {error}")
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # raised again
-            return _end(error)
+            return _exit(error)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(self.commands)  # as they were added: in the order in which one needs them
+        return list(self.commands)  # in the order of registration, not alphabetical
 
 
-def _end(error: BaseException) -> None:
-    if "flows.command_line" not in sys.modules:  # so it is nothing that only a run can raise
+def _exit(error: BaseException) -> None:
+    if "flows.runs.cli" not in sys.modules:  # no run was started, so the error did not come from a run
         raise error
-    from flows.command_line import exit_with_a_sentence
+    from flows.runs.cli import exit_on_error
 
-    def again() -> None:
+    def reraise() -> None:
         raise error
 
-    exit_with_a_sentence(again)
+    exit_on_error(reraise)
 
 
 app = typer.Typer(
     name="tinker-flows",
-    cls=_Commands,
-    help="Post-training on the Tinker API as Prefect flows: runs, what they will take and have become, and the servers "
-    "around them.",
+    cls=_CommandGroup,
+    help="Post-train language models on the Tinker API with Prefect flows: start and resume runs, follow their status, "
+    "evaluate and export their weights, and manage the servers they use.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _group in (servers, runs, plans, comparisons, weights):
+for _group in (servers, runs, plans, weights):
     _group.add_to(app)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command of the terminal; exits 1 for what the user can mend, 2 for a command that there is not."""
+    """Run the command line; exit with 1 on an error the user can fix, and with 2 on an unknown command or option."""
     app(args=argv, prog_name="tinker-flows")
 
 

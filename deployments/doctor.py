@@ -1,4 +1,4 @@
-"""What a run would meet here: one check for each thing it needs, each with what to do where it is not well."""
+"""Checks of everything a run needs on this machine; a failed check says how to fix the problem."""
 
 from __future__ import annotations
 
@@ -24,19 +24,25 @@ from sqlalchemy import make_url
 from blocks.errors import ConfigError, ServiceError, StorageError, TinkerFlowsError, reason
 from blocks.home import home
 from blocks.object_directory import ObjectDirectory
-from blocks.reach import check_answers
+from blocks.probe import check_reachable
 from blocks.service import TinkerService
-from flows.blocks_of import service_at, storage_at, tracking_at
+from flows.runs.blocks import service_at, storage_at, tracking_at
 
 PACKAGE = "tinker-flows"
-PATIENCE_S = 20.0
-LEAST_ROOM_GB = 2.0
-RECORDER = "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE"
+TIMEOUT_S = 20.0
+MIN_FREE_GB = 2.0
+RECORDER_BATCH_SIZE = "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that a run needs, whether a run could start with it, and what was found, or is wrong and to be done."""
+    """Result of one check.
+
+    Attributes:
+        name: subject of the check.
+        ok: whether a run can start.
+        found: detected state; for a failed check, the problem and its fix.
+    """
 
     name: str
     ok: bool
@@ -44,22 +50,22 @@ class Check:
 
 
 def show_checks(base_url: str, storage: str, tracking: str, as_json: bool) -> bool:
-    """Print every check; returns whether all are well."""
+    """Print every check; return whether all passed."""
     checks = list(check_all(base_url, storage, tracking))
     if as_json:
-        print(json.dumps([asdict(each) for each in checks], indent=2))
+        print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
         table = Table(title="tinker-flows doctor", title_justify="left")
-        for column in ("", "what", "found"):
+        for column in ("", "check", "result"):
             table.add_column(column, overflow="fold")
-        for each in checks:
-            table.add_row("[green]ok[/green]" if each.ok else "[red]no[/red]", each.name, each.found)
+        for check in checks:
+            table.add_row("[green]ok[/green]" if check.ok else "[red]failed[/red]", check.name, check.found)
         Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
-    return all(each.ok for each in checks)
+    return all(check.ok for check in checks)
 
 
 def check_all(base_url: str, storage: str, tracking: str) -> Iterator[Check]:
-    """Check one thing after the other; the arguments are what a config says, empty for what the environment says."""
+    """Run the checks in order. The arguments are config values; an empty one selects the value of the environment."""
     checks: dict[str, Callable[[], str]] = {
         "versions": _versions,
         "home": _home,
@@ -77,34 +83,36 @@ def check_all(base_url: str, storage: str, tracking: str) -> Iterator[Check]:
 
 
 def _versions() -> str:
-    """Every package that this one asks for, in a version that it asks for."""
+    """Compare the installed packages with the version requirements of this package."""
     try:
-        asked = [Requirement(each) for each in requires(PACKAGE) or []]
+        requirements = [Requirement(line) for line in requires(PACKAGE) or []]
     except PackageNotFoundError as error:
-        raise ConfigError(f"The package {PACKAGE} is not installed: call `make install`.") from error
-    wrong = []
-    for each in asked:
-        if each.marker and not each.marker.evaluate({"extra": ""}):
+        raise ConfigError(f"The package {PACKAGE} is not installed: run `make install`.") from error
+    problems = []
+    for requirement in requirements:
+        name = requirement.name
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
-            if not each.specifier.contains(version(each.name), prereleases=True):
-                wrong.append(f"{each.name} is {version(each.name)} and has to be {each.specifier}")
+            if not requirement.specifier.contains(version(name), prereleases=True):
+                problems.append(f"{name} {version(name)} does not satisfy {requirement.specifier}")
         except PackageNotFoundError:
-            wrong.append(f"{each.name} is not installed")
-    if wrong:
+            problems.append(f"{name} is not installed")
+    if problems:
         raise ConfigError(
-            f"{'; '.join(wrong)}: call `make install`, or `pip install --constraint constraints.txt --editable .`."
+            f"{'; '.join(problems)}: run `make install` or `pip install --constraint constraints.txt --editable .`."
         )
-    shown = ", ".join(f"{name} {version(name)}" for name in ("prefect", "mlflow", "tinker", "tinker-cookbook", "torch"))
-    return f"{PACKAGE} {version(PACKAGE)} on Python {sys.version.split()[0]}, {shown}"
+    names = ("prefect", "mlflow", "tinker", "tinker-cookbook", "torch")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    return f"{PACKAGE} {version(PACKAGE)} on Python {sys.version.split()[0]}, {versions}"
 
 
 def _home() -> str:
     free_gb = shutil.disk_usage(home()).free / 1e9
-    if free_gb < LEAST_ROOM_GB:
+    if free_gb < MIN_FREE_GB:
         raise StorageError(
-            f"The project's home {home()} has {free_gb:.1f} GB left, and checkpoints and logs need at least "
-            f"{LEAST_ROOM_GB:.0f} GB: make room, or set TINKER_FLOWS_HOME to another directory."
+            f"The project home {home()} has {free_gb:.1f} GB free but checkpoints and logs need at least "
+            f"{MIN_FREE_GB:.0f} GB: free disk space or set TINKER_FLOWS_HOME to another directory."
         )
     return f"{home()}, {free_gb:.0f} GB free"
 
@@ -112,78 +120,81 @@ def _home() -> str:
 def _service(base_url: str) -> str:
     service = service_at(base_url)
     if service is None:
-        return "a local engine, which each run starts for itself (TINKER_BASE_URL and TINKER_API_KEY are not set)"
+        return "local: each run starts its own engine (TINKER_BASE_URL and TINKER_API_KEY are not set)"
     name = f"The Tinker service at {service.resolved_url}"
-    remedy = "set TINKER_BASE_URL, or base_url in the config, to one that runs, or start one with `tinker-flows up`"
-    check_answers(name, f"{service.resolved_url}/api/v1/healthz", PATIENCE_S, remedy)
+    remedy = "set TINKER_BASE_URL or the config's base_url to a running service, or start one with `tinker-flows up`"
+    check_reachable(name, f"{service.resolved_url}/api/v1/healthz", TIMEOUT_S, remedy)
     return service.resolved_url
 
 
 def _key(base_url: str) -> str:
     service = service_at(base_url)
     if service is None:
-        return "none is needed: the engine of a run has its own"
-    models = TinkerService.model_copy(service, update={"connect_timeout_s": PATIENCE_S}).models()
-    shown = ", ".join(models[:5])
-    return f"accepted; the service trains {shown}{f' and {len(models) - 5} more' if len(models) > 5 else ''}"
+        return "not needed: a local engine generates its own"
+    models = TinkerService.model_copy(service, update={"connect_timeout_s": TIMEOUT_S}).models()
+    names = ", ".join(models[:5])
+    return f"accepted; the service trains {names}{f' and {len(models) - 5} more' if len(models) > 5 else ''}"
 
 
 def _prefect() -> str:
     url = PREFECT_API_URL.value()
     if not url:
-        return f"a server of each run's own, on {home() / 'prefect.db'} (PREFECT_API_URL is not set)"
-    remedy = "set PREFECT_API_URL to one that runs, unset it, or start one with `tinker-flows up`"
-    check_answers(f"The Prefect server at {url}", f"{url}/health", PATIENCE_S, remedy)
+        return f"local: each run starts its own server on {home() / 'prefect.db'} (PREFECT_API_URL is not set)"
+    remedy = "set PREFECT_API_URL to a running server, unset it, or start a server with `tinker-flows up`"
+    check_reachable(f"The Prefect server at {url}", f"{url}/health", TIMEOUT_S, remedy)
     try:
         with get_client(sync_client=True) as client:
             server = client.api_version()
             settings = client.request("GET", "/admin/settings").json()
     except (httpx.HTTPError, PrefectException, RuntimeError, ValueError) as error:
         raise ServiceError(f"The Prefect server at {url} could not be used ({reason(error)}): {remedy}.") from error
-    batch = settings.get("server", {}).get("services", {}).get("task_run_recorder", {}).get("batch_size")
-    slow = f". It writes {batch} task run at a time and may lose some of a busy run: start it with {RECORDER}=100"
-    return f"{url}, version {server}{slow if isinstance(batch, int) and batch < 100 else ''}"
+    batch_size = settings.get("server", {}).get("services", {}).get("task_run_recorder", {}).get("batch_size")
+    warning = (
+        f". It records task runs in batches of {batch_size} and may lose task runs of a busy run: start it with "
+        f"{RECORDER_BATCH_SIZE}=100"
+    )
+    return f"{url}, version {server}{warning if isinstance(batch_size, int) and batch_size < 100 else ''}"
 
 
 def _mlflow(tracking: str) -> str:
-    found = tracking_at(tracking, "tinker-flows")
-    uri = found.resolved_uri
+    block = tracking_at(tracking, "tinker-flows")
+    uri = block.resolved_uri
     if uri.startswith("sqlite:") and not Path(make_url(uri).database or "").exists():
-        _probe(Path(make_url(uri).database or "").parent)
-        return f"{uri}, which the first run makes"
-    found.get_client()
+        _check_writable(Path(make_url(uri).database or "").parent)
+        return f"{uri} (the first run creates it)"
+    block.get_client()
     return uri
 
 
 def _storage(storage: str) -> str:
     directory = storage_at(storage).run_directory(f"doctor-{uuid.uuid4().hex[:8]}")
-    where = directory.location.rpartition("/")[0]
+    location = directory.location.rpartition("/")[0]
     if isinstance(directory, ObjectDirectory):
-        if not directory.writes_conditionally():
+        if not directory.supports_conditional_writes():
             raise StorageError(
-                f"The S3 server of {where} overwrites an object that it was told to leave (If-None-Match), so that two "
-                "writers of a run would not see each other: take one that honours conditional writes, as AWS does."
+                f"The S3 server of {location} ignores If-None-Match and overwrites existing objects, so two writers of "
+                "a run cannot detect each other: use a server with conditional writes, such as AWS S3."
             )
-        return f"{where}, with conditional writes"
-    _probe(Path(where))
-    return where
+        return f"{location}, with conditional writes"
+    _check_writable(Path(location))
+    return location
 
 
-def _probe(folder: Path) -> None:
-    """Write a file below a directory, and leave everything as it was.
+def _check_writable(folder: Path) -> None:
+    """Write and delete a file in a directory; remove directories created for the check.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the directory cannot be written to.
     """
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     probe = folder / f".doctor-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"probe")
         probe.unlink()
-        for each in missing:
-            each.rmdir()
+        for path in missing:
+            path.rmdir()
     except OSError as error:
         raise StorageError(
-            f"{folder} cannot be written to ({reason(error)}): mend its permissions or its disk, or name another place."
+            f"The directory {folder} is not writable ({reason(error)}): fix its permissions or disk, or choose another."
         ) from error

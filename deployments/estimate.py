@@ -1,4 +1,4 @@
-"""What a run will take, as a table for the terminal or as JSON."""
+"""Estimate of a run's cost and time, printed as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -10,44 +10,52 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from flows.config_file import load_config
-from flows.dpo import DpoConfig
+from flows.config.dpo import DpoConfig
+from flows.config.loader import load_config
+from flows.config.train import SftConfig
 from flows.estimate import Estimate, estimate
-from flows.sft import SftConfig
 
 
 def show_estimate(method: str, config: Path, overrides: Sequence[str], as_json: bool) -> None:
-    """Print what the run of a config will take, by sft or dpo."""
+    """Print the estimate for a config of the method `sft` or `dpo`."""
     config_type = DpoConfig if method == "dpo" else SftConfig
-    estimated = estimate(load_config(config_type, config, overrides))
+    run_estimate = estimate(load_config(config_type, config, overrides))
     if as_json:
-        print(json.dumps(asdict(estimated), indent=2))
+        print(json.dumps(asdict(run_estimate), indent=2))
         return
-    table = Table(title=f"{estimated.run_name} on {estimated.model}", title_justify="left", show_header=False)
-    for name, value in _rows(estimated):
+    table = Table(title=f"{run_estimate.run_name} on {run_estimate.model}", title_justify="left", show_header=False)
+    for name, value in _rows(run_estimate):
         table.add_row(name, value)
     Console(highlight=False, soft_wrap=True).print(table)
 
 
-def _rows(found: Estimate) -> list[tuple[str, str]]:
-    mean = "" if found.batches_read == found.batches_of_epoch else f", by {found.batches_read:,} batches of"
-    tokens = f"{found.num_tokens:,}{mean}{f' {found.batches_of_epoch:,}' if mean else ''}"
-    held_out = f" over {found.num_held_out_tokens:,} held-out tokens" if found.num_evaluations else ""
+def _rows(run: Estimate) -> list[tuple[str, str]]:
+    is_extrapolated = run.batches_read != run.batches_of_epoch
+    sample = f" (extrapolated from {run.batches_read:,} of {run.batches_of_epoch:,} batches)" if is_extrapolated else ""
+    held_out = f" over {run.num_held_out_tokens:,} held-out tokens" if run.num_evaluations else ""
+    unknown_time = "unknown: MLflow has no earlier run of this model"
     return [
-        ("steps", f"{found.num_steps:,}"),
-        ("tokens in their batches", tokens),
-        ("forward passes", f"{found.num_forwards:,}"),
-        ("forward_backward passes", f"{found.num_forward_backwards:,}"),
-        ("evaluations", f"{found.num_evaluations:,}{held_out}"),
-        ("tokens in all passes", f"{found.num_train_tokens:,}"),
-        ("cost", "unknown: set budget.prices" if found.usd is None else f"${found.usd:,.4g}"),
-        ("time", f"{_hours(found.hours)} at the pace of {found.paced_by}" if found.hours else _NO_PACE),
+        ("steps", f"{run.num_steps:,}"),
+        ("tokens in training batches", f"{run.num_tokens:,}{sample}"),
+        ("forward passes", f"{run.num_forwards:,}"),
+        ("forward_backward passes", f"{run.num_forward_backwards:,}"),
+        ("evaluations", f"{run.num_evaluations:,}{held_out}"),
+        *(
+            [("tokens sampled, at most", f"{run.candidates.num_sample_tokens:,}")]
+            if run.candidates.num_sample_tokens
+            else []
+        ),
+        *(
+            [("tokens scored by the reference", f"{run.reference.num_prefill_tokens:,}")]
+            if run.reference.num_prefill_tokens
+            else []
+        ),
+        ("tokens in all passes", f"{run.num_train_tokens:,}"),
+        ("cost", "unknown: set budget.prices" if run.usd is None else f"${run.usd:,.4g}"),
+        ("time", f"{_format_hours(run.hours)} at the pace of run {run.paced_by}" if run.hours else unknown_time),
     ]
 
 
-_NO_PACE = "unknown: MLflow has no earlier run of this model"
-
-
-def _hours(hours: float) -> str:
+def _format_hours(hours: float) -> str:
     seconds = round(hours * 3600)
     return f"{seconds // 3600} h {seconds % 3600 // 60} min" if seconds >= 3600 else f"{seconds / 60:.1f} min"

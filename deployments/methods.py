@@ -1,91 +1,99 @@
-"""The methods that a run can have: where the flow of each is, and its config."""
+"""Training methods of the command line, with the import paths of their flows and configs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blocks.errors import ConfigError
+from objectives.import_path import import_path
 
 if TYPE_CHECKING:
     from prefect import Flow
 
-    from flows.config import NamedConfig
-    from flows.result import TrainResult
+    from flows.config.base import NamedConfig
+    from flows.runs.result import TrainResult
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method by import path: a module of `flows` takes seconds to import, and is needed only when a run is.
+    """Training method. Its flow and config are import paths, because modules of `flows` take seconds to import.
 
     Attributes:
-        what: for the help.
-        flow, config: as in `flows.sft:sft`.
+        description: text for the help.
+        flow, config: `module:name`, as in `flows.sft:sft`.
     """
 
-    what: str
+    description: str
     flow: str
     config: str
 
 
 METHODS: Mapping[str, Method] = {
     "sft": Method("supervised fine-tuning", "flows.sft:sft", "flows.sft:SftConfig"),
-    "dpo": Method("learning from preferences between answers", "flows.dpo:dpo", "flows.dpo:DpoConfig"),
+    "dpo": Method(
+        "preference optimization on pairs of completions (DPO, IPO, KTO, SimPO, ORPO)",
+        "flows.dpo:dpo",
+        "flows.dpo:DpoConfig",
+    ),
     "on_policy_distillation": Method(
-        "learning how likely a teacher finds what the student samples",
+        "training on the student's own samples, scored token by token by a teacher",
         "flows.distill:on_policy_distillation",
-        "flows.distill_config:OnPolicyConfig",
+        "flows.config.distill:OnPolicyConfig",
     ),
     "off_policy_distillation": Method(
-        "learning what a teacher writes, or its likeliest tokens",
+        "training on a teacher's completions or its top-k token probabilities",
         "flows.distill:off_policy_distillation",
-        "flows.distill_config:OffPolicyConfig",
+        "flows.config.distill:OffPolicyConfig",
     ),
     "self_distillation": Method(
-        "learning from earlier weights that are shown more",
+        "distillation from earlier weights of the same model that see a reference answer",
         "flows.distill:self_distillation",
-        "flows.distill_config:SelfConfig",
+        "flows.config.distill:SelfConfig",
     ),
     "prompt_distillation": Method(
-        "learning to answer without a long prompt as with it",
+        "training the model to answer without a long prompt as it does with the prompt",
         "flows.distill:prompt_distillation",
-        "flows.distill_config:PromptConfig",
+        "flows.config.distill:PromptConfig",
     ),
-    "rl": Method("reinforcement learning on the rewards of environments", "flows.rl:rl", "flows.rl:RlConfig"),
+    "rl": Method("reinforcement learning with rewards from environments", "flows.rl:rl", "flows.rl:RlConfig"),
     "rlhf": Method(
-        "a warm start, a reward model from comparisons, and reinforcement learning against it",
+        "supervised warm start, reward model from comparisons, then reinforcement learning against it",
         "flows.rlhf:rlhf",
-        "flows.rlhf_config:RlhfConfig",
+        "flows.config.rlhf:RlhfConfig",
     ),
 }
 
 
 def flow_of(method: str) -> Flow[..., TrainResult]:
-    """The flow of a method.
+    """Import the flow of a method.
 
     Raises:
-        ConfigError: there is no such method.
+        ConfigError: the method is unknown.
     """
-    return _load(_find(method).flow)
+    from prefect import Flow
+
+    flow = import_path(_find(method).flow)
+    assert isinstance(flow, Flow)
+    return flow
 
 
 def config_type_of(method: str) -> type[NamedConfig]:
-    """The config of a method.
+    """Import the config class of a method.
 
     Raises:
-        ConfigError: there is no such method.
+        ConfigError: the method is unknown.
     """
-    return _load(_find(method).config)
+    from flows.config.base import NamedConfig
+
+    config_type = import_path(_find(method).config)
+    assert isinstance(config_type, type)
+    assert issubclass(config_type, NamedConfig)
+    return config_type
 
 
 def _find(method: str) -> Method:
     if method not in METHODS:
-        raise ConfigError(f"There is no method {method!r}: give one of {', '.join(METHODS)}.")
+        raise ConfigError(f"Unknown method {method!r}: use one of {', '.join(METHODS)}.")
     return METHODS[method]
-
-
-def _load(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)

@@ -1,4 +1,4 @@
-"""The models of a Tinker service: context, price, learning rate and chat format, for the terminal or as JSON."""
+"""Models of a Tinker service with size, type, context, prices, learning rate and renderer, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -10,68 +10,98 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from tinker_cookbook.model_info import get_model_attributes
+from tinker_cookbook.model_info import ModelAttributes, get_model_attributes
 
 from blocks.errors import ConfigError
-from flows.blocks_of import service_at
-from flows.learning_rate import is_local, recommended_rate
-from flows.prices import price_of, priced_models
-from tasks.renderer import recommended_renderers
+from flows.config.learning_rate import is_local, recommended_rate
+from flows.runs.blocks import service_at
+from flows.runs.prices import DATE, FREE, Price, price_of, priced_models
+from tasks.common.renderers import recommended_renderers
 
-_COLUMNS = ("model", "context", "prefill", "sample", "train", "auto rate", "renderer")
+_COLUMNS = ("model", "size", "type", "context", "prefill", "sample", "train", "auto rate", "renderer")
+
+
+_TEXTS = ("model", "size", "type", "renderer")
+# Named models of the local engine: size and context.
+_LOCAL = {"tiny": ("35K", 4096), "smollm2-135m": ("135M", 8192)}
 
 
 def show_models(base_url: str, as_json: bool) -> None:
-    """Print what the service offers, or where none is named and no key is there what the project has prices of.
+    """Print the models of the selected service; without one, those of the local engine and of the hosted service.
 
     Raises:
-        ServiceError: the service that is named does not answer.
+        ServiceError: the selected service does not respond.
     """
     rows = list(_rows(base_url))
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table(title="Models: context in tokens, dollars per million tokens", title_justify="left")
+    table = Table(
+        title=f"Models: context in tokens, dollars per million tokens (prices of the hosted service: {DATE})",
+        title_justify="left",
+        caption="Contexts without a figure are known to the service: set TINKER_API_KEY or --base-url.",
+        caption_justify="left",
+    )
     for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("model", "renderer") else "right", overflow="fold")
+        table.add_column(column, justify="left" if column in _TEXTS else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(escape(_written(row[column.replace(" ", "_")])) for column in _COLUMNS))
+        table.add_row(*(escape(_format(row[column.replace(" ", "_")])) for column in _COLUMNS))
     Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
 
 
 def _rows(base_url: str) -> Iterator[dict[str, Any]]:
     service = service_at(base_url)
-    listed = priced_models()
-    offered = service.context_lengths() if service else {model: _context_in(model) for model in listed}
-    for model, context in offered.items():
-        price = price_of(model, base_url) if service else listed[model]
-        known = recommended_renderers(model)
-        yield {
-            "model": model,
-            "context": context,
-            "prefill": price.prefill if price else None,
-            "sample": price.sample if price else None,
-            "train": price.train if price else None,
-            "auto_rate": _rate(model) if known or is_local(model) else None,
-            "renderer": known[0] if known else None,
-            "vision": get_model_attributes(model).is_vl if known else None,
-        }
+    if service:
+        for model, context in service.context_lengths().items():
+            yield _row(model, context, price_of(model, service.resolved_url))
+        return
+    for model, (_, context) in _LOCAL.items():
+        yield _row(model, context, FREE)
+    for model, price in priced_models().items():
+        yield _row(model, _context_in_name(model), price)
 
 
-def _context_in(model: str) -> int | None:
-    """What a name such as `MODEL:peft:131072` says; the others' the service alone knows."""
+def _row(model: str, context: int | None, price: Price | None) -> dict[str, Any]:
+    renderers = recommended_renderers(model)
+    attributes = get_model_attributes(model) if renderers and model not in _LOCAL else None
+    return {
+        "model": model,
+        "size": _LOCAL[model][0] if model in _LOCAL else attributes.size_str if attributes else None,
+        "type": "local" if model in _LOCAL else _kind(attributes) if attributes else None,
+        "context": context,
+        "prefill": price.prefill if price else None,
+        "sample": price.sample if price else None,
+        "train": price.train if price else None,
+        "auto_rate": _auto_rate(model) if renderers or is_local(model) else None,
+        "renderer": renderers[0] if renderers else None,
+        "vision": attributes.is_vl if attributes else None,
+    }
+
+
+def _kind(attributes: ModelAttributes) -> str:
+    """Return the type of a model: chat or base, dense or mixture of experts, and inputs besides text.
+
+    Sizes of mixtures name the active parameters as well, as in `35B-A3B`.
+    """
+    words = ["chat" if attributes.is_chat else "base", "mixture" if "-A" in attributes.size_str else "dense"]
+    inputs = [name for name, has in (("vision", attributes.is_vl), ("audio", attributes.is_audio_in)) if has]
+    return ", ".join([*words, *inputs])
+
+
+def _context_in_name(model: str) -> int | None:
+    """Return the context length in a name such as `MODEL:peft:131072`; None if the name has none."""
     suffix = model.rpartition(":peft:")[2]
     return int(suffix) if suffix.isdigit() else None
 
 
-def _rate(model: str) -> float | None:
+def _auto_rate(model: str) -> float | None:
     try:
         return recommended_rate(model)
     except ConfigError:
         return None
 
 
-def _written(value: object) -> str:
+def _format(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)

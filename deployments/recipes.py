@@ -1,4 +1,4 @@
-"""The recipes of examples/ as deployments, whose forms show first what their files say."""
+"""Recipes of examples/ as Prefect deployments; the forms are prefilled with the recipe's config."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from prefect.exceptions import ObjectNotFound
 
 from blocks.errors import ConfigError
 from deployments.methods import METHODS, config_type_of
-from deployments.pool import POOL
-from flows.config_file import load_config
+from deployments.work_pool import POOL
+from flows.config.loader import load_config
 
 ROOT = Path(__file__).parents[1]
-# Each with its method.
+# Name of each recipe and its method.
 RECIPES: Mapping[str, str] = {
     "chat_sl": "sft",
+    "fairness": "sft",
+    "knowledge": "sft",
+    "simulation": "sft",
     "noisy_student": "sft",
     "constitution": "sft",
     "dpo": "dpo",
@@ -44,30 +47,30 @@ RECIPES: Mapping[str, str] = {
 
 
 def file_of(recipe: str) -> Path:
-    """The file of a recipe.
+    """Return the config file of a recipe.
 
     Raises:
-        ConfigError: there is no such recipe.
+        ConfigError: the recipe is unknown.
     """
     if recipe not in RECIPES:
-        raise ConfigError(f"There is no recipe {recipe!r}: give some of {', '.join(RECIPES)}.")
+        raise ConfigError(f"Unknown recipe {recipe!r}: use one or more of {', '.join(RECIPES)}.")
     return ROOT / "examples" / f"{recipe}.yaml"
 
 
 def deploy_recipes(recipes: Sequence[str]) -> list[str]:
-    """Offer recipes on the Prefect server that PREFECT_API_URL names, for its work pool; their full names.
+    """Deploy recipes to the Prefect server of PREFECT_API_URL; return the deployment names as `flow/recipe`.
 
     Raises:
-        ConfigError: there is no such recipe, or no such pool.
+        ConfigError: a recipe is unknown, or the server has no work pool `POOL`.
     """
-    files = [file_of(each) for each in recipes]
+    files = [file_of(recipe) for recipe in recipes]
     with get_client(sync_client=True) as client:
         try:
             client.read_work_pool(POOL)
         except ObjectNotFound as error:
             raise ConfigError(
-                f"The Prefect server has no work pool {POOL!r}: `prefect work-pool create {POOL} --type process` makes "
-                "it, and so does `tinker-flows up`."
+                f"The Prefect server has no work pool {POOL!r}: create it with `prefect work-pool create {POOL} "
+                "--type process`, or start a local server with `tinker-flows up`."
             ) from error
     return [_deploy(recipe, file) for recipe, file in zip(recipes, files, strict=True)]
 

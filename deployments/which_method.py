@@ -1,4 +1,4 @@
-"""Which method suits what a user has."""
+"""Recommendation of a training method for the data, judge, reward or teacher that a user has."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import NamedTuple
 from deployments.methods import METHODS
 
 
-class Have(NamedTuple):
-    """One thing that a user may have, and what follows from it.
+class Resource(NamedTuple):
+    """Source of supervision that a user may have, and the method that suits it.
 
     Attributes:
-        name: of the flag.
-        question: to ask for it.
-        method: that suits it.
-        why: in one sentence.
-        example: config to begin with.
+        name: name of the command-line flag.
+        question: completes "Do you have ...?".
+        method: recommended method.
+        why: reason for the recommendation.
+        example: config file to start from.
+        overrides: fields of the config that make it use the resource.
     """
 
     name: str
@@ -25,107 +26,128 @@ class Have(NamedTuple):
     method: str
     why: str
     example: str
+    overrides: str = ""
 
 
-# The first that a user has decides; what follows it can come after.
-HAVE = (
-    Have(
+# In order of precedence: the first resource that a user has determines the method.
+RESOURCES = (
+    Resource(
         "long_prompt",
         "a long prompt that makes the model do what you want",
         "prompt_distillation",
-        "The model itself writes the data with the prompt, and learns to do without it: no labels, and every later "
-        "request is shorter.",
+        "The model generates its own training data with the prompt and learns to answer without it. You need no "
+        "labels, and every later request is shorter.",
         "examples/prompt_distillation.yaml",
     ),
-    Have(
-        "reward",
-        "a way to check an answer by a program: tests, a number, a game's end",
-        "rl",
-        "The model tries, the check rewards, and it may become better than any example you could show it.",
-        "examples/rl.yaml",
-    ),
-    Have(
+    Resource(
         "teacher",
-        "a stronger model of the same tokenizer that does it well",
+        "a stronger model with the same tokenizer that does the task well",
         "on_policy_distillation",
-        "The teacher says of every token that the student samples how good it is, which teaches more per answer than a "
-        "reward for its end; begin with some steps of off_policy_distillation where the student is far away.",
+        "The teacher scores every token that the student samples, which is denser feedback than one reward per "
+        "completion: the Qwen3 report reaches better results than by reinforcement learning with a tenth of the GPU "
+        "hours (arXiv:2505.09388). A reward can follow, to pass the teacher. If the student is much weaker, start with "
+        "some steps of off_policy_distillation.",
         "examples/on_policy_distillation.yaml",
     ),
-    Have(
-        "judge",
-        "a model that says which of two answers is the better one",
-        "rlhf",
-        "The judge goes on where pairs end: it compares what the model answers by now, and the distance from where it "
-        "began keeps the model from answers that please the judge alone. Pairs of your own train the judge first.",
-        "examples/rlhf.yaml",
+    Resource(
+        "reward",
+        "a program that checks a completion, such as tests, a numeric answer or the result of a game",
+        "rl",
+        "The model explores, the check rewards it, and it can become better than any example you could write.",
+        "examples/rl.yaml",
     ),
-    Have(
+    Resource(
+        "judge",
+        "a model that decides which of two completions is better",
+        "rlhf",
+        "The judge compares the model's current completions, which a fixed set of pairs cannot do. A KL penalty to the "
+        "initial weights keeps the model from exploiting the judge. Your own pairs can train the judge first.",
+        "examples/rlhf.yaml",
+        "reward={} judge.builder=tasks.preference.preference_models:PromptedJudgeBuilder judge.params.model=JUDGE",
+    ),
+    Resource(
         "preferences",
-        "pairs of answers of which you know the better one",
+        "pairs of completions where you know the better one",
         "dpo",
-        "Pairs say what is better and not what is right, which is what a preference loss reads.",
+        "A preference loss learns directly from pairs, which rank completions without saying what is correct.",
         "examples/dpo.yaml",
     ),
-    Have(
+    Resource(
         "demonstrations",
-        "answers as you want them",
+        "examples of the completions you want",
         "sft",
-        "Imitating good answers is the cheapest and steadiest way to them.",
+        "Imitating good completions is the cheapest and most stable method.",
         "examples/sft.yaml",
     ),
 )
-_ORDER = ("demonstrations", "preferences", "judge", "reward", "teacher", "long_prompt")
+_QUESTION_ORDER = ("demonstrations", "preferences", "judge", "reward", "teacher", "long_prompt")
+
+
+_COLLECT = (
+    "Collect data first: write down 50 to 100 examples of the completions you want, or, where judging is easier than "
+    "writing, compare pairs of completions. Keep some of them for evaluation."
+)
+_COLLECT_START = (
+    "If the model rarely succeeds yet, all completions of a prompt get the same reward, and nothing is learned. Then "
+    "collect 50 to 100 examples of good completions first, and train on them with sft."
+)
 
 
 class Advice(NamedTuple):
-    """What to do.
+    """Recommended method.
 
     Attributes:
-        method, why, command: what to run and for which reason; empty where nothing suits.
-        before: what to run first, for a better start; empty for nothing.
+        method, why, command: method, reason and command; method and command are empty if no method applies.
+        before: command of a run that gives a better start; empty if none is needed.
+        collect: data worth collecting first; empty if there is enough.
     """
 
     method: str
     why: str
     command: str
     before: str = ""
+    collect: str = ""
 
 
-def advise(has: Mapping[str, bool]) -> Advice:
-    """The method for what a user has.
+def advise(available: Mapping[str, bool]) -> Advice:
+    """Recommend a method for the available resources, given by name.
 
     >>> advise({"reward": True, "demonstrations": True})[::3]
     ('rl', 'tinker-flows run sft --config examples/sft.yaml')
     """
-    chosen = next((each for each in HAVE if has.get(each.name)), None)
-    if chosen is None:
-        return Advice("", "Without examples, pairs, a check, a teacher or a prompt there is nothing to learn from.", "")
-    # What was imitated first needs less luck to be rewarded, or preferred.
-    imitates_first = has.get("demonstrations") and chosen.name in ("reward", "teacher", "preferences")
-    before = next(each for each in HAVE if each.name == "demonstrations") if imitates_first else None
-    return Advice(chosen.method, chosen.why, _command(chosen), _command(before) if before else "")
+    resource = next((resource for resource in RESOURCES if available.get(resource.name)), None)
+    if resource is None:
+        why = "Training needs examples, pairs, a reward, a judge, a teacher or a prompt to learn from."
+        return Advice("", why, "", collect=_COLLECT)
+    # A model that has imitated demonstrations reaches rewards and preferred completions sooner.
+    imitates_first = available.get("demonstrations") and resource.name in ("reward", "teacher", "preferences")
+    first = next(other for other in RESOURCES if other.name == "demonstrations") if imitates_first else None
+    before = _command(first) if first else ""
+    explores = resource.name in ("reward", "judge") and not available.get("demonstrations")
+    return Advice(resource.method, resource.why, _command(resource), before, _COLLECT_START if explores else "")
 
 
-def show_advice(has: Mapping[str, bool], as_json: bool) -> None:
-    """Print it."""
-    advice = advise(has)
+def show_advice(available: Mapping[str, bool], as_json: bool) -> None:
+    """Print the recommendation for the available resources."""
+    advice = advise(available)
     if as_json:
         print(json.dumps(advice._asdict(), indent=2))
         return
     if not advice.method:
-        print(advice.why)
+        print(f"{advice.why}\n{advice.collect}")
         return
-    print(f"{advice.method}: {METHODS[advice.method].what}.\n{advice.why}\n\n  {advice.command}")
+    print(f"{advice.method}: {METHODS[advice.method].description}.\n{advice.why}\n\n  {advice.command}")
     if advice.before:
-        print("\nFirst imitate the answers that you have, and fork from that run:\n")
-        print(f"  {advice.before}\n  {advice.command} resume=THAT_RUN@final")
+        print("\nFirst train on your demonstrations, then start from those weights:\n")
+        print(f"  {advice.before}\n  {advice.command} init_from=THAT_RUN")
+    if advice.collect:
+        print(f"\n{advice.collect}")
 
 
-def _command(have: Have) -> str:
-    return f"tinker-flows run {have.method} --config {have.example}"
+def _command(resource: Resource) -> str:
+    return f"tinker-flows run {resource.method} --config {resource.example} {resource.overrides}".rstrip()
 
 
-def asked() -> list[Have]:
-    """What to ask for, from the plainest to the rarest."""
-    return sorted(HAVE, key=lambda each: _ORDER.index(each.name))
+def questions() -> list[Resource]:
+    """Return the resources in the order to ask about them, from the most common to the rarest."""
+    return sorted(RESOURCES, key=lambda resource: _QUESTION_ORDER.index(resource.name))

@@ -1,0 +1,1 @@
+"""Subcommands of `tinker-flows`, one module per help panel."""

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options shared by several commands."""
 
 from __future__ import annotations
 
@@ -10,39 +10,48 @@ import typer
 from deployments.methods import METHODS
 
 
-def _methods(incomplete: str) -> list[tuple[str, str]]:
-    return [(name, method.what) for name, method in METHODS.items() if name.startswith(incomplete)]
+def _complete_method(incomplete: str) -> list[tuple[str, str]]:
+    return [(name, method.description) for name, method in METHODS.items() if name.startswith(incomplete)]
 
 
 Method = Annotated[
     str,
     typer.Argument(
         metavar="METHOD",
-        autocompletion=_methods,
-        help="One of: " + "; ".join(f"`{name}`, {method.what}" for name, method in METHODS.items()) + ".",
+        autocompletion=_complete_method,
+        help="One of: " + "; ".join(f"`{name}`, {method.description}" for name, method in METHODS.items()) + ".",
         show_default=False,
     ),
 ]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.", show_default=False)]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[field=value]...",
-        help="Dotted fields of the config that override the file's, as learning_rate=1e-4 or budget.usd=20.",
+        help="Config fields that override the file; nested fields use dots, as in learning_rate=1e-4 budget.usd=20.",
         show_default=False,
     ),
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="YAML file with the fields of the config.", show_default=False),
+    typer.Option("--config", metavar="FILE", help="YAML file with config fields.", show_default=False),
 ]
 Storage = Annotated[
     str,
     typer.Option(
         "--storage",
         metavar="WHERE",
-        help="Where runs are kept: a directory, s3://bucket/prefix or block:NAME.",
-        show_default="runs in the project's home",
+        help="Storage of the runs: a directory, s3://bucket/prefix or block:NAME.",
+        show_default="runs in the project home",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for a script.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+BaseUrl = Annotated[
+    str,
+    typer.Option(
+        "--base-url",
+        metavar="WHERE",
+        help="Tinker service: a URL, block:NAME or local, like the config field base_url.",
+        show_default=False,
+    ),
+]

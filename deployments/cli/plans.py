@@ -1,4 +1,4 @@
-"""Commands before a run: what an objective can name, and what a run will take."""
+"""Commands for planning a run: choose a method and a model, estimate the cost, list regularizers."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from typing import Annotated, Literal
 
 import typer
 
-from deployments.cli.options import Json, Overrides
+from deployments.cli.options import BaseUrl, Json, Overrides
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add this file's commands."""
+    """Register the commands of this module."""
     for command in (which_method, models, estimate, regularizers):
         app.command(rich_help_panel="Plans")(command)
 
 
 def estimate(
-    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="YAML file with the fields of the config.")],
+    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="YAML file with config fields.")],
     overrides: Overrides = None,
     method: Annotated[
         Literal["sft", "dpo"],
-        typer.Option(help="What others sample, and so what they take, nobody knows before: give them a budget."),
+        typer.Option(
+            help="Method of the config. Methods that sample cannot be estimated, because the length of the completions "
+            "is unknown; limit their cost with `budget`."
+        ),
     ] = "sft",
     as_json: Json = False,
 ) -> None:
-    """Say the steps, tokens, passes, cost and time of a run before it runs; nothing is trained.
+    """Estimate the steps, tokens, cost and time of a run without training.
 
     Example: `tinker-flows estimate --config examples/sft.yaml num_steps=1000`
     """
@@ -34,32 +37,34 @@ def estimate(
     show_estimate(method, config, overrides or [], as_json)
 
 
-def which_method(  # noqa: PLR0913 - an option for each thing that one may have
-    demonstrations: Annotated[bool | None, typer.Option(help="Answers as you want them.", show_default=False)] = None,
+def which_method(  # noqa: PLR0913 - one option per resource
+    demonstrations: Annotated[
+        bool | None, typer.Option(help="Examples of the completions you want.", show_default=False)
+    ] = None,
     preferences: Annotated[
-        bool | None, typer.Option(help="Pairs of answers of which you know the better one.", show_default=False)
+        bool | None, typer.Option(help="Pairs of completions where you know the better one.", show_default=False)
     ] = None,
     judge: Annotated[
-        bool | None, typer.Option(help="A model that says which of two answers is better.", show_default=False)
+        bool | None, typer.Option(help="A model that decides which of two completions is better.", show_default=False)
     ] = None,
-    reward: Annotated[bool | None, typer.Option(help="A program that checks an answer.", show_default=False)] = None,
+    reward: Annotated[bool | None, typer.Option(help="A program that checks a completion.", show_default=False)] = None,
     teacher: Annotated[
-        bool | None, typer.Option(help="A stronger model of the same tokenizer.", show_default=False)
+        bool | None, typer.Option(help="A stronger model with the same tokenizer.", show_default=False)
     ] = None,
     long_prompt: Annotated[
-        bool | None, typer.Option(help="A long prompt that makes the model do it.", show_default=False)
+        bool | None, typer.Option(help="A long prompt that makes the model do what you want.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say which method suits what you have, why, and the command; it asks for what no flag says.
+    """Recommend a training method for the data, judge, reward or teacher you have.
 
     Example: `tinker-flows which-method --demonstrations --reward`
 
-    With any flag, what is not named is taken for absent.
+    Without flags, the command asks. With any flag, a resource without a flag counts as unavailable.
     """
-    from deployments.which_method import asked, show_advice
+    from deployments.which_method import questions, show_advice
 
-    given = {
+    available = {
         "demonstrations": demonstrations,
         "preferences": preferences,
         "judge": judge,
@@ -67,21 +72,18 @@ def which_method(  # noqa: PLR0913 - an option for each thing that one may have
         "teacher": teacher,
         "long_prompt": long_prompt,
     }
-    if not as_json and all(each is None for each in given.values()):
-        given = {each.name: typer.confirm(f"Do you have {each.question}?", default=False) for each in asked()}
-    show_advice({name: bool(value) for name, value in given.items()}, as_json)
+    if not as_json and all(flag is None for flag in available.values()):
+        available = {
+            resource.name: typer.confirm(f"Do you have {resource.question}?", default=False) for resource in questions()
+        }
+    show_advice({name: bool(flag) for name, flag in available.items()}, as_json)
 
 
-def models(
-    base_url: Annotated[
-        str, typer.Option("--base-url", metavar="WHERE", help="Tinker service, as in a config.", show_default=False)
-    ] = "",
-    as_json: Json = False,
-) -> None:
-    """List the models of a service: context, prices, the learning rate that `auto` takes, and the chat format.
+def models(base_url: BaseUrl = "", as_json: Json = False) -> None:
+    """List the models of a Tinker service: context length, prices, `auto` learning rate and renderer.
 
-    Without `--base-url` or TINKER_API_KEY it lists those of the hosted service that the project has prices of; their
-    contexts only the service knows.
+    Without `--base-url`, TINKER_BASE_URL or TINKER_API_KEY, the command lists the hosted models with known prices; most
+    context lengths are then missing, because only the service knows them.
     """
     from deployments.models import show_models
 
@@ -89,7 +91,7 @@ def models(
 
 
 def regularizers(as_json: Json = False) -> None:
-    """List the terms that an objective can name: kind, parameters, and what each one is."""
+    """List the available regularizers with kind, parameters and description."""
     from deployments.regularizers import show_regularizers
 
     show_regularizers(as_json)

@@ -1,4 +1,4 @@
-"""Commands around one run: start it, go on with it, see what it has become."""
+"""Commands for runs: start, resume and inspect a run, or sweep over configs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from deployments.cli.options import ConfigFile, Json, Method, Overrides, RunName
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add this file's commands."""
-    for command in (run, resume, status, report):
+    """Register the commands of this module."""
+    for command in (run, resume, status, report, sweep):
         app.command(rich_help_panel="Runs")(command)
 
 
@@ -19,19 +19,20 @@ def run(
     method: Method,
     overrides: Overrides = None,
     config: ConfigFile = None,
-    fields: Annotated[bool, typer.Option("--fields", help="List the fields of the method's config, and end.")] = False,
+    fields: Annotated[bool, typer.Option("--fields", help="List the config fields of the method and exit.")] = False,
 ) -> None:
-    """Run a method, from its start or from its last checkpoint where the run name is there already.
+    """Start a run, or resume it from its last checkpoint if the run name exists.
 
     Example: `tinker-flows run sft --config examples/sft.yaml run_name=mine learning_rate=1e-4`
 
-    It runs on the Prefect server of PREFECT_API_URL, or one of its own; on the Tinker service of TINKER_BASE_URL, or
-    an engine of its own. Ctrl-C ends the step under way and saves it.
+    The run uses the Prefect server of PREFECT_API_URL and the Tinker service of TINKER_BASE_URL and TINKER_API_KEY. For
+    each one that is not set, it starts a local server or engine. Ctrl-C finishes the current step, saves a checkpoint
+    and exits.
     """
     from deployments.methods import config_type_of, flow_of
-    from flows.command_line import run as run_flow
-    from flows.command_line import show_result
-    from flows.config_file import describe_fields, load_config
+    from flows.config.loader import describe_fields, load_config
+    from flows.runs.cli import run as run_flow
+    from flows.runs.cli import show_result
 
     if fields:
         typer.echo("\n".join(describe_fields(config_type_of(method))))
@@ -41,30 +42,34 @@ def run(
 
 
 def resume(run_name: RunName, overrides: Overrides = None, storage: Storage = "") -> None:
-    """Go on with a run that was stopped or killed, from the config that its directory keeps.
+    """Resume a stopped or killed run with the config stored in its directory.
 
-    Fields that do not change what is trained may be given anew, as budget.usd=20 or base_url=local.
+    Example: `tinker-flows resume mine budget.usd=20`
+
+    Overrides may change fields that do not affect training, such as budget.usd or base_url.
     """
     from deployments.methods import flow_of
-    from deployments.recorded_run import config_to_go_on, recorded_run
-    from flows.command_line import run as run_flow
-    from flows.command_line import show_result
+    from deployments.run_lookup import find_run, resume_config
+    from flows.runs.cli import run as run_flow
+    from flows.runs.cli import show_result
 
-    method, config = config_to_go_on(recorded_run(run_name, storage), overrides or [])
+    method, config = resume_config(find_run(run_name, storage), overrides or [])
     show_result(run_flow(flow_of(method), config))
 
 
 def status(
     run_name: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="A run, to see all of it; without one, all runs.", show_default=False)
+        str,
+        typer.Argument(metavar="[RUN]", help="Show details of this run; default: list all runs.", show_default=False),
     ] = "",
     storage: Storage = "",
     as_json: Json = False,
 ) -> None:
-    """List the runs of a storage: state, steps, last checkpoint, metric, MLflow run, and who writes them now.
+    """List runs with state, steps, last checkpoint, metric, MLflow run and writing process.
 
-    The states: running; finished; stopped, by Ctrl-C, a cancel or its budget; failed, with a sentence; killed, which
-    left no word. All but finished ones go on with `tinker-flows resume RUN`.
+    States: running; finished; stopped (Ctrl-C, cancelled or budget spent); failed (with a reason); killed (by kill -9
+    or a machine failure); unknown (MLflow is unreachable). `tinker-flows resume RUN` continues a run in every state but
+    running and finished.
     """
     from deployments.status import show_run, show_runs
 
@@ -77,13 +82,30 @@ def status(
 def report(
     run_name: RunName,
     storage: Storage = "",
-    again: Annotated[bool, typer.Option("--again", help="Make it anew, for a run that went on since.")] = False,
-    open_it: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    rebuild: Annotated[bool, typer.Option("--again", help="Rebuild an existing report from newer metrics.")] = False,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
 ) -> None:
-    """Print where the report of a run is, and make it from what MLflow has where it is missing."""
-    from deployments.run_report import report_of
+    """Print the location of a run's HTML report; build the report from MLflow if it is missing."""
+    from deployments.run_lookup import report_of
 
-    where = report_of(run_name, storage, again=again)
-    typer.echo(where)
+    location = report_of(run_name, storage, rebuild=rebuild)
+    typer.echo(location)
     if open_it:
-        typer.launch(where)
+        typer.launch(location)
+
+
+def sweep(overrides: Overrides = None, config: ConfigFile = None) -> None:
+    """Run a method with many configs, compare the trials and report the best.
+
+    Example: `tinker-flows sweep --config examples/sweep.yaml concurrency=4`
+
+    Each trial is a run that `tinker-flows status` lists. The same command resumes a stopped sweep.
+    `python -m flows.sweep --help` lists the config fields.
+    """
+    from flows.config.loader import load_config
+    from flows.runs.cli import run as run_flow
+    from flows.sweep import show_sweep
+    from flows.sweep import sweep as sweep_flow
+    from flows.sweeps.config import SweepConfig
+
+    show_sweep(run_flow(sweep_flow, load_config(SweepConfig, config, overrides or [])))

@@ -1,4 +1,4 @@
-"""Commands around the servers that runs use: start all of them, look whether they are there, have one watch runs."""
+"""Commands for the servers that runs use: start them locally, check them, set up a Prefect server."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from deployments.cli.options import Json
+from deployments.cli.options import BaseUrl, Json
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add this file's commands."""
+    """Register the commands of this module."""
     for command in (up, doctor, automations, recipes):
         app.command(rich_help_panel="Servers")(command)
 
@@ -21,41 +21,46 @@ def up(
         typer.Option(
             "--engine-model",
             metavar="NAME",
-            help="A model that the engine serves: tiny, smollm2-135m, a Hugging Face directory or hub name; repeat it "
-            "for several.",
-            show_default="tiny, and smollm2-135m where its weights are installed",
+            help="Model that the engine serves: tiny, smollm2-135m, a Hugging Face directory or a hub name. Repeat the "
+            "option for several models.",
+            show_default="tiny, and smollm2-135m if its weights are installed",
         ),
     ] = None,
     engine: Annotated[
         bool,
-        typer.Option(help="Start an engine; without one, runs use TINKER_BASE_URL and TINKER_API_KEY as they are."),
+        typer.Option(help="Start a local engine; without one, runs use TINKER_BASE_URL and TINKER_API_KEY."),
     ] = True,
 ) -> None:
-    """Start all that runs use on this machine: engine, Prefect, MLflow, the deployments and a worker for them.
+    """Start all local services: engine, Prefect, MLflow, deployments and a worker.
 
-    It prints where each is and its log, and what to export in another terminal. Ctrl-C, or the end of this process,
-    takes all of it down. What runs leave stays in the project's home, and the next `up` shows it.
+    Prints the URL and log file of each service and the variables to export in another terminal. Ctrl-C stops all
+    services. Runs and databases stay in the project home for the next `up`.
     """
-    from deployments.up import up as start_all
+    from deployments.up import up as start_services
 
-    start_all(engine_models or None, with_engine=engine)
+    start_services(engine_models or None, with_engine=engine)
 
 
 def doctor(
-    base_url: Annotated[
-        str, typer.Option("--base-url", metavar="WHERE", help="Tinker service, as in a config.", show_default=False)
-    ] = "",
+    base_url: BaseUrl = "",
     storage: Annotated[
-        str, typer.Option("--storage", metavar="WHERE", help="Run storage, as in a config.", show_default=False)
+        str,
+        typer.Option(
+            "--storage", metavar="WHERE", help="Run storage, like the config field storage.", show_default=False
+        ),
     ] = "",
     tracking: Annotated[
-        str, typer.Option("--tracking", metavar="WHERE", help="MLflow tracking, as in a config.", show_default=False)
+        str,
+        typer.Option(
+            "--tracking", metavar="WHERE", help="MLflow tracking, like the config field tracking.", show_default=False
+        ),
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Check what a run would meet: versions, Tinker service and key, Prefect, MLflow, storage, and say what to do.
+    """Check everything a run needs: package versions, Tinker service and key, Prefect, MLflow and storage.
 
-    Exits 1 where a run could not start. Without options it looks at what the environment names.
+    Each failed check says how to fix it. Exits with status 1 if a run could not start. Without options, the command
+    checks the services selected by the environment.
     """
     from deployments.doctor import show_checks
 
@@ -64,7 +69,7 @@ def doctor(
 
 
 def automations() -> None:
-    """Have the Prefect server of PREFECT_API_URL see runs that died, and start those of tagged deployments again."""
+    """Install automations on the Prefect server of PREFECT_API_URL that detect crashed runs and restart them."""
     from deployments.automations import install_all
 
     install_all()
@@ -72,11 +77,11 @@ def automations() -> None:
 
 def recipes(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="As in docs/recipes.md; all by default.")
+        list[str] | None, typer.Argument(metavar="NAME", help="Recipes of docs/recipes.md; default: all.")
     ] = None,
 ) -> None:
-    """Offer recipes of examples/ as deployments on the Prefect server of PREFECT_API_URL."""
+    """Deploy the recipes of examples/ to the Prefect server of PREFECT_API_URL."""
     from deployments.recipes import RECIPES, deploy_recipes
 
-    for each in deploy_recipes(names or list(RECIPES)):
-        print(each)
+    for deployment in deploy_recipes(names or list(RECIPES)):
+        print(deployment)

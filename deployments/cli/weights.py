@@ -1,4 +1,4 @@
-"""Commands on the weights that runs have left: measure them, compare them, take them elsewhere."""
+"""Commands for trained weights: evaluate, compare and export them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Checkpoint = Annotated[
     str,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="`RUN`, `RUN@STEP`, `RUN@best`, `RUN@final`, a `tinker://` path, or `base`, which is the model alone.",
+        help="`RUN`, `RUN@STEP`, `RUN@best`, `RUN@final`, a `tinker://` path, or `base` for the base model.",
         show_default=False,
     ),
 ]
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add this file's commands."""
+    """Register the commands of this module."""
     for command in (evaluate, compare, export):
         app.command(rich_help_panel="Weights")(command)
 
@@ -31,43 +31,48 @@ def evaluate(
     overrides: Overrides = None,
     config: ConfigFile = None,
     baseline: Annotated[
-        str, typer.Option("--baseline", metavar="CHECKPOINT", help="Measure these too, beside it.", show_default=False)
+        str,
+        typer.Option(
+            "--baseline", metavar="CHECKPOINT", help="Checkpoint to evaluate for comparison.", show_default=False
+        ),
     ] = "",
 ) -> None:
-    """Measure weights by the evaluators of a config, beside a baseline, and register them where they are good enough.
+    """Evaluate a checkpoint, optionally against a baseline, and register it as a model if it is good enough.
 
     Example: `tinker-flows evaluate mine@best --baseline base --config evaluate.yaml`
 
-    `python -m flows.evaluate --help` lists the fields of the config.
+    `python -m flows.evaluate --help` lists the config fields, including the condition for registering a model.
     """
-    from flows.command_line import run as run_flow
-    from flows.config_file import load_config
+    from flows.config.loader import load_config
     from flows.evaluate import EvaluateConfig, show_evaluation
     from flows.evaluate import evaluate as evaluate_flow
+    from flows.runs.cli import run as run_flow
 
-    given = [*_field("checkpoint", checkpoint), *_field("baseline", baseline)]
-    show_evaluation(run_flow(evaluate_flow, load_config(EvaluateConfig, config, [*(overrides or []), *given])))
+    options = [*_override("checkpoint", checkpoint), *_override("baseline", baseline)]
+    show_evaluation(run_flow(evaluate_flow, load_config(EvaluateConfig, config, [*(overrides or []), *options])))
 
 
 def compare(
     checkpoint: Checkpoint,
     overrides: Overrides = None,
     config: ConfigFile = None,
-    against: Annotated[str, typer.Option("--against", metavar="CHECKPOINT", help="What it is compared with.")] = "base",
+    against: Annotated[
+        str, typer.Option("--against", metavar="CHECKPOINT", help="Checkpoint to compare with.")
+    ] = "base",
 ) -> None:
-    """Ask two policies the same questions: KL, perplexity, entropy, diversity, and which answers a judge prefers.
+    """Compare the completions of two checkpoints: KL, perplexity, entropy, diversity and a judge's preference.
 
     Example: `tinker-flows compare mine@best --config compare.yaml num_samples=8`
 
-    `python -m flows.compare --help` lists the fields of the config.
+    `python -m flows.compare --help` lists the config fields.
     """
-    from flows.command_line import run as run_flow
     from flows.compare import CompareConfig, show_comparison
     from flows.compare import compare as compare_flow
-    from flows.config_file import load_config
+    from flows.config.loader import load_config
+    from flows.runs.cli import run as run_flow
 
-    given = [*_field("checkpoint", checkpoint), *_field("against", against)]
-    show_comparison(run_flow(compare_flow, load_config(CompareConfig, config, [*(overrides or []), *given])))
+    options = [*_override("checkpoint", checkpoint), *_override("against", against)]
+    show_comparison(run_flow(compare_flow, load_config(CompareConfig, config, [*(overrides or []), *options])))
 
 
 def export(
@@ -81,27 +86,27 @@ def export(
     ] = "",
     storage: Storage = "",
 ) -> None:
-    """Write the weights of a checkpoint as Hugging Face tools read them: merged with the base model, or the adapter.
+    """Export a checkpoint in Hugging Face format, as a merged model, as an adapter, or both.
 
     Example: `tinker-flows export mine@400 --merged exported`
 
-    `python -m flows.export --help` lists what else can be given as `field=value`.
+    `python -m flows.export --help` lists the other fields that `field=value` can set.
     """
-    from flows.command_line import run as run_flow
-    from flows.config_file import load_config
+    from flows.config.loader import load_config
     from flows.export import ExportConfig, show_export
     from flows.export import export as export_flow
+    from flows.runs.cli import run as run_flow
 
     if not (merged or adapter) or (merged and adapter and merged != adapter):
         raise ConfigError(
-            "Nothing says where to export to: give --merged OUT, --adapter OUT, or both with the same OUT."
+            "The output folder is missing or ambiguous: use --merged OUT, --adapter OUT, or both with the same OUT."
         )
     form = "both" if merged and adapter else "merged" if merged else "adapter"
     fields = {"checkpoint": checkpoint, "output": merged or adapter, "form": form, "storage": storage}
-    given = [field for name, value in fields.items() for field in _field(name, value)]
-    show_export(run_flow(export_flow, load_config(ExportConfig, None, [*(overrides or []), *given])))
+    options = [override for name, value in fields.items() for override in _override(name, value)]
+    show_export(run_flow(export_flow, load_config(ExportConfig, None, [*(overrides or []), *options])))
 
 
-def _field(name: str, value: str) -> list[str]:
-    """As an override; quoted, so that it is taken for no number."""
+def _override(name: str, value: str) -> list[str]:
+    """Return a `field=value` override, quoted so that YAML reads the value as a string; empty if there is no value."""
     return [f"{name}={json.dumps(value)}"] if value else []

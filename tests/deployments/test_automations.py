@@ -1,4 +1,4 @@
-"""Runs that are killed, started again, stopped on a warning, and told of, by the automations of a real server."""
+"""Automations of a real Prefect server: crash detection, restart, stop on a warning, notification."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from deployments.automations import (
     RESTART_TAG,
     STOP_TAG,
     WEBHOOK_BLOCK,
-    crashed,
+    crash_automation,
     install,
     install_all,
-    restarted,
+    restart_automation,
 )
-from flows.events import emit
-from flows.sft import SftConfig, sft
+from flows.config.train import SftConfig
+from flows.monitoring.events import emit
+from flows.sft import sft
 
 T = TypeVar("T")
 
@@ -69,15 +70,15 @@ def flow_run(run_name: str) -> FlowRun | None:
         return next(iter(client.read_flow_runs(flow_run_filter=name)), None)
 
 
-def ended(run_name: str) -> FlowRun | None:
+def completed(run_name: str) -> FlowRun | None:
     run = flow_run(run_name)
     return run if run and run.state and run.state.is_completed() else None
 
 
-def wait_for(found: Callable[[], T | None], limit_s: float) -> T:
+def wait_for(condition: Callable[[], T | None], limit_s: float) -> T:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        if result := found():
+        if result := condition():
             return result
         time.sleep(0.2)
     raise AssertionError(f"not within {limit_s} s")
@@ -89,13 +90,13 @@ def checkpoints(folder: Path, run_name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_a_terminal_is_crashed_within_two_minutes(
+def test_a_killed_terminal_run_is_crashed_within_two_minutes(
     tmp_path: Path, prefect_server: str, engine_url: str
 ) -> None:
-    install(crashed())
-    install(crashed())  # a second time changes it
+    install(crash_automation())
+    install(crash_automation())  # installing again replaces it
     with get_client(sync_client=True) as client:
-        assert [each.name for each in client.read_automations_by_name("tinker-flows: crashed")]
+        assert [automation.name for automation in client.read_automations_by_name("tinker-flows: crashed")]
     config = tmp_path / "sft.yaml"
     config.write_text(yaml.safe_dump(fields(tmp_path, "killed-in-a-terminal", engine_url)))
     command = [sys.executable, "-m", "flows.sft", "--config", str(config)]
@@ -112,7 +113,7 @@ def test_a_killed_run_of_a_terminal_is_crashed_within_two_minutes(
 
 @contextmanager
 def served_run(api: str, config: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
-    """A run of a served deployment that has saved something; the process that serves it."""
+    """Run a served deployment until its first checkpoint; yields the serving process."""
     serving = subprocess.Popen(
         [sys.executable, "-c", SERVE, json.dumps(config)],
         env=environment(api),
@@ -133,15 +134,13 @@ def served_run(api: str, config: dict[str, Any]) -> Iterator[subprocess.Popen[by
 
 
 @pytest.mark.slow
-def test_a_crashed_run_of_a_deployment_is_started_again_and_goes_on(
-    tmp_path: Path, prefect_server: str, engine_url: str
-) -> None:
-    install(restarted())
+def test_a_crashed_deployment_run_restarts_and_resumes(tmp_path: Path, prefect_server: str, engine_url: str) -> None:
+    install(restart_automation())
     run_name = "killed-on-a-worker"
     with served_run(prefect_server, fields(tmp_path, run_name, engine_url)) as serving:
         for child in psutil.Process(serving.pid).children(recursive=True):
             child.kill()
-        run = wait_for(lambda: ended(run_name), 240)
+        run = wait_for(lambda: completed(run_name), 240)
     assert run.run_count == 2
     steps = [record["step"] for record in checkpoints(tmp_path, run_name)]
     assert steps == sorted(set(steps))
@@ -149,7 +148,7 @@ def test_a_crashed_run_of_a_deployment_is_started_again_and_goes_on(
 
 
 @pytest.mark.slow
-def test_a_cancelled_run_of_a_deployment_saves_the_step_under_way(
+def test_a_cancelled_deployment_run_saves_its_current_step(
     tmp_path: Path, prefect_server: str, engine_url: str
 ) -> None:
     run_name = "cancelled-on-a-worker"
@@ -165,7 +164,7 @@ def test_a_cancelled_run_of_a_deployment_saves_the_step_under_way(
 
 @contextmanager
 def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The address of a real HTTP server, and what was sent to it."""
+    """Run a real HTTP server; yields its URL and the received payloads."""
     received: list[dict[str, Any]] = []
 
     class Receiver(BaseHTTPRequestHandler):
@@ -189,7 +188,7 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 @pytest.mark.slow
-def test_a_webhook_hears_of_warnings_spent_budgets_and_failures(
+def test_webhook_receives_warnings_spent_budgets_and_failures(
     tmp_path: Path, prefect_server: str, engine_url: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
@@ -197,9 +196,9 @@ def test_a_webhook_hears_of_warnings_spent_budgets_and_failures(
     assert f"save a Webhook block named {WEBHOOK_BLOCK!r}" in capsys.readouterr().out
     dominant = [{"name": "confidence", "weight": 1.0}]
     watched = {"regularizers": dominant, "watch": {"dominance_above": 1e-9, "conflict_below": 0, "patience": 1}}
-    # Longer than a step, so that there is a checkpoint to end at, and shorter than the run.
+    # The budget is longer than a step, so that a checkpoint exists, and shorter than the run.
     spent = {"objective": watched, "budget": {"hours": 20 / 3600}, "checkpoint_every": 1}
-    config = SftConfig.model_validate(fields(tmp_path, "told-of", engine_url) | spent)
+    config = SftConfig.model_validate(fields(tmp_path, "notified", engine_url) | spent)
 
     @flow
     def broken() -> None:
@@ -211,33 +210,36 @@ def test_a_webhook_hears_of_warnings_spent_budgets_and_failures(
         with tags(NOTIFY_TAG):
             sft(config)
             broken(return_state=True)
-        broken(return_state=True)  # one that nobody asked to hear of
+        broken(return_state=True)  # a run without the tag
 
-        def heard() -> list[dict[str, Any]] | None:
-            kinds = {each["event"] for each in received}
+        def received_all() -> list[dict[str, Any]] | None:
+            kinds = {payload["event"] for payload in received}
             return received if {"tinker-flows.budget", "prefect.flow-run.Failed"} <= kinds else None
 
-        wait_for(heard, 120)
+        wait_for(received_all, 120)
         time.sleep(2.0)
-    by_event = {kind: [each for each in received if each["event"] == kind] for kind in {e["event"] for e in received}}
+    by_event = {
+        kind: [payload for payload in received if payload["event"] == kind]
+        for kind in {payload["event"] for payload in received}
+    }
     assert by_event.keys() == {"tinker-flows.dominance", "tinker-flows.budget", "prefect.flow-run.Failed"}
     (dominance,) = by_event["tinker-flows.dominance"]
-    assert dominance["run"] == "told-of"
+    assert dominance["run"] == "notified"
     assert dominance["message"].startswith("Term 'confidence' has had more than 0% of the gradient")
     payload = dominance["payload"]
-    assert (payload["run_name"], payload["terms"], payload["step"]) == ("told-of", ["confidence"], 0)
+    assert (payload["run_name"], payload["terms"], payload["step"]) == ("notified", ["confidence"], 0)
     assert 0 < payload["share"] <= 1
     (budget,) = by_event["tinker-flows.budget"]
-    assert budget["message"].startswith("The run ended at a checkpoint before step")
+    assert budget["message"].startswith("The run stopped at a checkpoint before step")
     assert {"step", "hours", "num_train_tokens"} <= budget["payload"].keys()
     (failure,) = by_event["prefect.flow-run.Failed"]
     assert 'no "quotes" </here>' in failure["message"]
 
 
 @pytest.mark.slow
-def test_a_warning_of_a_trial_stops_its_whole_sweep(prefect_server: str) -> None:
+def test_a_warning_of_a_trial_stops_its_sweep(prefect_server: str) -> None:
     install_all()
-    install_all()  # a second time changes them
+    install_all()  # installing again replaces them
 
     @flow
     def trial() -> None:
@@ -248,7 +250,7 @@ def test_a_warning_of_a_trial_stops_its_whole_sweep(prefect_server: str) -> None
         own = FlowRunContext.get()
         assert own is not None
         assert own.flow_run is not None
-        with TagsContext(current_tags=set()):  # as a sweep runs its trials
+        with TagsContext(current_tags=set()):  # a sweep runs its trials without tags
             trial()
         with get_client(sync_client=True) as client:
             wait_for(lambda: (s := client.read_flow_run(own.flow_run.id).state) and s.is_cancelling(), 60)

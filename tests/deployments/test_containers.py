@@ -1,4 +1,4 @@
-"""The files for containers, as far as they can be held to anything without a container: see docs/deployments.md."""
+"""Container files, checked as far as possible without running a container; see docs/deployments.md."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import prefect
+import pytest
 import yaml
 from mlflow.cli import cli as mlflow_cli
 from prefect.client.orchestration import get_client
@@ -25,19 +26,19 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 WORK_POOL = json.loads((FOLDER / "kubernetes-work-pool.json").read_text())
 MANIFESTS = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
 
-# Of the Compose specification; a misspelt one would be refused by docker alone.
+# Keys of the Compose specification; only docker itself would reject a misspelled key.
 SERVICE_KEYS = {
     "build", "command", "configs", "depends_on", "environment", "healthcheck", "image", "ports", "profiles", "restart",
     "stop_grace_period", "volumes",
 }  # fmt: skip
 
 
-def test_the_image_has_every_package_and_what_its_installation_reads() -> None:
+def test_image_contains_every_package_and_install_file() -> None:
     lines = (FOLDER / "Containerfile").read_text().splitlines()
     copied = {source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]}
     assert all((ROOT / source).exists() for source in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {each.rstrip("*") for each in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    packages = {package.rstrip("*") for package in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     assert copied >= packages | {"pyproject.toml", "constraints.txt", project["project"]["readme"]}
     assert "postgres" in project["project"]["optional-dependencies"]
     installed = (ROOT / "Makefile").read_text()
@@ -46,7 +47,7 @@ def test_the_image_has_every_package_and_what_its_installation_reads() -> None:
         assert pinned in installed
 
 
-def test_the_services_refer_to_what_is_there() -> None:
+def test_compose_references_exist() -> None:
     assert COMPOSE.keys() == {"name", "x-image", "x-run", "services", "volumes", "configs"}
     for name, service in SERVICES.items():
         assert service.keys() <= SERVICE_KEYS, name
@@ -55,12 +56,12 @@ def test_the_services_refer_to_what_is_there() -> None:
             assert volume.partition(":")[0] in COMPOSE["volumes"], name
         for config in service.get("configs", ()):
             assert config["source"] in COMPOSE["configs"], name
-        for other, needed in service.get("depends_on", {}).items():
-            if needed["condition"] == "service_healthy":
+        for other, dependency in service.get("depends_on", {}).items():
+            if dependency["condition"] == "service_healthy":
                 assert "healthcheck" in SERVICES[other], (name, other)
-            if needed["condition"] == "service_completed_successfully":
+            if dependency["condition"] == "service_completed_successfully":
                 assert SERVICES[other]["restart"] == "no", (name, other)
-    assert {volume for each in SERVICES.values() for volume in each.get("volumes", ())} >= {
+    assert {volume for service in SERVICES.values() for volume in service.get("volumes", ())} >= {
         f"{volume}:/var/lib/tinker-flows" for volume in ("mlflow", "engine", "worker")
     }
     build = SERVICES["prefect"]["build"]
@@ -75,11 +76,11 @@ def test_addresses_name_services_and_their_ports() -> None:
             assert (host, port) in listening.items(), (host, port)
     for name, port in listening.items():
         assert not port or port in " ".join(SERVICES[name]["command"]), name
-    published = [port for each in SERVICES.values() for port in each.get("ports", ())]
-    assert all(port.startswith("127.0.0.1:") for port in published), "nobody asks for a password there"
+    published = [port for service in SERVICES.values() for port in service.get("ports", ())]
+    assert all(port.startswith("127.0.0.1:") for port in published), "the ports have no authentication"
 
 
-def test_every_setting_of_prefect_is_one() -> None:
+def test_prefect_settings_exist() -> None:
     known = set(_get_settings_fields(Settings))
     files = (FOLDER / "compose.yaml").read_text() + (FOLDER / "kubernetes.yaml").read_text()
     named = set(re.findall(r"^ *(PREFECT_[A-Z_]+):", files, re.MULTILINE))
@@ -87,24 +88,25 @@ def test_every_setting_of_prefect_is_one() -> None:
     assert named <= known
 
 
-def test_the_commands_of_the_services_take_their_options() -> None:
+@pytest.mark.process
+def test_service_commands_accept_their_options() -> None:
     server = mlflow_cli.commands["server"]
     options = {option for parameter in server.params for option in parameter.opts}
-    given = [each.partition("=")[0] for each in SERVICES["mlflow"]["command"] if each.startswith("--")]
-    assert set(given) <= options
+    used = [argument.partition("=")[0] for argument in SERVICES["mlflow"]["command"] if argument.startswith("--")]
+    assert set(used) <= options
     help_text = subprocess.run([sys.executable, "-m", "engine", "--help"], cwd=ROOT, capture_output=True, text=True)
     for option in SERVICES["engine"]["command"]:
         assert not option.startswith("--") or option in help_text.stdout
     assert "deployments/prefect.yaml" in SERVICES["setup"]["command"][-1]
 
 
-def test_a_server_takes_the_kubernetes_work_pool(prefect_server: str) -> None:
+def test_a_server_accepts_the_kubernetes_work_pool(prefect_server: str) -> None:
     with get_client(sync_client=True) as client:
-        made = client.create_work_pool(WorkPoolCreate(name="k8s", type="kubernetes", base_job_template=WORK_POOL))
-        assert client.read_work_pool(made.name).base_job_template == WORK_POOL
+        pool = client.create_work_pool(WorkPoolCreate(name="k8s", type="kubernetes", base_job_template=WORK_POOL))
+        assert client.read_work_pool(pool.name).base_job_template == WORK_POOL
 
 
-def test_the_kubernetes_work_pool_has_all_that_its_worker_reads() -> None:
+def test_kubernetes_work_pool_has_every_worker_variable() -> None:
     known = Path(prefect.__file__).parent / "server/api/collections_data/views/aggregate-worker-metadata.json"
     default = json.loads(known.read_text())["prefect-kubernetes"]["kubernetes"]["default_base_job_configuration"]
     assert WORK_POOL["job_configuration"].keys() == default["job_configuration"].keys()
@@ -113,12 +115,12 @@ def test_the_kubernetes_work_pool_has_all_that_its_worker_reads() -> None:
     assert used <= WORK_POOL["variables"]["properties"].keys()
 
 
-def test_the_manifests_fit_the_work_pool() -> None:
-    kinds = [each["kind"] for each in MANIFESTS]
+def test_manifests_match_the_work_pool() -> None:
+    kinds = [manifest["kind"] for manifest in MANIFESTS]
     assert kinds == ["ServiceAccount", "ServiceAccount", "Role", "RoleBinding", "Deployment"]
     namespace = WORK_POOL["variables"]["properties"]["namespace"]["default"]
-    assert {each["metadata"]["namespace"] for each in MANIFESTS} == {namespace}
-    accounts = [each["metadata"]["name"] for each in MANIFESTS if each["kind"] == "ServiceAccount"]
+    assert {manifest["metadata"]["namespace"] for manifest in MANIFESTS} == {namespace}
+    accounts = [manifest["metadata"]["name"] for manifest in MANIFESTS if manifest["kind"] == "ServiceAccount"]
     worker = MANIFESTS[-1]["spec"]["template"]
     assert [
         worker["spec"]["serviceAccountName"],

@@ -1,4 +1,4 @@
-"""`tinker-flows doctor`: what is well, and what a run could not start with, each by a sentence."""
+"""`tinker-flows doctor`: passed checks, and failed checks with an explanation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NAMES = ["versions", "home", "Tinker service", "API key", "Prefect", "MLflow", "
 
 
 @pytest.fixture(autouse=True)
-def nothing_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """An environment that names no service, and a new home."""
+def no_services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Use an environment that selects no service, and a new project home."""
     for name in ("TINKER_BASE_URL", "TINKER_API_KEY", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
@@ -27,23 +27,23 @@ def nothing_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, tuple[bool, str]]]:
-    """The exit status, and of each check whether it is well and what was found."""
-    with pytest.raises(SystemExit) as ended:
+    """Run the command; return its exit status and the checks by name."""
+    with pytest.raises(SystemExit) as exit_info:
         main(["doctor", "--json", *arguments])
     checks = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in checks] == NAMES
-    return int(ended.value.code or 0), {each["name"]: (each["ok"], each["found"]) for each in checks}
+    assert [check["name"] for check in checks] == NAMES
+    return int(exit_info.value.code or 0), {check["name"]: (check["ok"], check["found"]) for check in checks}
 
 
-def test_a_machine_without_any_service_is_well(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_all_checks_pass_without_services(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, checks = doctor(capsys)
     assert status == 0
     assert all(ok for ok, _ in checks.values()), checks
-    assert "each run starts for itself" in checks["Tinker service"][1]
+    assert "each run starts its own engine" in checks["Tinker service"][1]
     assert list((tmp_path / "home").iterdir()) == []
 
 
-def test_servers_that_run_are_well(
+def test_all_checks_pass_with_running_servers(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     prefect_server: str,
@@ -62,33 +62,32 @@ def test_servers_that_run_are_well(
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_what_does_not_answer_or_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    gone = f"http://127.0.0.1:{free_port()}"
+def test_unreachable_services_and_unwritable_storage_fail(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    unreachable = f"http://127.0.0.1:{free_port()}"
     (tmp_path / "file").touch()
-    with temporary_settings({PREFECT_API_URL: f"{gone}/api"}):
+    with temporary_settings({PREFECT_API_URL: f"{unreachable}/api"}):
         status, checks = doctor(
-            capsys, "--base-url", gone, "--tracking", gone, "--storage", str(tmp_path / "file" / "runs")
+            capsys, "--base-url", unreachable, "--tracking", unreachable, "--storage", str(tmp_path / "file" / "runs")
         )
     assert status == 1
     assert {name for name, (ok, _) in checks.items() if not ok} == set(NAMES) - {"versions", "home"}
     for name in ("Tinker service", "Prefect", "MLflow"):
-        assert "does not answer" in checks[name][1]
+        assert "does not respond" in checks[name][1]
     assert "Not a directory" in checks["storage"][1]
 
 
-def test_a_wrong_key_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.process
+def test_a_wrong_key_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with running_engine(tmp_path / "engine", environment={"TINKER_ENGINE_API_KEY": "tml-right"}) as engine:
         monkeypatch.setenv("TINKER_BASE_URL", engine.url)
         monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
         status, checks = doctor(capsys)
         assert status == 1
         assert {name for name, (ok, _) in checks.items() if not ok} == {"API key"}
-        assert "refused the API key (401)" in checks["API key"][1]
+        assert "rejected the API key (401)" in checks["API key"][1]
 
 
-def test_a_package_of_another_version_is_told(
+def test_a_wrong_package_version_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     metadata = tmp_path / "tinker_flows-9.dist-info"
@@ -100,6 +99,6 @@ def test_a_package_of_another_version_is_told(
     monkeypatch.syspath_prepend(str(tmp_path))
     status, checks = doctor(capsys)
     assert status == 1
-    ok, found = checks["versions"]
+    ok, message = checks["versions"]
     assert not ok
-    assert "has to be <3; absent-one is not installed: call `make install`" in found
+    assert "does not satisfy <3; absent-one is not installed: run `make install`" in message

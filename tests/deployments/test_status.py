@@ -1,4 +1,4 @@
-"""`tinker-flows status`, `resume` and `report` on real runs: one under way, finished, failed, killed."""
+"""`tinker-flows status`, `resume` and `report` on real runs: running, finished, failed and killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(folder: Path, prefect_server: str, engine_url: str) -> Iterator[dict[str, str]]:
-    """What a terminal exports; in force here too."""
+    """Exports of a terminal, also active in this process."""
     exports = {
         "PREFECT_API_URL": prefect_server,
         "TINKER_BASE_URL": engine_url,
@@ -50,20 +50,20 @@ def config(folder: Path) -> Path:
 
 def status(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main(["status", "--json", *arguments])
-    assert ended.value.code == 0
+    assert exit_info.value.code == 0
     return json.loads(capsys.readouterr().out)
 
 
 def tinker_flows(*arguments: str) -> object:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main(arguments)
-    return ended.value.code
+    return exit_info.value.code
 
 
 @pytest.mark.timeout(900)
-def test_a_run_under_way_then_killed_then_resumed_to_its_end_and_reported(
+def test_status_of_a_running_killed_and_resumed_run(
     capsys: pytest.CaptureFixture[str], environment: dict[str, str], folder: Path, config: Path
 ) -> None:
     assert status(capsys) == []
@@ -109,16 +109,14 @@ def test_a_run_under_way_then_killed_then_resumed_to_its_end_and_reported(
     assert report.read_text().count("<svg") == num_drawings > 0
 
 
-def test_a_failed_run_says_why_and_both_are_listed(
-    capsys: pytest.CaptureFixture[str], environment: dict[str, str], config: Path
-) -> None:
+def test_status_of_a_failed_run(capsys: pytest.CaptureFixture[str], environment: dict[str, str], config: Path) -> None:
     code = tinker_flows("run", "sft", "--config", str(config), "run_name=failed", "data.params.nonsense=1")
     assert str(code).startswith("error: ")
     failed = status(capsys, "failed")
     assert (failed["state"], failed["step"], failed["checkpoint_step"]) == ("failed", 0, None)
-    assert {each["run_name"]: each["state"] for each in status(capsys)}["failed"] == "failed"
+    assert {run["run_name"]: run["state"] for run in status(capsys)}["failed"] == "failed"
     assert tinker_flows("status") == 0
     shown = capsys.readouterr().out
     assert "failed" in shown
     assert tinker_flows("status", "failed") == 0
-    assert str(tinker_flows("report", "failed")).startswith("error: The run 'failed' has logged no step yet")
+    assert str(tinker_flows("report", "failed")).startswith("error: Run 'failed' has not logged a step yet")

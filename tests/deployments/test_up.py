@@ -1,4 +1,4 @@
-"""`tinker-flows up`: a whole laptop by one command, and nothing left of it but what runs keep."""
+"""`tinker-flows up`: all services start with one command and stop without leftovers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from chaos.servers import MARK, processes_of
 
 from blocks.errors import StorageError
-from deployments.laptop import Laptop, engine_key, note, only_one, port_for
+from deployments.local_stack import LocalStack, choose_port, engine_key, record_stack, stack_lock
 
 T = TypeVar("T")
 
@@ -30,31 +30,31 @@ COMMAND = [sys.executable, "-m", "deployments.command_line", "up"]
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """A `tinker-flows up` in a process of its own."""
+    """`tinker-flows up` in a separate process."""
 
     process: subprocess.Popen[bytes]
     home: Path
     out: Path
 
-    def noted(self) -> dict[str, Any]:
+    def state_file(self) -> dict[str, Any]:
         return json.loads((self.home / "up.json").read_text())
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Ask its Prefect server."""
-        url = f"{self.noted()['exports']['PREFECT_API_URL']}/{path}"
-        answer = httpx.request(method, url, json=body, timeout=60)
-        answer.raise_for_status()
-        return answer.json()
+    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Send a request to its Prefect server."""
+        url = f"{self.state_file()['exports']['PREFECT_API_URL']}/{path}"
+        response = httpx.request(method, url, json=body, timeout=60)
+        response.raise_for_status()
+        return response.json()
 
     def start_run(self, run_name: str, **fields: Any) -> str:
-        """Start a run of the deployment `sft`, on the services that `up` names; its flow run's id."""
-        deployment = self.ask("GET", "deployments/name/sft/sft")
+        """Start a run of the deployment `sft` on the exported services; return its flow run id."""
+        deployment = self.request("GET", "deployments/name/sft/sft")
         config = deployment["parameters"]["config"] | {"run_name": run_name, "base_url": "", "objective": {}, **fields}
         body = {"parameters": {"config": config}, "name": run_name}
-        return self.ask("POST", f"deployments/{deployment['id']}/create_flow_run", body)["id"]
+        return self.request("POST", f"deployments/{deployment['id']}/create_flow_run", body)["id"]
 
     def state(self, flow_run: str) -> str:
-        return self.ask("GET", f"flow_runs/{flow_run}")["state"]["type"]
+        return self.request("GET", f"flow_runs/{flow_run}")["state"]["type"]
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -63,7 +63,7 @@ def environment(home: Path) -> dict[str, str]:
 
 @contextmanager
 def started(home: Path, *arguments: str) -> Iterator[Up]:
-    """Start one, and do not wait for it; whatever is left of it at the end is killed."""
+    """Start `tinker-flows up` without waiting; kill all its processes at the end."""
     home.mkdir(exist_ok=True)
     out = home.with_suffix(".out")
     with out.open("ab") as output:
@@ -79,10 +79,10 @@ def started(home: Path, *arguments: str) -> Iterator[Up]:
             os.kill(pid, signal.SIGKILL)
 
 
-def wait_for(up: Up, found: Callable[[], T], limit_s: float = 400) -> T:
+def wait_for(up: Up, condition: Callable[[], T], limit_s: float = 400) -> T:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        if result := found():
+        if result := condition():
             return result
         assert up.process.poll() is None, up.out.read_text()
         time.sleep(0.2)
@@ -93,7 +93,7 @@ def until_ready(up: Up) -> None:
     wait_for(up, lambda: "Ready in " in up.out.read_text())
 
 
-def gone(home: Path) -> bool:
+def all_ended(home: Path) -> bool:
     deadline = time.monotonic() + 120
     while processes_of(str(home)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -102,12 +102,12 @@ def gone(home: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_laptop_runs_a_deployment_stops_in_good_order_and_has_it_the_next_day(tmp_path: Path) -> None:
+def test_up_runs_a_deployment_stops_and_resumes_on_the_next_start(tmp_path: Path) -> None:
     home = tmp_path / "home"
     with started(home, "--engine-model", "tiny") as up:
         until_ready(up)
-        exports = up.noted()["exports"]
-        for place in up.noted()["places"]:
+        exports = up.state_file()["exports"]
+        for place in up.state_file()["places"]:
             page = httpx.get(place["url"], headers={"Accept": "text/html"}, follow_redirects=True, timeout=60)
             assert page.status_code == 200, place
             assert Path(place["log"]).exists()
@@ -117,7 +117,7 @@ def test_a_laptop_runs_a_deployment_stops_in_good_order_and_has_it_the_next_day(
 
         second = subprocess.run(COMMAND, cwd=ROOT, env=environment(home), capture_output=True, text=True, timeout=120)
         assert second.returncode == 1
-        assert f"runs in this home already, as process {up.process.pid}" in second.stderr
+        assert f"already runs in this project home as process {up.process.pid}" in second.stderr
 
         first_run = up.start_run("first", num_steps=2, eval_every=0)
         wait_for(up, lambda: up.state(first_run) in ("COMPLETED", "FAILED", "CRASHED"))
@@ -133,33 +133,33 @@ def test_a_laptop_runs_a_deployment_stops_in_good_order_and_has_it_the_next_day(
         assert up.process.wait(120) == 0, up.out.read_text()
         assert processes_of(str(home)) == []
         steps = len(checkpoints.read_text().splitlines())
-        assert "All of it is down." in up.out.read_text()
+        assert "All services are stopped." in up.out.read_text()
 
     up.out.unlink()
     with started(home, "--engine-model", "tiny") as up:
         until_ready(up)
-        assert up.noted()["exports"]["TINKER_API_KEY"] == exports["TINKER_API_KEY"]
+        assert up.state_file()["exports"]["TINKER_API_KEY"] == exports["TINKER_API_KEY"]
         assert up.state(first_run) == "COMPLETED"
-        assert set(mlflow_runs(up.noted()["exports"])) == {"first", "long"}
-        # Its deployment has the tag by which a run that ended with its worker goes on.
+        assert set(mlflow_runs(up.state_file()["exports"])) == {"first", "long"}
+        # The deployment has the restart tag, so the run resumes with the new worker.
         wait_for(up, lambda: len(checkpoints.read_text().splitlines()) > steps)
         assert up.state(long_run) == "RUNNING"
         up.process.kill()
-        assert gone(home)
+        assert all_ended(home)
 
 
 def mlflow_runs(exports: dict[str, str]) -> dict[str, str]:
-    """The runs that the MLflow server knows, each with the Tinker service it was on."""
+    """Return the Tinker service URL of each run on the MLflow server by run name."""
     uri = f"{exports['MLFLOW_TRACKING_URI']}/api/2.0/mlflow"
     experiment = httpx.get(f"{uri}/experiments/get-by-name?experiment_name=tinker-flows", timeout=60).json()
     body = {"experiment_ids": [experiment["experiment"]["experiment_id"]]}
     runs = httpx.post(f"{uri}/runs/search", json=body, timeout=60).json().get("runs", [])
     tags = [{tag["key"]: tag["value"] for tag in run["data"]["tags"]} for run in runs]
-    return {run["info"]["run_name"]: each["tinker.base_url"] for run, each in zip(runs, tags, strict=True)}
+    return {run["info"]["run_name"]: run_tags["tinker.base_url"] for run, run_tags in zip(runs, tags, strict=True)}
 
 
 @pytest.mark.slow
-def test_a_service_that_does_not_start_takes_the_others_with_it(tmp_path: Path) -> None:
+def test_a_failed_service_stops_the_others(tmp_path: Path) -> None:
     home = tmp_path / "home"
     with started(home, "--engine-model", "/absent") as up:
         assert up.process.wait(200) == 1
@@ -168,45 +168,44 @@ def test_a_service_that_does_not_start_takes_the_others_with_it(tmp_path: Path) 
     assert (home / "up.json").read_text() == ""
 
 
-def test_a_second_one_is_told_where_the_first_one_is(tmp_path: Path) -> None:
-    with only_one(tmp_path) as place:
-        note(place, Laptop(os.getpid(), (), {}))
-        with pytest.raises(StorageError, match=f"as process {os.getpid()} .and is still starting."), only_one(tmp_path):
+def test_a_second_up_is_told_about_the_first(tmp_path: Path) -> None:
+    with stack_lock(tmp_path) as lock_file:
+        record_stack(lock_file, LocalStack(os.getpid(), (), {}))
+        with pytest.raises(StorageError, match=f"as process {os.getpid()} .still starting."), stack_lock(tmp_path):
             pass
-    with only_one(tmp_path):
+    with stack_lock(tmp_path):
         assert (tmp_path / "up.json").stat().st_mode & 0o077 == 0
 
 
-def test_the_next_one_waits_for_the_services_of_one_that_was_killed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with (tmp_path / "up.json").open("a+") as place:
+@pytest.mark.process
+def test_up_waits_for_the_services_of_a_killed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "up.json").open("a+") as lock_file:
         with subprocess.Popen(["true"]) as ended:
             pass
-        note(place, Laptop(ended.pid, (), {}))
+        record_stack(lock_file, LocalStack(ended.pid, (), {}))
         hold = (
             "import fcntl, time; fcntl.flock(int(__import__('sys').argv[1]), fcntl.LOCK_EX); print(); time.sleep(1.5)"
         )
         service = subprocess.Popen(
-            [sys.executable, "-c", hold, str(place.fileno())], pass_fds=[place.fileno()], stdout=subprocess.PIPE
+            [sys.executable, "-c", hold, str(lock_file.fileno())], pass_fds=[lock_file.fileno()], stdout=subprocess.PIPE
         )
         assert service.stdout is not None
         service.stdout.readline()
-    with service, only_one(tmp_path):
+    with service, stack_lock(tmp_path):
         assert service.poll() is not None
-    assert "are ending; it is waited for them" in capsys.readouterr().err
+    assert "Waiting for the services of the previous" in capsys.readouterr().err
 
 
-def test_a_taken_port_is_left_to_whoever_has_it() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert port_for(port) != port
-    assert port_for(port) == port
+def test_choose_port_avoids_a_port_in_use() -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        assert choose_port(port) != port
+    assert choose_port(port) == port
 
 
-def test_the_key_of_the_engine_stays_the_same_and_private(tmp_path: Path) -> None:
+def test_engine_key_is_stable_and_private(tmp_path: Path) -> None:
     key = engine_key(tmp_path)
     assert key.startswith("tml-")
     assert engine_key(tmp_path) == key

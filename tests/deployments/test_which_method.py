@@ -1,45 +1,76 @@
-"""What the command advises, and the table of models."""
+"""`tinker-flows which-method` and `tinker-flows models`."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from deployments.command_line import main
 from deployments.methods import METHODS
-from deployments.which_method import HAVE, Have, advise
+from deployments.which_method import RESOURCES, Resource, advise
+from engine.models import resolve_model
+from flows.config.loader import load_config
+from flows.config.rlhf import RlhfConfig
+from objectives.import_path import import_path
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("have", HAVE, ids=lambda have: have.name)
-def test_each_thing_that_one_may_have_leads_to_a_method_and_an_example(have: Have) -> None:
-    advice = advise({have.name: True})
+@pytest.mark.parametrize("resource", RESOURCES, ids=lambda resource: resource.name)
+def test_every_resource_leads_to_a_method_and_an_example(resource: Resource) -> None:
+    advice = advise({resource.name: True})
     assert advice.method in METHODS
-    assert (ROOT / advice.command.rpartition(" ")[2]).exists()
+    _, _, method, _, path, *overrides = shlex.split(advice.command)
+    config_type: Any = import_path(METHODS[method].config)
+    config = load_config(config_type, ROOT / path, overrides)
+    if isinstance(config, RlhfConfig):
+        assert config.judge
+        assert config.judge.params == {"model": "JUDGE"}
+
+
+def test_a_teacher_comes_before_a_reward_and_data_before_exploration() -> None:
+    advice = advise({"reward": True, "teacher": True, "demonstrations": True})
+    assert advice.method == "on_policy_distillation"
+    assert not advice.collect
+    assert "collect 50 to 100 examples" in advise({"reward": True}).collect
+    assert advise({}).collect.startswith("Collect data first")
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main(arguments)
-    assert not ended.value.code
+    assert not exit_info.value.code
     return capsys.readouterr().out
 
 
-def test_answers_first_where_there_is_a_reward_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demonstrations_come_before_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
     advice = json.loads(printed(capsys, "which-method", "--demonstrations", "--reward", "--json"))
     assert (advice["method"], advice["before"]) == ("rl", "tinker-flows run sft --config examples/sft.yaml")
-    assert "nothing to learn from" in printed(capsys, "which-method", "--no-reward")
+    assert "to learn from" in printed(capsys, "which-method", "--no-reward")
 
 
-def test_a_service_says_how_long_its_models_read(
-    capsys: pytest.CaptureFixture[str], engine_url: str, monkeypatch: pytest.MonkeyPatch
+def test_models_of_a_service_have_context_lengths(
+    capsys: pytest.CaptureFixture[str], engine_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     (tiny,) = json.loads(printed(capsys, "models", "--base-url", engine_url, "--json"))
     assert (tiny["model"], tiny["context"], tiny["train"]) == ("tiny", 4096, 0.0)
     assert tiny["auto_rate"] == pytest.approx(0.0126, rel=0.01)
     monkeypatch.delenv("TINKER_API_KEY")
-    assert "Qwen/Qwen3-8B" in printed(capsys, "models")
+    rows = {row["model"]: row for row in json.loads(printed(capsys, "models", "--json"))}
+    assert (rows["Qwen/Qwen3-8B"]["size"], rows["Qwen/Qwen3-8B"]["type"]) == ("8B", "chat, dense")
+    assert rows["Qwen/Qwen3.6-35B-A3B"]["type"] == "chat, mixture, vision"
+    assert rows["openai/gpt-oss-120b:peft:131072"]["context"] == 131072
+    folder = Path(resolve_model("tiny", tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    num_parameters = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    assert (rows["tiny"]["context"], rows["tiny"]["size"]) == (
+        config["max_position_embeddings"],
+        f"{num_parameters // 1000}K",
+    )
+    assert (rows["smollm2-135m"]["context"], rows["smollm2-135m"]["train"]) == (8192, 0.0)

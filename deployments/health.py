@@ -1,0 +1,90 @@
+"""Startup and liveness checks of the services that `tinker-flows up` starts."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from rich.status import Status
+
+from blocks.errors import ServiceError
+from blocks.processes import start_error
+
+STARTUP_LIMIT_S = 180.0
+# One client for all requests: a new client loads certificates, which takes 30 ms, too long for polling.
+CLIENT = httpx.Client(timeout=30)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Service:
+    """Started service: its future URL, its log file and its process."""
+
+    name: str
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def request_stop(self) -> None:
+        """Tell the service to stop, without waiting for it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+
+def wait_until_ready(
+    services: Sequence[Service],
+    checks: Mapping[Service, Callable[[], bool]],
+    status: Status,
+    job: Service | None = None,
+) -> None:
+    """Wait until every check has passed; fail as soon as a service exits.
+
+    Args:
+        job: a service that is ready once it has exited with status 0.
+
+    Raises:
+        ServiceError: a service exited, or was not ready within `STARTUP_LIMIT_S`.
+    """
+    deadline = time.monotonic() + STARTUP_LIMIT_S
+    pending = dict(checks) | ({job: lambda: job.process.poll() == 0} if job else {})
+    while True:
+        pending = {service: check for service, check in pending.items() if not check()}
+        for service in services:
+            if service.process.poll() is not None and not (service is job and service.process.poll() == 0):
+                raise start_error(service.name, service.log)
+        if not pending:
+            return
+        status.update("waiting for " + ", ".join(service.name for service in pending))
+        if time.monotonic() > deadline:
+            late = next(iter(pending))
+            raise ServiceError(
+                f"The local {late.name} was not ready within {STARTUP_LIMIT_S:.0f} s: see its log {late.log}."
+            )
+        time.sleep(0.1)
+
+
+def monitor(services: Sequence[Service]) -> None:
+    """Block until a service exits on its own.
+
+    Raises:
+        ServiceError: a service exited.
+    """
+    while True:
+        for service in services:
+            if (status := service.process.poll()) is not None:
+                raise ServiceError(
+                    f"The local {service.name} exited unexpectedly (status {status}), so all services were stopped: "
+                    f"see its log {service.log} and run `tinker-flows up` again."
+                )
+        time.sleep(0.5)
+
+
+def is_healthy(url: str) -> bool:
+    """Return whether a server responds with a success status."""
+    try:
+        return CLIENT.get(url, timeout=5).is_success
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,169 @@
+"""State of `tinker-flows up`: one stack of services per project home, recorded in `up.json`."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from blocks.errors import StorageError, storage_error
+from blocks.processes import free_port
+
+# Services of a killed `up` need up to this long to stop.
+SHUTDOWN_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """URL and log file of a service."""
+
+    name: str
+    url: str
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStack:
+    """Services started by one `tinker-flows up`; its fields are the keys of `up.json`.
+
+    Attributes:
+        pid: process id of `tinker-flows up`.
+        places: endpoints of the services.
+        exports: environment variables that point a run at the services.
+    """
+
+    pid: int
+    places: tuple[Endpoint, ...]
+    exports: Mapping[str, str]
+
+
+@contextmanager
+def stack_lock(home: Path) -> Iterator[TextIO]:
+    """Lock `up.json` of a project home, so that the home has one stack; yields the file to record the stack in.
+
+    Services inherit the open file and so keep the lock: after a kill -9 the next `up` waits until they have stopped.
+
+    Raises:
+        StorageError: another `up` holds the lock; the message lists its services.
+    """
+    path = home / "up.json"
+    try:
+        path.touch(mode=0o600)  # the file contains the API key of the engine
+        file = path.open("r+")
+    except OSError as error:
+        raise storage_error("open", path, error) from error
+    with file:
+        _acquire(file)
+        record_stack(file, LocalStack(os.getpid(), (), {}))
+        try:
+            yield file
+        finally:
+            file.truncate(0)
+
+
+def record_stack(file: TextIO, stack: LocalStack) -> None:
+    """Write the stack to its lock file, where a second `up` reads it."""
+    file.seek(0)
+    file.truncate()
+    json.dump(asdict(stack), file)
+    file.flush()
+
+
+def engine_key(home: Path) -> str:
+    """Return the engine's API key of a project home; the key is permanent, so that exported variables stay valid.
+
+    Raises:
+        StorageError: the key file cannot be written.
+    """
+    path = home / "engine.key"
+    try:
+        path.touch(mode=0o600)
+        key = path.read_text()
+        if not key:
+            key = f"tml-{secrets.token_urlsafe(24)}"
+            path.write_text(key)
+    except OSError as error:
+        raise storage_error("write the engine's key to", path, error) from error
+    return key
+
+
+def choose_port(preferred: int) -> int:
+    """Return the preferred port if it is free, or another free port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a recently closed port counts as free
+        try:
+            probe.bind(("127.0.0.1", preferred))
+        except OSError:
+            return free_port()
+    return preferred
+
+
+def print_stack(stack: LocalStack, console: Console) -> None:
+    """Print the services and the variables to export in another terminal."""
+    table = Table(title="tinker-flows up", title_justify="left")
+    for column in ("service", "URL", "log"):
+        table.add_column(column, overflow="fold")
+    for endpoint in stack.places:
+        table.add_row(endpoint.name, endpoint.url, Path(endpoint.log).name)
+    console.print(table)
+    console.print(f"The logs are in {Path(stack.places[0].log).parent}. In another terminal, run:", soft_wrap=True)
+    for name, value in stack.exports.items():
+        console.print(f"export {name}={shlex.quote(value)}", soft_wrap=True)
+
+
+def _acquire(file: TextIO) -> None:
+    deadline = time.monotonic() + SHUTDOWN_LIMIT_S
+    has_notified = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stack = _read_stack(file)
+            if _is_alive(stack.pid) or time.monotonic() > deadline:
+                raise StorageError(_already_running(stack, file.name)) from None
+            if not has_notified:
+                print("Waiting for the services of the previous `tinker-flows up` to stop.", file=sys.stderr)
+            has_notified = True
+            time.sleep(0.2)
+        else:
+            return
+
+
+def _read_stack(file: TextIO) -> LocalStack:
+    file.seek(0)
+    try:
+        fields = json.load(file)
+        return LocalStack(fields["pid"], tuple(Endpoint(**place) for place in fields["places"]), fields["exports"])
+    except (ValueError, KeyError, TypeError):  # another process is writing the file
+        return LocalStack(0, (), {})
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid > 0
+
+
+def _already_running(stack: LocalStack, path: str) -> str:
+    services = ", ".join(f"{endpoint.name} at {endpoint.url}" for endpoint in stack.places) or "still starting"
+    return (
+        f"`tinker-flows up` already runs in this project home as process {stack.pid} ({services}): use its services "
+        f"with the exports in {path}, stop it with Ctrl-C or kill, or set TINKER_FLOWS_HOME to another directory."
+    )

@@ -1,0 +1,150 @@
+"""Lookup of stored runs by name: the config, the MLflow run and the report of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import yaml
+from mlflow import MlflowClient
+from mlflow.entities import Run as MlflowRun
+from mlflow.exceptions import MlflowException
+
+from blocks.errors import ConfigError, TinkerFlowsError
+from blocks.storage import CONFIG, RunDirectory
+from blocks.tracking import RECORD_TAG
+from deployments.methods import METHODS, config_type_of
+from flows.config.base import NamedConfig
+from flows.config.loader import set_field, validate_fields
+from flows.runs.blocks import storage_at, tracking_at
+from flows.runs.config_record import RecordedConfig
+from flows.runs.mlflow_run import record_key
+from tasks.training.checkpoints import Records, read_records
+from tasks.training.metrics import MetricsLog
+
+REPORT = "report.html"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """Run found in a storage.
+
+    Attributes:
+        fields: the config that the run was started with, as plain data.
+    """
+
+    name: str
+    storage: str
+    directory: RunDirectory
+    fields: dict[str, Any]
+
+
+def find_run(run_name: str, storage: str) -> StoredRun:
+    """Return the run with a name.
+
+    Raises:
+        ConfigError: the storage has no run of that name, or its config.json is invalid.
+        StorageError: the run cannot be read.
+    """
+    run_storage = storage_at(storage)
+    directory = run_storage.run_directory(run_name)
+    content = directory.read_bytes(CONFIG)
+    if content is None:
+        names = run_storage.run_names()
+        stored = f"contains {', '.join(names[:20])}{' and others' if len(names) > 20 else ''}" if names else "is empty"
+        raise ConfigError(
+            f"Run {run_name!r} does not exist in {directory.location.removesuffix(run_name)}, which {stored}: use one "
+            "of its runs or another --storage."
+        )
+    fields = RecordedConfig.parse(content, directory.location).fields
+    return StoredRun(run_name, storage, directory, fields)
+
+
+def resume_config(run: StoredRun, overrides: Sequence[str]) -> tuple[str, NamedConfig]:
+    """Return the method of a run and the config that resumes it: the stored config with overrides applied.
+
+    Raises:
+        ConfigError: no method matches the stored config, or an override is invalid.
+    """
+    fields = {**run.fields, "storage": run.storage}
+    if fields.get("resume") == "never":  # "never" rejects an existing run name, and this run exists
+        fields["resume"] = "auto"
+    methods = list(_matching_methods(fields))
+    if len(methods) != 1:
+        problem = f"matches {' and '.join(methods)}" if methods else f"matches none of the methods {', '.join(METHODS)}"
+        raise ConfigError(
+            f"The config {run.directory.location}/{CONFIG} {problem}: resume the run with `tinker-flows run METHOD` "
+            "and its original config file."
+        )
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError(f"The argument {override!r} must have the form field=value, as in learning_rate=1e-4.")
+        set_field(fields, key, yaml.safe_load(value))
+    return methods[0], validate_fields(config_type_of(methods[0]), fields)
+
+
+def find_mlflow_run(run: StoredRun, records: Records) -> tuple[MlflowClient, MlflowRun | None]:
+    """Return an MLflow client and the MLflow run that a run logs to, or None if there is none.
+
+    Raises:
+        ServiceError: MLflow does not respond.
+    """
+    reference, experiment = str(run.fields.get("tracking", "")), str(run.fields.get("experiment", "tinker-flows"))
+    client = _client(reference, experiment)
+    tracking = tracking_at(reference, experiment)
+    checkpoints = records.checkpoints
+    with tracking.failures():
+        run_id = next((record.extra["mlflow_run_id"] for record in checkpoints if record.has("mlflow_run_id")), None)
+        if run_id:
+            with suppress(MlflowException):  # a different tracking store does not have this run
+                return client, client.get_run(str(run_id))
+        query = f"tags.`{RECORD_TAG}` = '{record_key(run.directory)}'"
+        matches = client.search_runs([tracking.experiment_id(client)], query)
+    return client, matches[0] if matches else None
+
+
+def report_of(run_name: str, storage: str, *, rebuild: bool) -> str:
+    """Return the location of a run's report; build the report from MLflow if it is missing.
+
+    Args:
+        rebuild: build the report even if it exists.
+
+    Raises:
+        ConfigError: the run does not exist, or has not logged a step.
+        StorageError: the report is missing and another process is writing the run.
+    """
+    run = find_run(run_name, storage)
+    location = f"{run.directory.location}/{REPORT}"
+    if not rebuild and run.directory.read_bytes(REPORT) is not None:
+        return location
+    client, mlflow_run = find_mlflow_run(run, read_records(run.directory))
+    log = MetricsLog(client, mlflow_run.info.run_id) if mlflow_run else None
+    history = log.history() if log else {}
+    if log is None or not any(key.startswith("term/") for key in history):
+        raise ConfigError(
+            f"Run {run_name!r} has not logged a step yet, so there is nothing to report: resume it with "
+            f"`tinker-flows resume {run_name}`."
+        )
+    from tasks.reports.run_report import write_report
+
+    with run.directory as directory:
+        return write_report.fn(directory, log, run_name, history)
+
+
+@cache
+def _client(tracking: str, experiment: str) -> MlflowClient:
+    return tracking_at(tracking, experiment).get_client()
+
+
+def _matching_methods(fields: dict[str, Any]) -> Iterator[str]:
+    """Yield the methods whose config accepts the fields; configs reject unknown and missing fields."""
+    for method in METHODS:
+        try:
+            validate_fields(config_type_of(method), fields)
+        except TinkerFlowsError:
+            continue
+        yield method
