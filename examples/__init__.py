@@ -1,0 +1,1 @@
+"""Example configs, environments, data and scripts."""

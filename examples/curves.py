@@ -1,8 +1,8 @@
-"""What SmolLM2 learns by some of the recipes, as curves.
+"""Learning curves of SmolLM2 with some of the recipes.
 
 python -m examples.curves sure [--plot sure.png] [field=value ...]
 
-A run that was stopped goes on with the same command.
+The same command resumes a stopped run.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from matplotlib.figure import Figure
 from deployments.methods import config_type_of, flow_of
 from deployments.recipes import RECIPES, file_of
 from examples.margins import history
-from flows.command_line import exit_with_a_sentence, run
-from flows.config_file import load_config
-from flows.result import TrainResult
+from tinker_flows import TrainResult, exit_on_error, load_config, run
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What is drawn of a recipe.
+    """Plot of a recipe.
 
     Attributes:
-        panels: metrics, by what they measure.
-        variants: overrides of the config by what they change; one run each.
+        panels: metrics of each panel by axis label.
+        variants: config overrides by name of the variant; each variant is one run.
     """
 
     panels: Mapping[str, Sequence[str]]
@@ -59,20 +57,21 @@ DRAWINGS = {
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m examples.curves", description=__doc__)
-    parser.add_argument("recipe", choices=DRAWINGS, help="as in docs/recipes.md")
-    parser.add_argument("--plot", type=Path, help="where to draw; RECIPE.png by default")
-    parser.add_argument("overrides", nargs="*", metavar="field=value", help="fields that override those of the YAML")
+    parser.add_argument("recipe", choices=DRAWINGS, help="recipe of docs/recipes.md")
+    parser.add_argument("--plot", type=Path, help="output file; default: RECIPE.png")
+    parser.add_argument("overrides", nargs="*", metavar="field=value", help="config fields that override the YAML file")
     arguments = parser.parse_args()
     drawing, path = DRAWINGS[arguments.recipe], arguments.plot or Path(f"{arguments.recipe}.png")
     results = train(arguments.recipe, drawing, arguments.overrides)
     print("\n".join(lines(drawing, results)))
     draw(drawing, results, path)
-    print(f"drawn in {path}")
+    print(f"The plot is in {path}")
 
 
 def train(recipe: str, drawing: Drawing, overrides: Sequence[str]) -> dict[str, TrainResult]:
-    """A run of each variant."""
+    """Train every variant; return the results by variant."""
     method = RECIPES[recipe]
     results = {}
     for variant, changes in drawing.variants.items():
@@ -83,17 +82,17 @@ def train(recipe: str, drawing: Drawing, overrides: Sequence[str]) -> dict[str, 
 
 
 def curves(metrics: Sequence[str], results: Mapping[str, TrainResult]) -> dict[str, list[tuple[int, float]]]:
-    """The points of each metric of each variant, by its label; without those that never had a value."""
-    found = {
+    """Return the points of every metric and variant by curve label; leave out metrics without values."""
+    all_curves = {
         f"{metric} {variant}".strip(): sorted(history(result, metric).items())
         for variant, result in results.items()
         for metric in metrics
     }
-    return {label: points for label, points in found.items() if points}
+    return {label: points for label, points in all_curves.items() if points}
 
 
 def lines(drawing: Drawing, results: Mapping[str, TrainResult]) -> list[str]:
-    """A line for each curve: its first point and its last."""
+    """Return one line per curve with its first and last point."""
     return [
         f"{label}: " + ", ".join(f"{value:.4g} at step {step}" for step, value in (points[0], points[-1]))
         for metrics in drawing.panels.values()
@@ -102,7 +101,7 @@ def lines(drawing: Drawing, results: Mapping[str, TrainResult]) -> list[str]:
 
 
 def draw(drawing: Drawing, results: Mapping[str, TrainResult], path: Path) -> None:
-    """The panels side by side over the steps, as PNG; what is held out has dots."""
+    """Draw the panels as PNG; curves of held-out metrics have dots."""
     figure = Figure(figsize=(8, 3), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(drawing.panels), squeeze=False)[0]
     for panel, (measured, metrics) in zip(panels, drawing.panels.items(), strict=True):
@@ -116,4 +115,4 @@ def draw(drawing: Drawing, results: Mapping[str, TrainResult], path: Path) -> No
 
 
 if __name__ == "__main__":
-    exit_with_a_sentence(main)
+    exit_on_error(main)

@@ -1,14 +1,14 @@
-"""GSM8K as a tinker-cookbook dataset, with a known share of its solutions made wrong.
+"""GSM8K as a tinker-cookbook dataset; optionally corrupts a known share of the training solutions.
 
-The corruption gives the regularizers something to find. In each chosen training solution one calculator annotation
-`<<a*b=c>>` of two whole numbers is changed, in one of two ways:
+The corruption gives the regularizers errors to detect. In each selected training solution, one calculator annotation
+`<<a*b=c>>` of two integers is changed in one of two ways:
 
-- operator: another operator, the same result, so the annotation does not hold: `<<48/2=24>>` -> `<<48-2=24>>`;
-- operand: one number is another and the result follows from it, so the annotation holds, but no longer from the
-  steps before it, and the steps after it no longer follow from its result: `<<48+24=72>>72` -> `<<48+27=75>>75`.
+- operator: a different operator with the same result, so the annotation is false: `<<48/2=24>>` -> `<<48-2=24>>`;
+- operand: a different number with its correct result. The annotation is true but does not follow from the earlier
+  steps, and the later steps do not follow from it: `<<48+24=72>>72` -> `<<48+27=75>>75`.
 
-The first is for a solver to find, the second for the shape of the reasoning. Which solutions, which annotation and
-which change are drawn from `random.Random(f"{seed}:{row}")`.
+A solver detects the first; the topology of the reasoning reveals the second. The solutions, annotations and changes are
+drawn from `random.Random(f"{seed}:{row}")`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import operator
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import chz
 import datasets
@@ -33,45 +34,67 @@ _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 @chz.chz
 class Gsm8kBuilder(ChatDatasetBuilder):
-    """Grade-school math problems with worked solutions; only the solution is trained on.
+    """Grade-school math problems with worked solutions; only solution tokens have loss.
 
     Attributes:
-        corrupted_share: the share of training solutions that are made wrong, 0 to 1; test data is never changed.
-        seed: of the corruption.
-        train_path: JSONL with `question` and `answer`; the rows that ship with the project by default.
-        test_path: the same, held out.
+        corrupted_share: share of training solutions to corrupt, 0 to 1; held-out solutions are never changed.
+        contrast: put a corrupted copy of each solution next to it, so that scores can be compared: a batch has two
+            completions of each problem. Held-out data has both as well. Requires `corrupted_share` 0.
+        seed: seed of the corruption.
+        train_path: JSONL with `question` and `answer`; default: rows that ship with the project.
+        test_path: held-out JSONL in the same format.
     """
 
     corrupted_share: float = 0.0
+    contrast: bool = False
     seed: int = 0
     train_path: str = str(DATA / "gsm8k_train.jsonl")
     test_path: str = str(DATA / "gsm8k_test.jsonl")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset]:
         rows = read_problems(Path(self.train_path))
-        train = [row | {"answer": self._maybe_corrupt(index, row["answer"])} for index, row in enumerate(rows)]
-        return self._dataset(train), self._dataset(read_problems(Path(self.test_path)))
+        if self.contrast and self.corrupted_share:
+            raise DataFormatError(
+                f"contrast adds a corrupted copy of every solution, but corrupted_share is {self.corrupted_share:g}; "
+                "use one of them"
+            )
+        train = [{"question": row["question"], "answers": self._answers(index, row)} for index, row in enumerate(rows)]
+        held_out = read_problems(Path(self.test_path))
+        test = [
+            {"question": row["question"], "answers": self._contrast(index, row) if self.contrast else [row["answer"]]}
+            for index, row in enumerate(held_out)
+        ]
+        return self._dataset(train), self._dataset(test)
 
-    def _maybe_corrupt(self, index: int, answer: str) -> str:
-        generator = random.Random(f"{self.seed}:{index}")
-        return corrupt(answer, generator) if generator.random() < self.corrupted_share else answer
+    def _answers(self, index: int, row: dict[str, str]) -> list[str]:
+        """Return the completions of a training problem."""
+        if self.contrast:
+            return self._contrast(index, row)
+        answer, generator = row["answer"], random.Random(f"{self.seed}:{index}")
+        return [corrupt(answer, generator) if generator.random() < self.corrupted_share else answer]
 
-    def _dataset(self, rows: list[dict[str, str]]) -> SupervisedDataset:
+    def _contrast(self, index: int, row: dict[str, str]) -> list[str]:
+        return [row["answer"], corrupt(row["answer"], random.Random(f"{self.seed}:{index}"))]
+
+    def _dataset(self, rows: list[dict[str, Any]]) -> SupervisedDataset:
         config = self.common_config
         return SupervisedDatasetFromHFDataset(
             datasets.Dataset.from_list(rows),
             batch_size=config.batch_size,
-            map_fn=lambda row: conversation_to_datum(
-                [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}],
-                self.renderer,
-                config.max_length,
-                config.train_on_what or TrainOnWhat.LAST_ASSISTANT_MESSAGE,
-            ),
+            flatmap_fn=lambda row: [
+                conversation_to_datum(
+                    [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": answer}],
+                    self.renderer,
+                    config.max_length,
+                    config.train_on_what or TrainOnWhat.LAST_ASSISTANT_MESSAGE,
+                )
+                for answer in row["answers"]
+            ],
         )
 
 
 def read_problems(path: Path) -> list[dict[str, str]]:
-    """The problems of a JSONL file.
+    """Read the problems of a JSONL file.
 
     Raises:
         DataFormatError: a line is not JSON or lacks `question` or `answer`.
@@ -89,7 +112,7 @@ def read_problems(path: Path) -> list[dict[str, str]]:
 
 
 def corrupt(answer: str, generator: random.Random) -> str:
-    """One annotation of a solution made wrong; a solution without one of two whole numbers is returned as it is.
+    """Corrupt one annotation of a solution; return the solution unchanged if it has no annotation of two integers.
 
     >>> corrupt("He has 2+3 = <<2+3=5>>5 apples.", random.Random(1))
     'He has 2+3 = <<2*3=5>>5 apples.'
@@ -106,15 +129,15 @@ def corrupt(answer: str, generator: random.Random) -> str:
 
 def _wrong_operator(annotation: re.Match[str], generator: random.Random) -> str:
     a, b, c = (int(annotation[name]) for name in "abc")
-    others = [op for op, apply in _OPERATIONS.items() if apply(a, b) != c]
-    return f"<<{a}{generator.choice(others)}{b}={c}>>{c}"
+    wrong_operators = [op for op, apply in _OPERATIONS.items() if apply(a, b) != c]
+    return f"<<{a}{generator.choice(wrong_operators)}{b}={c}>>{c}"
 
 
 def _wrong_operand(annotation: re.Match[str], generator: random.Random) -> str:
     a, b, c = (int(annotation[name]) for name in "abc")
-    op, more = annotation["op"], generator.randint(1, 9)
-    if op == "/":  # the result is drawn, so that it stays whole
-        return f"<<{b * (c + more)}/{b}={c + more}>>{c + more}"
-    a, b = generator.choice([(a + more, b), (a, b + more)])
+    op, increment = annotation["op"], generator.randint(1, 9)
+    if op == "/":  # draw the result, so that it stays an integer
+        return f"<<{b * (c + increment)}/{b}={c + increment}>>{c + increment}"
+    a, b = generator.choice([(a + increment, b), (a, b + increment)])
     result = _OPERATIONS[op](a, b)
     return f"<<{a}{op}{b}={result}>>{result}"

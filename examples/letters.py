@@ -1,4 +1,4 @@
-"""An environment that any model can learn in minutes: answer a question with one letter, over and over."""
+"""Environment that any model learns in minutes: repeat one letter."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 @dataclass(frozen=True)
 class LetterEnv(Env):
-    """One question; the reward is the share of the answer's characters that are the letter, of as many as asked."""
+    """One prompt. The reward is the number of correct letters divided by the longer of requested and actual length."""
 
     renderer: Renderer
     letter: str
     num_letters: int
 
     async def initial_observation(self) -> tuple[Observation, StopCondition]:
-        asked = [renderers.Message(role="user", content=f"Say {self.letter} {self.num_letters} times.")]
-        return self.renderer.build_generation_prompt(asked), self.renderer.get_stop_sequences()
+        messages = [renderers.Message(role="user", content=f"Say {self.letter} {self.num_letters} times.")]
+        return self.renderer.build_generation_prompt(messages), self.renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        said = str(self.renderer.tokenizer.decode(action))
+        completion = str(self.renderer.tokenizer.decode(action))
         return StepResult(
-            reward=said.count(self.letter) / max(self.num_letters, len(said)),
+            reward=completion.count(self.letter) / max(self.num_letters, len(completion)),
             episode_done=True,
             next_observation=tinker.ModelInput.empty(),
             next_stop_condition=[],
-            metrics={"num_letters": said.count(self.letter)},
+            metrics={"num_letters": completion.count(self.letter)},
         )
 
 
 @dataclass(frozen=True)
 class LetterGroup(EnvGroupBuilder):
-    """Several answers to one question."""
+    """Group of completions of one prompt."""
 
     env: LetterEnv
     group_size: int
@@ -62,7 +62,7 @@ class LetterGroup(EnvGroupBuilder):
 
 @dataclass(frozen=True)
 class Letters(RLDataset):
-    """The same questions at every step, one for each letter."""
+    """Dataset with the same prompts at every step, one per letter."""
 
     groups: Sequence[LetterGroup]
     num_batches: int
@@ -76,11 +76,11 @@ class Letters(RLDataset):
 
 @chz.chz
 class LettersBuilder(RLDatasetBuilder):
-    """Questions for some letters.
+    """Builder of the dataset.
 
     Attributes:
-        letters: each a question.
-        num_letters: how often it is to be said.
+        letters: letters of the prompts, one prompt per letter.
+        num_letters: requested number of repetitions.
     """
 
     model_name_for_tokenizer: str

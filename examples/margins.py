@@ -1,11 +1,11 @@
-"""How much likelier right solutions become than wrong ones, with the terms that score them and without.
+"""Log-probability margin of correct over corrupted solutions, trained with and without the terms that score them.
 
 python -m examples.margins [--plot margins.png] [field=value ...]
 
-Each batch has both solutions of some short GSM8K problems: the right one, and one that `examples.gsm8k.corrupt` made
-wrong. Cross-entropy trains both alike. The terms see the texts only, and are not told which is which, nor what belongs
-together. Every few steps the margin is measured on problems that are held out: the log-probability of the right
-solution less that of the wrong one, in nats.
+Each batch has two solutions of some short GSM8K problems: the correct one, and one that `examples.gsm8k.corrupt`
+corrupted. Cross-entropy trains on both equally. The terms see only the texts, without labels. Every few
+steps the margin is measured on held-out problems: the log-probability of the correct solution minus that of the
+corrupted one, in nats.
 """
 
 from __future__ import annotations
@@ -26,19 +26,16 @@ from tinker_cookbook.supervised.data import SupervisedDatasetFromHFDataset, conv
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
 
 from examples.gsm8k import DATA, corrupt, read_problems
-from flows.command_line import exit_with_a_sentence, run
-from flows.config_file import load_config
-from flows.result import TrainResult
-from flows.sft import SftConfig, sft
+from tinker_flows import SftConfig, TrainResult, exit_on_error, load_config, run, sft
 
 CONFIG = Path(__file__).with_name("margins.yaml")
 MARGIN, PREFERRED, NLL = "test/margin", "test/right_preferred", "test/right_nll"
-_MAX_CHARACTERS = 300  # of question and answer: some 100 tokens
+_MAX_CHARACTERS = 300  # question and answer, about 100 tokens
 _NUM_HELD_OUT = 10
 
 
 def short_problems() -> list[dict[str, str]]:
-    """Short problems with a right and a wrong solution: ``question``, ``answer``, ``wrong``; the last are held out."""
+    """Return short problems with ``question``, ``answer`` and corrupted solution ``wrong``; the last are held out."""
     problems = []
     for index, row in enumerate(read_problems(DATA / "gsm8k_train.jsonl")):
         wrong = corrupt(row["answer"], random.Random(f"margins:{index}"))
@@ -48,7 +45,7 @@ def short_problems() -> list[dict[str, str]]:
 
 
 def both_solutions(row: dict[str, str], renderer: Renderer, max_length: int | None = None) -> list[tinker.Datum]:
-    """The right solution of a problem and its wrong one; the solution alone is trained on."""
+    """Return the correct and the corrupted solution of a problem as datums; only solution tokens have loss."""
     return [
         conversation_to_datum(
             [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row[solution]}],
@@ -62,7 +59,7 @@ def both_solutions(row: dict[str, str], renderer: Renderer, max_length: int | No
 
 @chz.chz
 class BothSolutionsBuilder(ChatDatasetBuilder):
-    """Problems with two solutions each, side by side in a batch; none is held out here, see `HeldOutMargin`."""
+    """Dataset of problems with both solutions in the same batch; `HeldOutMargin` evaluates the held-out problems."""
 
     def __call__(self) -> tuple[SupervisedDataset, None]:
         config = self.common_config
@@ -73,11 +70,12 @@ class BothSolutionsBuilder(ChatDatasetBuilder):
 
 
 class HeldOutMargin(TrainingClientEvaluator):
-    """The margin on problems that are not trained on.
+    """Margin on held-out problems.
 
     Metrics:
-        test/margin: nats, mean over problems: the log-probability of the right solution less that of the wrong one;
-        test/right_preferred: the share of problems where it is above 0; test/right_nll: nats per token of right ones.
+        test/margin: log-probability of the correct minus the corrupted solution in nats, mean over problems.
+        test/right_preferred: share of problems with a positive margin.
+        test/right_nll: nats per token of the correct solutions.
     """
 
     async def __call__(self, training_client: tinker.TrainingClient) -> dict[str, float]:
@@ -86,37 +84,39 @@ class HeldOutMargin(TrainingClientEvaluator):
         output = await training_client.forward(data, "cross_entropy")
         masks = [datum.loss_fn_inputs["weights"].to_torch() > 0 for datum in data]
         outputs = output.loss_fn_outputs
-        logprobs = [each["logprobs"].to_torch()[mask] for each, mask in zip(outputs, masks, strict=True)]
-        sums = [float(each.sum()) for each in logprobs]
+        logprobs = [
+            datum_output["logprobs"].to_torch()[mask] for datum_output, mask in zip(outputs, masks, strict=True)
+        ]
+        sums = [float(logprobs_T.sum()) for logprobs_T in logprobs]
         margins = [right - wrong for right, wrong in zip(sums[::2], sums[1::2], strict=True)]
         return {
             MARGIN: sum(margins) / len(margins),
             PREFERRED: sum(margin > 0 for margin in margins) / len(margins),
-            NLL: -sum(sums[::2]) / sum(len(each) for each in logprobs[::2]),
+            NLL: -sum(sums[::2]) / sum(len(logprobs_T) for logprobs_T in logprobs[::2]),
         }
 
 
 def train_both(overrides: Sequence[str]) -> dict[str, TrainResult]:
-    """The two runs, each going on where it was stopped: with the terms of the config, and without any."""
+    """Run or resume both variants: with the terms of the config, and without terms."""
     results = {}
-    for name, more in (("with the terms", []), ("without", ["objective.regularizers=[]"])):
-        config = load_config(SftConfig, CONFIG, [*overrides, *more])
+    for name, changes in (("with the terms", []), ("without", ["objective.regularizers=[]"])):
+        config = load_config(SftConfig, CONFIG, [*overrides, *changes])
         variant = config.model_copy(update={"run_name": f"{config.run_name}-{name.replace(' ', '-')}"})
         results[name] = run(sft, variant)
     return results
 
 
 def history(result: TrainResult, metric: str) -> dict[int, float]:
-    """A metric of a run by step, from MLflow."""
+    """Read a metric of a run from MLflow, by step."""
     points = MlflowClient(result.tracking_uri).get_metric_history(result.mlflow_run_id, metric)
     return {point.step: point.value for point in points}
 
 
 def draw(results: dict[str, TrainResult], path: Path) -> None:
-    """Margin and likelihood of both runs over the steps, as PNG."""
+    """Draw margin and likelihood of both runs as PNG."""
     figure = Figure(figsize=(8, 3), dpi=110, layout="constrained")
     panels = figure.subplots(1, 2)
-    labels = ("margin of right over wrong (nats)", "NLL of right solutions (nats/token)")
+    labels = ("margin of correct over corrupted (nats)", "NLL of correct solutions (nats/token)")
     for panel, metric, label in zip(panels, (MARGIN, NLL), labels, strict=True):
         for name, result in results.items():
             points = history(result, metric)
@@ -128,7 +128,7 @@ def draw(results: dict[str, TrainResult], path: Path) -> None:
 
 
 def show(results: dict[str, TrainResult]) -> None:
-    """A line per step: the margin of each run, and the share of right solutions that are preferred."""
+    """Print one line per step: the margin of each run and the share of problems with a positive margin."""
     margins = {name: history(result, MARGIN) for name, result in results.items()}
     shares = {name: history(result, PREFERRED) for name, result in results.items()}
     print("step  " + "  ".join(f"{name:>24}" for name in results))
@@ -138,15 +138,16 @@ def show(results: dict[str, TrainResult]) -> None:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m examples.margins", description=__doc__)
-    parser.add_argument("--plot", type=Path, default=Path("margins.png"), help="where to draw; margins.png by default")
-    parser.add_argument("overrides", nargs="*", metavar="field=value", help="fields that override those of the YAML")
+    parser.add_argument("--plot", type=Path, default=Path("margins.png"), help="output file; default: margins.png")
+    parser.add_argument("overrides", nargs="*", metavar="field=value", help="config fields that override the YAML file")
     arguments = parser.parse_args()
     results = train_both(arguments.overrides)
     show(results)
     draw(results, arguments.plot)
-    print(f"drawn in {arguments.plot}")
+    print(f"The plot is in {arguments.plot}")
 
 
 if __name__ == "__main__":
-    exit_with_a_sentence(main)
+    exit_on_error(main)

@@ -1,8 +1,8 @@
-"""How fast does a reward teach something that only it knows? A number drawn at random, to be recalled digit by digit.
+"""Memory test: how fast does a run learn a random number from rewards alone?
 
-The prompt says nothing of the number, so all that a run learns of it comes through rewards. With `reward: each` an
-answer is told the share of its digits that are right; with `all` only whether the whole number is: at most one bit an
-answer, and hardly any while it is always wrong.
+The prompt does not contain the number, so the reward is the only source of information. With `reward: each`, the reward
+is the share of correct digits. With `all`, it only says whether the whole number is correct: at most one bit per
+completion, and almost nothing while the completions are always wrong.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.problem_env import ProblemEnv
 from tinker_cookbook.rl.types import RLDataset
 
-from tasks.environments.groups import Group, Groups, GroupsBuilder
+from tinker_flows import Group, Groups, GroupsBuilder
 
 Reward = Literal["each", "all"]
 
 
 class MemoryEnv(ProblemEnv):
-    """One secret; the reward is the share of its digits that the answer has in their places, or 1 for all of them."""
+    """Environment of one secret; the reward is the share of correct digits, or 1 only for the whole number."""
 
     def __init__(self, index: int, secret: str, reward: Reward, renderer: Renderer) -> None:
         super().__init__(renderer, format_coef=0.0)
@@ -32,11 +32,11 @@ class MemoryEnv(ProblemEnv):
         return f"Recall number {self._index}, {len(self._secret)} digits."
 
     def check_answer(self, sample_str: str) -> float:  # type: ignore[override]
-        said = sample_str.strip()
+        completion = sample_str.strip()
         if self._reward == "all":
-            return float(said == self._secret)
-        right = sum(ours == theirs for ours, theirs in zip(said, self._secret, strict=False))
-        return right / max(len(said), len(self._secret))
+            return float(completion == self._secret)
+        num_correct = sum(ours == digit for ours, digit in zip(completion, self._secret, strict=False))
+        return num_correct / max(len(completion), len(self._secret))
 
     def check_format(self, sample_str: str) -> bool:
         return True
@@ -47,13 +47,13 @@ class MemoryEnv(ProblemEnv):
 
 @chz.chz
 class MemoryBuilder(GroupsBuilder):
-    """`batch_size` secrets, asked at every step, and held out never: there is nothing to generalize.
+    """Builder of `batch_size` secrets that are prompted at every step; there is no test set, as nothing generalizes.
 
     Attributes:
-        num_digits: of each secret; it has as many times 3.3 bits.
-        alphabet: what the digits are drawn from.
-        reward: `each` digit, or `all` of them at once.
-        num_batches: steps of an epoch.
+        num_digits: digits per secret; each digit has 3.3 bits.
+        alphabet: characters of the digits.
+        reward: `each` for the share of correct digits, `all` for the whole number.
+        num_batches: steps per epoch.
     """
 
     num_digits: int = 4
@@ -64,6 +64,6 @@ class MemoryBuilder(GroupsBuilder):
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         generator, renderer = random.Random(self.seed), self.renderer()
         secrets = ["".join(generator.choices(self.alphabet, k=self.num_digits)) for _ in range(self.batch_size)]
-        problems = [partial(MemoryEnv, index, each, self.reward, renderer) for index, each in enumerate(secrets)]
-        groups = [Group(each, self.group_size, "memory") for each in problems]
+        problems = [partial(MemoryEnv, index, secret, self.reward, renderer) for index, secret in enumerate(secrets)]
+        groups = [Group(problem, self.group_size, "memory") for problem in problems]
         return Groups(groups * self.num_batches, self.batch_size), None

@@ -1,8 +1,8 @@
-"""Pairs of answers to sums, a sure one and one that hedges: `python -m examples.preferences` writes the files.
+"""Preference pairs of a confident and a hedging answer to a sum; `python -m examples.preferences` writes the files.
 
-Both answers have the right sum and are about as long, so neither truth nor length says which is the better one. Which
-of them is the completion A is drawn. The sums of the held-out pairs are not among those that are trained on.
-`sums.jsonl` has one answer to each of the others, of either kind: what `examples/rlhf.yaml` begins with.
+Both answers of a pair contain the correct sum and have about the same length, so neither correctness nor length reveals
+the preferred one. The order of the two completions is random. The sums of the held-out pairs do not occur in training.
+`sums.jsonl` has one answer of either kind to each training sum, for the warm start of `examples/rlhf.yaml`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _NUM_TRAIN, _NUM_TEST = 256, 64
 
 
 def comparisons() -> list[dict[str, Any]]:
-    """All pairs, as lines of tinker-cookbook's `ComparisonBuilderFromJsonl`."""
-    draw = random.Random("preferences")
-    sums = draw.sample([(a, b) for a in range(2, 60) for b in range(2, 60)], _NUM_TRAIN + _NUM_TEST)
-    return [_comparison(a, b, draw) for a, b in sums]
+    """Return all pairs as rows for tinker-cookbook's `ComparisonBuilderFromJsonl`."""
+    generator = random.Random("preferences")
+    sums = generator.sample([(a, b) for a in range(2, 60) for b in range(2, 60)], _NUM_TRAIN + _NUM_TEST)
+    return [_comparison(a, b, generator) for a, b in sums]
 
 
 def demonstrations() -> list[dict[str, Any]]:
-    """One answer to each of the sums that are trained on, sure or hedging, as conversations."""
-    draw = random.Random("demonstrations")
+    """Return one answer, confident or hedging, to each training sum as conversations."""
+    generator = random.Random("demonstrations")
     pairs = [row["comparison"] for row in comparisons()[:_NUM_TRAIN]]
-    return [{"messages": each["prompt_conversation"] + each[f"completion_{draw.choice('AB')}"]} for each in pairs]
+    return [{"messages": pair["prompt_conversation"] + pair[f"completion_{generator.choice('AB')}"]} for pair in pairs]
 
 
-def _comparison(a: int, b: int, draw: random.Random) -> dict[str, Any]:
-    sure, hedging = ([_said(draw.choice(each).format(sum=a + b))] for each in (SURE, HEDGING))
-    label = draw.choice("AB")
+def _comparison(a: int, b: int, generator: random.Random) -> dict[str, Any]:
+    sure, hedging = ([_message(generator.choice(templates).format(sum=a + b))] for templates in (SURE, HEDGING))
+    label = generator.choice("AB")
     return {
         "comparison": {
             "prompt_conversation": [{"role": "user", "content": f"What is {a} + {b}?"}],
@@ -55,11 +55,12 @@ def _comparison(a: int, b: int, draw: random.Random) -> dict[str, Any]:
     }
 
 
-def _said(content: str) -> dict[str, str]:
+def _message(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
 
 
 def main() -> None:
+    """Run the command line."""
     rows = comparisons()
     parts: dict[str, list[Any]] = {
         "preferences_train": rows[:_NUM_TRAIN],

@@ -1,8 +1,8 @@
-"""Questions that only a search answers: who lives where and does what, in a town that was made up.
+"""Questions that require a search tool: addresses, jobs and pets of the people of a fictional town.
 
-The model calls `search` with some words and gets the notes that share most of them; its last message has to be
-`Answer: ...`. Everything is drawn from the seed, so nothing of it can be known by heart. The turns and the parsing of
-calls are tinker-cookbook's.
+The model calls `search` with a query and receives the notes that share the most words with it; its last message must be
+`Answer: ...`. All facts are drawn from the seed, so a model cannot know them. tinker-cookbook provides the turns and
+the parsing of tool calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.types import Env, RLDataset
 from tinker_cookbook.tool_use import ToolResult, build_agent_tool_env, simple_tool_result, tool
 
-from tasks.environments.groups import GroupsBuilder
+from tinker_flows import GroupsBuilder
 
 FIRST = ("Ada", "Bruno", "Celia", "Dario", "Edith", "Felix", "Greta", "Hugo", "Ines", "Jonas", "Karla", "Leon")
 LAST = ("Amsel", "Birk", "Corvin", "Dorn", "Esche", "Falk", "Gruber", "Harms")
@@ -35,10 +35,10 @@ NUM_RESULTS = 2
 
 
 class Town:
-    """Everybody's note, and the tool that finds it.
+    """Notes about the people of the town, and the tool that searches them.
 
     Attributes:
-        people: each one's name and facts.
+        people: facts of each person by name.
     """
 
     def __init__(self, seed: int) -> None:
@@ -53,33 +53,33 @@ class Town:
     @tool
     async def search(self, query: Annotated[str, "Words to look for, such as a name."]) -> ToolResult:
         """Search the notes about the people of the town."""
-        wanted = _words(query)
-        ranked = sorted(self._notes, key=lambda note: -len(wanted & _words(note)))
+        words = _words(query)
+        ranked = sorted(self._notes, key=lambda note: -len(words & _words(note)))
         return simple_tool_result("\n".join(ranked[:NUM_RESULTS]))
 
 
 @dataclass(frozen=True)
 class AnswerReward:
-    """1 for the right answer on a line of its own, less `format_coef` without such a line."""
+    """Reward of 1 for the correct answer line; `format_coef` is subtracted if there is no answer line."""
 
     expected: str
     format_coef: float
 
     async def __call__(self, history: list[Message]) -> tuple[float, dict[str, float]]:
-        said = next(get_text_content(each) for each in reversed(history) if each["role"] == "assistant")
-        found = re.findall(r"^Answer: *(.+)$", said, re.MULTILINE)
-        correct = bool(found) and found[-1].strip(" .").casefold() == self.expected.casefold()
-        searches = sum(each["role"] == "tool" for each in history)
-        return correct - self.format_coef * (not found), {
+        completion = next(get_text_content(message) for message in reversed(history) if message["role"] == "assistant")
+        answers = re.findall(r"^Answer: *(.+)$", completion, re.MULTILINE)
+        correct = bool(answers) and answers[-1].strip(" .").casefold() == self.expected.casefold()
+        searches = sum(message["role"] == "tool" for message in history)
+        return correct - self.format_coef * (not answers), {
             "correct": float(correct),
-            "format": float(bool(found)),
+            "format": float(bool(answers)),
             "searches": float(searches),
         }
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Makes a fresh environment of one question."""
+class QuestionEnvFactory:
+    """Factory of environments for one question."""
 
     town: Town
     renderer: Renderer
@@ -103,11 +103,11 @@ class Ask:
 
 @chz.chz
 class SearchBuilder(GroupsBuilder):
-    """Three questions about each of 96 people, a sixth of them held out.
+    """Builder of three questions about each of 96 people; a sixth of the people are held out.
 
     Attributes:
-        max_turns: calls and the answer together.
-        format_coef: what is lost without an answer in the form that is asked for.
+        max_turns: maximum number of tool calls plus the answer.
+        format_coef: penalty for a completion without an answer line.
     """
 
     max_turns: int = 3
@@ -115,14 +115,17 @@ class SearchBuilder(GroupsBuilder):
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         town, renderer = Town(self.seed), self.renderer()
-        asked = [
-            Ask(town, renderer, name, kind, self.max_turns, self.format_coef) for name in town.people for kind in FACTS
+        questions = [
+            QuestionEnvFactory(town, renderer, name, kind, self.max_turns, self.format_coef)
+            for name in town.people
+            for kind in FACTS
         ]
-        train, test = [each for each in asked if not _held_out(each)], [each for each in asked if _held_out(each)]
+        train = [question for question in questions if not _is_held_out(question)]
+        test = [question for question in questions if _is_held_out(question)]
         return self.training(train, "search"), self.held_out(test, "search")
 
 
-def _held_out(question: Ask) -> bool:
+def _is_held_out(question: QuestionEnvFactory) -> bool:
     return question.name.split()[0] in FIRST[-2:]
 
 

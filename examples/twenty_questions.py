@@ -1,6 +1,6 @@
-"""tinker-cookbook's twenty questions, answered by a file of traits instead of a second model.
+"""tinker-cookbook's twenty questions, with a list of traits instead of a second model as the answerer.
 
-A question is answered with yes where it has a trait of the secret word in it, or the word itself.
+The answer is yes if the question contains a trait of the secret word or the word itself.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from tinker_cookbook.recipes.multiplayer_rl.twenty_questions.env import TwentyQu
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.types import RLDataset
 
-from tasks.environments.groups import GroupsBuilder
+from tinker_flows import GroupsBuilder
 
 WORDS = Path(__file__).parent / "data" / "twenty_questions.jsonl"
 
 
 @dataclass(frozen=True)
 class Answerer(MessageCompleter):
-    """Says yes or no to one line.
+    """Completer that answers a question with yes or no.
 
     >>> import asyncio
     >>> dog = Answerer(frozenset({"dog", "animal", "pet"}))
-    >>> asked = [Message(role="user", content="Is it an animal?")]
-    >>> asyncio.run(dog(asked))["content"]
+    >>> question = [Message(role="user", content="Is it an animal?")]
+    >>> asyncio.run(dog(question))["content"]
     'yes'
     """
 
     traits: frozenset[str]
 
     async def __call__(self, messages: list[Message]) -> Message:
-        asked = set(re.findall(r"[a-z]+", get_text_content(messages[-1]).casefold()))
-        return Message(role="assistant", content="yes" if asked & self.traits else "no")
+        words = set(re.findall(r"[a-z]+", get_text_content(messages[-1]).casefold()))
+        return Message(role="assistant", content="yes" if words & self.traits else "no")
 
 
 @dataclass(frozen=True)
 class Game:
-    """Makes a fresh game about one word."""
+    """Factory of games about one word."""
 
     word: str
     traits: Sequence[str]
@@ -54,11 +54,11 @@ class Game:
 
 @chz.chz
 class TwentyQuestionsBuilder(GroupsBuilder):
-    """A game for each word of a JSONL file with `word` and `traits`.
+    """Builder of one game per word of a JSONL file with `word` and `traits`.
 
     Attributes:
-        path: the file.
-        num_held_out: words that are not trained on, the last ones.
+        path: JSONL file.
+        num_held_out: number of held-out words, taken from the end of the file.
     """
 
     path: str = str(WORDS)

@@ -1,4 +1,4 @@
-"""Every recipe of the examples: in the table, as a deployment, and to its end on the tiny model."""
+"""Recipes: each is in the docs, can be deployed, and runs to its end on the tiny model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from prefect.exceptions import ObjectAlreadyExists
 
 from blocks.errors import ConfigError
 from deployments.methods import config_type_of, flow_of
-from deployments.pool import POOL
 from deployments.recipes import RECIPES, deploy_recipes, file_of
-from flows.config_file import load_config
+from deployments.work_pool import POOL
+from flows.config.loader import load_config
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "recipes.md").read_text()
-# Not recipes: what the README begins with, an example of two runs, and what looks at runs.
+# Examples that are no recipes.
 OTHERS = {"sft", "margins", "sweep", "evaluate", "compare"}
-# Those that have a slow test of their own, beside what they distill or write.
-ELSEWHERE = {"noisy_student", "constitution"} | {each for each in RECIPES if "distillation" in each}
+# Recipes with a slow test of their own.
+TESTED_ELSEWHERE = {"noisy_student", "constitution"} | {recipe for recipe in RECIPES if "distillation" in recipe}
 SHORT = {
     "rlhf": [
         "warm_start.num_steps=2",
@@ -39,7 +39,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("recipes")
 
 
-def test_every_file_is_a_recipe() -> None:
+def test_every_example_is_a_recipe_or_listed_as_none() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.yaml")} == RECIPES.keys() | OTHERS
 
 
@@ -49,29 +49,29 @@ def test_every_recipe_is_in_the_table(recipe: str) -> None:
     assert f"`examples/{recipe}.yaml`" in DOCS
 
 
-def test_a_recipe_is_offered_as_a_deployment(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_is_deployed_with_its_config(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with get_client(sync_client=True) as client:
         with suppress(ObjectAlreadyExists):
             client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
         (name,) = deploy_recipes(["shorter"])
         deployed = client.read_deployment_by_name(name)
     assert name == "rl/shorter"
-    shown = deployed.parameters["config"]
-    assert shown["run_name"] == "shorter-{start}"
-    written = load_config(config_type_of("rl"), file_of("shorter"), [])
-    assert config_type_of("rl").model_validate(shown | {"run_name": written.run_name}) == written
+    deployed_config = deployed.parameters["config"]
+    assert deployed_config["run_name"] == "shorter-{start}"
+    recipe_config = load_config(config_type_of("rl"), file_of("shorter"), [])
+    assert config_type_of("rl").model_validate(deployed_config | {"run_name": recipe_config.run_name}) == recipe_config
     assert deployed.entrypoint == "flows/rl.py:rl"
     assert deployed.description
 
 
-def test_an_unknown_recipe_is_refused() -> None:
-    with pytest.raises(ConfigError, match="There is no recipe 'longer': give some of chat_sl, "):
+def test_an_unknown_recipe_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="Unknown recipe 'longer': use one or more of chat_sl, "):
         deploy_recipes(["longer"])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("recipe", [each for each in RECIPES if each not in ELSEWHERE])
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe not in TESTED_ELSEWHERE])
 def test_a_recipe_runs_to_its_end(
     recipe: str, store: Path, prefect_server: str, engine_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
