@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: what tinker-flows costs, each figure beside a peer's in the same run."""
+"""``python -m benchmarks``: cost of tinker-flows, each figure next to a peer's figure from the same run."""
 
 from __future__ import annotations
 
@@ -9,27 +9,35 @@ import sys
 from collections.abc import Sequence
 
 BENCHMARKS = {
-    "step_overhead": "Prefect on the critical path of a training step, against the same functions without it",
+    "step_overhead": "Prefect on the critical path of a training step, against the same functions without Prefect",
     "engine_vs_torch": "a training step on the local engine, against a plain loop of torch and peft",
     "engine_sampling": "64 concurrent samples, and one, against transformers.generate on the same prompts",
-    "engine_service": "an almost empty training step through SDK and engine, against its computation in process",
-    "engine_tenants": "eight training clients in turns, against one; and the memory of each",
+    "engine_service": "a one-token training step through SDK and engine, against the same computation in process",
+    "engine_tenants": "eight training clients taking turns, against one client; memory per client",
     "flow_vs_cookbook": "the sft flow, against tinker-cookbook's supervised loop on the same engine",
-    "distill_vs_cookbook": "the on-policy distillation flow, against tinker-cookbook's loop; only when named",
-    "dpo_vs_cookbook": "the dpo flow, against tinker-cookbook's DPO loop, with the losses of both; only when named",
-    "objective_terms": "eight terms side by side, and their gradients apart, against one callback and one backward",
-    "one_pass": "cycles of the service per step where it runs the whole objective, against two passes",
-    "rl_vs_cookbook": "the rl flow in three modes, against tinker-cookbook's RL loop in the same; only when named",
-    "rl_learns": "the reward that the rl flow comes to, against tinker-cookbook's RL loop; only when named",
-    "rl_load": "memory of 256 groups at once, and how busy the engine is in mode async; only when named",
-    "long_run": "memory of the flow and of Prefect's database over 10,000 steps, by granularity; only when named",
-    "sweep_overhead": "a hundred short trials in a sweep, against a plain loop; four at once; only when named",
-    "up_ready": "`tinker-flows up` until all of it is ready, against a Prefect server alone",
-    "objective_cost": "three regularizers and their linearization, against the forward_backward they go with",
+    "distill_vs_cookbook": "the on-policy distillation flow, against tinker-cookbook's loop (long)",
+    "dpo_vs_cookbook": "the dpo flow, against tinker-cookbook's DPO loop, with the losses of both (long)",
+    "objective_terms": "eight concurrent terms against one callback, separate gradients against one backward",
+    "sdk_terms": "eight waiting terms in a loop on the SDK, against the SDK's own custom loss",
+    "estimators": "each estimator of scores, against the exact gradient of a toy's expected score and release 0.1",
+    "shares": "each term's share of the gradient for 8, 32 and 128 rows, against release 0.1",
+    "effects": "the measured effect of an update on each term, against its gradient by the parameters",
+    "headline": "what a solver in the objective changes, against cross-entropy and shuffled scores (long, resumable)",
+    "one_pass": "service cycles per step with the objective on the service, against two passes",
+    "rl_vs_cookbook": "the rl flow in three modes, against tinker-cookbook's RL loop in the same modes (long)",
+    "rl_learns": "the final reward of the rl flow, against tinker-cookbook's RL loop (long)",
+    "rl_load": "memory with 256 concurrent groups, and engine utilization in mode async (long)",
+    "long_run": "memory of the flow and size of Prefect's database over 10,000 steps, by granularity (long)",
+    "sweep_overhead": "a hundred short trials in a sweep, against a plain loop; four at once (long)",
+    "up_ready": "startup time of `tinker-flows up`, against a Prefect server alone",
+    "objective_cost": "three regularizers and their linearization, against forward_backward of the same batch",
+    "balance": "every balancing rule on terms that conflict, against no balancing (long)",
 }
 LONG = {
+    "balance",
     "distill_vs_cookbook",
     "dpo_vs_cookbook",
+    "headline",
     "long_run",
     "rl_learns",
     "rl_load",
@@ -39,29 +47,30 @@ LONG = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmarks named, or all, and print the table of each as soon as it is done."""
+    """Run benchmarks and print each table when it is complete."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
-        epilog="\n".join(f"  {name:20}{what}" for name, what in BENCHMARKS.items()),
+        epilog="\n".join(f"  {name:20}{description}" for name, description in BENCHMARKS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="which ones; unless given, all that are not long")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; default: all except the long ones")
     names = parser.parse_args(argv).names or [name for name in BENCHMARKS if name not in LONG]
     if unknown := [name for name in names if name not in BENCHMARKS]:
-        parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
-    # OpenMP reads it when torch is imported. The engine sets it for itself; its peers get the same.
+        parser.error(f"unknown benchmark {unknown[0]!r}; use one or more of {', '.join(BENCHMARKS)}")
+    # OpenMP reads the variable when torch is imported. The engine sets it too, so all peers have the same setting.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from rich.console import Console
+    from rich.table import Table
 
-    from benchmarks.machine import describe
-    from benchmarks.rows import table
+    from benchmarks.rows import describe_machine, table
 
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(describe())
+    console.print(describe_machine())
     for name in names:
-        console.print(table(importlib.import_module(f"benchmarks.{name}").measure()))
+        measured = importlib.import_module(f"benchmarks.{name}").measure()
+        console.print(measured if isinstance(measured, Table) else table(measured))
 
 
 if __name__ == "__main__":

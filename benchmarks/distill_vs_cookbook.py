@@ -1,8 +1,8 @@
-"""The on-policy distillation flow, against tinker-cookbook's `distillation/train_on_policy.py`.
+"""On-policy distillation flow, against tinker-cookbook's `distillation/train_on_policy.py`.
 
-Both run as processes of their own, on the same engine, questions, teacher and number of steps; the flow has one task
-run for all its steps (`granularity: segment`). The questions note when a batch is asked for, once per step in both
-loops; the first and last steps are left out.
+Both loops run in separate processes with the same engine, prompts, teacher and number of steps. The flow uses one task
+run for all its steps (`granularity: segment`). The dataset records the time of each batch request, one per step in both
+loops; the first and last steps are excluded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _QUESTIONS = Path(__file__).parent.parent / "examples" / "data" / "gsm8k_train.j
 
 
 def measure(*, repetitions: int = 3, steps: int = 24) -> list[Row]:
-    """A row for the steps per second."""
+    """Return one row: steps per second."""
     ours, peer = [], []
     with scratch_home() as folder:
         model = str(resolve_model("tiny", home() / "cache"))
@@ -35,13 +35,13 @@ def measure(*, repetitions: int = 3, steps: int = 24) -> list[Row]:
             for number in tqdm(range(repetitions), desc="distill_vs_cookbook"):
                 ours.append(_run_flow(folder / f"flow-{number}", model, steps))
                 peer.append(_run_cookbook(folder / f"cookbook-{number}", model, steps))
-    size = f"tiny, {BATCH_SIZE} groups of {GROUP_SIZE} answers of {MAX_TOKENS} tokens"
+    size = f"tiny, {BATCH_SIZE} groups of {GROUP_SIZE} completions of {MAX_TOKENS} tokens"
     name = f"distill_vs_cookbook: on-policy distillation, {size}"
     return [Row(name, "steps/s", ours, peer, peer_name="tinker_cookbook.distillation.train_on_policy")]
 
 
 def question_params(times: str) -> dict[str, Any]:
-    """The questions of both loops, which note when they are asked for."""
+    """Return the dataset parameters of both loops."""
     return {
         "path": str(_QUESTIONS),
         "renderer_name": "qwen3_instruct",
@@ -53,7 +53,7 @@ def question_params(times: str) -> dict[str, Any]:
 
 def _run_flow(folder: Path, model: str, steps: int) -> float:
     times = folder / "times"
-    builder = {"builder": "benchmarks.timed_questions:TimedQuestionsBuilder", "params": question_params(str(times))}
+    builder = {"builder": "benchmarks.timed_data:TimedQuestionsBuilder", "params": question_params(str(times))}
     config = {
         "model": model,
         "lora_rank": RANK,
@@ -72,12 +72,12 @@ def _run_flow(folder: Path, model: str, steps: int) -> float:
 
 def _run_cookbook(folder: Path, model: str, steps: int) -> float:
     folder.mkdir()
-    run_module(["benchmarks.cookbook_distill", model, str(folder), str(steps)], folder / "log")
+    run_module(["benchmarks.cookbook", "distill", model, str(folder), str(steps)], folder / "log")
     return _rate(folder / "times")
 
 
 def _rate(times: Path) -> float:
-    """Steps per second, without the first four and the last."""
-    asked = [float(line) for line in times.read_text().splitlines()]
-    steady = asked[4:-1]
+    """Return the steps per second, without the first four and the last."""
+    request_times = [float(line) for line in times.read_text().splitlines()]
+    steady = request_times[4:-1]
     return (len(steady) - 1) / (steady[-1] - steady[0])

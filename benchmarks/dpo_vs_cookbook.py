@@ -1,9 +1,9 @@
-"""The dpo flow, against tinker-cookbook's own DPO loop.
+"""dpo flow, against tinker-cookbook's DPO loop.
 
-Both run as processes of their own, on the same engine, the same rows and the same adapter to begin with, so that they
-train on the same batches and have to have the same losses. A step's time is what each loop notes of itself; the first
-steps are left out. The flow has one task run for all its steps (`granularity: segment`). The second row is of an engine
-that works in cycles, as the hosted service does.
+Both loops run in separate processes with the same engine, data and initial adapter. They train on the same batches and
+must have the same losses. Each loop reports its own step times; the first steps are excluded. The flow uses one task
+run for all its steps (`granularity: segment`). The second row uses an engine that works in cycles, as the hosted
+service does.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ PEER = "tinker_cookbook.preference.train_dpo"
 
 
 class Trained(NamedTuple):
-    """One process: steps per second, and the loss of each step."""
+    """Result of one process: steps per second and the loss of each step."""
 
     rate: float
     losses: list[float]
 
 
 def measure(*, repetitions: int = 3, epochs: int = 3, cycle_s: float = 1.0) -> list[Row]:
-    """A row for an engine that works at once, and one for an engine with a clock."""
+    """Return a row for an engine that computes immediately and one for an engine with a clock."""
     return [
-        _row("an engine that works at once", repetitions, epochs, None),
-        _row(f"an engine with --clock-cycle {cycle_s:g}", 1, 1, cycle_s),
+        _row("immediate engine", repetitions, epochs, None),
+        _row(f"engine with --clock-cycle {cycle_s:g}", 1, 1, cycle_s),
     ]
 
 
-def _row(what: str, repetitions: int, epochs: int, cycle_s: float | None) -> Row:
+def _row(engine: str, repetitions: int, epochs: int, cycle_s: float | None) -> Row:
     ours, peer = [], []
     with scratch_home() as folder:
         model = str(resolve_model("tiny", home() / "cache"))
@@ -62,18 +62,18 @@ def _row(what: str, repetitions: int, epochs: int, cycle_s: float | None) -> Row
                 ours.append(_run_flow(folder / f"flow-{number}", model, start, epochs))
                 peer.append(_run_cookbook(folder / f"cookbook-{number}", model, start, epochs))
     return Row(
-        f"dpo_vs_cookbook: steps per second, tiny, {BATCH_SIZE} pairs, {epochs} epochs, {what}",
+        f"dpo_vs_cookbook: steps per second, tiny, {BATCH_SIZE} pairs, {epochs} epochs, {engine}",
         "steps/s",
         [run.rate for run in ours],
         [run.rate for run in peer],
         peer_name=PEER,
-        note=_compared(ours[-1].losses[:20], peer[-1].losses[:20]),
+        note=_compare(ours[-1].losses[:20], peer[-1].losses[:20]),
     )
 
 
-def _compared(ours: list[float], theirs: list[float]) -> str:
+def _compare(ours: list[float], theirs: list[float]) -> str:
     apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    lists = "; theirs ".join(" ".join(f"{loss:.5f}" for loss in each) for each in (ours, theirs))
+    lists = "; theirs ".join(" ".join(f"{loss:.5f}" for loss in losses) for losses in (ours, theirs))
     return f"losses of the first {len(ours)} steps at most {apart:.1e} apart: ours {lists}"
 
 
@@ -81,7 +81,7 @@ def _run_flow(folder: Path, model: str, start: str, epochs: int) -> Trained:
     config = {
         "model": model,
         "lora_rank": RANK,
-        "resume": start,
+        "init_from": start,
         "learning_rate": LEARNING_RATE,
         "num_epochs": epochs,
         "checkpoint_every": 1000,
@@ -118,7 +118,7 @@ def _run_cookbook(folder: Path, model: str, start: str, epochs: int) -> Trained:
         "dataset_builder.common_config.max_length": MAX_LENGTH,
         "dataset_builder.common_config.batch_size": BATCH_SIZE,
     }
-    run_module(["benchmarks.cookbook_dpo", *(f"{key}={value}" for key, value in options.items())], folder / "log")
+    run_module(["benchmarks.cookbook", "dpo", *(f"{key}={value}" for key, value in options.items())], folder / "log")
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return Trained(
         _rate([step["time/total"] for step in steps if "time/total" in step]),

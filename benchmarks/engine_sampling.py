@@ -1,8 +1,8 @@
-"""Samples through the SDK and the engine, against `transformers.generate` on the same prompts as one batch.
+"""Sampling through the SDK and the engine, against `transformers.generate` on the same prompts as one batch.
 
-Both draw 32 tokens per prompt at temperature 1 from SmolLM2 in float32, on as many threads. Ours are separate requests
-that the engine puts together; the peer is given all of them at once. Another row has a single request. Then both again
-by an engine that samples to the same bits whatever the company, against the one before.
+Both sample 32 tokens per prompt at temperature 1 from SmolLM2 in float32 with the same number of threads. Our side
+sends separate requests that the engine batches; the peer receives one batch. Another row has a single request. Two more
+rows compare an engine with `--deterministic`, whose samples do not depend on concurrent requests, with the default one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Generate = Callable[[Prompts], float]
 
 
 def measure(*, model: str = "smollm2-135m", repetitions: int = 3, num_prompts: int = 64) -> list[Row]:
-    """A row for all prompts at once and one for a single prompt; and two for what determinism costs."""
+    """Return a row for concurrent prompts, one for a single prompt, and the same two for the cost of determinism."""
     with scratch_home():
         path = str(resolve_model(model, home() / "cache"))
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -39,32 +39,32 @@ def measure(*, model: str = "smollm2-135m", repetitions: int = 3, num_prompts: i
         with local_engine(model=model, dtype="float32", threads=threads) as service, service.get_client() as session:
             sides = (_sdk(session.create_sampling_client(base_model=model).result()), _transformers(path))
             rows = []
-            for some in (prompts, prompts[:1]):
+            for batch in (prompts, prompts[:1]):
                 for side in sides:
-                    side(some[:2])  # warms up
+                    side(batch[:2])  # warm-up
                 ours, peer = [], []
-                for _ in tqdm(range(repetitions), desc=f"engine_sampling: {len(some)} at once"):
-                    ours.append(sides[0](some))
-                    peer.append(sides[1](some))
-                rows.append(_row(model, some, ours, peer, "transformers.generate, one batch, float32"))
+                for _ in tqdm(range(repetitions), desc=f"engine_sampling: {len(batch)} at once"):
+                    ours.append(sides[0](batch))
+                    peer.append(sides[1](batch))
+                rows.append(_row(model, batch, ours, peer, "transformers.generate, one batch, float32"))
             plain = sides[0]
             with (
                 local_engine(model=model, dtype="float32", threads=threads, deterministic=True) as other,
-                other.get_client() as its_session,
+                other.get_client() as other_session,
             ):
-                exact = _sdk(its_session.create_sampling_client(base_model=model).result())
-                for some in (prompts, prompts[:1]):
-                    exact(some[:2])
-                    pairs = [(exact(some), plain(some)) for _ in range(repetitions)]
+                exact = _sdk(other_session.create_sampling_client(base_model=model).result())
+                for batch in (prompts, prompts[:1]):
+                    exact(batch[:2])
+                    pairs = [(exact(batch), plain(batch)) for _ in range(repetitions)]
                     ours, peer = ([pair[side] for pair in pairs] for side in (0, 1))
-                    rows.append(_row(f"{model}, --deterministic", some, ours, peer, "the engine without it"))
+                    rows.append(_row(f"{model}, --deterministic", batch, ours, peer, "the default engine"))
     return rows
 
 
-def _row(what: str, prompts: Prompts, ours: Sequence[float], peer: Sequence[float], peer_name: str) -> Row:
+def _row(engine: str, prompts: Prompts, ours: Sequence[float], peer: Sequence[float], peer_name: str) -> Row:
     requests = "1 request" if len(prompts) == 1 else f"{len(prompts)} concurrent requests"
     return Row(
-        f"engine_sampling: {requests} of {NUM_TOKENS} tokens, {what}", "tokens/s", ours, peer, peer_name=peer_name
+        f"engine_sampling: {requests} of {NUM_TOKENS} tokens, {engine}", "tokens/s", ours, peer, peer_name=peer_name
     )
 
 

@@ -1,8 +1,7 @@
-"""What the service itself costs: an almost empty step through SDK, HTTP and engine, against the same step in process.
+"""Overhead of the service: a one-token step through SDK, HTTP and engine, against the same step in process.
 
-One token on the tiny model, so that next to nothing is computed: what is more than the peer's is the SDK, four HTTP
-requests, the queues and the hops between threads. How much of it the SDK and HTTP take by themselves is measured in
-turn with a server that does nothing.
+With one token on the tiny model, the computation is negligible: the difference is the SDK, four HTTP requests, queues
+and thread switches. A server that does nothing measures the share of the SDK and HTTP.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from engine.compute.base import BaseModel
 from engine.compute.datum import Datum
 from engine.compute.lora import LoraSpec
 from engine.compute.loss import bind_loss
-from engine.compute.parts import whole
+from engine.compute.train import exhaust
 from engine.compute.trainer import Trainer
 from engine.models import load_model, resolve_model
 
@@ -36,7 +35,7 @@ Step = Callable[[], None]
 
 
 def measure(*, repetitions: int = 200) -> list[Row]:
-    """One row; its repetitions are single steps."""
+    """Return one row; its repetitions are single steps."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -45,9 +44,9 @@ def measure(*, repetitions: int = 200) -> list[Row]:
             local_engine(model="tiny", dtype="float32", threads=1) as service,
             service.get_client() as session,
             null_server() as url,
-            tinker.ServiceClient(base_url=url, api_key="tml-null") as nobody,
+            tinker.ServiceClient(base_url=url, api_key="tml-null") as null_session,
         ):
-            sides = (_sdk_step(session), _in_process(), _sdk_step(nobody))
+            sides = (_sdk_step(session), _in_process(), _sdk_step(null_session))
             for _ in range(10):
                 _times(sides)
             ours, peer, floor = zip(
@@ -67,13 +66,13 @@ def _row(ours: list[float], peer: list[float], floor: list[float]) -> Row:
         ours,
         peer,
         peer_name="the same computation in process",
-        note=f"adds {added:.1f} ms; {statistics.median(floor):.1f} ms take the SDK and a server that does nothing, "
-        f"the service itself {own:.1f} ms (budget {BUDGET_MS:.0f} ms: {'holds' if own <= BUDGET_MS else 'EXCEEDED'})",
+        note=f"adds {added:.1f} ms; the SDK and a server that does nothing take {statistics.median(floor):.1f} ms, "
+        f"the service {own:.1f} ms (budget {BUDGET_MS:.0f} ms: {'holds' if own <= BUDGET_MS else 'EXCEEDED'})",
     )
 
 
 def _times(sides: tuple[Step, ...]) -> tuple[float, ...]:
-    """Milliseconds of one step of each."""
+    """Return the milliseconds of one step of each side."""
     times = []
     for step in sides:
         started = perf_counter()
@@ -105,7 +104,7 @@ def _in_process() -> Step:
     datum = Datum(torch.tensor([1]), torch.tensor([2]), {"weights": torch.ones(1)})
 
     def step() -> None:
-        whole(trainer.forward_backward([datum], loss, forward_only=False))
+        exhaust(trainer.forward_backward([datum], loss, forward_only=False))
         trainer.optim_step(ADAM)
 
     return step

@@ -1,6 +1,6 @@
-"""Eight training clients on one engine, a step of each in turn, against one client that takes as many steps.
+"""Eight training clients that take turns on one engine, against one client with the same number of steps.
 
-They share the base model's weights; what each adds to the engine's memory is its adapter and its moments.
+The clients share the weights of the base model; each adds only its adapter and optimizer state to the engine's memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ADAM = types.AdamParams(learning_rate=1e-4)
 
 
 def measure(*, model: str = "smollm2-135m", repetitions: int = 3) -> list[Row]:
-    """One row: tokens per second of all clients together, and the memory of each in its note."""
+    """Return one row: tokens per second of all clients together, with the memory per client in its note."""
     with scratch_home():
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(model, home() / "cache"))
         batch = solutions(tokenizer, NUM_DATUMS, NUM_TOKENS)
@@ -41,19 +41,19 @@ def measure(*, model: str = "smollm2-135m", repetitions: int = 3) -> list[Row]:
             _tokens_per_s([one] * 2, batch)
             alone_bytes = engine.memory_info().rss
             _tokens_per_s(others, batch)
-            each_bytes = (engine.memory_info().rss - alone_bytes) / len(others)
+            client_bytes = (engine.memory_info().rss - alone_bytes) / len(others)
             ours, peer = [], []
             for _ in tqdm(range(repetitions), desc="engine_tenants"):
                 ours.append(_tokens_per_s([one, *others], batch))
                 peer.append(_tokens_per_s([one] * NUM_CLIENTS, batch))
     return [
         Row(
-            f"engine_tenants: {NUM_CLIENTS} clients in turns, {NUM_DATUMS} x {NUM_TOKENS} tokens each, {model}",
+            f"engine_tenants: {NUM_CLIENTS} clients taking turns, {NUM_DATUMS} x {NUM_TOKENS} tokens each, {model}",
             "tokens/s",
             ours,
             peer,
-            peer_name="one client, as many steps",
-            note=f"each client takes {each_bytes / 2**20:.0f} MiB of the engine's memory at rank {RANK}",
+            peer_name="one client, the same number of steps",
+            note=f"each client takes {client_bytes / 2**20:.0f} MiB of the engine's memory at rank {RANK}",
         )
     ]
 

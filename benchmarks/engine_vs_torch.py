@@ -1,7 +1,7 @@
-"""A training step on the local engine, against a plain loop of torch and peft.
+"""Training step on the local engine, against a plain loop with torch and peft.
 
-Both train a LoRA adapter of rank 8 on the same padded batch of the same model, in float32, on as many threads. Ours
-goes through the SDK, HTTP and the engine's process; the peer is what one would write in a notebook.
+Both train a LoRA adapter of rank 8 on the same padded batch of the same model, in float32, with the same number of
+threads. Our step goes through the SDK, HTTP and the engine process; the peer is a loop as written in a notebook.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from engine.models import resolve_model
 
 RANK, ALPHA = 8, 32
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-RAGGED = [16, 24, 32, 48, 64, 96, 160, 320]  # a mean of 95
+RAGGED = [16, 24, 32, 48, 64, 96, 160, 320]  # mean 95
 ADAM = tinker.AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
 
 Step = Callable[[], float]
 
 
 def measure(*, repetitions: int = 7, steps: int = 10, with_smollm: bool = True) -> list[Row]:
-    """A row for the tiny model, and two for SmolLM2, whose repetitions are single steps.
+    """Return a row for the tiny model and two for SmolLM2, whose repetitions are single steps.
 
-    The second of these has a batch of all lengths, which the peer pads to the longest and the engine sorts by length.
+    The second SmolLM2 row has a batch of mixed lengths, which the peer pads to the longest and the engine sorts.
     """
     with scratch_home():
         rows = [_measure("tiny", [128] * 16, repetitions, steps)]
@@ -54,9 +54,9 @@ def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int) -
         with local_engine(model=model, dtype="float32", threads=threads) as service, service.get_client() as session:
             client = session.create_lora_training_client(model, rank=RANK, seed=0).result()
             sides = (_sdk_step(client, batch), _torch_step(str(path), batch))
-            first, expected = (step() for step in sides)  # also warms both up
+            first, expected = (step() for step in sides)  # also the warm-up
             if not math.isclose(first, expected, rel_tol=1e-4):
-                raise RuntimeError(f"The first loss of {model} is {first} here and {expected} in plain torch.")
+                raise RuntimeError(f"The first loss of {model} is {first} here but {expected} in plain torch.")
             ours, peer = [], []
             for _ in tqdm(range(repetitions), desc=f"engine_vs_torch: {model}"):
                 ours.append(_time(sides[0], steps))
@@ -75,12 +75,12 @@ def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int) -
         ours,
         peer,
         peer_name="torch + peft + AdamW, float32",
-        note=f"{threads} thread{'s' if threads > 1 else ''}; both start from the loss {first:.4f}",
+        note=f"{threads} thread{'s' if threads > 1 else ''}; the initial loss of both is {first:.4f}",
     )
 
 
 def _time(step: Step, steps: int) -> float:
-    """Milliseconds per step."""
+    """Return the milliseconds per step."""
     started = perf_counter()
     for _ in range(steps):
         step()

@@ -1,4 +1,4 @@
-"""A flow's run as a process of its own, and what it has logged."""
+"""Run of a flow in a separate process, and its logged metrics."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _NAME = "bench"
 
 @dataclass(frozen=True, slots=True)
 class FlowRun:
-    """A run that is done.
+    """Finished run.
 
     Attributes:
-        folder: of its record, its MLflow store and its log.
-        whole_s: what its process took.
+        folder: folder of the run directory, the MLflow store and the log.
+        whole_s: duration of the process in seconds.
     """
 
     folder: Path
     whole_s: float
 
     def points(self, key: str) -> list[Metric]:
-        """A metric at each step, in their order."""
+        """Return the points of a metric in the order of the steps."""
         record = json.loads((self.folder / _NAME / "checkpoints.jsonl").read_text().splitlines()[-1])
         history = MlflowClient(_tracking(self.folder)).get_metric_history(record["mlflow_run_id"], key)
         return sorted(history, key=lambda point: point.step)
 
 
 def run_flow(command: Sequence[str], folder: Path, config: Mapping[str, Any]) -> FlowRun:
-    """Run a config to its end, with all that it keeps in a new folder.
+    """Run a config to completion with all outputs in a new folder.
 
     Args:
-        command: a module and its arguments, to which the config's file is added.
+        command: module and arguments, to which `--config FILE` is appended.
     """
     folder.mkdir()
     path = folder / "config.yaml"
-    whole = {"run_name": _NAME, "storage": str(folder), "tracking": _tracking(folder), "eval_every": 0, **config}
-    path.write_text(yaml.safe_dump(whole))
+    fields = {"run_name": _NAME, "storage": str(folder), "tracking": _tracking(folder), "eval_every": 0, **config}
+    path.write_text(yaml.safe_dump(fields))
     return FlowRun(folder, run_module([*command, "--config", str(path)], folder / "log"))
 
 

@@ -1,8 +1,8 @@
-"""The sft flow with cross-entropy alone, against tinker-cookbook's own supervised loop.
+"""sft flow with cross-entropy alone, against tinker-cookbook's supervised loop.
 
-Both run as processes of their own, on the same engine, the same dataset builder, the same number of steps. The dataset
-notes when a batch is asked for, once per step in both loops; their first and last steps are left out of the time per
-step, and start-up, final save and report with them. A second row has whole processes, from start to end.
+Both loops run in separate processes with the same engine, dataset builder and number of steps. The dataset records the
+time of each batch request, one per step in both loops. The time per step excludes the first and last steps, and so
+start-up, final save and report. A second row measures whole processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEARNING_RATE = 1e-3
 
 
 class Trained(NamedTuple):
-    """One process: milliseconds per step, seconds in all, loss of the last step in nats per token."""
+    """Result of one process: milliseconds per step, total seconds, loss of the last step in nats per token."""
 
     step_ms: float
     whole_s: float
@@ -36,7 +36,7 @@ class Trained(NamedTuple):
 
 
 def measure(*, repetitions: int = 3, steps: int = 40) -> list[Row]:
-    """A row for the time per step and one for the whole process."""
+    """Return a row for the time per step and one for the whole process."""
     ours, peer = [], []
     with scratch_home() as folder:
         model = str(resolve_model("tiny", home() / "cache"))
@@ -64,7 +64,7 @@ def measure(*, repetitions: int = 3, steps: int = 40) -> list[Row]:
             [run.whole_s for run in ours],
             [run.whole_s for run in peer],
             peer_name="tinker_cookbook.supervised.train",
-            note="ours with a Prefect server of its own, an MLflow store and a report",
+            note="ours includes a local Prefect server, an MLflow store and a report",
         ),
     ]
 
@@ -77,7 +77,7 @@ def _run_flow(folder: Path, model: str, steps: int) -> Trained:
         "learning_rate": LEARNING_RATE,
         "num_steps": steps,
         "checkpoint_every": steps,
-        "data": {"builder": "benchmarks.timed_gsm8k:TimedGsm8kBuilder", "params": _data(model, times)},
+        "data": {"builder": "benchmarks.timed_data:TimedGsm8kBuilder", "params": _data(model, times)},
     }
     run = run_flow(["flows.sft"], folder, config)
     return Trained(_step_ms(times), run.whole_s, run.points("train_mean_nll")[-1].value)
@@ -96,11 +96,11 @@ def _run_cookbook(folder: Path, model: str, steps: int) -> Trained:
         "max_steps": steps,
         "eval_every": 0,
         "save_every": 0,
-        "dataset_builder": "benchmarks.timed_gsm8k:TimedGsm8kBuilder",
+        "dataset_builder": "benchmarks.timed_data:TimedGsm8kBuilder",
         **{f"dataset_builder.{key}": value for key, value in _data(model, times).items()},
     }
     arguments = [f"{key}={value}" for key, value in options.items()]
-    whole_s = run_module(["benchmarks.cookbook_sft", *arguments], folder / "log")
+    whole_s = run_module(["benchmarks.cookbook", "sft", *arguments], folder / "log")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return Trained(_step_ms(times), whole_s, json.loads(lines[-1])["train_mean_nll"])
 
@@ -116,7 +116,7 @@ def _data(model: str, times: Path) -> Mapping[str, str | int]:
 
 
 def _step_ms(times: Path) -> float:
-    """Mean time between batches, without the first and the last steps."""
-    asked = [float(line) for line in times.read_text().splitlines()]
-    steady = asked[min(WARM_UP, len(asked) // 2 - 1) : -1]
+    """Return the mean time between batch requests, without the first and last steps."""
+    request_times = [float(line) for line in times.read_text().splitlines()]
+    steady = request_times[min(WARM_UP, len(request_times) // 2 - 1) : -1]
     return 1000 * (steady[-1] - steady[0]) / (len(steady) - 1)

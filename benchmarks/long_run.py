@@ -1,8 +1,7 @@
-"""A long run stays flat: the memory of its flow and the Prefect database, with a task run for every task and without.
+"""Growth of a long run's memory and Prefect database, with one task run per task and with one per segment.
 
-The same steps twice: with `granularity: task`, the default, and with `segment`, where the steps between two
-checkpoints are one task run. Memory and database are looked at while the run goes on; what they had reached after a
-tenth of the steps is where the growth is counted from.
+The same steps run with `granularity: task`, the default, and with `segment`, where the steps between two checkpoints
+are one task run. Memory and database size are sampled during the run; growth counts after the first tenth of the steps.
 """
 
 from __future__ import annotations
@@ -24,26 +23,28 @@ from benchmarks.rows import Row
 from benchmarks.scratch import scratch_home
 from blocks.home import home
 
-LOOK_EVERY_S = 0.5
+SAMPLE_EVERY_S = 0.5
 NUM_CHECKPOINTS = 10
 MIB = 2**20
 
 
-class Grown(NamedTuple):
-    """From a tenth of the steps to the last one: MiB of the flow's process, KiB of the database per step."""
+class Growth(NamedTuple):
+    """Growth from a tenth of the steps to the last one: MiB of the flow process, KiB of the database per step."""
 
     memory_mib: float
     database_kib: float
 
 
-class Look(NamedTuple):
+class Sample(NamedTuple):
+    """Memory of the flow at a moment of the run."""
+
     time_s: float
     memory_bytes: int
     database_bytes: int
 
 
 def measure(*, steps: int = 10_000) -> list[Row]:
-    """A row for the memory and one for the database."""
+    """Return a row for the memory and one for the database."""
     with scratch_home() as folder:
         by_task, by_segment = (
             _run(folder / granularity, granularity, steps) for granularity in tqdm(("task", "segment"), desc="long_run")
@@ -67,7 +68,7 @@ def measure(*, steps: int = 10_000) -> list[Row]:
     ]
 
 
-def _run(folder: Path, granularity: str, steps: int) -> Grown:
+def _run(folder: Path, granularity: str, steps: int) -> Growth:
     folder.mkdir()
     tracking = f"sqlite:///{folder / 'mlflow.db'}"
     config = {
@@ -96,35 +97,35 @@ def _run(folder: Path, granularity: str, steps: int) -> Grown:
             stderr=output,
             cwd=Path(__file__).parent.parent,
         )
-        looks = _look_until_the_end(process)
+        samples = _sample_until_exit(process)
     if process.returncode:
-        raise RuntimeError(f"flows.sft ended with {process.returncode}: {log.read_text()[-2000:]}")
+        raise RuntimeError(f"flows.sft exited with status {process.returncode}: {log.read_text()[-2000:]}")
     record = json.loads((folder / f"long-{granularity}" / "checkpoints.jsonl").read_text().splitlines()[-1])
     points = MlflowClient(tracking).get_metric_history(record["mlflow_run_id"], "loss/total")
     logged_s = {point.step: point.timestamp / 1000 for point in points}
-    warm, last = _at(looks, logged_s[steps // 10]), _at(looks, logged_s[steps - 1])
-    return Grown(
+    warm, last = _at(samples, logged_s[steps // 10]), _at(samples, logged_s[steps - 1])
+    return Growth(
         (last.memory_bytes - warm.memory_bytes) / MIB,
         (last.database_bytes - warm.database_bytes) / 1024 / (steps - 1 - steps // 10),
     )
 
 
-def _look_until_the_end(process: subprocess.Popen[bytes]) -> list[Look]:
-    looks: list[Look] = []
+def _sample_until_exit(process: subprocess.Popen[bytes]) -> list[Sample]:
+    samples: list[Sample] = []
     flow = psutil.Process(process.pid)
     while process.poll() is None:
         database = sum(file.stat().st_size for file in home().glob("prefect.db*"))
         try:
-            looks.append(Look(time.time(), flow.memory_info().rss, database))
+            samples.append(Sample(time.time(), flow.memory_info().rss, database))
         except psutil.NoSuchProcess:
             break
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(SAMPLE_EVERY_S)
     process.wait()
-    return looks
+    return samples
 
 
-def _at(looks: list[Look], time_s: float) -> Look:
-    return looks[bisect_right([look.time_s for look in looks], time_s) - 1]
+def _at(samples: list[Sample], time_s: float) -> Sample:
+    return samples[bisect_right([sample.time_s for sample in samples], time_s) - 1]
 
 
 _COMMON = {"renderer_name": "qwen3_instruct", "max_length": 64, "batch_size": 2}
@@ -134,8 +135,8 @@ def _data(folder: Path) -> Path:
     path = folder / "sums.jsonl"
     turns = [(f"{n} + 1?", str(n + 1)) for n in range(128)]
     rows = [
-        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
-        for asked, said in turns
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        for question, answer in turns
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -1,6 +1,6 @@
-"""A Tinker service that does nothing: what a step takes with it is what the SDK and HTTP take.
+"""Tinker service that does nothing; the duration of a step with it is the cost of the SDK and HTTP.
 
-``python -m benchmarks.null_server`` prints its URL and serves until its standard input is closed.
+``python -m benchmarks.null_server`` prints its URL and serves until standard input is closed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _OUTPUT = encode_output([torch.zeros(1)], {"loss:sum": 1.0})
 _MODEL = {"model_id": "session:train:0"}
 
 
-def _answer(route: str, body: bytes) -> tuple[bytes, bytes]:
-    """Content type and body."""
+def _response(route: str, body: bytes) -> tuple[bytes, bytes]:
+    """Return the content type and body of a response."""
     if route == "retrieve_future":
         kind = json.loads(body)["request_id"].split(":")[0]
         if kind == "forward_backward":
@@ -49,15 +49,15 @@ async def _app(scope: Scope, receive: Receive, send: Send) -> None:
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
-    content_type, answer = _answer(scope["path"].removeprefix("/api/v1/"), body)
-    headers = [(b"content-type", content_type), (b"content-length", str(len(answer)).encode())]
+    content_type, content = _response(scope["path"].removeprefix("/api/v1/"), body)
+    headers = [(b"content-type", content_type), (b"content-length", str(len(content)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": answer})
+    await send({"type": "http.response.body", "body": content})
 
 
 @contextmanager
 def null_server() -> Iterator[str]:
-    """The URL of one in a process of its own, up until the block ends."""
+    """Run the server in a separate process until the block ends; yields its URL."""
     command = [sys.executable, "-m", "benchmarks.null_server"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None

@@ -1,9 +1,9 @@
-"""What eight terms cost side by side, against the same eight in one callback; and what their gradients cost apart.
+"""Cost of eight concurrent terms, against the same terms in one callback; and cost of separate gradients.
 
-A loss for the SDK's `forward_backward_custom` calls its terms one after the other. Here each has its place: those that
-wait are in threads, those that compute in processes of their own. The second row is the price of knowing every term's
-gradient: eight differentiable terms evaluated apart, in threads as in a run, summed and compared, against one backward
-of their plain sum.
+A loss for the SDK's `forward_backward_custom` calls its terms sequentially. Here, terms that wait run in threads and
+terms that compute run in processes. The second row is the cost of knowing the gradient of every term: eight
+differentiable terms are evaluated separately, in threads as in a run, then summed and compared. The peer is one
+backward pass of their sum.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import repeat
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -23,25 +24,24 @@ from tqdm import tqdm
 from benchmarks.rows import Row
 from objectives.batch import Batch, Outputs
 from objectives.evaluate import Evaluation, evaluate_base
-from objectives.linearize import linearize
+from objectives.gradients.linearize import linearize
 from objectives.objective import Objective
 from objectives.reductions import reduce
-from objectives.regularizer import Regularizer
-from objectives.term import regularizer
+from objectives.term import Regularizer, regularizer
 
 BUDGET_MS, BUDGET_RATIO = 150.0, 2.0
 
 
 @regularizer("bench_waits", "monitor")
 def waits(outputs: Outputs, batch: Batch, *, seconds: float) -> dict[str, float]:
-    """Waits, as for a database."""
+    """Wait, as for a database."""
     time.sleep(seconds)
     return {}
 
 
 @regularizer("bench_computes", "monitor")
 def computes(outputs: Outputs, batch: Batch, *, seconds: float) -> dict[str, float]:
-    """Computes for so many seconds of this process's own time, however many others want the processor."""
+    """Compute for some seconds of process time, which do not count while other processes have the processor."""
     until = time.process_time() + seconds
     while time.process_time() < until:
         sum(range(1000))
@@ -50,30 +50,33 @@ def computes(outputs: Outputs, batch: Batch, *, seconds: float) -> dict[str, flo
 
 @regularizer("bench_power")
 def power(outputs: Outputs, batch: Batch, *, exponent: float) -> Tensor:
-    """A differentiable term of one transcendental function per token."""
+    """Differentiable term with one transcendental function per token."""
     return (exponent * outputs.logprobs_DT).exp()
 
 
 def measure(
     *, repetitions: int = 5, seconds: float = 1.0, shape: tuple[int, int] = (128, 1024), num_waiting: int = 4
 ) -> list[Row]:
-    """A row for terms side by side and one for gradients apart.
+    """Return a row for concurrent terms and one for separate gradients.
 
     Args:
-        seconds: of each of the terms that wait or compute.
-        shape: datums and tokens of each.
-        num_waiting: how many wait; as many compute.
+        seconds: duration of each term that waits or computes.
+        shape: number of datums and tokens per datum.
+        num_waiting: number of terms that wait, and number of terms that compute.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a run
     try:
         batch, outputs = _batch(*shape)
-        return [_side_by_side(batch, outputs, repetitions, seconds, num_waiting), _apart(batch, outputs, repetitions)]
+        return [
+            _concurrent(batch, outputs, repetitions, seconds, num_waiting),
+            _separate_gradients(batch, outputs, repetitions),
+        ]
     finally:
         torch.set_num_threads(threads)
 
 
-def _side_by_side(batch: Batch, outputs: Outputs, repetitions: int, seconds: float, num_waiting: int) -> Row:
+def _concurrent(batch: Batch, outputs: Outputs, repetitions: int, seconds: float, num_waiting: int) -> Row:
     entries = [
         {"name": f"{fn}_{k}", "fn": f"bench_{fn}", "params": {"seconds": seconds}, "execution": execution}
         for fn, execution in (("waits", "thread"), ("computes", "process"))
@@ -87,55 +90,55 @@ def _side_by_side(batch: Batch, outputs: Outputs, repetitions: int, seconds: flo
             return list(pool.map(run, objective.regularizers, repeat(outputs), repeat(batch), repeat(False)))
 
         def peer() -> list[object]:
-            return [each.term(outputs, batch, **each.params) for each in objective.regularizers]
+            return [entry.term(outputs, batch, **entry.params) for entry in objective.regularizers]
 
-        ours()  # the processes are started
-        for _ in tqdm(range(repetitions), desc="objective_terms: side by side"):
+        ours()  # starts the processes
+        for _ in tqdm(range(repetitions), desc="objective_terms: concurrent"):
             figures.append((_seconds(ours), _seconds(peer)))
-    took, in_turn = (list(column) for column in zip(*figures, strict=True))
+    concurrent_s, sequential_s = (list(column) for column in zip(*figures, strict=True))
     cores = len(os.sched_getaffinity(0))
     least = max(seconds, num_waiting * seconds / cores)
     return Row(
         f"objective_terms: {len(entries)} terms of {seconds:g} s",
         "s",
-        took,
-        in_turn,
-        "the same in one callback, in turn",
-        f"{num_waiting} wait in threads, {num_waiting} compute in processes; {cores} cores need {least:g} s at least",
+        concurrent_s,
+        sequential_s,
+        "the same terms in one callback, sequentially",
+        f"{num_waiting} wait in threads, {num_waiting} compute in processes; {cores} cores need at least {least:g} s",
     )
 
 
-def _apart(batch: Batch, outputs: Outputs, repetitions: int) -> Row:
+def _separate_gradients(batch: Batch, outputs: Outputs, repetitions: int) -> Row:
     entries = [{"name": f"power_{k}", "fn": "bench_power", "params": {"exponent": 1 + k / 8}} for k in range(8)]
     objective = Objective(regularizers=entries)
     terms: Sequence[Regularizer] = objective.regularizers
 
     def ours() -> Tensor:
-        found = pool.map(objective.runner.evaluate, terms, repeat(outputs), repeat(batch), repeat(False))
-        rows = [(each, 0.1) for each in found]
-        return linearize(evaluate_base(objective, outputs, batch, False), rows).loss_weights_DT
+        evaluations = pool.map(objective.runner.evaluate, terms, repeat(outputs), repeat(batch), repeat(False))
+        rows = [(evaluation, 0.1) for evaluation in evaluations]
+        return linearize(evaluate_base(objective.base, outputs, batch, False), rows).loss_weights_DT
 
     def peer() -> Tensor:
         logprobs_DT = outputs.logprobs_DT.detach().requires_grad_()
         leaf = replace(outputs, logprobs_DT=logprobs_DT)
         total = -(logprobs_DT * batch.weights_DT).sum()
-        for each in terms:
-            total = total + 0.1 * reduce(each.term(leaf, batch, **each.params), batch, "token_mean")
+        for entry in terms:
+            total = total + 0.1 * reduce(entry.term(leaf, batch, **entry.params), batch, "token_mean")
         return -torch.autograd.grad(total, logprobs_DT)[0]
 
-    # As in a run, which has threads for its terms, and one for each of their tensors.
+    # A run, too, evaluates its terms in threads and uses one thread per tensor operation.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         torch.testing.assert_close(ours(), peer())
         figures = [(1000 * _seconds(ours), 1000 * _seconds(peer)) for _ in range(4 * repetitions)]
-    took, plain = (list(column) for column in zip(*figures, strict=True))
+    separate_ms, sum_ms = (list(column) for column in zip(*figures, strict=True))
     row = Row(
-        f"objective_terms: 8 gradients apart and compared, {batch.num_datums} x {batch.num_tokens // batch.num_datums}",
+        f"objective_terms: 8 separate gradients, compared, {batch.num_datums} x {batch.num_tokens // batch.num_datums}",
         "ms",
-        took,
-        plain,
-        "forward and backward of their plain sum",
+        separate_ms,
+        sum_ms,
+        "forward and backward of their sum",
     )
-    holds = sorted(took)[len(took) // 2] < BUDGET_MS and sorted(row.ratios)[len(took) // 2] <= BUDGET_RATIO
+    holds = median(separate_ms) < BUDGET_MS and median(row.ratios) <= BUDGET_RATIO
     verdict = "holds" if holds else "EXCEEDED"
     return replace(row, note=f"budget {BUDGET_RATIO:g}x and {BUDGET_MS:g} ms: {verdict}")
 

@@ -1,8 +1,8 @@
-"""What the rl flow and tinker-cookbook's RL loop make of one environment in as many steps, three times in each mode.
+"""Final reward of the rl flow and tinker-cookbook's RL loop after the same number of steps, in each mode.
 
-The figure is the mean reward of the last steps, of at most 1. Both pay the same for the distance from the base model,
-without which either may settle on one letter and an end. The cookbook's loop takes no seed: its runs differ by their
-own draws.
+The figure is the mean reward of the last steps, at most 1. Both loops have the same KL penalty to the base model;
+without it, either may collapse to a single letter. The cookbook's loop takes no seed, so its repetitions differ by
+sampling.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REWARD = "env/all/reward/total"
 
 
 def measure(*, seeds: int = 3, steps: int = 60) -> list[Row]:
-    """A row for each mode."""
+    """Return one row per mode."""
     with scratch_home() as folder:
         model = str(resolve_model("tiny", home() / "cache"))
         with bench_engine(folder, model) as url, environment(TINKER_BASE_URL=url, TINKER_API_KEY=KEY):
@@ -54,7 +54,7 @@ def _run_flow(folder: Path, model: str, mode: str, seed: int, steps: int) -> flo
         "advantage": {"kl_coefficient": KL_COEFFICIENT},
     }
     config["environment"]["params"] |= {"letters": LETTERS, "group_size": GROUP_SIZE}
-    return _end([point.value for point in run_flow(["flows.rl"], folder, config).points(REWARD)])
+    return _final_reward([point.value for point in run_flow(["flows.rl"], folder, config).points(REWARD)])
 
 
 def _run_cookbook(folder: Path, model: str, mode: str, steps: int) -> float:
@@ -69,8 +69,8 @@ def _run_cookbook(folder: Path, model: str, mode: str, steps: int) -> float:
     }
     group_count = {"stream": "stream_minibatch_config.groups_per_batch", "async": "async_config.groups_per_batch"}
     changes |= {group_count[mode]: len(LETTERS)} if mode in group_count else {}
-    return _end([each[REWARD] for each in run_cookbook(folder, model, mode, changes) if REWARD in each])
+    return _final_reward([step[REWARD] for step in run_cookbook(folder, model, mode, changes) if REWARD in step])
 
 
-def _end(rewards: list[float]) -> float:
+def _final_reward(rewards: list[float]) -> float:
     return fmean(rewards[-LAST:])

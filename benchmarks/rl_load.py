@@ -1,7 +1,7 @@
-"""What reinforcement learning makes of the processes: memory of many groups at once, the engine's busy time.
+"""Process load of reinforcement learning: peak memory with many concurrent groups, and utilization of the engine.
 
-The memory is that of the flow and of the engine at their highest, against what they had when the first group began. The
-busy time is what the engine's compute thread worked in mode async, of the time between the first steps and the last.
+Peak memory of the flow and of the engine is compared with their memory before the first group. Utilization is the busy
+time of the engine's compute thread in mode async, relative to the time from the end of the warm-up to the last step.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from benchmarks.scratch import KEY, bench_engine, environment, scratch_home
 from blocks.home import home
 from engine.models import resolve_model
 
-LOOK_EVERY_S = 0.1
+SAMPLE_EVERY_S = 0.1
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """At one moment: MiB of the two processes, tokens that the engine has sampled, seconds that it has computed."""
+class Sample:
+    """Memory of both processes, tokens sampled by the engine so far and its compute seconds so far."""
 
     time_s: float
     flow_mib: float
@@ -41,7 +41,7 @@ class Look:
 
 
 def measure(*, groups: int = 256, steps: int = 24, large: str = "smollm2-135m", large_steps: int = 10) -> list[Row]:
-    """Two rows for memory and two for the busy time, of a model that computes next to nothing and of a larger one."""
+    """Return two rows for memory and two for utilization, with the tiny model and a larger one."""
     with scratch_home() as folder:
         bar = tqdm(total=3, desc="rl_load")
         model = str(resolve_model("tiny", home() / "cache"))
@@ -49,62 +49,64 @@ def measure(*, groups: int = 256, steps: int = 24, large: str = "smollm2-135m", 
             busy = _busy_share(folder, model, url, steps)
             bar.update()
             schedule = {"groups_per_batch": groups}
-            _, looks = _watched(folder / "many", url, flow_config(model, schedule, BUILDER, 3))
+            _, samples = _run_sampled(folder / "many", url, flow_config(model, schedule, BUILDER, 3))
             bar.update()
         model = str(resolve_model(large, home() / "cache"))
         with bench_engine(folder / "large", model) as url, environment(TINKER_BASE_URL=url, TINKER_API_KEY=KEY):
             large_busy = _busy_share(folder, model, url, large_steps)
             bar.update()
-    idle = next(each for each in reversed(looks) if each.num_sampled == looks[0].num_sampled)
-    size = f"{groups} groups of {GROUP_SIZE} at once, {MAX_TOKENS} tokens"
-    peaks = [max(each.flow_mib for each in looks)], [max(each.engine_mib for each in looks)]
+    idle = next(sample for sample in reversed(samples) if sample.num_sampled == samples[0].num_sampled)
+    size = f"{groups} concurrent groups of {GROUP_SIZE}, {MAX_TOKENS} tokens"
+    peaks = [max(sample.flow_mib for sample in samples)], [max(sample.engine_mib for sample in samples)]
     return [
         Row(f"rl_load: the flow's memory, {size}", "MiB", peaks[0], [idle.flow_mib], "before the first group"),
         Row(f"rl_load: the engine's memory, {size}", "MiB", peaks[1], [idle.engine_mib], "before the first group"),
-        Row("rl_load: the engine at work in mode async, tiny", "s per s", [busy], [1.0], "all of the time"),
-        Row(f"rl_load: the engine at work in mode async, {large}", "s per s", [large_busy], [1.0], "all of the time"),
+        Row("rl_load: engine utilization in mode async, tiny", "s per s", [busy], [1.0], "full utilization"),
+        Row(f"rl_load: engine utilization in mode async, {large}", "s per s", [large_busy], [1.0], "full utilization"),
     ]
 
 
 def _busy_share(folder: Path, model: str, url: str, steps: int) -> float:
-    run, looks = _watched(folder / f"async-{Path(model).name}", url, flow_config(model, MODES["async"], BUILDER, steps))
+    run, samples = _run_sampled(
+        folder / f"async-{Path(model).name}", url, flow_config(model, MODES["async"], BUILDER, steps)
+    )
     moments = [point.timestamp / 1000 for point in run.points("loss/total")]
     first, last = moments[min(WARM_UP, len(moments) // 2)], moments[-1]
-    between = [each for each in looks if first <= each.time_s <= last]
+    between = [sample for sample in samples if first <= sample.time_s <= last]
     return (between[-1].busy_s - between[0].busy_s) / (between[-1].time_s - between[0].time_s)
 
 
-def _watched(folder: Path, url: str, config: dict[str, Any]) -> tuple[FlowRun, list[Look]]:
-    with _looking(url) as looks:
+def _run_sampled(folder: Path, url: str, config: dict[str, Any]) -> tuple[FlowRun, list[Sample]]:
+    with _sampling(url) as samples:
         run = run_flow(["flows.rl"], folder, config)
-    return run, looks
+    return run, samples
 
 
 @contextmanager
-def _looking(url: str) -> Iterator[list[Look]]:
-    """Looks at the engine and the flow, while it is there, until the block ends."""
-    looks: list[Look] = []
+def _sampling(url: str) -> Iterator[list[Sample]]:
+    """Sample the engine and the running flow until the block ends."""
+    samples: list[Sample] = []
     done = Event()
 
-    def look() -> None:
-        while not done.wait(LOOK_EVERY_S):
+    def sample() -> None:
+        while not done.wait(SAMPLE_EVERY_S):
             flow_mib = _flow_mib()
             if flow_mib:
-                looks.append(_look(url, flow_mib))
+                samples.append(_sample(url, flow_mib))
 
-    thread = Thread(target=look)
+    thread = Thread(target=sample)
     thread.start()
     try:
-        yield looks
+        yield samples
     finally:
         done.set()
         thread.join()
 
 
-def _look(url: str, flow_mib: float) -> Look:
+def _sample(url: str, flow_mib: float) -> Sample:
     text = httpx.get(f"{url}/metrics", headers={"X-API-Key": KEY}, timeout=30).raise_for_status().text
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    return Look(
+    return Sample(
         time.time(),
         flow_mib,
         float(figures["tinker_engine_resident_bytes"]) / MIB,
@@ -114,7 +116,7 @@ def _look(url: str, flow_mib: float) -> Look:
 
 
 def _flow_mib() -> float:
-    """0 where it is not there."""
+    """Return the memory of the flow process; 0 if the flow is not running."""
     for process in psutil.Process().children():
         try:
             if "flows.rl" in process.cmdline():

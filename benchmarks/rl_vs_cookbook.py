@@ -1,7 +1,7 @@
-"""The rl flow in its three modes, against tinker-cookbook's own RL loop in the same.
+"""rl flow in its three modes, against tinker-cookbook's RL loop in the same modes.
 
-Both run as processes of their own, on the same engine, environments and settings. A step's time is what passes between
-the metrics of two steps, so that what a loop does beside its steps counts; the first steps are left out.
+Both loops run in separate processes with the same engine, environments and settings. The time of a step is the time
+between the metrics of two steps, which includes work between steps; the first steps are excluded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def measure(*, repetitions: int = 3, steps: int = 24) -> list[Row]:
-    """A row for each mode, and one for async against sync where each answer waits half a second for a tool."""
+    """Return a row per mode, and one for async against sync with a tool that takes half a second per completion."""
     with scratch_home() as folder:
         model = str(resolve_model("tiny", home() / "cache"))
         with bench_engine(folder, model) as url, environment(TINKER_BASE_URL=url, TINKER_API_KEY=KEY):
@@ -47,21 +47,21 @@ def _row(folder: Path, model: str, mode: str, repetitions: int, steps: int) -> R
     for number in tqdm(range(repetitions), desc=f"rl_vs_cookbook: {mode}"):
         ours.append(_run_flow(folder / f"flow-{mode}-{number}", model, mode, BUILDER, steps))
         logged = run_cookbook(folder / f"cookbook-{mode}-{number}", model, mode, {"max_steps": steps})
-        theirs.append(_rate([each["logged_at"] for each in logged]))
+        theirs.append(_rate([step["logged_at"] for step in logged]))
     size = f"{len(LETTERS)} groups of {GROUP_SIZE}, {MAX_TOKENS} tokens"
     return Row(f"rl_vs_cookbook: {mode}, tiny, {size}", "steps/s", ours, theirs, "tinker_cookbook.rl.train")
 
 
 def _tools(folder: Path, model: str, repetitions: int, steps: int) -> Row:
-    beside, in_turn = [], []
+    async_rates, sync_rates = [], []
     for number in tqdm(range(repetitions), desc="rl_vs_cookbook: tools"):
-        beside.append(_run_flow(folder / f"tools-async-{number}", model, "async", SLOW_BUILDER, steps))
-        in_turn.append(_run_flow(folder / f"tools-sync-{number}", model, "sync", SLOW_BUILDER, steps))
-    return Row("rl_vs_cookbook: async where a tool takes 0.5 s", "steps/s", beside, in_turn, "the flow's own sync mode")
+        async_rates.append(_run_flow(folder / f"tools-async-{number}", model, "async", SLOW_BUILDER, steps))
+        sync_rates.append(_run_flow(folder / f"tools-sync-{number}", model, "sync", SLOW_BUILDER, steps))
+    return Row("rl_vs_cookbook: async, tool of 0.5 s", "steps/s", async_rates, sync_rates, "the flow's sync mode")
 
 
 def flow_config(model: str, schedule: dict[str, Any], builder: str, steps: int) -> dict[str, Any]:
-    """The flow's side: a run whose steps, and nothing else, are to count."""
+    """Return the config of the flow; it saves and evaluates nothing between steps."""
     params = {"renderer_name": RENDERER, "letters": LETTERS, "group_size": GROUP_SIZE}
     return {
         "model": model,
@@ -82,10 +82,10 @@ def _run_flow(folder: Path, model: str, mode: str, builder: str, steps: int) -> 
 
 
 def run_cookbook(folder: Path, model: str, mode: str, changes: dict[str, Any]) -> list[dict[str, float]]:
-    """The cookbook's side: what its loop logged of each step.
+    """Run the cookbook's loop and return the logged metrics of each step.
 
     Args:
-        changes: of its options, by their names on its command line.
+        changes: options of the command line that differ from the defaults below.
     """
     folder.mkdir()
     groups = {"groups_per_batch": len(LETTERS)}
@@ -114,12 +114,12 @@ def run_cookbook(folder: Path, model: str, mode: str, changes: dict[str, Any]) -
         **nested,
         **changes,
     }
-    run_module(["benchmarks.cookbook_rl", *(f"{key}={value}" for key, value in options.items())], folder / "log")
+    run_module(["benchmarks.cookbook", "rl", *(f"{key}={value}" for key, value in options.items())], folder / "log")
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [each for each in logged if "progress/done_frac" in each]
+    return [step for step in logged if "progress/done_frac" in step]
 
 
-def _rate(moments: list[float]) -> float:
-    """Steps per second, from when each was logged."""
-    steady = sorted(moments)[min(WARM_UP, len(moments) // 2) :]
+def _rate(log_times: list[float]) -> float:
+    """Return the steps per second from the log times of the steps."""
+    steady = sorted(log_times)[min(WARM_UP, len(log_times) // 2) :]
     return (len(steady) - 1) / (steady[-1] - steady[0])

@@ -1,12 +1,19 @@
-"""What a benchmark says: a figure of ours beside a peer's, measured in turn in the same run."""
+"""Benchmark results: comparisons with a peer measured in the same run, and the machine that measured them."""
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 
 from rich.table import Table
+
+PACKAGES = ("torch", "prefect", "tinker", "tinker-cookbook")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,11 +21,11 @@ class Row:
     """One comparison.
 
     Attributes:
-        name: what is measured, and its size.
-        unit: of both figures.
-        ours, peer: one figure per repetition; those at the same index were measured next to each other.
-        peer_name: what ours is compared with.
-        note: what else there is to say, on a line of its own.
+        name: measured quantity and problem size.
+        unit: unit of both figures.
+        ours, peer: one figure per repetition; figures at the same index were measured consecutively.
+        peer_name: description of the peer.
+        note: additional information, printed on its own line.
     """
 
     name: str
@@ -34,7 +41,7 @@ class Row:
 
 
 def spread(figures: Sequence[float]) -> str:
-    """The median, with the least and the greatest.
+    """Format the median, minimum and maximum.
 
     >>> spread([3.0, 1.0, 2.0])
     '2.00 (1.00-3.00)'
@@ -43,22 +50,52 @@ def spread(figures: Sequence[float]) -> str:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """All rows for the terminal: medians over the repetitions, with the least and the greatest."""
-    made = Table(title="median (min-max) over repetitions", title_justify="left")
-    made.add_column("benchmark", overflow="fold")
+    """Return the rows as a table for a terminal, with median, minimum and maximum over the repetitions."""
+    result = Table(title="median (min-max) over repetitions", title_justify="left")
+    result.add_column("benchmark", overflow="fold")
     for column in ("ours", "peer", "ratio"):
-        made.add_column(column, justify="right", no_wrap=True)
+        result.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         lines = (f"[bold]{row.name}[/bold]", f"peer: {row.peer_name}", row.note)
-        made.add_row(
+        result.add_row(
             "\n".join(line for line in lines if line),
             f"{spread(row.ours)} {row.unit}",
             f"{spread(row.peer)} {row.unit}",
             spread(row.ratios),
             end_section=True,
         )
-    return made
+    return result
+
+
+def describe_machine() -> str:
+    """Return three lines: processor and load, commit, versions."""
+    load_1min, _, _ = os.getloadavg()
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    return (
+        f"hardware  {os.cpu_count()} cores, {_processor()}, load {load_1min:.1f} before the start\n"
+        f"commit    {_commit()}\n"
+        f"versions  python {platform.python_version()}, {versions}"
+    )
 
 
 def _three_digits(figure: float) -> str:
     return f"{figure:.0f}" if abs(figure) >= 100 else f"{figure:.1f}" if abs(figure) >= 10 else f"{figure:.2f}"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    folder = Path(__file__).parent
+    description = subprocess.run(
+        ["git", "describe", "--always", "--dirty=, with changes"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return description.stdout.strip() or "none: not a git checkout"

@@ -1,4 +1,4 @@
-"""A home that is gone after the benchmark, and the data that benchmarks run on."""
+"""Temporary project home, engine processes and data of the benchmarks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ import examples
 from blocks.home import home
 from examples.gsm8k import read_problems
 
-# Any that begins like one is good for a local engine.
+# A local engine accepts any key that starts with tml-.
 KEY = "tml-bench"
 GSM8K = Path(examples.__path__[0]) / "data" / "gsm8k_train.jsonl"
 
 
 @contextmanager
 def scratch_home() -> Iterator[Path]:
-    """Databases, checkpoints and logs go to a temporary home; models that were made before are found there."""
+    """Use a temporary project home that shares only the model cache with the real home."""
     cache = home() / "cache"
     cache.mkdir(exist_ok=True)
     with TemporaryDirectory(prefix="tinker-flows-bench-", ignore_cleanup_errors=True) as folder:
@@ -40,21 +40,21 @@ def scratch_home() -> Iterator[Path]:
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """These environment variables, until the block ends."""
-    before = dict(os.environ)
+    """Set environment variables until the block ends."""
+    previous = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(previous)
 
 
 @contextmanager
-def bench_engine(folder: Path, model: str, cycle_s: float | None = None) -> Iterator[str]:
-    """The URL of an engine that the key `KEY` opens; with a cycle its training starts on ticks alone."""
-    command = [sys.executable, "-m", "engine", "--port", "0", "--exit-with-stdin", "--model", model, "--threads", "1"]
-    command += ["--state", str(folder / "engine")]
+def bench_engine(folder: Path, model: str, cycle_s: float | None = None, threads: int = 1) -> Iterator[str]:
+    """Run an engine with the API key `KEY`; yields its URL. With `cycle_s`, training starts only on clock ticks."""
+    command = [sys.executable, "-m", "engine", "--port", "0", "--exit-with-stdin", "--model", model]
+    command += ["--threads", str(threads), "--state", str(folder / "engine")]
     command += ["--clock-cycle", str(cycle_s)] if cycle_s else []
     environment = {**os.environ, "TINKER_ENGINE_API_KEY": KEY}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as engine:
@@ -63,30 +63,30 @@ def bench_engine(folder: Path, model: str, cycle_s: float | None = None) -> Iter
         try:
             url = engine.stdout.readline().strip()
             if not url:
-                raise RuntimeError("The engine ended before it said where it listens: what it printed above says why.")
+                raise RuntimeError("The engine exited before it printed its URL: see its output above.")
             yield url
         finally:
             engine.stdin.close()
 
 
 def run_module(arguments: list[str], log: Path) -> float:
-    """Run a module as a process of its own, to its end; seconds."""
+    """Run a module in a separate process to completion; return the seconds."""
     started = time.monotonic()
     with log.open("w") as output:
-        finished = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", *arguments],
             stdout=output,
             stderr=output,
             cwd=Path(__file__).parent.parent,
             check=False,
         )
-    if finished.returncode:
-        raise RuntimeError(f"{arguments[0]} ended with {finished.returncode}: {log.read_text()[-2000:]}")
+    if process.returncode:
+        raise RuntimeError(f"{arguments[0]} exited with status {process.returncode}: {log.read_text()[-2000:]}")
     return time.monotonic() - started
 
 
 def solutions(tokenizer: Tokenizer, num_datums: int, num_tokens: int) -> list[tinker.Datum]:
-    """Datums of exactly `num_tokens` tokens each: GSM8K solutions end to end, every token trained on."""
+    """Return datums of exactly `num_tokens` tokens: concatenated GSM8K solutions, with loss on every token."""
     rows = cycle(read_problems(GSM8K))
     return [_datum(tokenizer, rows, num_tokens) for _ in range(num_datums)]
 

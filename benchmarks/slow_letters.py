@@ -1,4 +1,4 @@
-"""The letters of `examples.letters` behind a tool that takes its time."""
+"""Environment of `examples.letters` with a slow tool call per completion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from examples.letters import LetterEnv, LetterGroup, Letters, LettersBuilder
 
 @dataclass(frozen=True)
 class SlowLetterEnv(LetterEnv):
-    """Waits for its tool before it gives the reward."""
+    """Environment that waits for a tool before it returns the reward."""
 
     tool_s: float = 0.0
 
@@ -25,6 +25,8 @@ class SlowLetterEnv(LetterEnv):
 
 @dataclass(frozen=True)
 class SlowLetterGroup(LetterGroup):
+    """Group of letter environments that each call a tool of `tool_s` seconds."""
+
     tool_s: float = 0.0
 
     async def make_envs(self) -> Sequence[Env]:
@@ -34,12 +36,16 @@ class SlowLetterGroup(LetterGroup):
 
 @chz.chz
 class SlowLettersBuilder(LettersBuilder):
-    """Attributes: tool_s: seconds that each answer waits."""
+    """Builder of groups with a slow tool.
+
+    Attributes:
+        tool_s: seconds of the tool call per completion.
+    """
 
     tool_s: float = 0.5
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        made, _ = await super().__call__()
-        assert isinstance(made, Letters)
-        groups = [SlowLetterGroup(each.env, each.group_size, self.tool_s) for each in made.groups]
-        return replace(made, groups=groups), None
+        letters, _ = await super().__call__()
+        assert isinstance(letters, Letters)
+        groups = [SlowLetterGroup(group.env, group.group_size, self.tool_s) for group in letters.groups]
+        return replace(letters, groups=groups), None

@@ -1,21 +1,21 @@
-"""What Prefect costs on the critical path of a training step.
+"""Cost of Prefect on the critical path of a training step.
 
-A step of `flows.sft` is eight tasks between one answer of the service and the next: forward, three terms side by side,
-linearize, forward_backward, optim_step, metrics. They run here against a service that answers at once, in a real flow
-on a real Prefect server with a real MLflow store; the peer is the same functions without Prefect. The batch and the
-features of a step are ready before its clock starts, as they are in a run: they are made while the service works on the
-step before.
+A step of `flows.sft` has eight tasks: forward, three concurrent terms, linearize, forward_backward, optim_step and
+metrics. They run here against a service that responds immediately, in a real flow on a real Prefect server with a real
+MLflow store. The peer is the same functions without Prefect. The batch and the features of a step are ready before its
+clock starts: a run, too, prepares them while the service computes the previous step.
 
-The service waits for the flow from its answer to the forward pass until the update is sent: that is the critical path.
-The tasks that follow wait for requests that are sent, and run while the service works. Both are timed, and in a last
-row the step with its batch and features too, so that nothing hides anything. What Prefect adds depends on the processor
-as much as on the flow, so eight task runs without anything in them are measured beside it.
+The critical path is the time the service waits for the flow: from the response to the forward pass until the update is
+sent. The later tasks wait for requests that are already sent and run while the service computes. The rows time the
+critical path, all eight tasks, and the whole step with batch and features. The overhead depends on the processor, so
+eight empty task runs are measured for comparison.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, count
 from operator import attrgetter
@@ -35,16 +35,24 @@ from blocks import MLflowTracking
 from blocks.home import home
 from blocks.processes import local_prefect_server
 from engine.models import resolve_model
-from flows.command_line import keep_prefect_off_the_terminal
-from flows.step import compute_linearized, enqueue_forward_ahead, load_ahead
+from flows.runs.cli import silence_console_logs
+from flows.training.trainer import prepare_batch
+from objectives.execution.term_loop import StepPosition, evaluate_terms
+from objectives.gradients.linearize import WeightedTerm
 from objectives.losses import compute_mean_nll
 from objectives.objective import Objective
-from tasks.data import DataSource, load_batch
-from tasks.forward import enqueue_forward, forward_logprobs
-from tasks.metrics import MetricsLog, log_metrics
-from tasks.options import step_task, whole
-from tasks.terms import compute_term, linearize_terms, prepare_term
-from tasks.update import enqueue_update, forward_backward, optim_step
+from tasks.common.event_loop import open_workers
+from tasks.common.task import opaque_argument, step_task
+from tasks.supervised.dataset import SupervisedSource, load_batch
+from tasks.training.forward_backward import (
+    enqueue_forward,
+    enqueue_update,
+    forward_backward,
+    forward_logprobs,
+    optim_step,
+)
+from tasks.training.metrics import MetricsLog, log_metrics
+from tasks.training.terms import TaskTermExecutor, compute_term, linearize_task, prepare_term
 
 BUDGET_MS = 30.0
 WARM_UP = 5
@@ -56,25 +64,26 @@ REGULARIZERS = ("topology", "logic", "confidence")
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What every step of a measurement uses."""
+    """Objects shared by every step of a measurement."""
 
     client: tinker.TrainingClient
-    source: DataSource
+    source: SupervisedSource
     objective: Objective
+    executor: TaskTermExecutor
     log: MetricsLog
     numbers: Iterator[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds from the forward pass's answer until the update is sent, and until the last task has ended."""
+    """Milliseconds from the response to the forward pass until the update is sent, and until the last task ends."""
 
     critical_ms: float
     all_ms: float
 
 
 class OneBatch(SupervisedDataset):
-    """The same batch at every step: reading data is not what is measured."""
+    """Dataset that returns the same batch at every step, so that reading data is not measured."""
 
     def __init__(self, datums: list[tinker.Datum]) -> None:
         self._datums = datums
@@ -86,25 +95,32 @@ class OneBatch(SupervisedDataset):
         return NUM_STEPS
 
     def set_epoch(self, seed: int = 0) -> None:
-        """There is nothing to shuffle."""
+        """Do nothing: there is only one batch."""
 
 
 def measure(*, repetitions: int = 10, steps: int = 10, large_steps: int = 3) -> list[Row]:
-    """Rows for two batch sizes, and for a whole step with nothing ahead of it.
+    """Return rows for two batch sizes, and one for a whole step with nothing prepared ahead.
 
     Args:
         steps: measured steps of each side per repetition.
-        large_steps: the same with the large batch.
+        large_steps: measured steps of each side per repetition with the large batch.
     """
     objective = Objective(regularizers=[{"name": name, "weight": 0.1} for name in REGULARIZERS])
     rows: list[Row] = []
-    with scratch_home(), local_prefect_server() as url, temporary_settings({PREFECT_API_URL: url}):
-        keep_prefect_off_the_terminal()
+    executor = TaskTermExecutor(objective.runner)
+    with (
+        scratch_home(),
+        local_prefect_server() as url,
+        temporary_settings({PREFECT_API_URL: url}),
+        open_workers(),
+        closing(executor),
+    ):
+        silence_console_logs()
         tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny", home() / "cache"))
         log, numbers = _new_log(), count()
         for shape, steps_of, cold in ((SMALL, steps, False), (LARGE, large_steps, False), (SMALL, steps, True)):
-            source = DataSource(OneBatch(solutions(tokenizer, *shape)), None, tokenizer, seed=0)
-            bench = Bench(EmptyService(*shape).as_client(), source, objective, log, numbers)
+            source = SupervisedSource(OneBatch(solutions(tokenizer, *shape)), None, tokenizer, seed=0)
+            bench = Bench(EmptyService(*shape).as_client(), source, objective, executor, log, numbers)
             rows.extend(_measure(bench, repetitions, steps_of, shape, cold))
         log.flush()
     return rows
@@ -132,19 +148,19 @@ def _measure(bench: Bench, repetitions: int, steps: int, shape: tuple[int, int],
     run_steps()
     empty = statistics.median(empty for round_S in rounds_RS for _, _, empty in round_S)
 
-    def row(what: str, of: Callable[[Times], float], budget: bool = False) -> Row:
-        ours_RS = [[of(ours) for ours, _, _ in round_S] for round_S in rounds_RS]
-        peer_RS = [[of(peer) for _, peer, _ in round_S] for round_S in rounds_RS]
+    def row(part: str, time_of: Callable[[Times], float], budget: bool = False) -> Row:
+        ours_RS = [[time_of(ours) for ours, _, _ in round_S] for round_S in rounds_RS]
+        peer_RS = [[time_of(peer) for _, peer, _ in round_S] for round_S in rounds_RS]
         added = statistics.median(chain.from_iterable(ours_RS)) - statistics.median(chain.from_iterable(peer_RS))
         verdict = f" (budget {BUDGET_MS:g} ms: {'holds' if added <= BUDGET_MS else 'EXCEEDED'})" if budget else ""
         return Row(
-            f"step_overhead: {what}, {size}",
+            f"step_overhead: {part}, {size}",
             "ms",
             ours=[statistics.median(steps_S) for steps_S in ours_RS],
             peer=[statistics.median(steps_S) for steps_S in peer_RS],
             peer_name="the same functions without Prefect",
             note=f"Prefect adds {added:.1f} ms{verdict}, median of {repetitions * steps} steps; "
-            f"eight empty tasks one by one take {empty:.1f} ms",
+            f"eight consecutive empty tasks take {empty:.1f} ms",
         )
 
     if cold:
@@ -156,46 +172,53 @@ def _measure(bench: Bench, repetitions: int, steps: int, shape: tuple[int, int],
 
 
 def _step(bench: Bench, cold: bool) -> Times:
-    """One step as the flow does it."""
+    """Run one step as the flow does."""
     step = next(bench.numbers)
     started = perf_counter()
-    ahead = load_ahead(bench.source.load(step, bench.client)[0], bench.objective, None, step, passes=2, share=1.0)
-    forward = enqueue_forward_ahead(bench.client, ahead)
-    batch = forward.batch
+    pending, at = bench.source.load(step, bench.client)[0], StepPosition(step, NUM_STEPS)
+    prepared = prepare_batch(pending, bench.objective, None, bench.executor, at, passes=2)
+    batch = prepared.batch.result()
+    forward = enqueue_forward(bench.client, batch)
     if not cold:
-        for _, features in ahead.terms:
-            if features:
-                features.result()
+        for term in prepared.terms:
+            if term.features:
+                term.features()
         started = perf_counter()
-    linearized = compute_linearized(bench.objective, ahead, forward, NUM_STEPS, first=False)
+    outputs = prepared.outputs(forward_logprobs(forward, opaque_argument(batch)).logprobs_DT)
+    linearized = evaluate_terms(bench.objective, prepared.terms, outputs, batch, bench.executor, at)
     update = enqueue_update(bench.client, batch, linearized.loss_weights_DT, ADAM)
     assert update.optim_step is not None
     sent = perf_counter()
-    outputs = forward_backward(update.forward_backward, whole(batch))
+    outputs = forward_backward(update.forward_backward, opaque_argument(batch))
     metrics = optim_step(update.optim_step) | linearized.metrics
     metrics["train_mean_nll"] = compute_mean_nll(outputs.logprobs_DT, batch.weights_DT)
-    log_metrics(bench.log, step, whole(metrics))
+    log_metrics(bench.log, step, opaque_argument(metrics))
     return Times(1000 * (sent - started), 1000 * (perf_counter() - started))
 
 
 def _plain_step(bench: Bench, cold: bool) -> Times:
-    """The same functions in the same order, called as they are."""
+    """Run the same functions in the same order without Prefect."""
     step = next(bench.numbers)
     started = perf_counter()
     batch = load_batch.fn(bench.source, step)
     features = [
-        prepare_term.fn(bench.objective.runner, each, batch) if each.term.prepare else None
-        for each in bench.objective.regularizers
+        prepare_term.fn(bench.objective.runner, entry, batch) if entry.term.prepare else None
+        for entry in bench.objective.regularizers
     ]
     pending = enqueue_forward(bench.client, batch)
     if not cold:
         started = perf_counter()
     outputs = forward_logprobs.fn(pending, batch)
+    scale = bench.objective.scale(batch)
     evaluated = [
-        (compute_term.fn(bench.objective.runner, each, outputs, batch, made, False), each.weight_at(step, NUM_STEPS))
-        for each, made in zip(bench.objective.regularizers, features, strict=True)
+        WeightedTerm(
+            compute_term.fn(bench.objective.runner, entry, outputs, batch, term_features, False),
+            entry.weight_at(step, NUM_STEPS),
+            scale.of(entry, batch),
+        )
+        for entry, term_features in zip(bench.objective.regularizers, features, strict=True)
     ]
-    linearized = linearize_terms.fn(bench.objective, outputs, batch, evaluated, step)
+    linearized = linearize_task.fn(bench.objective, outputs, batch, evaluated, step, scale)
     update = enqueue_update(bench.client, batch, linearized.loss_weights_DT, ADAM)
     assert update.optim_step is not None
     sent = perf_counter()
@@ -208,11 +231,11 @@ def _plain_step(bench: Bench, cold: bool) -> Times:
 
 @step_task(name="empty")
 def _empty_task() -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 def _empty_tasks() -> float:
-    """Eight task runs that do nothing; milliseconds."""
+    """Return the milliseconds of eight consecutive empty task runs."""
     started = perf_counter()
     for _ in range(8):
         _empty_task()

@@ -1,10 +1,10 @@
-"""What a sweep costs beside its trials, and how much of the machine four trials at once use.
+"""Overhead of a sweep over its trials, and processor utilization with four concurrent trials.
 
-The trials are supervised runs of a few steps on the tiny model, each with another seed, on one engine, one Prefect
-server and one MLflow store. The peer is a plain loop that calls the same flow with the same configs, one after the
-other; the sweep runs one at a time too, and its whole time counts: its process, its record, its report. Then it runs
-four at once, and what is counted is how much of the machine's processors was busy, whoever with, while four trials were
-under way: a figure that only an idle machine gives.
+The trials are short supervised runs on the tiny model with different seeds, on one engine, one Prefect server and one
+MLflow store. The peer is a plain loop that calls the same flow with the same configs. The sweep first runs one trial at
+a time; its whole duration counts, including its process, record and report. It then runs four trials at once, and the
+figure is the busy share of all processors while four trials run. Other processes count too, so run it on an idle
+machine.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from benchmarks.rows import Row
 from benchmarks.scratch import environment, scratch_home
 from blocks.processes import local_engine, local_prefect_server
-from flows.command_line import keep_prefect_off_the_terminal
-from flows.sft import SftConfig, sft
+from flows.config.train import SftConfig
+from flows.runs.cli import silence_console_logs
+from flows.sft import sft
 from flows.sweep import sweep
 from flows.sweeps.config import SweepConfig
 
 BUDGET_S, BUDGET_SHARE = 1.5, 0.9
-AT_ONCE = 4
+CONCURRENCY = 4
 
 
 def measure(*, num_trials: int | None = None, num_steps: int = 5) -> list[Row]:
-    """Rows for the time per trial and for the share of the processors in use.
+    """Return a row for the time per trial and one for the processor utilization.
 
     Args:
-        num_trials: of each kind; `TRIALS` of the environment, or a hundred, unless given.
+        num_trials: number of trials of each side; default: the environment variable `TRIALS`, or 100.
     """
     num_trials = num_trials or int(os.environ.get("TRIALS", "100"))
     with (
@@ -45,33 +46,33 @@ def measure(*, num_trials: int | None = None, num_steps: int = 5) -> list[Row]:
         local_engine(model="tiny", dtype="float32", threads=1) as engine,
         environment(TINKER_API_KEY=engine.api_key.get_secret_value() if engine.api_key else ""),
     ):
-        keep_prefect_off_the_terminal()
+        silence_console_logs()
         base = _base(engine.resolved_url, num_steps)
         sft(SftConfig.model_validate(base | {"run_name": "warm-up"}))
         loop_s = _seconds(lambda: _loop(base, num_trials))
-        one_by_one = _config("one-by-one", base, num_trials, concurrency=1)
-        with _watching(home / "runs" / "one-by-one", num_trials) as shares_alone:
-            sweep_s = _seconds(lambda: sweep(one_by_one))
-        with _watching(home / "runs" / "at-once", num_trials - AT_ONCE) as shares:
-            at_once_s = _seconds(lambda: sweep(_config("at-once", base, num_trials, concurrency=AT_ONCE)))
+        sequential = _config("sequential", base, num_trials, concurrency=1)
+        with _processor_shares(home / "runs" / "sequential", num_trials) as sequential_shares:
+            sweep_s = _seconds(lambda: sweep(sequential))
+        with _processor_shares(home / "runs" / "concurrent", num_trials - CONCURRENCY) as shares:
+            concurrent_s = _seconds(lambda: sweep(_config("concurrent", base, num_trials, concurrency=CONCURRENCY)))
     added = (sweep_s - loop_s) / num_trials
     used = sum(shares) / max(1, len(shares))
     return [
         Row(
-            f"sweep_overhead: seconds per trial of {num_steps} steps, {num_trials} one after another",
+            f"sweep_overhead: seconds per trial of {num_steps} steps, {num_trials} sequential trials",
             "s",
             ours=[sweep_s / num_trials],
             peer=[loop_s / num_trials],
             peer_name="the same flow called in a plain loop",
             note=f"the sweep adds {added:.2f} s per trial (budget {BUDGET_S:g} s: {_verdict(added <= BUDGET_S)}); "
-            f"{AT_ONCE} at once take {at_once_s / num_trials:.2f} s per trial",
+            f"{CONCURRENCY} concurrent trials take {concurrent_s / num_trials:.2f} s per trial",
         ),
         Row(
-            f"sweep_overhead: share of {os.cpu_count()} cores in use, {AT_ONCE} trials at once",
+            f"sweep_overhead: share of {os.cpu_count()} cores in use, {CONCURRENCY} concurrent trials",
             "%",
             ours=[100 * used],
-            peer=[100 * sum(shares_alone) / max(1, len(shares_alone))],
-            peer_name="the same sweep with one at a time",
+            peer=[100 * sum(sequential_shares) / max(1, len(sequential_shares))],
+            peer_name="the same sweep with one trial at a time",
             note=f"budget {100 * BUDGET_SHARE:g} %: {_verdict(used >= BUDGET_SHARE)}; other processes count too",
         ),
     ]
@@ -113,33 +114,33 @@ def _seconds(run: Any) -> float:
 
 
 @contextmanager
-def _watching(directory: Path, num_trials: int) -> Iterator[list[float]]:
-    """How much of all processors was busy, second by second, from the first point until so many trials have ended."""
+def _processor_shares(directory: Path, num_trials: int) -> Iterator[list[float]]:
+    """Sample the busy share of all processors every second while fewer than `num_trials` trials have ended."""
     shares: list[float] = []
-    ended = threading.Event()
+    stop = threading.Event()
 
-    def watch() -> None:
-        before = _ticks()
-        while not ended.wait(1.0):
+    def sample() -> None:
+        previous = _ticks()
+        while not stop.wait(1.0):
             now = _ticks()
             record = directory / "trials.jsonl"
             lines = record.read_text().splitlines() if record.exists() else []
             if lines and len(lines) - 1 < num_trials:
-                shares.append((now[0] - before[0]) / max(1, now[1] - before[1]))
-            before = now
+                shares.append((now[0] - previous[0]) / max(1, now[1] - previous[1]))
+            previous = now
 
-    watching = threading.Thread(target=watch)
-    watching.start()
+    sampler = threading.Thread(target=sample)
+    sampler.start()
     try:
         yield shares
     finally:
-        ended.set()
-        watching.join()
+        stop.set()
+        sampler.join()
 
 
 def _ticks() -> tuple[int, int]:
-    """Of all processors since the machine started: those that were busy, and all."""
-    ticks = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    """Return the busy ticks and all ticks of all processors since boot."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 

@@ -1,7 +1,7 @@
-"""The time until a whole laptop is ready: from typing `tinker-flows up` to every service answering and all deployed.
+"""Startup time of `tinker-flows up`: until every service responds and every deployment exists.
 
-In a home that was used before, as on every day but the first, with the tiny model. The peer is one of its parts: a
-Prefect server until it is healthy.
+The project home has been used before and the engine serves the tiny model. The peer is a Prefect server until it is
+healthy.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ COMMAND = [sys.executable, "-m", "deployments.command_line", "up", "--engine-mod
 
 
 def measure(*, repetitions: int = 3) -> list[Row]:
-    """One row: seconds until ready, and until all of it is down again in the note."""
+    """Return one row: seconds until ready, with the seconds of the shutdown in the note."""
     ready, down, peer = [], [], []
     with scratch_home():
-        _up_and_down()  # makes the tables
+        _up_and_down()  # creates the database tables
         for _ in range(repetitions):
             up_s, down_s = _up_and_down()
             ready.append(up_s)
@@ -41,35 +41,35 @@ def measure(*, repetitions: int = 3) -> list[Row]:
             ready,
             peer,
             peer_name="a Prefect server alone",
-            note=f"budget {BUDGET_S:g} s: {verdict}; down again within {max(down):.1f} s",
+            note=f"budget {BUDGET_S:g} s: {verdict}; shutdown within {max(down):.1f} s",
         )
     ]
 
 
 def _up_and_down() -> tuple[float, float]:
-    """Seconds until it says that it is ready, and from SIGTERM to its end."""
-    began = perf_counter()
+    """Return the seconds until it reports that it is ready, and from SIGTERM to its exit."""
+    started = perf_counter()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         COMMAND, cwd=Path(__file__).parents[1], env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        said = ""
+        output = ""
         for line in process.stdout:
-            said += line
+            output += line
             if re.match(r"Ready in ", line):
                 break
         else:
-            raise RuntimeError(f"tinker-flows up did not come up: {said}")
-        ready_s = perf_counter() - began
+            raise RuntimeError(f"`tinker-flows up` did not become ready: {output}")
+        ready_s = perf_counter() - started
         process.send_signal(signal.SIGTERM)
-        began = perf_counter()
+        started = perf_counter()
         process.stdout.read()
-    return ready_s, perf_counter() - began
+    return ready_s, perf_counter() - started
 
 
 def _prefect_server() -> float:
     with ExitStack() as stack:
-        began = perf_counter()
+        started = perf_counter()
         stack.enter_context(local_prefect_server())
-        return perf_counter() - began
+        return perf_counter() - started

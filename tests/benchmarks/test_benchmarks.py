@@ -1,4 +1,4 @@
-"""Each benchmark runs to its end at its smallest size and prints its rows. How fast is no test's business."""
+"""Smoke tests: each benchmark completes at its smallest size and prints its rows; speed is not tested."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import pytest
 from rich.console import Console
 
 from benchmarks import (
+    balance,
     dpo_vs_cookbook,
+    effects,
     engine_sampling,
     engine_service,
     engine_tenants,
     engine_vs_torch,
+    estimators,
     flow_vs_cookbook,
     long_run,
     objective_cost,
@@ -24,13 +27,14 @@ from benchmarks import (
     rl_learns,
     rl_load,
     rl_vs_cookbook,
+    sdk_terms,
+    shares,
     step_overhead,
     sweep_overhead,
     up_ready,
 )
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.machine import describe
-from benchmarks.rows import Row, table
+from benchmarks.rows import Row, describe_machine, table
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -142,6 +146,37 @@ def test_objective_terms() -> None:
     assert "budget 2x and 150 ms" in rows[1].note
 
 
+def test_estimators() -> None:
+    table = estimators.measure(num_batches=1)
+    names, data, offsets, cosines, norms = ([*column.cells] for column in table.columns)
+    assert len(names) == 12
+    exact = [(cosines[row], norms[row]) for row, name in enumerate(names) if name == "minimum_risk"]
+    assert exact == [("1.0000", "1.000")] * 3
+    assert {data[row] for row, name in enumerate(names) if name == "score_function"} == {
+        "on-policy samples",
+        "stale samples",
+    }
+    assert sorted(set(offsets)) == ["0", "1", "5"]
+
+
+@pytest.mark.process
+def test_sdk_terms() -> None:
+    rows = sdk_terms.measure(repetitions=1, seconds=0.01, num_terms=2)
+    check(rows, "sdk_terms", 2)
+    assert all("budget 0.012 s" in row.note for row in rows)
+
+
+@pytest.mark.process
+def test_balance() -> None:
+    table = balance.measure(model="tiny", steps=2, methods=("upgrad", "gradnorm"))
+    names, *columns = ([*column.cells] for column in table.columns)
+    assert names == ["before training", "none", "upgrad", "gradnorm"]
+    values = [tuple(float(str(column[row])) for column in columns[: len(balance.NAMES)]) for row in range(len(names))]
+    assert values[names.index("none")] != values[names.index("upgrad")]
+    opposing = columns[len(balance.NAMES)]
+    assert opposing[names.index("upgrad")] == "0%"
+
+
 @pytest.mark.slow
 def test_one_pass() -> None:
     rows = one_pass.measure(repetitions=1, steps=2, cycle_s=2.0)
@@ -166,23 +201,40 @@ def test_sweep_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "budget 1.5 s" in rows[0].note
 
 
-def test_ratios_are_of_figures_measured_next_to_each_other() -> None:
+def test_ratios_pair_consecutive_measurements() -> None:
     row = Row("a", "ms", ours=[2.0, 6.0, 30.0], peer=[1.0, 2.0, 5.0], peer_name="b")
     assert row.ratios == [2.0, 3.0, 6.0]
     assert "3.00 (2.00-6.00)" in printed([row])
 
 
-def test_the_machine_is_named() -> None:
-    text = describe()
+@pytest.mark.process
+def test_describe_machine_lists_cores_and_versions() -> None:
+    text = describe_machine()
     assert "cores" in text
     for package in ("python", "torch", "prefect", "tinker", "tinker-cookbook"):
         assert f"{package} " in text
 
 
-def test_help_names_every_benchmark_and_an_unknown_one_is_refused() -> None:
+@pytest.mark.process
+def test_help_names_every_benchmark_and_an_unknown_one_is_rejected() -> None:
     command = [sys.executable, "-m", "benchmarks"]
     shown = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert all(name in shown for name in BENCHMARKS)
-    refused = subprocess.run([*command, "nothing"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert "there is no benchmark 'nothing'" in refused.stderr
+    rejected = subprocess.run([*command, "nothing"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert rejected.returncode == 2
+    assert "unknown benchmark 'nothing'" in rejected.stderr
+
+
+def test_effects() -> None:
+    rows = effects.measure(num_steps=2)
+    assert rows.row_count == 4 + 6, "an effect per term, and a cosine per pair"
+
+
+@pytest.mark.process
+def test_shares_do_not_depend_on_the_batch_size() -> None:
+    rows = shares.measure(copies=(1, 4))
+    columns = {str(column.header): list(column.cells) for column in rows.columns}
+    assert columns["rows"] == ["8", "32", "8", "32"]
+    for name in ("base", "confidence", "logic", "topology"):
+        small, large, *_ = map(float, columns[name])
+        assert large == pytest.approx(small, rel=0.05, abs=1e-4)
