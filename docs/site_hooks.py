@@ -1,4 +1,4 @@
-"""What `make docs` adds: README as first page, a navigation that leaves none out, links into the project as text."""
+"""mkdocs hooks of `make docs`: README as the home page, a complete navigation, and links into the project as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?!https?:|#)[^)#]+)(#[^)]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the decisions, and whatever page the navigation does not name."""
+    """Add the decisions and every page that the navigation lacks."""
     nav: list[dict[str, Any]] = config.nav or []
     named = set(re.findall(r"[\w-]+\.md", str(nav)))
     docs = Path(config.docs_dir)
@@ -27,14 +27,14 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """README is the first page; its links start one folder higher."""
+    """Add README as the home page, with its links relative to docs/."""
     text = (ROOT / "README.md").read_text().replace("](docs/", "](")
     files.append(File.generated(config, "index.md", content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """A link to a file that is no page becomes its text and its path in the project."""
+    """Replace each link to a file outside the docs by its text and its path."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def as_text(link: re.Match[str]) -> str:
@@ -44,7 +44,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         # README's links are relative to the project, those of the pages to docs/.
         path = target if page.file.src_uri == "index.md" else posixpath.normpath(posixpath.join("docs", target))
         if not (ROOT / path).exists():
-            return link[0]  # broken: told of by the strict build
+            return link[0]  # broken: the strict build reports it
         return link[1] if link[1].strip("`") == path else f"{link[1]} (`{path}`)"
 
     return LINK.sub(as_text, markdown)
