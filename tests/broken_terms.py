@@ -1,4 +1,4 @@
-"""Terms that go wrong in every way a user's term can."""
+"""Terms with every kind of error that a user's term can have."""
 
 from __future__ import annotations
 

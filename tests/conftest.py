@@ -1,8 +1,10 @@
-"""Fixtures for every room."""
+"""Fixtures and options shared by all tests."""
 
 from __future__ import annotations
 
+import random
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,30 +12,70 @@ from engine_process import EngineProcess, running_engine
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from blocks.processes import local_prefect_server
-from flows.recorded import deliver_events
+from flows.monitoring.drain import deliver_events
+
+# Fixtures that start a server. Other tests that start a process carry the mark themselves.
+PROCESS_FIXTURES = {"engine", "prefect_server", "s3", "own_engine", "server_url"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seed",
+        type=int,
+        help="Seed of random kill moments. By default each test draws a new seed; a failed test prints it.",
+    )
+    parser.addoption("--no-processes", action="store_true", help="Fail a test that starts a process; for `make unit`.")
+
+
+def _forbid_processes(event: str, _: object) -> None:
+    if event in {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"}:
+        raise RuntimeError("This test starts a process: mark it with pytest.mark.process.")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if PROCESS_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("process")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processes_are_forbidden(pytestconfig: pytest.Config) -> None:
+    """Forbid the start of processes for the rest of the session, under --no-processes."""
+    if pytestconfig.getoption("--no-processes"):
+        sys.addaudithook(_forbid_processes)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Ignored where the tests run in the background, and so in what they start, which is to be stopped by it.
+    # A background shell ignores SIGINT, and child processes inherit that; tests stop child processes with SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def moments(pytestconfig: pytest.Config) -> random.Random:
+    """Random generator for kill moments; prints its seed, which `pytest --seed SEED` accepts."""
+    seed = pytestconfig.getoption("--seed")
+    if seed is None:
+        seed = random.SystemRandom().randrange(10**6)
+    print(f"Kill moments are random; repeat them with --seed {seed}")
+    return random.Random(seed)
 
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """One engine on the tiny model for the whole test run; each test opens its own session on it."""
-    with running_engine(tmp_path_factory.mktemp("engine")) as running:
-        yield running
+    """Engine with the tiny model, shared by the whole test run; each test opens its own session."""
+    with running_engine(tmp_path_factory.mktemp("engine")) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")
 def engine_url(engine: EngineProcess) -> str:
-    """The `base_url` of that engine; any API key that starts with tml- is good."""
+    """`base_url` of the shared engine, which accepts any API key that starts with tml-."""
     return engine.url
 
 
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The API URL of one real Prefect server for the whole test run, in force in this process."""
+    """API URL of a real Prefect server for the whole test run, active in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_FLOWS_HOME", str(tmp_path_factory.mktemp("prefect-home")))
         with local_prefect_server() as url, temporary_settings({PREFECT_API_URL: url}):

@@ -1,4 +1,4 @@
-"""Small distillation runs on the tiny model, as the fields of their configs, and a teacher for them."""
+"""Config fields of small distillation runs on the tiny model, and a teacher."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from run_config import run_fields
 from tinker import types
 from tinker_cookbook.renderers import get_renderer
 
-from flows.distill_config import QUESTIONS
-from tasks.teacher import hard_datum
+from flows.config.distill import QUESTIONS
+from tasks.training.teacher import hard_datum
 
 END = 258
 
 
 def distill_fields(folder: Path, run_name: str, tracking: str, base_url: str = "local") -> dict[str, Any]:
-    """Two steps of four questions."""
+    """Return a run of two steps of four prompts."""
     return run_fields(folder, run_name, tracking, base_url) | {
         "lora_rank": 8,
         "learning_rate": 1e-2,
@@ -34,10 +34,10 @@ def distill_fields(folder: Path, run_name: str, tracking: str, base_url: str = "
 
 
 def questions(folder: Path, num_train: int = 32, num_test: int = 16) -> dict[str, Any]:
-    """Files of questions, half for an answer of many a and half for one of many b, as fields of a config."""
+    """Write question files; half of the questions ask for the letter a, half for b. Return config fields."""
     numbers = {"train": range(num_train), "test": range(40, 40 + num_test)}
-    for name, range_of in numbers.items():
-        rows = [json.dumps({"question": f"Say {'ab'[number % 2]}.{number // 2}"}) for number in range_of]
+    for name, part_numbers in numbers.items():
+        rows = [json.dumps({"question": f"Say {'ab'[number % 2]}.{number // 2}"}) for number in part_numbers]
         (folder / f"{name}.jsonl").write_text("\n".join(rows))
     return {"path": str(folder / "train.jsonl"), "test_path": str(folder / "test.jsonl")}
 
@@ -47,32 +47,32 @@ def environment(folder: Path, num_train: int = 32, **params: Any) -> dict[str, A
 
 
 class Weights(NamedTuple):
-    """Where trained weights are: to go on from, and to sample from."""
+    """Paths of trained weights: training state and sampler weights."""
 
     state: str
     sampler: str
 
 
 def make_teacher(base_url: str, prompt: str = "", num_steps: int = 40) -> Weights:
-    """Weights that answer with eight letters, three of four of which are the one that is asked for.
+    """Train weights that complete a prompt with eight letters, three quarters of them the requested letter.
 
     Args:
-        prompt: a system message without which they answer with the letters c and d, whatever is asked.
+        prompt: System message; without it, the completion consists of the letters c and d.
     """
     service = tinker.ServiceClient(base_url=base_url)
     client = service.create_lora_training_client("tiny", rank=8, seed=7).result()
     renderer = get_renderer("qwen3_instruct", client.get_tokenizer())
     generator = random.Random(0)
-    lessons = [(prompt, "a", "aaab"), (prompt, "b", "abbb")]
-    lessons += [("", "a", "ccdd"), ("", "b", "ccdd")] if prompt else []
+    examples = [(prompt, "a", "aaab"), (prompt, "b", "abbb")]
+    examples += [("", "a", "ccdd"), ("", "b", "ccdd")] if prompt else []
     for _ in range(num_steps):
         data = []
-        for system, asked, letters in lessons * 8:
+        for system, letter, letters in examples * 8:
             messages = [{"role": "system", "content": system}] if system else []
-            messages.append({"role": "user", "content": f"Say {asked}.{generator.randrange(60)}"})
+            messages.append({"role": "user", "content": f"Say {letter}.{generator.randrange(60)}"})
             before = renderer.build_generation_prompt(messages).to_ints()  # type: ignore[arg-type]
-            answer = [*(ord(generator.choice(letters)) for _ in range(8)), END]
-            data.append(hard_datum([*before, *answer], [0.0] * len(before) + [1.0] * len(answer)))
+            completion = [*(ord(generator.choice(letters)) for _ in range(8)), END]
+            data.append(hard_datum([*before, *completion], [0.0] * len(before) + [1.0] * len(completion)))
         pending = client.forward_backward(data, "cross_entropy")
         client.optim_step(types.AdamParams(learning_rate=2e-2)).result()
         pending.result()

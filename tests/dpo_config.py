@@ -1,4 +1,4 @@
-"""A small run on preferences with the tiny model, as the fields of its config."""
+"""Config fields of a small dpo run on the tiny model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from run_config import run_fields
 
 
 def dpo_fields(folder: Path, run_name: str, tracking: str, base_url: str = "local") -> dict[str, Any]:
-    """Four steps of four pairs; the run's record lies below `folder`."""
+    """Return a run of four steps of four pairs, stored in `folder`."""
     return run_fields(folder, run_name, tracking, base_url) | {
         "lora_rank": 4,
         "learning_rate": 3e-3,

@@ -1,4 +1,4 @@
-"""A real engine in a process of its own, for any test: ``with running_engine(folder) as engine: engine.url``."""
+"""Real engine processes for tests: ``with running_engine(folder) as engine: engine.url``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ API_KEY = "tml-test"
 
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
-    """A started engine.
+    """Running engine process.
 
     Attributes:
         url: the `base_url` for the SDK.
-        state: its state folder; a second engine on it serves the same checkpoints.
-        process: the process; its standard input is open and its end stops the engine.
-        log: what it wrote to standard error.
+        state: the state folder; a second engine on it serves the same checkpoints.
+        process: the process; closing its standard input stops the engine.
+        log: file with its standard error.
     """
 
     url: str
@@ -37,13 +37,13 @@ def start_engine(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start an engine with its state in ``folder/state`` on a free port, and do not wait for it."""
+    """Start an engine on a free port with its state in ``folder/state``, without waiting for it."""
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = [part for model in models for part in ("--model", model)]
+    model_options = [part for model in models for part in ("--model", model)]
     state = ["--state", str(folder / "state"), "--port", "0", "--threads", "1", "--exit-with-stdin"]
     with (folder / "engine.log").open("a") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "engine", *state, *chosen, *arguments],
+            [sys.executable, "-m", "engine", *state, *model_options, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -60,12 +60,12 @@ def running_engine(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[EngineProcess]:
-    """An engine that answers; when the block is left it is stopped and must end well, or have been killed with -9.
+    """Run an engine during the block. After the block it must exit with status 0, or have been killed by SIGKILL.
 
     Args:
-        folder: for its state and log; give the same one again for a restart on the same state.
-        arguments: more of the command line.
-        environment: more variables; ``{"TINKER_ENGINE_API_KEY": "tml-..."}`` makes it ask for a key.
+        folder: folder for state and log; reuse it to restart an engine on the same state.
+        arguments: further command-line arguments.
+        environment: further variables; ``{"TINKER_ENGINE_API_KEY": "tml-..."}`` requires this API key.
     """
     process = start_engine(folder, models, arguments, environment)
     with process:

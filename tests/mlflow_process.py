@@ -1,4 +1,4 @@
-"""A real MLflow server in a process of its own, for any test."""
+"""Real MLflow server in a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blocks.processes import free_port
 
 @contextmanager
 def running_mlflow(folder: Path) -> Iterator[str]:
-    """Its URL; its tables are in ``folder/mlflow.db``."""
+    """Run a server on ``folder/mlflow.db``; yields its URL."""
     url = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
     command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}"]
@@ -28,7 +28,7 @@ def running_mlflow(folder: Path) -> Iterator[str]:
         subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT) as process,
     ):
         try:
-            while not _answers(f"{url}/health"):
+            while not _is_healthy(f"{url}/health"):
                 assert process.poll() is None, (folder / "mlflow.log").read_text()
                 time.sleep(0.1)
             yield url
@@ -36,7 +36,7 @@ def running_mlflow(folder: Path) -> Iterator[str]:
             process.terminate()
 
 
-def _answers(url: str) -> bool:
+def _is_healthy(url: str) -> bool:
     try:
         return httpx.get(url, timeout=5).is_success
     except httpx.HTTPError:

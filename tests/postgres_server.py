@@ -1,4 +1,4 @@
-"""A real PostgreSQL server of Debian's packages, for any test: ``with running_postgres() as where``."""
+"""Real PostgreSQL server from Debian's packages: ``with running_postgres() as address``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 
 @contextmanager
 def running_postgres() -> Iterator[str]:
-    """A server on a new cluster; where it answers, as `user@host:port`."""
-    assert PROGRAMS, "There is no PostgreSQL in /usr/lib/postgresql: install Debian's package postgresql."
+    """Run a server on a new cluster; yields its address as `user@host:port`."""
+    assert PROGRAMS, "PostgreSQL is not installed in /usr/lib/postgresql: install Debian's package postgresql."
     programs, port = PROGRAMS[-1], free_port()
-    # PostgreSQL refuses to run as root, and who else it runs as cannot look into pytest's folders.
+    # PostgreSQL refuses to run as root, and other users cannot read pytest's folders.
     user = "postgres" if os.getuid() == 0 else None
     with TemporaryDirectory(prefix="tinker-flows-postgres-") as cluster:
         if user:

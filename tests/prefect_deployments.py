@@ -1,4 +1,4 @@
-"""The deployments of deployments/prefect.yaml on a server, a worker for them, and their runs."""
+"""Helpers that deploy deployments/prefect.yaml to a server, run a worker and wait for flow runs."""
 
 from __future__ import annotations
 
@@ -19,33 +19,35 @@ from prefect.exceptions import ObjectAlreadyExists
 
 ROOT = Path(__file__).parents[1]
 POOL = "tinker-flows"
-OF_A_SERVICE = ("TINKER_API_KEY", "TINKER_BASE_URL")
+SERVICE_VARIABLES = ("TINKER_API_KEY", "TINKER_BASE_URL")
 
 
 def deploy_all(api: str) -> None:
-    """Make the work pool and deploy, in a process of its own as a user does."""
+    """Create the work pool and deploy every flow in a separate process, as a user does."""
     deploy(api, "--all")
 
 
-def deploy(api: str, *which: str) -> None:
-    """The same, for `--all` or one by `--name`."""
+def deploy(api: str, *selection: str) -> None:
+    """Create the work pool and deploy a selection: `--all`, or `--name` and a name."""
     with get_client(sync_client=True) as client, suppress(ObjectAlreadyExists):
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
-    prefect(api, "--no-prompt", "deploy", *which, "--prefect-file", "deployments/prefect.yaml")
+    prefect(api, "--no-prompt", "deploy", *selection, "--prefect-file", "deployments/prefect.yaml")
 
 
 def prefect(api: str, *arguments: str) -> str:
-    """Run a command of Prefect in the project's folder; what it prints."""
+    """Run a Prefect command in the project folder and return its output."""
     command = [sys.executable, "-m", "prefect", *arguments]
-    done = subprocess.run(command, env={**os.environ, "PREFECT_API_URL": api}, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    result = subprocess.run(
+        command, env={**os.environ, "PREFECT_API_URL": api}, cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @contextmanager
 def process_worker(api: str, home: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker of the work pool, without a key or the address of a service; its runs keep their things in `home`."""
-    env = {key: value for key, value in os.environ.items() if key not in OF_A_SERVICE}
+    """Run a worker without Tinker variables; its runs use the project home `home`."""
+    env = {key: value for key, value in os.environ.items() if key not in SERVICE_VARIABLES}
     env |= {"PREFECT_API_URL": api, "TINKER_FLOWS_HOME": str(home), "PREFECT_WORKER_QUERY_SECONDS": "1"}
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL]
     with log.open("ab") as output:
@@ -58,14 +60,14 @@ def process_worker(api: str, home: Path, log: Path) -> Iterator[subprocess.Popen
 
 
 def run_to_its_end(deployment_id: UUID, parameters: dict[str, Any] | None = None, limit_s: float = 400) -> FlowRun:
-    """Start a run of a deployment as the UI does, and wait for its end."""
+    """Start a run of a deployment as the UI does and wait until it ends."""
     with get_client(sync_client=True) as client:
-        started = client.create_flow_run_from_deployment(deployment_id, parameters=parameters)
-        return wait_for_end(started.id, limit_s)
+        run = client.create_flow_run_from_deployment(deployment_id, parameters=parameters)
+        return wait_for_end(run.id, limit_s)
 
 
 def wait_for_end(flow_run_id: UUID, limit_s: float = 400) -> FlowRun:
-    """The flow run once its state is final."""
+    """Wait until a flow run has a final state and return it."""
     deadline = time.monotonic() + limit_s
     with get_client(sync_client=True) as client:
         while time.monotonic() < deadline:
@@ -73,4 +75,4 @@ def wait_for_end(flow_run_id: UUID, limit_s: float = 400) -> FlowRun:
             if run.state and run.state.is_final():
                 return run
             time.sleep(0.5)
-    raise AssertionError(f"no end within {limit_s} s")
+    raise AssertionError(f"the flow run did not end within {limit_s} s")

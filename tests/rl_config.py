@@ -1,4 +1,4 @@
-"""A small reinforcement learning run on the tiny model, as the fields of its config."""
+"""Config fields of a small rl run on the tiny model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from run_config import run_fields
 
 
 def rl_fields(folder: Path, run_name: str, tracking: str, base_url: str = "local") -> dict[str, Any]:
-    """Four steps of two groups of four answers; the run's record lies below `folder`."""
+    """Return a run of four steps of two groups of four completions, stored in `folder`."""
     return run_fields(folder, run_name, tracking, base_url) | {
         "lora_rank": 8,
         "learning_rate": 2e-2,

@@ -1,4 +1,4 @@
-"""A small run of RLHF on the tiny model, as the fields of its config."""
+"""Config fields of a small rlhf run on the tiny model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from examples.preferences import DATA
 
 
 def rlhf_fields(folder: Path, run_name: str, tracking: str, base_url: str = "local") -> dict[str, Any]:
-    """Two steps of each stage, on a few rows; the records of its runs lie below `folder`."""
+    """Return a run of two steps per stage on a few rows, stored in `folder`."""
     for part, num_rows in (("train", 8), ("test", 4)):
         lines = (DATA / f"preferences_{part}.jsonl").read_text().splitlines(keepends=True)
         (folder / f"{part}.jsonl").write_text("".join(lines[:num_rows]))

@@ -1,4 +1,4 @@
-"""What the small runs of all methods have in common, as fields of their configs."""
+"""Config fields shared by the small runs of all methods."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def run_fields(folder: Path, run_name: str, tracking: str, base_url: str) -> dict[str, Any]:
-    """The tiny model, on one thread; the run's record lies below `folder`."""
+    """Return a run of the tiny model on one thread, stored in `folder`."""
     return {
         "run_name": run_name,
         "model": "tiny",

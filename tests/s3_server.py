@@ -1,4 +1,4 @@
-"""A real S3 server in a process of its own, for any test: ``with running_s3(folder) as s3: s3.endpoint_url``."""
+"""Real S3 server in a separate process: ``with running_s3(folder) as s3: s3.endpoint_url``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ SECRET_KEY = "test-secret"
 
 @dataclass(slots=True)
 class S3Server:
-    """A started S3 server.
+    """Running S3 server.
 
     Attributes:
-        endpoint_url: where it answers.
-        bucket: a bucket that exists.
-        folder: where its objects and its log are.
-        ports: of its parts, by option.
-        process: the process.
+        endpoint_url: URL of the S3 API.
+        bucket: existing bucket.
+        folder: folder of the objects and the log.
+        ports: ports of the server's components by option name.
     """
 
     endpoint_url: str
@@ -40,20 +39,20 @@ class S3Server:
     process: subprocess.Popen[bytes]
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill the server with kill -9."""
         self.process.kill()
         self.process.wait()
 
     def restart(self) -> None:
-        """Start it again on the same objects, at the same place; it may take a moment to answer."""
+        """Restart the server on the same objects and ports, without waiting until it responds."""
         self.process = _start(self.folder, self.ports)
 
 
 @contextmanager
 def running_s3(folder: Path) -> Iterator[S3Server]:
-    """An S3 server that keeps its objects in ``folder``; stopped when the block is left."""
+    """Run an S3 server that stores its objects in ``folder``; stop it when the block ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    server = _started(folder)
+    server = _start_responsive(folder)
     try:
         filesystem = fsspec.filesystem("s3", key=ACCESS_KEY, secret=SECRET_KEY, endpoint_url=server.endpoint_url)
         filesystem.mkdirs(server.bucket, exist_ok=True)
@@ -62,28 +61,28 @@ def running_s3(folder: Path) -> Iterator[S3Server]:
         server.kill()
 
 
-def _started(folder: Path) -> S3Server:
-    """One that answers; a port that was free may have been taken since."""
+def _start_responsive(folder: Path) -> S3Server:
+    """Start a server and wait until it responds; retry, because another process may take a free port."""
     for _ in range(3):
         ports = s3_ports()
         server = S3Server(f"http://127.0.0.1:{ports['s3.port']}", "runs", folder, ports, _start(folder, ports))
-        if _answers(server.process, server.endpoint_url):
+        if _responds(server.process, server.endpoint_url):
             return server
         server.kill()
     raise AssertionError(f"the S3 server did not start: {(folder / 's3.log').read_text(errors='replace')[-2000:]}")
 
 
 def s3_ports() -> dict[str, int]:
-    """A free port for each part by its option: a part without one takes a fixed port, which another server may have."""
-    parts = ("s3", "master", "volume", "filer", "admin")
-    return {name: free_port() for part in parts for name in (f"{part}.port", f"{part}.port.grpc")}
+    """Return a free port for each component by option name; the default ports could clash with another server."""
+    components = ("s3", "master", "volume", "filer", "admin")
+    return {name: free_port() for component in components for name in (f"{component}.port", f"{component}.port.grpc")}
 
 
 def s3_command(folder: Path, ports: dict[str, int]) -> tuple[list[str | Path], dict[str, str]]:
-    """The command and the environment of a server that keeps its objects in ``folder``."""
-    here = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", *(f"-{name}={port}" for name, port in ports.items())]
-    here += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
-    weed = [Path(sys.executable).with_name("weed"), "-logtostderr=true", "mini", f"-dir={folder}", *here]
+    """Return the command and environment of a server that stores its objects in ``folder``."""
+    addresses = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", *(f"-{name}={port}" for name, port in ports.items())]
+    addresses += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
+    weed = [Path(sys.executable).with_name("weed"), "-logtostderr=true", "mini", f"-dir={folder}", *addresses]
     keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
     return [*weed, "-admin.ui=false", "-webdav=false"], keys | {"GOMEMLIMIT": "256MiB"}
 
@@ -101,7 +100,7 @@ def _start(folder: Path, ports: dict[str, int]) -> subprocess.Popen[bytes]:
         )
 
 
-def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
+def _responds(process: subprocess.Popen[bytes], url: str) -> bool:
     deadline = time.monotonic() + 30
     while process.poll() is None and time.monotonic() < deadline:
         try:
@@ -109,7 +108,7 @@ def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
                 return True
         except HTTPError as error:
             error.close()
-            return True  # refused without credentials: it is up
+            return True  # a rejection for missing credentials shows that the server is up
         except URLError:
             time.sleep(0.05)
     return False

@@ -1,4 +1,4 @@
-"""A policy that says what a test has it say, in the chat format of the tiny model."""
+"""Policy that samples scripted completions, in the chat format of the tiny model."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWith
 from tinker_cookbook.rl.types import EnvGroupBuilder
 
 from engine.tiny import byte_tokenizer
-from tasks.policy import Policy
-from tasks.rollout import Group, Patient, rollout
+from tasks.rl.completer import SnapshotCompleter
+from tasks.rl.group_rollout import Group, RetryWholeGroup, rollout
 
 
 @dataclass(frozen=True)
-class Scripted(Policy):
-    """Has the members of a group say their lines, turn by turn."""
+class Scripted(SnapshotCompleter):
+    """Policy whose group members return their scripted lines, one per turn."""
 
     lines: Sequence[Sequence[str]] = ()
 
     def members(self, attempt: int, num_members: int) -> Sequence[TokenCompleter]:
-        return [Speaker(iter(each)) for each in self.lines[:num_members]]
+        return [Speaker(iter(lines)) for lines in self.lines[:num_members]]
 
 
 @dataclass(frozen=True)
 class Speaker(TokenCompleter):
-    """Says one line in each turn."""
+    """Completer that returns one line per turn."""
 
     lines: Iterator[str]
 
@@ -38,21 +38,23 @@ class Speaker(TokenCompleter):
         return TokensWithLogprobs(tokens, [-0.1] * len(tokens), "stop")
 
 
-def play(builder: EnvGroupBuilder, lines: Sequence[Sequence[str]]) -> Group:
-    """A group whose members say these lines; what fails is raised."""
-    nobody: Any = None
-    group = rollout.fn(builder, Scripted(nobody, 0, 1.0, (), lines=lines), Patient(max_retries=0, timeout_s=60), 0, 0)
+def roll_out(builder: EnvGroupBuilder, lines: Sequence[Sequence[str]]) -> Group:
+    """Roll out a group whose members return these lines; raise any error."""
+    client: Any = None  # a scripted policy samples nothing
+    group = rollout.fn(
+        builder, Scripted(client, 0, 1.0, (), lines=lines), RetryWholeGroup(max_retries=0, timeout_s=60), 0, 0
+    )
     assert group.trajectories is not None, group.errors
     return group
 
 
 def rewards(group: Group) -> list[float]:
-    """The total reward of each member."""
+    """Return the total reward of each member."""
     assert group.trajectories is not None
     return group.trajectories.get_total_rewards()
 
 
 def last_metrics(group: Group, name: str) -> list[float]:
-    """A metric of each member's last turn."""
+    """Return a metric of each member's last turn."""
     assert group.trajectories is not None
-    return [each.transitions[-1].metrics[name] for each in group.trajectories.trajectories_G]
+    return [trajectory.transitions[-1].metrics[name] for trajectory in group.trajectories.trajectories_G]

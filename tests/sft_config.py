@@ -1,4 +1,4 @@
-"""A small supervised run on the tiny model, as the fields of its config."""
+"""Config fields of a small sft run on the tiny model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from run_config import run_fields
 
 
 def sft_fields(folder: Path, run_name: str, tracking: str, base_url: str = "local") -> dict[str, Any]:
-    """Eight steps of GSM8K with three regularizers; the run's record lies below `folder`."""
+    """Return a run of eight steps of GSM8K with three regularizers, stored in `folder`."""
     return run_fields(folder, run_name, tracking, base_url) | {
         "lora_rank": 4,
         "learning_rate": 1e-2,
@@ -19,8 +19,8 @@ def sft_fields(folder: Path, run_name: str, tracking: str, base_url: str = "loca
         "data": {
             "builder": "examples.gsm8k:Gsm8kBuilder",
             "params": {
-                "corrupted_share": 0.5,
-                "common_config": {"renderer_name": "qwen3_instruct", "max_length": 768, "batch_size": 4},
+                "contrast": True,  # two completions of each problem, so that scores can be compared
+                "common_config": {"renderer_name": "qwen3_instruct", "max_length": 768, "batch_size": 2},
             },
         },
         "objective": {

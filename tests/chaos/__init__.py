@@ -1,1 +1,1 @@
-"""`make chaos`: a run that is killed, cut off and lied to at random moments ends as one that nobody disturbed."""
+"""Chaos test, `make chaos`: runs under random kills and network faults must end like a run without faults."""

@@ -1,4 +1,4 @@
-"""What a disturbed run left, held to what the undisturbed one left."""
+"""Outputs of a run under faults, compared with the outputs of a reference run."""
 
 from __future__ import annotations
 
@@ -16,138 +16,145 @@ from mlflow import MlflowClient
 from saved_weights import saved_weights
 
 from chaos.configs import GROUPS, MAX_STALENESS, storage_of
-from chaos.play import Played, run_folder
+from chaos.runner import ChaosRun, run_folder
 from chaos.schedule import NUM_STEPS
-from chaos.servers import Stage, processes_of
+from chaos.servers import Testbed, processes_of
 
-# Where a checkpoint lies, which part of a run made it and what that cost: not what it says of the training.
-_MAY_DIFFER = {"state_path", "sampler_path", "mlflow_run_id", "flow_run_id", "flow_run_count", "spent"}
+# Fields of a checkpoint record that describe its location, origin and cost instead of the training.
+_UNSTABLE_FIELDS = {"state_path", "sampler_path", "mlflow_run_id", "flow_run_id", "flow_run_count", "spent"}
 
-_PLACE = ("name", "batch", "epoch", "final", "step")
+_POSITION_FIELDS = ("name", "batch", "epoch", "final", "step")
 _GROUP = re.compile(r"<b>Group \d+ letter_(.)</b>")
 
 Points = Mapping[tuple[str, int], float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """What a run left.
+class Outputs:
+    """Outputs of a finished run.
 
     Attributes:
-        weights: every tensor of the final checkpoint, optimizer and all.
-        records: the lines of checkpoints.jsonl, less what may differ.
-        points: in MLflow, by metric and step; the value of one that measures time or cost is None.
-        num_doubled: points at a metric and step that have another one.
-        runs: how each MLflow run of that name ended.
-        files: the names in the run's directory.
-        transcripts: the pages of what was played for each step that was trained on last, in their order.
+        weights: every tensor of the final checkpoint, including the optimizer state.
+        records: lines of checkpoints.jsonl without the unstable fields.
+        points: MLflow values by metric and step; None for metrics of time or cost.
+        num_duplicates: number of additional MLflow points with the same metric and step.
+        statuses: status of each MLflow run with the run's name.
+        files: file names in the run directory.
+        transcripts: transcript pages in the order of the steps.
     """
 
     weights: Mapping[str, bytes]
     records: tuple[Mapping[str, Any], ...]
     points: Points
-    num_doubled: int
-    runs: tuple[str, ...]
+    num_duplicates: int
+    statuses: tuple[str, ...]
     files: frozenset[str]
     transcripts: tuple[str, ...]
 
 
-def look_at(stage: Stage, played: Played) -> Left:
-    """Read everything a finished run left, from the services themselves."""
-    read, files = _directory(stage, played)
+def collect_outputs(testbed: Testbed, run: ChaosRun) -> Outputs:
+    """Read the outputs of a finished run directly from the services."""
+    read, files = _directory(testbed, run)
     lines = [json.loads(line) for line in read("checkpoints.jsonl").decode().splitlines()]
-    records = tuple({key: value for key, value in line.items() if key not in _MAY_DIFFER} for line in lines)
+    records = tuple({key: value for key, value in line.items() if key not in _UNSTABLE_FIELDS} for line in lines)
     (final,) = [line for line in lines if line.get("final")]
-    state = stage.folder / "engine" / "state"
-    client = MlflowClient(stage.url("mlflow", direct=True))
-    experiments = [each.experiment_id for each in client.search_experiments()]
-    runs = client.search_runs(experiments, f"attributes.run_name = '{played.name}'")
+    state = testbed.folder / "engine" / "state"
+    client = MlflowClient(testbed.url("mlflow", direct=True))
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    mlflow_runs = client.search_runs(experiments, f"attributes.run_name = '{run.name}'")
     points: dict[tuple[str, int], float | None] = {}
     num_points = 0
-    for key in runs[0].data.metrics if runs else ():
-        for point in client.get_metric_history(runs[0].info.run_id, key):
+    for key in mlflow_runs[0].data.metrics if mlflow_runs else ():
+        for point in client.get_metric_history(mlflow_runs[0].info.run_id, key):
             is_cost = key.startswith(("time/", "cost/")) or key.endswith("duration_s")
             points[key, point.step] = None if is_cost else point.value
             num_points += 1
-    return Left(
+    return Outputs(
         weights=saved_weights(state, final["state_path"]),
         records=records,
         points=points,
-        num_doubled=num_points - len(points),
-        runs=tuple(run.info.status for run in runs),
+        num_duplicates=num_points - len(points),
+        statuses=tuple(mlflow_run.info.status for mlflow_run in mlflow_runs),
         files=files,
         transcripts=tuple(read(name).decode() for name in sorted(files) if name.startswith("transcripts-")),
     )
 
 
-def differences(kind: str, left: Left, whole: Left) -> Iterator[str]:
-    """In what a run differs from the undisturbed one; nothing, if it is what it promises to be."""
-    if left.runs != ("FINISHED",):
-        yield f"MLflow has {len(left.runs)} runs of its name, which ended as {', '.join(left.runs)}"
-    if left.num_doubled:
-        yield f"{left.num_doubled} points in MLflow are there twice"
-    if left.files != whole.files:
-        yield f"its directory has {sorted(left.files ^ whole.files)} too much or too little"
-    yield from _off_policy_differences(left, whole) if kind == "async" else _exact_differences(left, whole)
+def differences(kind: str, outputs: Outputs, reference: Outputs) -> Iterator[str]:
+    """Yield the differences between the outputs of a run and those of the reference run."""
+    if outputs.statuses != ("FINISHED",):
+        yield f"MLflow has {len(outputs.statuses)} runs of its name, with status {', '.join(outputs.statuses)}"
+    if outputs.num_duplicates:
+        yield f"MLflow has {outputs.num_duplicates} duplicate points"
+    if outputs.files != reference.files:
+        yield f"its directory has extra or missing files: {sorted(outputs.files ^ reference.files)}"
+    yield from _async_differences(outputs, reference) if kind == "async" else _exact_differences(outputs, reference)
 
 
-def _exact_differences(left: Left, whole: Left) -> Iterator[str]:
-    if left.weights != whole.weights:
-        others = [key for key in whole.weights if left.weights.get(key) != whole.weights[key]]
-        yield f"{len(others)} of {len(whole.weights)} tensors of the final weights and optimizer differ"
-    if left.records != whole.records:
-        yield f"checkpoints.jsonl differs: {_first_other(left.records, whole.records)}"
-    if left.transcripts != whole.transcripts:
-        yield "other answers were sampled"
-    if missing := whole.points.keys() - left.points.keys():
-        yield f"{len(missing)} points are not in MLflow, as {min(missing)}"
-    if more := left.points.keys() - whole.points.keys():
-        yield f"{len(more)} points in MLflow are of no step or metric of the run, as {min(more)}"
-    if others := [key for key in whole.points if key in left.points and left.points[key] != whole.points[key]]:
-        yield f"{len(others)} points in MLflow have another value, as {min(others)}"
+def _exact_differences(outputs: Outputs, reference: Outputs) -> Iterator[str]:
+    if outputs.weights != reference.weights:
+        names = [name for name, tensor in reference.weights.items() if outputs.weights.get(name) != tensor]
+        yield f"{len(names)} of {len(reference.weights)} tensors of the final weights and optimizer differ"
+    if outputs.records != reference.records:
+        yield f"checkpoints.jsonl differs: {_first_difference(outputs.records, reference.records)}"
+    if outputs.transcripts != reference.transcripts:
+        yield "the sampled completions differ"
+    if missing := reference.points.keys() - outputs.points.keys():
+        yield f"{len(missing)} points are missing in MLflow, such as {min(missing)}"
+    if extra := outputs.points.keys() - reference.points.keys():
+        yield f"{len(extra)} points in MLflow are unexpected, such as {min(extra)}"
+    common = reference.points.keys() & outputs.points.keys()
+    if changed := [key for key in common if outputs.points[key] != reference.points[key]]:
+        yield f"{len(changed)} points in MLflow have a different value, such as {min(changed)}"
 
 
-def _off_policy_differences(left: Left, whole: Left) -> Iterator[str]:
-    """Which groups make up a step is up to the moment: what is promised is their age, and that each is there once."""
-    if others := left.weights.keys() ^ whole.weights.keys():
-        yield f"{len(others)} tensors of the final weights are missing or too many"
-    lines, expected = ([[record.get(key) for key in _PLACE] for record in each.records] for each in (left, whole))
-    if lines != expected:
-        yield f"checkpoints.jsonl has the steps {lines} where {expected} are expected"
-    ages = {step: age for (key, step), age in left.points.items() if key == "async/staleness_max"}
-    if ages.keys() != set(range(NUM_STEPS)) or not all(0 <= (age or 0) <= MAX_STALENESS for age in ages.values()):
-        yield f"its groups were this old, by step: {ages}"
-    groups = Counter(tag for page in left.transcripts for tag in _GROUP.findall(page))
+def _async_differences(outputs: Outputs, reference: Outputs) -> Iterator[str]:
+    """Check what asynchronous RL guarantees: the staleness bound, and that each group is trained on exactly once.
+
+    The assignment of groups to steps depends on timing.
+    """
+    if names := outputs.weights.keys() ^ reference.weights.keys():
+        yield f"{len(names)} tensors of the final weights are missing or unexpected"
+    steps, expected = (
+        [[record.get(key) for key in _POSITION_FIELDS] for record in side.records] for side in (outputs, reference)
+    )
+    if steps != expected:
+        yield f"checkpoints.jsonl has the steps {steps}, expected {expected}"
+    staleness = {step: value for (key, step), value in outputs.points.items() if key == "async/staleness_max"}
+    is_bounded = all(0 <= (value or 0) <= MAX_STALENESS for value in staleness.values())
+    if staleness.keys() != set(range(NUM_STEPS)) or not is_bounded:
+        yield f"the staleness of its groups by step is {staleness}"
+    groups = Counter(tag for page in outputs.transcripts for tag in _GROUP.findall(page))
     if groups.total() != GROUPS * NUM_STEPS or len(groups) != groups.total():
-        yield f"{groups.total()} groups were trained on, of which {groups.most_common(1)} most often"
+        yield f"it trained on {groups.total()} groups, most often on {groups.most_common(1)}"
 
 
-def leftovers(stage: Stage, played: Played) -> Iterator[str]:
-    """Processes and temporary files of a run that is finished, and how its command and its flow run ended."""
+def leftovers(testbed: Testbed, run: ChaosRun) -> Iterator[str]:
+    """Yield leaked processes, leftover temporary files, tracebacks and unfinished flow runs of a finished run."""
     deadline = time.monotonic() + 5
-    while (pids := processes_of(f"{stage.mark}flow:")) and time.monotonic() < deadline:
+    while (pids := processes_of(f"{testbed.mark}flow:")) and time.monotonic() < deadline:
         time.sleep(0.1)
     if pids:
-        yield f"the processes {pids} of it live on"
-    for place in (run_folder(stage, played.name) / "tmp", run_folder(stage, played.name) / "home"):
-        if files := [str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()]:
-            yield f"{len(files)} files are left in its {place.name}, as {files[0]}"
-    if files := [path.name for path in (stage.folder / "engine" / "state").rglob("*") if _is_temporary(path.name)]:
-        yield f"the engine has the temporary files {files[:3]}"
-    if "Traceback" in (run_folder(stage, played.name) / "output.log").read_text(errors="replace"):
-        yield "its command wrote a traceback"
-    states = _flow_run_states(stage, played.name)
+        yield f"its processes {pids} are still running"
+    for folder in (run_folder(testbed, run.name) / "tmp", run_folder(testbed, run.name) / "home"):
+        if files := [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]:
+            yield f"{len(files)} files remain in its {folder.name}, such as {files[0]}"
+    if files := [path.name for path in (testbed.folder / "engine" / "state").rglob("*") if _is_temporary(path.name)]:
+        yield f"the engine has leftover temporary files: {files[:3]}"
+    if "Traceback" in (run_folder(testbed, run.name) / "output.log").read_text(errors="replace"):
+        yield "its command printed a traceback"
+    states = _flow_run_states(testbed, run.name)
     if states.count("COMPLETED") != 1:
-        yield f"its flow runs in Prefect ended as {', '.join(states)}"
+        yield f"its Prefect flow runs have the states {', '.join(states)}"
 
 
-def _directory(stage: Stage, played: Played) -> tuple[Callable[[str], bytes], frozenset[str]]:
-    """A reader of the files in a run's directory, and their names."""
-    where = storage_of(stage, played.schedule)
-    if played.schedule.storage == "local":
-        folder = Path(where) / played.name
+def _directory(testbed: Testbed, run: ChaosRun) -> tuple[Callable[[str], bytes], frozenset[str]]:
+    """Return a function that reads a file of the run directory, and the file names."""
+    storage = storage_of(testbed, run.schedule)
+    if run.schedule.storage == "local":
+        folder = Path(storage) / run.name
         return lambda name: (folder / name).read_bytes(), frozenset(path.name for path in folder.iterdir())
-    bucket, prefix = stage.bucket(), f"{where.removeprefix('s3://')}/{played.name}"
+    bucket, prefix = testbed.bucket(), f"{storage.removeprefix('s3://')}/{run.name}"
     names = frozenset(path.removeprefix(f"{prefix}/") for path in bucket.find(prefix))
     return lambda name: bucket.cat_file(f"{prefix}/{name}"), names
 
@@ -156,14 +163,14 @@ def _is_temporary(name: str) -> bool:
     return name.startswith(".") or name.endswith((".tmp", ".partial"))
 
 
-def _flow_run_states(stage: Stage, name: str) -> list[str]:
+def _flow_run_states(testbed: Testbed, name: str) -> list[str]:
     filters = {"flow_runs": {"name": {"any_": [name]}}}
-    answer = httpx.post(f"{stage.url('prefect', direct=True)}/api/flow_runs/filter", json=filters, timeout=30)
-    return [str(run["state_type"]) for run in answer.raise_for_status().json()]
+    response = httpx.post(f"{testbed.url('prefect', direct=True)}/api/flow_runs/filter", json=filters, timeout=30)
+    return [str(flow_run["state_type"]) for flow_run in response.raise_for_status().json()]
 
 
-def _first_other(records: tuple[Mapping[str, Any], ...], expected: tuple[Mapping[str, Any], ...]) -> str:
-    for number, (record, other) in enumerate(zip(records, expected, strict=False), start=1):
-        if record != other:
-            return f"line {number} is {json.dumps(record)[:300]} where {json.dumps(other)[:300]} is expected"
-    return f"it has {len(records)} lines where {len(expected)} are expected"
+def _first_difference(records: tuple[Mapping[str, Any], ...], expected: tuple[Mapping[str, Any], ...]) -> str:
+    for number, (record, expected_record) in enumerate(zip(records, expected, strict=False), start=1):
+        if record != expected_record:
+            return f"line {number} is {json.dumps(record)[:300]}, expected {json.dumps(expected_record)[:300]}"
+    return f"it has {len(records)} lines, expected {len(expected)}"

@@ -1,4 +1,4 @@
-"""What a run of each kind trains on: the same for the undisturbed one and for those that faults befall."""
+"""Run configs, identical for the reference run of a kind and its runs under faults."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from string import ascii_letters
 from typing import Any
 
 from chaos.schedule import NUM_STEPS, Schedule
-from chaos.servers import BUCKET, Stage
+from chaos.servers import BUCKET, Testbed
 
 ROOT = Path(__file__).parents[2]
-GROUPS = 2  # of a step of rl
+GROUPS = 2  # groups per RL step
 MAX_STALENESS = 2
 _MODES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -19,51 +19,51 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def flow_of(kind: str) -> str:
-    """The module of a kind's command."""
+def flow_module(kind: str) -> str:
+    """Return the module whose command runs a kind."""
     return "flows.sft" if kind == "sft" else "flows.rl"
 
 
-def storage_of(stage: Stage, schedule: Schedule) -> str:
-    return f"s3://{BUCKET}/kept" if schedule.storage == "s3" else str(stage.folder / "kept")
+def storage_of(testbed: Testbed, schedule: Schedule) -> str:
+    return f"s3://{BUCKET}/kept" if schedule.storage == "s3" else str(testbed.folder / "kept")
 
 
-def config_of(stage: Stage, schedule: Schedule, name: str) -> dict[str, Any]:
-    """The config of a run, as plain data."""
+def config_of(testbed: Testbed, schedule: Schedule, name: str) -> dict[str, Any]:
+    """Return the config of a run as plain data."""
     fields = {
         "run_name": name,
         "model": "tiny",
-        "base_url": stage.url("engine"),
-        "storage": storage_of(stage, schedule),
-        "tracking": stage.url("mlflow"),
+        "base_url": testbed.url("engine"),
+        "storage": storage_of(testbed, schedule),
+        "tracking": testbed.url("mlflow"),
         "max_restarts": 10,
         "lora_rank": 4,
         "learning_rate": 1e-2,
         "checkpoint_every": 4,
     }
-    return fields | (_rows_to_learn(stage) if schedule.kind == "sft" else _groups_to_play(schedule.kind))
+    return fields | (_sft_fields(testbed) if schedule.kind == "sft" else _rl_fields(schedule.kind))
 
 
-def _rows_to_learn(stage: Stage) -> dict[str, Any]:
+def _sft_fields(testbed: Testbed) -> dict[str, Any]:
     return {
         "num_epochs": 2,
         "eval_every": 6,
         "data": {
             "builder": "examples.gsm8k:Gsm8kBuilder",
             "params": {
-                "corrupted_share": 0.5,
-                "train_path": str(_rows(stage.folder, "train", 2 * NUM_STEPS)),
-                "test_path": str(_rows(stage.folder, "test", 8)),
-                "common_config": {"renderer_name": "qwen3_instruct", "max_length": 512, "batch_size": 4},
+                "contrast": True,
+                "train_path": str(_rows(testbed.folder, "train", NUM_STEPS)),
+                "test_path": str(_rows(testbed.folder, "test", 8)),
+                "common_config": {"renderer_name": "qwen3_instruct", "max_length": 512, "batch_size": 2},
             },
         },
-        # Learned weights, so that what the objective remembers has to come back too.
+        # Gradnorm learns the weights of the terms, so a resume must also restore the state of the objective.
         "objective": {"regularizers": [{"name": "topology"}, {"name": "logic"}], "balance": {"method": "gradnorm"}},
     }
 
 
-def _groups_to_play(mode: str) -> dict[str, Any]:
-    """Each group of the run has a letter of its own, and so a tag that says whether it was trained on twice."""
+def _rl_fields(mode: str) -> dict[str, Any]:
+    """Return the RL fields. Each group has its own letter, so its tag reveals a group that was trained on twice."""
     return {
         "num_steps": NUM_STEPS,
         "eval_every": 12,
@@ -86,7 +86,7 @@ def _groups_to_play(mode: str) -> dict[str, Any]:
 
 
 def _rows(folder: Path, part: str, number: int) -> Path:
-    """The first rows of GSM8K, so many that two epochs in batches of four are `NUM_STEPS` steps."""
+    """Write the first `number` rows of GSM8K to a file; two epochs, two problems a batch, are `NUM_STEPS` steps."""
     path = folder / f"{part}.jsonl"
     if not path.exists():
         rows = (ROOT / "examples" / "data" / f"gsm8k_{part}.jsonl").read_text().splitlines()[:number]

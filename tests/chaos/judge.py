@@ -1,41 +1,41 @@
-"""A run played and held to the undisturbed one."""
+"""Verdict on a run under faults: its outputs compared with those of a reference run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chaos.checks import Left, differences, leftovers, look_at
-from chaos.play import Played, play
+from chaos.checks import Outputs, collect_outputs, differences, leftovers
+from chaos.runner import ChaosRun, run_schedule
 from chaos.schedule import Schedule
-from chaos.servers import Stage
+from chaos.servers import Testbed
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """A run and what is wrong with what it left; nothing, if it survived."""
+class Verdict:
+    """Run and the problems of its outputs; a run without problems survived."""
 
-    played: Played
+    run: ChaosRun
     problems: tuple[str, ...]
 
 
-def judge(stage: Stage, schedule: Schedule, whole: Left) -> Judged:
-    """Play a run and hold it to the undisturbed one of its kind."""
-    played = play(stage, schedule, f"run-{schedule.number}")
-    if played.trouble:
-        return Judged(played, (played.trouble,))
+def judge(testbed: Testbed, schedule: Schedule, reference: Outputs) -> Verdict:
+    """Run a schedule and compare its outputs with those of the reference run."""
+    run = run_schedule(testbed, schedule, f"run-{schedule.number}")
+    if run.failure:
+        return Verdict(run, (run.failure,))
     try:
-        left = look_at(stage, played)
+        outputs = collect_outputs(testbed, run)
     except (AssertionError, ValueError, LookupError, OSError) as error:
-        return Judged(played, (f"what it left cannot be read: {error!r}",))
-    return Judged(played, (*differences(schedule.kind, left, whole), *leftovers(stage, played)))
+        return Verdict(run, (f"its outputs cannot be read: {error!r}",))
+    return Verdict(run, (*differences(schedule.kind, outputs, reference), *leftovers(testbed, run)))
 
 
-def undisturbed(stage: Stage, kind: str) -> Left:
-    """What a run of a kind leaves that nothing befalls."""
-    played = play(stage, Schedule(-1, kind, "local", ()), f"whole-{kind}")
-    assert not played.trouble, (played.trouble, played.gave_up[-1:])
-    assert not played.gave_up, played.gave_up
-    left = look_at(stage, played)
-    problems = [*differences(kind, left, left), *leftovers(stage, played)]
+def run_reference(testbed: Testbed, kind: str) -> Outputs:
+    """Run a kind without faults and return its outputs."""
+    run = run_schedule(testbed, Schedule(-1, kind, "local", ()), f"reference-{kind}")
+    assert not run.failure, (run.failure, run.exits[-1:])
+    assert not run.exits, run.exits
+    outputs = collect_outputs(testbed, run)
+    problems = [*differences(kind, outputs, outputs), *leftovers(testbed, run)]
     assert not problems, problems
-    return left
+    return outputs

@@ -1,4 +1,4 @@
-"""A proxy between the flow and one service, that passes everything on until it is told to fail a request."""
+"""Proxy between the flow and one service that forwards all traffic and fails requests on command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Self
 
 from chaos.schedule import Fault
 
-# The start of a request, as a client sends it that waits for each answer: a WebSocket's frames never look so.
+# Start of an HTTP/1 request. Clients here do not pipeline requests, and WebSocket frames never match.
 _REQUEST = re.compile(rb"(GET|HEAD|POST|PUT|PATCH|DELETE) (\S+) HTTP/1\.[01]\r\n")
 _PAGE = b"<html><body><h1>Welcome to the airport's wireless network</h1>"
 _NOISE = bytes(range(256))
@@ -22,13 +22,13 @@ _NOISE = bytes(range(256))
 
 @dataclass(slots=True)
 class Armed:
-    """A fault on its way to a request.
+    """Fault waiting for a request.
 
     Attributes:
-        skip: so many requests are let through before.
-        path: of the requests in question; empty means all.
-        hit: the request that it befell; empty until then.
-        hit_at: when, by the monotonic clock.
+        skip: number of matching requests to pass through first.
+        path: path of the matching requests; empty matches all.
+        hit: the request that the fault hit; empty until then.
+        hit_at: time of the hit on the monotonic clock.
     """
 
     fault: Fault
@@ -39,10 +39,10 @@ class Armed:
 
 
 class Proxy:
-    """Listens on one port of the loopback and passes on to another.
+    """Proxy from one loopback port to another.
 
     Attributes:
-        num_requests: passed on so far, by path.
+        num_requests: number of forwarded requests by path.
     """
 
     def __init__(self, port: int, upstream: int) -> None:
@@ -54,42 +54,42 @@ class Proxy:
         return await asyncio.start_server(self._serve, "127.0.0.1", self.port)
 
     def arm(self, fault: Fault, path: str = "") -> Armed:
-        """Let a fault befall the next request, or the next to a path, after those that it skips."""
+        """Inject a fault into the next request, or the next request to `path`, after the skipped requests."""
         armed = Armed(fault, fault.skip, path)
         self._armed.append(armed)
         return armed
 
     def disarm(self) -> None:
-        """Forget the faults that no request has met."""
+        """Remove the faults that have not hit a request."""
         self._armed.clear()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             link = Link(reader, writer, *await asyncio.open_connection("127.0.0.1", self.upstream))
-        except OSError:  # the service is away
+        except OSError:  # the service is down
             writer.transport.abort()
             return
-        ways = [asyncio.create_task(self._pass_requests(link)), asyncio.create_task(_pass_answers(link))]
-        with suppress(asyncio.CancelledError):  # at the end of the proxies, which asyncio would log
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        for way in ways:
-            way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
+        tasks = [asyncio.create_task(self._forward_requests(link)), asyncio.create_task(_forward_responses(link))]
+        with suppress(asyncio.CancelledError):  # asyncio would log the cancellation when the proxies stop
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         link.close()
 
-    async def _pass_requests(self, link: Link) -> None:
+    async def _forward_requests(self, link: Link) -> None:
         while chunk := await link.client.read(2**16):
             if start := _REQUEST.match(chunk):
-                fault = self._take(start)
+                fault = self._pop_fault(start)
                 if fault and fault.action in ("drop request", "500", "429"):
-                    await _refuse(link, fault)
+                    await _reject(link, fault)
                     return
                 link.fault = fault
                 self.num_requests[start[2].decode()] += 1
             link.to_server.write(chunk)
             await link.to_server.drain()
 
-    def _take(self, start: re.Match[bytes]) -> Fault | None:
+    def _pop_fault(self, start: re.Match[bytes]) -> Fault | None:
         path = start[2].decode()
         for armed in tuple(self._armed):
             if armed.path in ("", path) and armed.skip == 0:
@@ -102,7 +102,7 @@ class Proxy:
 
 @dataclass(slots=True)
 class Link:
-    """The two connections of one client, and the fault that the next answer meets."""
+    """Connections of one client through the proxy, and the fault for the next response."""
 
     client: asyncio.StreamReader
     to_client: asyncio.StreamWriter
@@ -119,71 +119,72 @@ class Link:
             self.to_client.close()
 
 
-async def _refuse(link: Link, fault: Fault) -> None:
+async def _reject(link: Link, fault: Fault) -> None:
     if fault.action == "drop request":
         link.reset = True
         return
-    link.to_client.write(_answer(fault.action))
-    with suppress(TimeoutError):  # what is unread when a connection is closed resets it, and takes the answer with it
+    link.to_client.write(_page_response(fault.action))
+    # Read the rest of the request: closing a connection with unread data resets it, and the client loses the response.
+    with suppress(TimeoutError):
         async with asyncio.timeout(1):
             while await link.client.read(2**16):
                 pass
 
 
-async def _pass_answers(link: Link) -> None:
+async def _forward_responses(link: Link) -> None:
     while chunk := await link.server.read(2**16):
         fault, link.fault = link.fault, None
-        if fault and fault.action == "delay answer":
+        if fault and fault.action == "delay response":
             await asyncio.sleep(fault.seconds)
         elif fault:
-            link.reset = fault.action == "drop answer"
-            link.to_client.write(_instead(fault, chunk))
+            link.reset = fault.action == "drop response"
+            link.to_client.write(_faulty_response(fault, chunk))
             await link.to_client.drain()
             return
         link.to_client.write(chunk)
         await link.to_client.drain()
 
 
-def _instead(fault: Fault, chunk: bytes) -> bytes:
-    """What a client gets instead of an answer that begins with `chunk`."""
+def _faulty_response(fault: Fault, chunk: bytes) -> bytes:
+    """Return the bytes that replace a response starting with `chunk`."""
     return {
-        "drop answer": b"",
-        "cut answer": chunk[: len(chunk) // 2],
-        "500 after": _answer("500"),
-        "garbage": _answer("200"),
+        "drop response": b"",
+        "cut response": chunk[: len(chunk) // 2],
+        "500 after": _page_response("500"),
+        "garbage": _page_response("200"),
         "noise": _NOISE,
     }[fault.action]
 
 
-def _answer(status: str) -> bytes:
+def _page_response(status: str) -> bytes:
     head = f"HTTP/1.1 {status} Chaos\r\nContent-Type: text/html\r\nContent-Length: {len(_PAGE)}\r\n"
     return f"{head}Connection: close\r\nRetry-After: 1\r\n\r\n".encode() + _PAGE
 
 
 class Proxies:
-    """Several proxies, served by one thread for as long as the block lasts."""
+    """Proxies by name, served by one thread while the block runs."""
 
     def __init__(self, proxies: dict[str, Proxy]) -> None:
-        self.of = proxies
+        self.by_name = proxies
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxies", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
-        for proxy in self.of.values():
+        for proxy in self.by_name.values():
             asyncio.run_coroutine_threadsafe(proxy.listen(), self._loop).result()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        asyncio.run_coroutine_threadsafe(_end_all(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
-async def _end_all() -> None:
+async def _cancel_all() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

@@ -1,4 +1,4 @@
-"""What was injected and survived: for the terminal, and as Markdown and JSON."""
+"""Report of the injected and survived faults, for the terminal and as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from pathlib import Path
 
 from rich.table import Table
 
-from chaos.judge import Judged
+from chaos.judge import Verdict
 from chaos.schedule import ACTIONS, SERVERS
 
 TARGETS = ("flow", *SERVERS)
 COLUMNS = ("", *TARGETS, "all", "survived")
 
 
-def summary_rows(judged: Sequence[Judged]) -> list[tuple[str, ...]]:
-    """One row per kind of fault: how many befell each target, all of them, and how many of these were survived.
+def summary_rows(verdicts: Sequence[Verdict]) -> list[tuple[str, ...]]:
+    """Return one row per kind of fault with the number of faults by target, their total and the survived ones.
 
-    The last row adds them up. A fault is survived if its run is.
+    The last row has the totals. A fault is survived if its run is.
     """
-    injected, survived = _count(judged), _count([each for each in judged if not each.problems])
+    injected = _count(verdicts)
+    survived = _count([verdict for verdict in verdicts if not verdict.problems])
     rows = []
     for action in ("kill", *ACTIONS):
         counts = [injected[action, target] for target in TARGETS]
@@ -34,58 +35,59 @@ def summary_rows(judged: Sequence[Judged]) -> list[tuple[str, ...]]:
     return rows
 
 
-def summary(judged: Sequence[Judged]) -> Table:
-    """The rows as a table for a terminal."""
+def summary(verdicts: Sequence[Verdict]) -> Table:
+    """Return the rows as a table for a terminal."""
     table = Table()
     for index, column in enumerate(COLUMNS):
         table.add_column(column, justify="right" if index else "left")
-    rows = summary_rows(judged)
+    rows = summary_rows(verdicts)
     for row in rows:
         table.add_row(*row, end_section=row is rows[-2])
     return table
 
 
-def headline(judged: Sequence[Judged]) -> str:
-    """How many faults, in how many runs, and what they cost."""
-    num_faults = sum(len(each.played.injected) for each in judged)
-    num_well = sum(not each.problems for each in judged)
-    num_starts = sum(each.played.num_starts for each in judged)
-    num_gave_up = sum(len(each.played.gave_up) for each in judged)
-    minutes = sum(each.played.seconds for each in judged) / 60
+def headline(verdicts: Sequence[Verdict]) -> str:
+    """Summarize the numbers of faults, runs, starts and survivors in two sentences."""
+    num_faults = sum(len(verdict.run.injected) for verdict in verdicts)
+    num_survivors = sum(not verdict.problems for verdict in verdicts)
+    num_starts = sum(verdict.run.num_starts for verdict in verdicts)
+    num_exits = sum(len(verdict.run.exits) for verdict in verdicts)
+    minutes = sum(verdict.run.seconds for verdict in verdicts) / 60
     return (
-        f"{num_faults} faults in {len(judged)} runs, {minutes:.0f} minutes: {num_well} runs ended as the undisturbed "
-        f"one. The command was started {num_starts} times, {num_gave_up} of them after it had ended with a sentence."
+        f"{num_faults} faults in {len(verdicts)} runs, {minutes:.0f} minutes: {num_survivors} runs ended like the "
+        f"reference run. Their commands were started {num_starts} times, {num_exits} times after an exit with an error."
     )
 
 
-def line(judged: Judged) -> str:
-    """One run as one line."""
-    played = judged.played
-    what = "; ".join(f"{each.fault} {each.hit}".strip() for each in played.injected) or "nothing"
-    end = "FAILED" if judged.problems else "survived"
-    schedule = played.schedule
-    return f"run {schedule.number} ({schedule.kind}, {schedule.storage}, {played.seconds:.0f} s): {end} {what}"
+def line(verdict: Verdict) -> str:
+    """Summarize one run in one line."""
+    run = verdict.run
+    faults = "; ".join(f"{injected.fault} {injected.hit}".strip() for injected in run.injected) or "no faults"
+    end = "FAILED" if verdict.problems else "survived"
+    schedule = run.schedule
+    return f"run {schedule.number} ({schedule.kind}, {schedule.storage}, {run.seconds:.0f} s): {end} {faults}"
 
 
-def write_report(folder: Path, seed: int, judged: Sequence[Judged]) -> Path:
-    """Write report.md and report.json; returns the first."""
-    runs = [asdict(each) for each in judged]
+def write_report(folder: Path, seed: int, verdicts: Sequence[Verdict]) -> Path:
+    """Write report.md and report.json; return the path of report.md."""
+    runs = [asdict(verdict) for verdict in verdicts]
     (folder / "report.json").write_text(json.dumps({"seed": seed, "runs": runs}, indent=1))
-    page = [f"# Chaos with seed {seed}", "", headline(judged), "", *_markdown(COLUMNS, summary_rows(judged))]
-    for each in judged:
-        page += ["", f"## {line(each).partition(':')[0]}", ""]
-        page += [f"- {injected.at_s:.1f} s: {injected.fault} {injected.hit}" for injected in each.played.injected]
-        page += [f"- ended and started again: {sentence}" for sentence in each.played.gave_up]
-        page += [f"- **wrong**: {problem}" for problem in each.problems]
+    page = [f"# Chaos with seed {seed}", "", headline(verdicts), "", *_markdown(COLUMNS, summary_rows(verdicts))]
+    for verdict in verdicts:
+        page += ["", f"## {line(verdict).partition(':')[0]}", ""]
+        page += [f"- {injected.at_s:.1f} s: {injected.fault} {injected.hit}" for injected in verdict.run.injected]
+        page += [f"- exited and restarted: {message}" for message in verdict.run.exits]
+        page += [f"- **problem**: {problem}" for problem in verdict.problems]
     path = folder / "report.md"
     path.write_text("\n".join(page) + "\n")
     return path
 
 
-def _count(judged: Sequence[Judged]) -> Counter[tuple[str, str]]:
-    """How often each kind of fault befell each target."""
-    return Counter((each.fault.action, each.fault.target) for run in judged for each in run.played.injected)
+def _count(verdicts: Sequence[Verdict]) -> Counter[tuple[str, str]]:
+    """Count the injected faults by action and target."""
+    faults = (injected.fault for verdict in verdicts for injected in verdict.run.injected)
+    return Counter((fault.action, fault.target) for fault in faults)
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(each)} |" for each in (columns, ["---"] * len(columns), *rows)]
+    return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]

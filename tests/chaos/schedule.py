@@ -1,4 +1,4 @@
-"""What is done to a run, and when: drawn from a seed, so that it can be played again."""
+"""Schedules of faults, drawn from a seed so that a run can be repeated."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 NUM_STEPS = 24
 
-KINDS = ("sft", "sync", "stream", "async")  # supervised, and the modes of rl
+KINDS = ("sft", "sync", "stream", "async")  # supervised fine-tuning and the three modes of RL
 
 SERVERS = ("engine", "prefect", "mlflow", "s3")
 
-# What a proxy can do to one request, and what the service has done by then.
+# Faults that a proxy can inject into one request, and their effect.
 ACTIONS = {
-    "drop request": "the connection is reset, the service never saw the request",
-    "drop answer": "the service did what was asked, its answer is lost",
-    "cut answer": "half of the answer, then the end of the connection",
-    "delay answer": "the answer comes seconds later",
-    "500": "refused with 500, the service never saw the request",
-    "500 after": "the service did what was asked, the answer is a 500 from the way",
-    "429": "refused with 429, the service never saw the request",
-    "garbage": "the service did what was asked, the answer is a 200 with a page that is not its own",
-    "noise": "the service did what was asked, the answer is no HTTP",
+    "drop request": "the connection is reset before the service receives the request",
+    "drop response": "the service processes the request, but its response is lost",
+    "cut response": "the connection closes after half of the response",
+    "delay response": "the response arrives seconds late",
+    "500": "the proxy responds with status 500; the service does not receive the request",
+    "500 after": "the service processes the request, but the proxy responds with status 500",
+    "429": "the proxy responds with status 429; the service does not receive the request",
+    "garbage": "the service processes the request, but the proxy responds with status 200 and an unrelated page",
+    "noise": "the service processes the request, but the response is not HTTP",
 }
 
 
@@ -30,12 +30,12 @@ class Fault:
     """One fault.
 
     Attributes:
-        updates: due when the run has asked for so many optimizer steps, those that it repeats counted too.
-        after_s: and so many seconds later.
-        target: what it befalls: `flow`, or one of `SERVERS`.
-        action: `kill` (with -9), or one of `ACTIONS`.
-        skip: for a request: so many are let through before.
-        seconds: how long what was killed stays away, or an answer is held.
+        updates: number of requested optimizer steps, including repeated ones, after which the fault is due.
+        after_s: additional delay in seconds.
+        target: `flow`, or one of `SERVERS`.
+        action: `kill` (kill -9), or one of `ACTIONS`.
+        skip: number of requests to pass through before a request fault.
+        seconds: downtime after a kill, or delay of a response.
     """
 
     updates: int
@@ -46,17 +46,17 @@ class Fault:
     seconds: float
 
     def __str__(self) -> str:
-        what = f"kill -9 {self.target}" if self.action == "kill" else f"{self.action} of {self.target}"
-        return f"{what} {self.after_s:.2f} s after update {self.updates}"
+        event = f"kill -9 {self.target}" if self.action == "kill" else f"{self.action} of {self.target}"
+        return f"{event} {self.after_s:.2f} s after update {self.updates}"
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The faults of one run, what it trains, and where it keeps its record.
+    """Faults, kind and storage of one run.
 
     Attributes:
-        number: of the run; with the seed it gives the schedule.
-        kind: of `KINDS`.
+        number: number of the run; together with the seed it determines the schedule.
+        kind: one of `KINDS`.
         storage: `local` or `s3`.
     """
 
@@ -66,31 +66,27 @@ class Schedule:
     faults: tuple[Fault, ...]
 
 
-def draw(seed: int, number: int, num_faults: int) -> Schedule:
-    """The schedule of a run: of each kind in turn, and every second one of a kind on S3.
-
-    >>> draw(0, 1, 2) == draw(0, 1, 2) != draw(1, 1, 2)
-    True
-    """
-    chance = random.Random(f"{seed}/{number}")
-    rounds, place = divmod(number, len(KINDS))
-    storage = "s3" if (rounds + place) % 2 else "local"
+def draw_schedule(seed: int, number: int, num_faults: int) -> Schedule:
+    """Draw the schedule of a run. Runs cycle through the kinds; every second run of a kind uses S3."""
+    generator = random.Random(f"{seed}/{number}")
+    cycle, position = divmod(number, len(KINDS))
+    storage = "s3" if (cycle + position) % 2 else "local"
     servers = SERVERS if storage == "s3" else SERVERS[:-1]
-    faults = tuple(_draw_fault(chance, servers) for _ in range(num_faults))
-    return Schedule(
-        number, KINDS[place], storage, tuple(sorted(faults, key=lambda fault: (fault.updates, fault.after_s)))
+    faults = sorted(
+        (_draw_fault(generator, servers) for _ in range(num_faults)), key=lambda fault: (fault.updates, fault.after_s)
     )
+    return Schedule(number, KINDS[position], storage, tuple(faults))
 
 
-def _draw_fault(chance: random.Random, servers: tuple[str, ...]) -> Fault:
-    where = chance.random()
-    if where < 0.15:  # while the run is opened
-        updates, after_s = 0, chance.uniform(0, 10)
-    elif where < 0.25:  # the last save, the last evaluation, the report
-        updates, after_s = NUM_STEPS, chance.uniform(0, 2)
+def _draw_fault(generator: random.Random, servers: tuple[str, ...]) -> Fault:
+    phase = generator.random()
+    if phase < 0.15:  # while the run opens
+        updates, after_s = 0, generator.uniform(0, 10)
+    elif phase < 0.25:  # during the final save, evaluation and report
+        updates, after_s = NUM_STEPS, generator.uniform(0, 2)
     else:
-        updates, after_s = chance.randrange(1, NUM_STEPS), chance.uniform(0, 0.6)
-    target = chance.choice(("flow", *servers))
-    action = "kill" if target == "flow" or chance.random() < 0.3 else chance.choice(list(ACTIONS))
-    seconds = chance.uniform(0.2, 3) if action == "kill" else chance.uniform(2, 8)
-    return Fault(updates, round(after_s, 3), target, action, chance.randrange(6), round(seconds, 2))
+        updates, after_s = generator.randrange(1, NUM_STEPS), generator.uniform(0, 0.6)
+    target = generator.choice(("flow", *servers))
+    action = "kill" if target == "flow" or generator.random() < 0.3 else generator.choice(list(ACTIONS))
+    seconds = generator.uniform(0.2, 3) if action == "kill" else generator.uniform(2, 8)
+    return Fault(updates, round(after_s, 3), target, action, generator.randrange(6), round(seconds, 2))

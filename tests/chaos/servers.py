@@ -1,4 +1,4 @@
-"""The services of a run as processes that can be killed with -9 and come back where they were."""
+"""Services of a run as processes that can be killed with kill -9 and restarted on the same port and files."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from s3_server import ACCESS_KEY, SECRET_KEY, s3_command, s3_ports
 
 from blocks import supervise
 from blocks.errors import ServiceError
+from blocks.probe import check_reachable
 from blocks.processes import free_port, prefect_server_env
-from blocks.reach import check_answers
 from chaos.proxy import Proxies, Proxy
 
-# In the environment of every process of ours, and so of all that it starts.
+# Environment variable of every process of the test; child processes inherit it.
 MARK = "TINKER_FLOWS_CHAOS"
 BUCKET = "runs"
 
 
 def processes_of(mark: str) -> list[int]:
-    """The pids of the living processes that bear a mark, or one that goes on after it."""
-    wanted = f"{MARK}={mark}".encode()
-    found = []
+    """Return the pids of the running processes whose mark starts with `mark`."""
+    prefix = f"{MARK}={mark}".encode()
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
                 variables = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:  # another user's, or gone meanwhile
+            except OSError:  # a process of another user, or one that has just ended
                 continue
-            if any(each.startswith(wanted) for each in variables):
-                found.append(int(entry.name))
-    return found
+            if any(variable.startswith(prefix) for variable in variables):
+                pids.append(int(entry.name))
+    return pids
 
 
 def kill_9(mark: str) -> None:
-    """Kill every process that bears a mark, and return when they are gone."""
+    """Kill every process with a mark and wait until all have ended."""
     while pids := processes_of(mark):
         for pid in pids:
             try:
@@ -54,11 +54,11 @@ def kill_9(mark: str) -> None:
 
 @dataclass(slots=True)
 class Server:
-    """A server that can be killed and started again on the same port and files.
+    """Server that can be killed and restarted on the same port and files.
 
     Attributes:
-        log: what it wrote.
-        back_at: when it is to be started again, by the monotonic clock; None while it runs.
+        log: output file.
+        restart_at: time of the next start on the monotonic clock; None while the server runs.
     """
 
     name: str
@@ -67,14 +67,14 @@ class Server:
     env: Mapping[str, str]
     health: str
     log: Path
-    back_at: float | None = None
+    restart_at: float | None = None
     process: subprocess.Popen[bytes] = field(init=False)
 
     def start(self) -> None:
-        self.back_at = None
+        self.restart_at = None
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                # Stopped with this process, however that one ends.
+                # The supervisor stops the server when this process ends, even by kill -9.
                 [sys.executable, supervise.__file__, *self.command],
                 cwd=self.log.parent,
                 stdin=subprocess.PIPE,
@@ -84,10 +84,10 @@ class Server:
                 start_new_session=True,
             )
 
-    def kill(self, away_s: float) -> None:
+    def kill(self, downtime_s: float) -> None:
         kill_9(self.mark)
         self._reap()
-        self.back_at = time.monotonic() + away_s
+        self.restart_at = time.monotonic() + downtime_s
 
     def stop(self) -> None:
         assert self.process.stdin is not None
@@ -95,19 +95,19 @@ class Server:
         self._reap()
 
     def is_up(self) -> bool:
-        if self.back_at is not None:
+        if self.restart_at is not None:
             return False
-        assert self.process.poll() is None, f"{self.name} ended by itself: {_tail(self.log)}"
+        assert self.process.poll() is None, f"{self.name} exited unexpectedly: {_tail(self.log)}"
         return True
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Wait until the server responds."""
         deadline = time.monotonic() + 300
         while self.is_up():
             try:
-                check_answers(self.name, self.health, 5, "see its log")
+                check_reachable(self.name, self.health, 5, "see its log")
             except ServiceError:
-                assert time.monotonic() < deadline, f"{self.name} does not answer: {_tail(self.log)}"
+                assert time.monotonic() < deadline, f"{self.name} does not respond: {_tail(self.log)}"
                 time.sleep(0.1)
             else:
                 return
@@ -118,13 +118,13 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Where runs are played: four servers, each behind a proxy of its own.
+class Testbed:
+    """Servers of the runs, each behind its own proxy.
 
     Attributes:
-        folder: of everything that they leave.
-        mark: of every process.
-        ports: of the servers themselves, by name; a run knows those of the proxies.
+        folder: folder of all files.
+        mark: common prefix of the marks of all processes.
+        ports: ports of the servers by name; runs use the ports of the proxies instead.
     """
 
     folder: Path
@@ -136,16 +136,16 @@ class Stage:
     def url(self, name: str, *, direct: bool = False) -> str:
         return f"http://127.0.0.1:{self.ports[name] if direct else self.proxies[name].port}"
 
-    def revive(self) -> None:
-        """Start what was killed, when its time has come."""
+    def restart_due(self) -> None:
+        """Restart the killed servers whose downtime is over."""
         for server in self.servers.values():
-            if server.back_at is not None and time.monotonic() >= server.back_at:
+            if server.restart_at is not None and time.monotonic() >= server.restart_at:
                 server.start()
 
-    def revive_all(self) -> None:
-        """Start what was killed and wait until every server answers."""
+    def restart_all(self) -> None:
+        """Restart every killed server and wait until all servers respond."""
         for server in self.servers.values():
-            if server.back_at is not None:
+            if server.restart_at is not None:
                 server.start()
         for server in self.servers.values():
             server.wait()
@@ -157,47 +157,47 @@ class Stage:
 
 
 @contextmanager
-def running_stage(folder: Path) -> Iterator[Stage]:
-    """Every server, up and empty; stopped when the block is left."""
+def running_testbed(folder: Path) -> Iterator[Testbed]:
+    """Start every server with empty data; stop the servers when the block ends."""
     mark = f"{folder}:"
     s3 = s3_ports()
     ports = {name: free_port() for name in ("engine", "prefect", "mlflow")} | {"s3": s3["s3.port"]}
-    servers = {each.name: each for each in _servers(folder, mark, ports, s3)}
+    servers = {server.name: server for server in _servers(folder, mark, ports, s3)}
     proxies = {name: Proxy(free_port(), ports[name]) for name in servers}
     with ExitStack() as stack:
         stack.callback(kill_9, mark)
         for server in servers.values():
             server.start()
             stack.callback(server.stop)
-        stage = Stage(folder, mark, servers, stack.enter_context(Proxies(proxies)).of, ports)
-        stage.revive_all()
-        stage.bucket().mkdirs(BUCKET, exist_ok=True)
-        yield stage
+        testbed = Testbed(folder, mark, servers, stack.enter_context(Proxies(proxies)).by_name, ports)
+        testbed.restart_all()
+        testbed.bucket().mkdirs(BUCKET, exist_ok=True)
+        yield testbed
 
 
 def _servers(folder: Path, mark: str, ports: Mapping[str, int], s3: dict[str, int]) -> Iterator[Server]:
     def server(name: str, command: Sequence[str | Path], env: Mapping[str, str], health: str) -> Server:
-        where = folder / name
-        where.mkdir(parents=True, exist_ok=True)
+        server_folder = folder / name
+        server_folder.mkdir(parents=True, exist_ok=True)
         url = f"http://127.0.0.1:{ports[name]}{health}"
         home = {
             "TINKER_FLOWS_HOME": str(folder / "home"),
             "PREFECT_HOME": str(folder / "prefect"),
-            "TMPDIR": str(where),
+            "TMPDIR": str(server_folder),
         }
-        return Server(name, f"{mark}{name}", command, home | dict(env), url, where / f"{name}.log")
+        return Server(name, f"{mark}{name}", command, home | dict(env), url, server_folder / f"{name}.log")
 
     python = [sys.executable, "-m"]
-    here = ["--host", "127.0.0.1", "--port"]
+    loopback = ["--host", "127.0.0.1", "--port"]
     engine = [*python, "engine", "--model", "tiny", "--threads", "1", "--deterministic"]
     engine += ["--state", str(folder / "engine" / "state")]
     yield server("engine", [*engine, "--port", str(ports["engine"])], _import_path(), "/api/v1/healthz")
     database = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / 'prefect' / 'prefect.db'}"}
-    prefect = [*python, "prefect", "server", "start", *here, str(ports["prefect"])]
+    prefect = [*python, "prefect", "server", "start", *loopback, str(ports["prefect"])]
     yield server("prefect", prefect, prefect_server_env() | database, "/api/health")
     store = ["--backend-store-uri", f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}", "--workers", "1"]
     artifacts = ["--artifacts-destination", str(folder / "mlflow" / "artifacts")]
-    mlflow = [*python, "mlflow", "server", *here, str(ports["mlflow"]), *store, *artifacts]
+    mlflow = [*python, "mlflow", "server", *loopback, str(ports["mlflow"]), *store, *artifacts]
     yield server("mlflow", mlflow, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, "/health")
     command, env = s3_command(folder / "s3", s3)
     yield server("s3", command, env, "/")
