@@ -260,6 +260,7 @@ class Trainer:
         if self.candidates:
             self.ledger.add_sampled(self.candidates.take_sampled())
             metrics |= self.candidates.metrics(step)
+        self._count_reference(step)
         metrics |= self.guard.metrics(step) | self.ledger.end_step() | self._progress(step)
         step_began, self.step_ended = self.step_ended, perf_counter()
         metrics["time/step"] = self.step_ended - step_began
@@ -314,15 +315,15 @@ class Trainer:
         prepared = self.prepared[0]
         batch = prepared.batch.result()
         needs_logprobs = self._needs_logprobs(prepared)
-        if self.reference:
-            self.ledger.add_sampled(self.reference.take_sampled())
-            self.ledger.add(self.reference.take_num_train_tokens())
         # Includes the pass that checks the last update. The other minibatches are assumed to be as long as the first.
         num_tokens = (3 if needs_logprobs else 2) * batch.num_tokens * len(self.prepared)
         num_tokens += self._num_held_out_tokens(step)
         num_tokens += self._num_held_out_tokens(step + 1) if step + 1 == self.schedule.num_steps else 0
         self.budget_message = self.ledger.stop_reason(step, num_tokens)
         if self.budget_message:
+            if prepared.reference and not self.source.sampled:
+                prepared.reference.result()
+                self._count_reference(step)
             self.prepared = None
             note_end(self.run.log, self.budget_message)
             state = {"step": step, **self.ledger.state(), "message": self.budget_message}
@@ -516,13 +517,19 @@ class Trainer:
             inputs.append((sampled, samples))
         metrics: dict[str, float] = {}
         for measured_terms, batches in inputs:
-            measured = measure_held_out(measured_terms, batches, self.executor, self.reference)
+            measured = measure_held_out(measured_terms, batches, self.executor, self.reference, step)
             metrics |= measured.metrics
             for name, reason in measured.failed.items():
                 text = f"Term {name} has no value on the held-out data: {reason}"
                 get_run_logger().warning("%s", text)
                 self.run.log.tag(f"{WARNING_TAG}.held_out.{name}", text)
         return metrics
+
+    def _count_reference(self, step: int) -> None:
+        """Count the tokens that the reference has processed up to a step, all of whose minibatches are sent."""
+        if self.reference:
+            self.ledger.add_sampled(self.reference.take_sampled(step))
+            self.ledger.add(self.reference.take_num_train_tokens(step))
 
     def _num_held_out_tokens(self, step: int) -> int:
         """Return the tokens of an evaluation before a step, without those that evaluators sample."""
@@ -556,6 +563,7 @@ class Trainer:
                 call(forward_logprobs, forward, opaque_argument(self.last_batch))
         if self.unchecked and step == self.schedule.num_steps:
             metrics = self._evaluate(step) if self.schedule.evaluates_before(step) else {}
+            self._count_reference(step)
             call(log_metrics, self.run.log, step, opaque_argument(metrics | self.ledger.metrics()))
         self._record_saves()
 
@@ -604,7 +612,7 @@ def prepare_batch(
     """Start everything of a step that needs only its batch."""
     terms = prepare_terms(objective, batch, at, executor)
     loaded = cast(Batch, batch)  # a task receives the result of a future that is passed to it
-    pending = submit(load_reference, reference, opaque_argument(loaded)) if reference else None
+    pending = submit(load_reference, reference, opaque_argument(loaded), at.step) if reference else None
     return PreparedBatch(at, passes, batch, pending, terms)
 
 

@@ -112,7 +112,9 @@ class HeldOutPairs(TrainingClientEvaluator):
 
     async def __call__(self, training_client: tinker.TrainingClient) -> dict[str, float]:
         pending = enqueue_forward(training_client, self._batch)
-        reference_DT = await asyncio.to_thread(self._reference.logprobs, self._batch) if self._reference else None
+        # Scored at the first evaluation and cached; step 0 lets the step in progress pay.
+        scored = asyncio.to_thread(self._reference.logprobs, self._batch, 0) if self._reference else None
+        reference_DT = await scored if scored else None
         outputs = replace(read_outputs(await pending, self._batch), ref_logprobs_DT=reference_DT)
         self.evaluated = [EvaluatedBatch(self._batch, outputs.logprobs_DT)]
         evaluation = evaluate_term(self._loss, outputs, self._batch, first_step=False)

@@ -167,7 +167,7 @@ class RolloutSource(BatchSource):
         batch = call(gather, opaque_argument(groups), self.settings.shape, self.tokenizer)
         if self.reference is None:
             return batch
-        reference_DT = call(load_reference, self.reference, opaque_argument(batch))
+        reference_DT = call(load_reference, self.reference, opaque_argument(batch), step)
         batch, distance = apply_kl_penalty(batch, reference_DT, self.settings.shape.kl_coefficient)
         self._distances.setdefault(step, []).append(distance)
         return batch

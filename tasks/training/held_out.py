@@ -15,7 +15,8 @@ from objectives.errors import ObjectiveError
 from objectives.estimators import num_compared
 from objectives.evaluate import Evaluation
 from objectives.term import Regularizer
-from tasks.training.reference import Reference
+from tasks.common.task import call, opaque_argument
+from tasks.training.reference import Reference, load_reference
 from tasks.training.terms import TaskTermExecutor
 
 
@@ -61,6 +62,7 @@ def measure_held_out(
     evaluated: Sequence[EvaluatedBatch],
     executor: TaskTermExecutor,
     reference: Reference | None,
+    step: int,
 ) -> HeldOutTerms:
     """Measure the terms on held-out batches, concurrently.
 
@@ -68,13 +70,16 @@ def measure_held_out(
 
     Args:
         reference: reference of the run, for terms that compare with it.
+        step: step before which the weights are evaluated.
     """
     needs_reference = any("ref_logprobs" in regularizer.term.needs for regularizer in regularizers)
     inputs = [
         (
             Outputs(
                 entry.logprobs_DT,
-                reference.logprobs(entry.batch) if reference and needs_reference else None,
+                call(load_reference, reference, opaque_argument(entry.batch), step)
+                if reference and needs_reference
+                else None,
                 entry.batch.sampling_logprobs_DT,
             ),
             entry.batch,

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 from collections.abc import Callable, Sequence
+from threading import Lock
 
 import numpy as np
 import tinker
@@ -52,20 +53,27 @@ class Reference:
         """
         self._sampler, self._open_trainer, self._trainer = sampler, open_trainer, None
         self._name, self._uses_cache, self.cache = name, uses_cache, JsonlCache()
-        self._sampled, self._num_train_tokens = SampledTokens(), 0
+        # Batches of several steps are scored at once, by several threads.
+        self._lock = Lock()
+        self._sampled: dict[int, SampledTokens] = {}
+        self._num_train_tokens: dict[int, int] = {}
 
-    def take_sampled(self) -> SampledTokens:
-        """Return the tokens that the sampling client has processed since the last call."""
-        sampled, self._sampled = self._sampled, SampledTokens()
-        return sampled
+    def take_sampled(self, step: int) -> SampledTokens:
+        """Return the tokens that the sampling client has processed for a step and earlier ones, and forget them."""
+        with self._lock:
+            taken = [self._sampled.pop(key) for key in list(self._sampled) if key <= step]
+        return sum(taken, SampledTokens())
 
-    def take_num_train_tokens(self) -> int:
-        """Return the number of tokens that the training client has processed since the last call."""
-        num_tokens, self._num_train_tokens = self._num_train_tokens, 0
-        return num_tokens
+    def take_num_train_tokens(self, step: int) -> int:
+        """Return the tokens that the training client has processed for a step and earlier ones, and forget them."""
+        with self._lock:
+            return sum(self._num_train_tokens.pop(key) for key in list(self._num_train_tokens) if key <= step)
 
-    def logprobs(self, batch: Batch) -> Tensor:
+    def logprobs(self, batch: Batch, step: int) -> Tensor:
         """Return the reference's logprobs of the batch's targets, float32, in nats, in the shape of the targets.
+
+        Args:
+            step: step that pays for the tokens.
 
         Raises:
             ServiceError: the service failed, or returned logprobs of another shape or that are not finite.
@@ -75,7 +83,7 @@ class Reference:
         cached = self.cache.find(keys_D)
         new = {key: d for d, key in enumerate(keys_D) if key not in cached}
         if new:
-            new_D = self._compute(batch, list(new.values()), targets_D)
+            new_D = self._compute(batch, list(new.values()), targets_D, step)
             for d, logprobs in zip(new.values(), new_D, strict=True):
                 if logprobs.shape != targets_D[d].shape or not bool(logprobs.isfinite().all()):
                     raise ServiceError(
@@ -90,17 +98,17 @@ class Reference:
         logprobs_D = [_read(cached[key]).reshape(targets.shape) for key, targets in zip(keys_D, targets_D, strict=True)]
         return pack(logprobs_D)[0]
 
-    def _compute(self, batch: Batch, indices: Sequence[int], targets_D: Sequence[Tensor]) -> list[Tensor]:
+    def _compute(self, batch: Batch, indices: Sequence[int], targets_D: Sequence[Tensor], step: int) -> list[Tensor]:
         """Return the logprobs of some datums of a batch, in the order of `indices`."""
         datums, masks_D = list(batch.datums), unpack(batch.mask_DT, batch.offsets_D)
         scored = [d for d in indices if has_next_token_targets(datums[d], targets_D[d], masks_D[d])]
         others = [d for d in indices if d not in set(scored)]
-        logprobs = self._score([(datums[d], targets_D[d]) for d in scored]) if scored else []
-        logprobs += self._forward([datums[d] for d in others]) if others else []
+        logprobs = self._score([(datums[d], targets_D[d]) for d in scored], step) if scored else []
+        logprobs += self._forward([datums[d] for d in others], step) if others else []
         by_datum = dict(zip([*scored, *others], logprobs, strict=True))
         return [by_datum[d] for d in indices]
 
-    def _score(self, sequences: Sequence[tuple[tinker.Datum, Tensor]]) -> list[Tensor]:
+    def _score(self, sequences: Sequence[tuple[tinker.Datum, Tensor]], step: int) -> list[Tensor]:
         inputs = [datum.model_input.append_int(int(targets[-1])) for datum, targets in sequences]
 
         async def score(tokens: types.ModelInput) -> Tensor:
@@ -113,15 +121,18 @@ class Reference:
             return list(await asyncio.gather(*map(score, inputs)))
 
         logprobs = run_coroutine(score_all())
-        self._sampled += scored_tokens(sum(tokens.length - 1 for tokens in inputs), len(inputs))
+        sampled = scored_tokens(sum(tokens.length - 1 for tokens in inputs), len(inputs))
+        with self._lock:
+            self._sampled[step] = self._sampled.get(step, SampledTokens()) + sampled
         return logprobs
 
-    def _forward(self, datums: list[tinker.Datum]) -> list[Tensor]:
+    def _forward(self, datums: list[tinker.Datum], step: int) -> list[Tensor]:
         if self._trainer is None:
             self._trainer = self._open_trainer()
         response = wait_for_response(self._trainer.forward(datums, "cross_entropy"), "run the reference's forward pass")
         logprobs = [entry["logprobs"].to_torch().float() for entry in response.loss_fn_outputs]
-        self._num_train_tokens += sum(map(len, logprobs))
+        with self._lock:
+            self._num_train_tokens[step] = self._num_train_tokens.get(step, 0) + sum(map(len, logprobs))
         return logprobs
 
     def _keys(self, batch: Batch, targets_D: list[Tensor]) -> list[str]:
@@ -171,9 +182,9 @@ def has_next_token_targets(datum: tinker.Datum, targets: Tensor, mask_T: Tensor)
 
 
 @retried_task(name="reference")
-def load_reference(reference: Reference, batch: Batch) -> Tensor:
+def load_reference(reference: Reference, batch: Batch, step: int) -> Tensor:
     """Compute the reference's logprobs of a batch, ahead of the step that needs them."""
-    return reference.logprobs(batch)
+    return reference.logprobs(batch, step)
 
 
 def _write(logprobs: Tensor) -> str:

@@ -120,16 +120,17 @@ def test_scores_equal_a_forward_pass(engine_url: str) -> None:
     snapshot = trained.save_weights_and_get_sampling_client().result()
     reference = Reference(snapshot, lambda: trained, "trained", uses_cache=False)
     with open_workers():
-        scores_DT = reference.logprobs(packed(datums))
+        scores_DT = reference.logprobs(packed(datums), 1)
         torch.testing.assert_close(scores_DT, torch.cat(expected_D), atol=1e-4, rtol=0)
-        assert reference.take_sampled().num_prefill_tokens == 2 + 17 + 40
-        assert reference.take_num_train_tokens() == 0
+        assert reference.take_sampled(0).num_prefill_tokens == 0
+        assert reference.take_sampled(1).num_prefill_tokens == 2 + 17 + 40
+        assert reference.take_num_train_tokens(1) == 0
 
         soft = [datum(list(range(3, 3 + length)), num_targets=2) for length in (2, 17, 40)]
-        scores_DTK = reference.logprobs(packed(soft))
+        scores_DTK = reference.logprobs(packed(soft), 2)
     torch.testing.assert_close(scores_DTK[:, 0], torch.cat(expected_D), atol=1e-4, rtol=0)
-    assert reference.take_sampled().num_prefill_tokens == 0
-    assert reference.take_num_train_tokens() == 1 + 16 + 39
+    assert reference.take_sampled(2).num_prefill_tokens == 0
+    assert reference.take_num_train_tokens(2) == 1 + 16 + 39
 
 
 def datum(tokens: list[int], num_targets: int = 1) -> tinker.Datum:
