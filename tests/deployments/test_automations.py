@@ -8,11 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pytest
@@ -27,6 +27,7 @@ from prefect.context import FlowRunContext, TagsContext
 from prefect.states import Cancelling
 from pydantic import SecretStr
 from sft_config import sft_fields
+from waiting import wait_for
 
 from deployments.automations import (
     NOTIFY_TAG,
@@ -41,8 +42,6 @@ from deployments.automations import (
 from flows.config.train import SftConfig
 from flows.monitoring.events import emit
 from flows.sft import sft
-
-T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 SERVE = f"""
@@ -75,15 +74,6 @@ def completed(run_name: str) -> FlowRun | None:
     return run if run and run.state and run.state.is_completed() else None
 
 
-def wait_for(condition: Callable[[], T | None], limit_s: float) -> T:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if result := condition():
-            return result
-        time.sleep(0.2)
-    raise AssertionError(f"not within {limit_s} s")
-
-
 def checkpoints(folder: Path, run_name: str) -> list[dict[str, Any]]:
     path = folder / "runs" / run_name / "checkpoints.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -101,14 +91,14 @@ def test_a_killed_terminal_run_is_crashed_within_two_minutes(
     config.write_text(yaml.safe_dump(fields(tmp_path, "killed-in-a-terminal", engine_url)))
     command = [sys.executable, "-m", "flows.sft", "--config", str(config)]
     process = subprocess.Popen(command, env=environment(prefect_server), cwd=ROOT, stderr=subprocess.DEVNULL)
-    wait_for(lambda: checkpoints(tmp_path, "killed-in-a-terminal"), 120)
+    wait_for(lambda: checkpoints(tmp_path, "killed-in-a-terminal"), "a checkpoint", 120)
     process.kill()
     process.wait()
     run = flow_run("killed-in-a-terminal")
     assert run is not None
     assert run.state is not None
     assert run.state.is_running()
-    wait_for(lambda: (r := flow_run("killed-in-a-terminal")) and r.state and r.state.is_crashed(), 120)
+    wait_for(lambda: (r := flow_run("killed-in-a-terminal")) and r.state and r.state.is_crashed(), "CRASHED", 120)
 
 
 @contextmanager
@@ -123,10 +113,10 @@ def served_run(api: str, config: dict[str, Any]) -> Iterator[subprocess.Popen[by
     )
     try:
         with get_client(sync_client=True) as client:
-            deployment = wait_for(lambda: next(iter(client.read_deployments()), None), 90)
+            deployment = wait_for(lambda: next(iter(client.read_deployments()), None), "a deployment", 90)
             name = config["run_name"]
             client.create_flow_run_from_deployment(deployment.id, parameters={"config": config}, name=name)
-        wait_for(lambda: checkpoints(Path(config["storage"]).parent, name), 120)
+        wait_for(lambda: checkpoints(Path(config["storage"]).parent, name), "a checkpoint", 120)
         yield serving
     finally:
         serving.terminate()
@@ -140,7 +130,7 @@ def test_a_crashed_deployment_run_restarts_and_resumes(tmp_path: Path, prefect_s
     with served_run(prefect_server, fields(tmp_path, run_name, engine_url)) as serving:
         for child in psutil.Process(serving.pid).children(recursive=True):
             child.kill()
-        run = wait_for(lambda: completed(run_name), 240)
+        run = wait_for(lambda: completed(run_name), "the completed run", 240)
     assert run.run_count == 2
     steps = [record["step"] for record in checkpoints(tmp_path, run_name)]
     assert steps == sorted(set(steps))
@@ -157,7 +147,7 @@ def test_a_cancelled_deployment_run_saves_its_current_step(
         assert run is not None
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(run.id, Cancelling())
-        wait_for(lambda: (r := flow_run(run_name)) and r.state and r.state.is_cancelled(), 60)
+        wait_for(lambda: (r := flow_run(run_name)) and r.state and r.state.is_cancelled(), "CANCELLED", 60)
     (killed,) = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").search_runs(["1"], "status = 'KILLED'")
     assert checkpoints(tmp_path, run_name)[-1]["step"] == killed.data.metrics["progress/batch"] + 1
 
@@ -216,7 +206,7 @@ def test_webhook_receives_warnings_spent_budgets_and_failures(
             kinds = {payload["event"] for payload in received}
             return received if {"tinker-flows.budget", "prefect.flow-run.Failed"} <= kinds else None
 
-        wait_for(received_all, 120)
+        wait_for(received_all, "every alert", 120)
         time.sleep(2.0)
     by_event = {
         kind: [payload for payload in received if payload["event"] == kind]
@@ -253,7 +243,11 @@ def test_a_warning_of_a_trial_stops_its_sweep(prefect_server: str) -> None:
         with TagsContext(current_tags=set()):  # a sweep runs its trials without tags
             trial()
         with get_client(sync_client=True) as client:
-            wait_for(lambda: (s := client.read_flow_run(own.flow_run.id).state) and s.is_cancelling(), 60)
+            wait_for(
+                lambda: (s := client.read_flow_run(own.flow_run.id).state) and s.is_cancelling(),
+                "CANCELLING",
+                60,
+            )
         return "stopped"
 
     with tags(STOP_TAG):

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tinker
+from cookbook_sft import train_with_cookbook, write_builder_params
 from engine_process import API_KEY, EngineProcess
 from saved_weights import saved_weights
 from sft_config import sft_fields
-from tinker_cookbook.supervised import train as supervised
-from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 
-from examples.gsm8k import Gsm8kBuilder
 from flows.config.train import SftConfig
 from flows.sft import sft
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
-ROWS = Path(__file__).parents[3] / "examples" / "data" / "gsm8k_train.jsonl"
 NUM_EPOCHS, STEPS_PER_EPOCH, SAVE_EVERY = 4, 3, 5
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
 
@@ -34,10 +29,7 @@ def service(engine_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def builder_params(tmp_path: Path) -> dict[str, Any]:
     """Write few rows, so that an epoch ends between two checkpoints, where the batch counts of both formats differ."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(ROWS.read_text().splitlines()[: 4 * STEPS_PER_EPOCH]))
-    common = {"renderer_name": "qwen3_instruct", "max_length": 256, "batch_size": 4}
-    return {"train_path": str(rows), "common_config": common}
+    return write_builder_params(tmp_path, STEPS_PER_EPOCH)
 
 
 @pytest.fixture
@@ -48,16 +40,7 @@ def fields(tmp_path: Path, mlflow_uri: str, engine_url: str, builder_params: dic
 
 
 def cookbook(directory: Path, builder_params: dict[str, Any]) -> None:
-    with tinker.ServiceClient() as service:
-        info = service.create_lora_training_client(base_model="tiny", rank=1).result().get_info()
-    name = str(info.model_data.tokenizer_id)
-    common = ChatDatasetBuilderCommonConfig(model_name_for_tokenizer=name, **builder_params["common_config"])
-    builder = Gsm8kBuilder(common_config=common, train_path=builder_params["train_path"])
-    config = supervised.Config(
-        log_path=str(directory), model_name=name, recipe_name="test", dataset_builder=builder, learning_rate=1e-2,
-        lora_rank=4, num_epochs=NUM_EPOCHS, save_every=SAVE_EVERY, eval_every=0, infrequent_eval_every=0,
-    )  # fmt: skip
-    asyncio.run(supervised.main(config))
+    train_with_cookbook(directory, builder_params, num_epochs=NUM_EPOCHS, save_every=SAVE_EVERY)
 
 
 def keep_first_checkpoint(directory: Path) -> dict[str, Any]:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tinker
+from cookbook_sft import train_with_cookbook, write_builder_params
 from engine_process import API_KEY, EngineProcess
 from mlflow import MlflowClient
 from saved_weights import saved_weights
 from sft_config import sft_fields
-from tinker_cookbook.supervised import train as supervised
-from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 
 from blocks import TinkerService
 from blocks.errors import ConfigError
-from examples.gsm8k import Gsm8kBuilder
 from flows.config.train import SftConfig
 from flows.runs.result import TrainResult
 from flows.sft import sft
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
-ROWS = Path(__file__).parents[3] / "examples" / "data" / "gsm8k_train.jsonl"
 NUM_STEPS = 3
 
 
@@ -36,10 +32,7 @@ def service(engine_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def builder_params(tmp_path: Path) -> dict[str, Any]:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(ROWS.read_text().splitlines()[: 4 * NUM_STEPS]))
-    common = {"renderer_name": "qwen3_instruct", "max_length": 256, "batch_size": 4}
-    return {"train_path": str(rows), "common_config": common}
+    return write_builder_params(tmp_path, NUM_STEPS)
 
 
 @pytest.fixture
@@ -59,16 +52,7 @@ def losses(result: TrainResult, tracking: str) -> list[float]:
 
 
 def cookbook_losses(directory: Path, builder_params: dict[str, Any], load_checkpoint_path: str) -> list[float]:
-    with tinker.ServiceClient() as service:
-        info = service.create_lora_training_client(base_model="tiny", rank=1).result().get_info()
-    name = str(info.model_data.tokenizer_id)
-    common = ChatDatasetBuilderCommonConfig(model_name_for_tokenizer=name, **builder_params["common_config"])
-    builder = Gsm8kBuilder(common_config=common, train_path=builder_params["train_path"])
-    config = supervised.Config(
-        log_path=str(directory), model_name=name, recipe_name="test", dataset_builder=builder, learning_rate=1e-2,
-        lora_rank=4, save_every=0, eval_every=0, infrequent_eval_every=0, load_checkpoint_path=load_checkpoint_path,
-    )  # fmt: skip
-    asyncio.run(supervised.main(config))
+    train_with_cookbook(directory, builder_params, load_checkpoint_path=load_checkpoint_path)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [line["train_mean_nll"] for line in lines if "train_mean_nll" in line]
 
