@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from tinker_cookbook.model_info import ModelAttributes, get_model_attributes
 
+from blocks import TinkerService
 from blocks.errors import ConfigError
 from flows.config.learning_rate import is_local, recommended_rate
 from flows.runs.blocks import service_at
@@ -19,8 +20,6 @@ from flows.runs.prices import DATE, FREE, Price, price_of, priced_models
 from tasks.common.renderers import recommended_renderers
 
 _COLUMNS = ("model", "size", "type", "context", "prefill", "sample", "train", "auto rate", "renderer")
-
-
 _TEXTS = ("model", "size", "type", "renderer")
 # Named models of the local engine: size and context.
 _LOCAL = {"tiny": ("35K", 4096), "smollm2-135m": ("135M", 8192)}
@@ -32,14 +31,15 @@ def show_models(base_url: str, as_json: bool) -> None:
     Raises:
         ServiceError: the selected service does not respond.
     """
-    rows = list(_rows(base_url))
+    service = service_at(base_url)
+    rows = list(_rows(service))
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     table = Table(
-        title=f"Models: context in tokens, dollars per million tokens (prices of the hosted service: {DATE})",
+        title=f"Models: context in tokens, dollars per million tokens (hosted service: prices of {DATE})",
         title_justify="left",
-        caption="Contexts without a figure are known to the service: set TINKER_API_KEY or --base-url.",
+        caption=None if service else "The service tells missing contexts: set TINKER_API_KEY or --base-url.",
         caption_justify="left",
     )
     for column in _COLUMNS:
@@ -49,8 +49,7 @@ def show_models(base_url: str, as_json: bool) -> None:
     Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
 
 
-def _rows(base_url: str) -> Iterator[dict[str, Any]]:
-    service = service_at(base_url)
+def _rows(service: TinkerService | None) -> Iterator[dict[str, Any]]:
     if service:
         for model, context in service.context_lengths().items():
             yield _row(model, context, price_of(model, service.resolved_url))
@@ -63,18 +62,23 @@ def _rows(base_url: str) -> Iterator[dict[str, Any]]:
 
 def _row(model: str, context: int | None, price: Price | None) -> dict[str, Any]:
     renderers = recommended_renderers(model)
-    attributes = get_model_attributes(model) if renderers and model not in _LOCAL else None
+    size = kind = vision = None
+    if model in _LOCAL:
+        size, kind = _LOCAL[model][0], "local"
+    elif renderers:
+        attributes = get_model_attributes(model)
+        size, kind, vision = attributes.size_str, _kind(attributes), attributes.is_vl
     return {
         "model": model,
-        "size": _LOCAL[model][0] if model in _LOCAL else attributes.size_str if attributes else None,
-        "type": "local" if model in _LOCAL else _kind(attributes) if attributes else None,
+        "size": size,
+        "type": kind,
         "context": context,
         "prefill": price.prefill if price else None,
         "sample": price.sample if price else None,
         "train": price.train if price else None,
         "auto_rate": _auto_rate(model) if renderers or is_local(model) else None,
         "renderer": renderers[0] if renderers else None,
-        "vision": attributes.is_vl if attributes else None,
+        "vision": vision,
     }
 
 

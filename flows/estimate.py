@@ -10,12 +10,13 @@ from typing import NamedTuple
 from mlflow.entities import Run
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 
+from blocks import TinkerService
 from blocks.errors import ConfigError, reason
 from flows.config.dpo import DpoConfig
 from flows.config.train import CandidatesConfig, SftConfig
 from flows.dpo import open_pairs, preference_loss
 from flows.runs.blocks import lacks_key, open_service, service_url, tracking_of
-from flows.runs.prices import HOSTED_URL, price_of
+from flows.runs.prices import price_of
 from flows.sft import AVAILABLE_INPUTS
 from flows.training.schedule import Schedule
 from flows.training.trainer import num_passes
@@ -96,7 +97,7 @@ def estimate(config: SftConfig | DpoConfig) -> Estimate:
         ConfigError: The config, data or prices are invalid; the run itself would raise the same error.
         ServiceError: The service does not respond.
     """
-    url = HOSTED_URL if lacks_key(config.model, config.base_url) else service_url(config.base_url)
+    url = TinkerService().resolved_url if lacks_key(config.model, config.base_url) else service_url(config.base_url)
     price = price_of(config.model, url, config.budget.prices)
     with Objective.from_spec(config.objective) as objective:
         objective.check_needs(AVAILABLE_INPUTS, can_sample=_candidates(config) is not None)

@@ -51,7 +51,6 @@ class Price:
 
 FREE = Price(0.0, 0.0, 0.0)
 
-HOSTED_URL = "https://tinker.thinkingmachines.dev"
 DATE = "2026-10"  # of the newest copy of the price page that `TABLE` agrees with
 
 
