@@ -92,9 +92,9 @@ class TargetSpec(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         limits = {name: getattr(self, name) for name in ("at_most", "at_least", "equals")}
-        given = [name for name, limit in limits.items() if limit is not None]
-        if len(given) != 1:
-            problem = f"sets {' and '.join(given)}" if given else "sets no limit"
+        names = [name for name, limit in limits.items() if limit is not None]
+        if len(names) != 1:
+            problem = f"sets {' and '.join(names)}" if names else "sets no limit"
             raise ValueError(f"a target {problem}; set one of at_most, at_least and equals")
         if self.limit == 0 and self.scale is None:
             raise ValueError("a limit of 0 has no size to compare a violation with; set scale in the unit of the value")
@@ -103,7 +103,7 @@ class TargetSpec(BaseModel):
             raise ValueError(f"the bounds of the multiplier are {lower:g} and {upper:g}; set lower below upper")
         if lower < 0 and self.equals is None:
             raise ValueError(
-                f"lower={lower:g} would train against {given[0]}; set lower to at least 0, or use equals for a "
+                f"lower={lower:g} would train against {names[0]}; set lower to at least 0, or use equals for a "
                 "multiplier of either sign"
             )
         if not lower <= self.initial <= upper:

@@ -87,11 +87,11 @@ def balance_weights(
             gradient are left out as well: it has no direction, and MGDA would stop the training for it.
     """
     gramian_KK = weights_K[:, None] * products_KK * weights_K
-    kept = [k for k in gramian_KK.diagonal().nonzero().flatten().tolist() if k not in left_out]
+    balanced = [k for k in gramian_KK.diagonal().nonzero().flatten().tolist() if k not in left_out]
     balanced_K = weights_K.clone()
-    if kept:
-        names, values = [rows[k][0] for k in kept], [rows[k][1] for k in kept]
-        balanced_K[kept] *= balance.factors(names, values, gramian_KK[kept][:, kept], step)
+    if balanced:
+        names, values = [rows[k][0] for k in balanced], [rows[k][1] for k in balanced]
+        balanced_K[balanced] *= balance.factors(names, values, gramian_KK[balanced][:, balanced], step)
     return balanced_K
 
 

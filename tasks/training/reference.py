@@ -61,8 +61,8 @@ class Reference:
     def take_sampled(self, step: int) -> SampledTokens:
         """Return the tokens that the sampling client has processed for a step and earlier ones, and forget them."""
         with self._lock:
-            taken = [self._sampled.pop(key) for key in list(self._sampled) if key <= step]
-        return sum(taken, SampledTokens())
+            counts = [self._sampled.pop(key) for key in list(self._sampled) if key <= step]
+        return sum(counts, SampledTokens())
 
     def take_num_train_tokens(self, step: int) -> int:
         """Return the tokens that the training client has processed for a step and earlier ones, and forget them."""

@@ -183,8 +183,8 @@ def _shape(filtration: _Filtration, target: Diagrams | None) -> Shape:
     distance = None
     if target is not None:
         distance = sum(
-            _distance(np.minimum(intervals[_DIMENSIONS[feature]] / end, 1.0), np.array(wanted).reshape(-1, 2))
-            for feature, wanted in target.items()
+            _distance(np.minimum(intervals[_DIMENSIONS[feature]] / end, 1.0), np.array(diagram).reshape(-1, 2))
+            for feature, diagram in target.items()
         )
     return Shape(components, cycles, steps, persistence, distance, truncated)
 
