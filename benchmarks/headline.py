@@ -1,4 +1,4 @@
-"""What a solver in the objective changes: GSM8K with corrupted annotations, SmolLM2-135M, five arms.
+"""Effect of a solver in the objective: GSM8K with corrupted annotations, SmolLM2-135M, five arms.
 
 Each training batch has two solutions of each problem: the right one, and a copy with a wrong operator in one calculator
 annotation (`<<48-2=24>>`). Cross-entropy learns both alike. The other arms add `logic`, which sees texts and no labels:
