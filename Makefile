@@ -24,9 +24,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python -m examples.demo $(if $(STEPS),num_steps=$(STEPS))
 
-# Both parts print their time: tests that start no process, then tests that start engines, servers and runs.
+# Both parts print their time: tests that start no process, then tests that start engines, servers and runs. Of the
+# latter, a failed one runs once more, because ports, disks and schedulers are shared; the summary lists it as RERUN.
 test: unit
-	$(PYTEST_PARALLEL) -m "process and not slow" --durations=10
+	$(PYTEST_PARALLEL) -m "process and not slow" --durations=10 --reruns=1 -rR
 
 unit: install
 	$(BIN)/python -m pytest --doctest-modules objectives engine blocks tasks flows deployments tinker_flows examples benchmarks docs .ci
