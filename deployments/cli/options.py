@@ -23,7 +23,18 @@ Method = Annotated[
         show_default=False,
     ),
 ]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.", show_default=False)]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Names of the runs in the default storage that begin with a text."""
+    from blocks.storage import RunStorage
+
+    return [name for name in RunStorage().run_names() if name.startswith(incomplete)]
+
+
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", autocompletion=complete_run, help="Name of the run.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

@@ -37,7 +37,7 @@ def estimate(
     show_estimate(method, config, overrides or [], as_json)
 
 
-def which_method(  # noqa: PLR0913 - one option per resource
+def which_method(
     demonstrations: Annotated[
         bool | None, typer.Option(help="Examples of the completions you want.", show_default=False)
     ] = None,

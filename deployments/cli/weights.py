@@ -1,4 +1,4 @@
-"""Commands for trained weights: evaluate, compare and export them."""
+"""Commands for trained weights: sample from them, talk to them, evaluate, compare and export them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,86 @@ from typing import Annotated
 import typer
 
 from blocks.errors import ConfigError
-from deployments.cli.options import ConfigFile, Overrides, Storage
+from deployments.cli.options import BaseUrl, ConfigFile, Json, Overrides, Storage, complete_run
 
 Checkpoint = Annotated[
     str,
     typer.Argument(
         metavar="CHECKPOINT",
+        autocompletion=complete_run,
         help="`RUN`, `RUN@STEP`, `RUN@best`, `RUN@final`, a `tinker://` path, or `base` for the base model.",
         show_default=False,
     ),
 ]
+Model = Annotated[str, typer.Option("--model", metavar="NAME", help="Base model.", show_default="that of the run")]
+RendererName = Annotated[
+    str,
+    typer.Option(
+        "--renderer",
+        metavar="NAME",
+        help="Chat format: a renderer of tinker-cookbook.",
+        show_default="that of the run's data, or else of the model",
+    ),
+]
+System = Annotated[str, typer.Option("--system", metavar="TEXT", help="System prompt.", show_default=False)]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum tokens of an answer.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="The same weights, prompt and seed give the same answer.")]
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands of this module."""
-    for command in (evaluate, compare, export):
+    for command in (sample, chat, evaluate, compare, export):
         app.command(rich_help_panel="Weights")(command)
+
+
+def sample(
+    checkpoint: Checkpoint,
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts.", show_default=False)],
+    num_samples: Annotated[int, typer.Option("--num-samples", "-n", min=1, help="Answers to each prompt.")] = 1,
+    system: System = "",
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.7,
+    seed: Seed = 0,
+    model: Model = "",
+    renderer: RendererName = "",
+    base_url: BaseUrl = "",
+    storage: Storage = "",
+    as_json: Json = False,
+) -> None:
+    """Sample answers of a checkpoint to prompts.
+
+    Example: `tinker-flows sample mine@best "What is 12 times 7?" -n 4`
+    """
+    from deployments.talk import Weights, show_samples
+    from tasks.common.sampling import Sampling
+
+    weights = Weights(checkpoint, model, renderer, base_url, storage)
+    sampling = Sampling(num_samples, max_tokens, temperature, seed)
+    show_samples(weights, prompts, system, sampling, as_json=as_json)
+
+
+def chat(
+    checkpoint: Checkpoint,
+    system: System = "",
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    seed: Seed = 0,
+    model: Model = "",
+    renderer: RendererName = "",
+    base_url: BaseUrl = "",
+    storage: Storage = "",
+) -> None:
+    """Talk to a checkpoint. Each line is a message; Ctrl-D ends.
+
+    Example: `tinker-flows chat mine`
+    """
+    from deployments.talk import Weights
+    from deployments.talk import chat as start_chat
+    from tasks.common.sampling import Sampling
+
+    weights = Weights(checkpoint, model, renderer, base_url, storage)
+    start_chat(weights, system, Sampling(1, max_tokens, temperature, seed))
 
 
 def evaluate(
