@@ -10,10 +10,10 @@ from prefect.logging import get_run_logger
 from flows.monitoring.events import emit
 from objectives.gradients.alerts import TermWarning
 from tasks.evaluation.evaluators import EvaluationResult
+from tasks.reports.summary import STOPPED_TAG
 from tasks.reports.tables import TargetRow
 from tasks.training.metrics import MetricsLog
 
-STOPPED_TAG = "tinker_flows.stopped"
 REJECTED_TAG = "tinker_flows.not_promoted"
 REJECTED_EVENT = "tinker-flows.promotion.refused"
 EVALUATION_TAG = "tinker_flows.evaluation"

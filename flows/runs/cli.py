@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -25,7 +27,8 @@ from flows.monitoring.drain import deliver_events, wait_until_recorded
 from flows.monitoring.events import heartbeats
 from flows.runs.result import TrainResult
 from objectives.errors import ObjectiveError
-from tasks.reports.tables import COLUMNS, format_row, term_rows
+from tasks.reports.summary import describe_cost, storage_option
+from tasks.reports.tables import COLUMNS, Estimate, format_row, held_out_table, term_rows
 
 R = TypeVar("R")
 
@@ -105,15 +108,19 @@ def silence_console_logs() -> None:
     logging.getLogger("mlflow").setLevel(logging.WARNING)
 
 
-def show_result(result: TrainResult) -> None:
-    """Print the table of terms and the locations of weights, report and UIs."""
-    table = Table(title=f"{result.run_name}: {result.num_steps} steps")
-    for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if index else "left")
-    for row in term_rows(result.metrics):
-        table.add_row(*format_row(row))
+def show_result(result: TrainResult, control: Mapping[str, Estimate] | None = None) -> None:
+    """Print the terms, the held-out data before and after, the cost, and where weights, report and UIs are.
+
+    Args:
+        control: held-out values of a run without the terms, to print beside those of this run.
+    """
     console = Console(highlight=False, soft_wrap=True)
-    console.print(table)
+    title = f"{result.run_name}: {result.num_steps} steps"
+    console.print(_table(title, COLUMNS, [format_row(row) for row in term_rows(result.metrics)]))
+    if result.held_out:
+        console.print(_table("", *held_out_table(result.held_out, control)))
+        if any(not math.isnan(row.after.stderr) for row in result.held_out):
+            console.print("±: 95 % interval of the mean over the held-out batches")
     if result.stopped:
         console.print(result.stopped)
     elif result.not_promoted:
@@ -121,12 +128,26 @@ def show_result(result: TrainResult) -> None:
     elif result.resumed_from == result.num_steps:
         console.print("This run had already finished; choose another run_name to train again.")
     for key in sorted(result.metrics):
-        if key.startswith("test/") or key.endswith("/skipped"):
+        if key.endswith("/skipped"):
             console.print(f"{key:12} {result.metrics[key]:.4f}")
+    for warning in result.warnings:
+        console.print(f"warning      {warning}", markup=False)
+    console.print(f"cost         {describe_cost(result.metrics)}")
     console.print(f"weights      {result.state_path}")
     console.print(f"report       {result.report}")
     console.print(f"Prefect UI   {_prefect_ui(result)}")
     console.print(f"MLflow UI    {_mlflow_ui(result)}")
+    storage = storage_option(result.run_name, result.directory)
+    console.print(f'sample       tinker-flows sample {shlex.quote(result.run_name)}@final "PROMPT"{storage}')
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title or None, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _prefect_ui(result: TrainResult) -> str:

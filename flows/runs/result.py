@@ -15,7 +15,8 @@ from flows.monitoring.run_tags import note_targets
 from flows.runs.run import Run
 from objectives.targets import TargetSpec
 from tasks.reports.run_report import write_report
-from tasks.reports.tables import target_rows
+from tasks.reports.summary import run_warnings
+from tasks.reports.tables import HeldOutRow, held_out_rows, target_rows
 from tasks.training.checkpoints import step_of
 
 
@@ -34,6 +35,8 @@ class TrainResult:
         flow_run_id: Prefect flow run of the last start.
         tracking_uri, experiment_id, mlflow_run_id: MLflow run.
         metrics: Last value of every metric.
+        warnings: Sentences about warnings, guards, skipped evaluations and restarts.
+        held_out: Metrics of the held-out data at the first and the last evaluation.
         stopped: Reason why the budget stopped the run before its last step; empty if it did not.
         not_promoted: Reason why `promote_if` prevented registration; empty if it did not.
     """
@@ -50,6 +53,8 @@ class TrainResult:
     experiment_id: str
     mlflow_run_id: str
     metrics: dict[str, float]
+    warnings: tuple[str, ...] = ()
+    held_out: tuple[HeldOutRow, ...] = ()
     stopped: str = ""
     not_promoted: str = ""
 
@@ -89,6 +94,7 @@ def finish(
     history = run.log.history()
     rows = target_rows(history, targets)
     note_targets(run.log, rows)
+    mlflow_run = run.log.client.get_run(run.log.run_id)
     return TrainResult(
         run_name=run_name,
         num_steps=step_of(last),
@@ -99,9 +105,11 @@ def finish(
         report=write_report(run.directory, run.log, run_name, history, reasons.not_promoted, rows),
         flow_run_id=flow_run.get_id() or "",
         tracking_uri=run.log.client.tracking_uri,
-        experiment_id=run.log.client.get_run(run.log.run_id).info.experiment_id,
+        experiment_id=mlflow_run.info.experiment_id,
         mlflow_run_id=run.log.run_id,
         metrics={key: points[-1][1] for key, points in history.items()},
+        warnings=run_warnings(mlflow_run.data.tags),
+        held_out=tuple(held_out_rows(history)),
         stopped=reasons.stopped,
         not_promoted=reasons.not_promoted,
     )

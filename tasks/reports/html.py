@@ -13,7 +13,9 @@ from mlflow import MlflowClient
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; color: #222 }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; color: #222;
+  background: #fff }}
+.verdict {{ font-size: 1.15rem }} pre, code {{ font-size: .9em; overflow-wrap: anywhere; white-space: pre-wrap }}
 table {{ border-collapse: collapse; margin: 1rem 0 }} th, td {{ padding: .3rem .8rem; text-align: right }}
 th {{ border-bottom: 2px solid #444 }} td {{ border-bottom: 1px solid #ddd }}
 th:first-child, td:first-child {{ text-align: left }} svg {{ width: 100%; height: auto }}

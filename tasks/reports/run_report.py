@@ -23,7 +23,16 @@ from tasks.reports.html import (
     mlflow_artifact_link,
     render_figure,
 )
-from tasks.reports.tables import COLUMNS, TARGET_COLUMNS, TargetRow, format_row, term_rows
+from tasks.reports.summary import summarize
+from tasks.reports.tables import (
+    COLUMNS,
+    TARGET_COLUMNS,
+    TargetRow,
+    format_row,
+    held_out_rows,
+    held_out_table,
+    term_rows,
+)
 from tasks.reports.term_charts import (
     History,
     cosine_key,
@@ -52,8 +61,13 @@ _TARGETS = """<h2>Targets</h2>
 """
 
 _BODY = """<h1>{name}</h1>
+<p class="verdict">{verdict}</p>
 <p><b>{note}</b></p>
-<p>MLflow run {run_id}. Values are from each term's last step. A share is the term's part of the summed norms of all
+{facts}
+{held_out}
+{warnings}
+<h2>Terms</h2>
+<p>Values are from each term's last step. A share is the term's part of the summed norms of all
 weighted gradients; a cosine below zero means that the term pulls against the base loss.</p>
 {table}
 {targets}
@@ -65,6 +79,14 @@ the range of the share. Steps at which a term has no gradient count for its shar
 {shares}
 {contributions}
 <div style="max-width: 650px">{conflicts}</div>
+<h2>Next</h2>
+<p>Weights: <code>{weights}</code></p>
+<pre>{commands}</pre>
+"""
+
+_HELD_OUT = """<h2>Held-out data</h2>
+{table}
+<p>±: 95 % interval of the mean over the held-out batches, for the values of terms.</p>
 """
 
 
@@ -91,10 +113,18 @@ def write_report(
     if targets:
         figures["targets"] = draw_targets(history, {row.name: row.target.limit for row in targets})
         target_table = html_table(TARGET_COLUMNS, [row.format() for row in targets])
+    summary = summarize(run_name, log.client.get_run(log.run_id), directory, history)
+    measured = held_out_rows(history)
+    columns, cells = held_out_table(measured) if measured else ([], [])
     terms, sensitivity = [format_row(row) for row in rows], sensitivity_cells(history, names)
     body = _BODY.format(
         name=html.escape(run_name),
-        run_id=log.run_id,
+        verdict=html.escape(summary.verdict),
+        facts=html_table(("run", ""), [*summary.facts, ("MLflow run", log.run_id)]),
+        held_out=_HELD_OUT.format(table=html_table(columns, cells)) if measured else "",
+        warnings=_warning_list(summary.warnings),
+        weights=html.escape(summary.weights),
+        commands=html.escape("\n".join(summary.commands)),
         window=WINDOW,
         note=html.escape(note),
         table=html_table(COLUMNS, terms),
@@ -110,11 +140,22 @@ def write_report(
         log.client.log_figure(log.run_id, figure, f"report/{name}.png")
     location = f"{directory.location}/report.html"
     if flow_run.get_id():  # Prefect shows artifacts on the page of a flow run
-        tables = [markdown_table(COLUMNS, terms), markdown_table(SENSITIVITY_COLUMNS, sensitivity)]
+        facts = markdown_table(("run", ""), summary.facts)
+        tables = [facts, *([markdown_table(columns, cells)] if measured else [])]
+        tables += [markdown_table(COLUMNS, terms), markdown_table(SENSITIVITY_COLUMNS, sensitivity)]
         if targets:
-            tables.insert(1, markdown_table(TARGET_COLUMNS, [row.format() for row in targets]))
-        _create_artifact(run_name, location, log, "\n\n".join([note, *tables]))
+            tables.insert(-1, markdown_table(TARGET_COLUMNS, [row.format() for row in targets]))
+        warnings = [f"- **Warning:** {warning}" for warning in summary.warnings]
+        commands = "```\n" + "\n".join(summary.commands) + "\n```"
+        parts = [summary.verdict, note, "\n".join(warnings), *tables, commands]
+        _create_artifact(run_name, location, log, "\n\n".join(filter(None, parts)))
     return location
+
+
+def _warning_list(warnings: Sequence[str]) -> str:
+    if not warnings:
+        return ""
+    return "<h2>Warnings</h2><ul>" + "".join(f"<li>{html.escape(warning)}" for warning in warnings) + "</ul>"
 
 
 def sensitivity_cells(history: History, names: Sequence[str]) -> list[tuple[str, ...]]:

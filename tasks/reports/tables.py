@@ -72,6 +72,78 @@ def format_row(row: TermRow) -> tuple[str, ...]:
     )
 
 
+HELD_OUT = "test/"
+_VALUE, _ERROR = "/value", "/stderr"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Measured value with its standard error, NaN if it has none."""
+
+    value: float
+    stderr: float = float("nan")
+
+    def __str__(self) -> str:
+        """Value, with its 95 % interval if the error is known.
+
+        >>> str(Estimate(0.0741, 0.0244)), str(Estimate(1.0611))
+        ('0.0741 ± 0.048', '1.061')
+        """
+        return f"{self.value:.4g}" + ("" if np.isnan(self.stderr) else f" ± {1.96 * self.stderr:.2g}")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutRow:
+    """Metric of the held-out data at the first and the last evaluation of a run.
+
+    Attributes:
+        metric: name without `test/`; that of a term's value is the name of the term.
+        first_step, last_step: updates in the weights of `before` and `after`; equal after a single evaluation.
+    """
+
+    metric: str
+    first_step: int
+    last_step: int
+    before: Estimate
+    after: Estimate
+
+    @property
+    def is_compared(self) -> bool:
+        """True if the run evaluated the metric at two different steps."""
+        return self.first_step < self.last_step
+
+
+def held_out_rows(history: Mapping[str, Sequence[tuple[int, float]]]) -> list[HeldOutRow]:
+    """Rows of the held-out metrics of a run; the values of the terms come last."""
+    rows: list[HeldOutRow] = []
+    for key, points in sorted(history.items(), key=lambda item: (item[0].startswith("test/term/"), item[0])):
+        if not key.startswith(HELD_OUT) or not points or key.endswith(_ERROR):
+            continue
+        errors = dict(history.get(key.removesuffix(_VALUE) + _ERROR, ())) if key.endswith(_VALUE) else {}
+        before, after = (Estimate(value, errors.get(step, float("nan"))) for step, value in (points[0], points[-1]))
+        name = key.removeprefix("test/term/").removesuffix(_VALUE) if key.startswith("test/term/") else key
+        rows.append(HeldOutRow(name.removeprefix(HELD_OUT), points[0][0], points[-1][0], before, after))
+    return rows
+
+
+def held_out_table(
+    rows: Sequence[HeldOutRow], control: Mapping[str, Estimate] | None = None
+) -> tuple[list[str], list[list[str]]]:
+    """Columns and text cells of held-out metrics.
+
+    Args:
+        control: values at the end of a run without the terms, by `HeldOutRow.metric`; adds a column.
+    """
+    first, last = min(row.first_step for row in rows), max(row.last_step for row in rows)
+    columns = ["held-out data", f"before (step {first})", f"after (step {last})"]
+    cells = [[row.metric, str(row.before), str(row.after)] for row in rows]
+    if control:
+        columns.append("after, without the terms")
+        for line, row in zip(cells, rows, strict=True):
+            line.append(str(control[row.metric]) if row.metric in control else "")
+    return columns, cells
+
+
 TARGET_COLUMNS = ("term", "target", "mean over the last quarter", "multiplier at the end", "result")
 _NUM_PARTS = 5
 

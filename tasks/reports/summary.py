@@ -1,0 +1,128 @@
+"""Summary of a run for its report and the terminal: verdict, facts, warnings and the next commands."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from mlflow.entities import Run as MlflowRun
+
+from blocks.storage import RunDirectory, RunStorage
+from tasks.reports.tables import HeldOutRow, held_out_rows
+from tasks.training.checkpoints import Records, read_records, step_of
+
+History = Mapping[str, Sequence[tuple[int, float]]]
+
+STOPPED_TAG = "tinker_flows.stopped"
+# Tags whose values are sentences about something that a person should know, by what they are about.
+_NOTES = {
+    "tinker_flows.warning.": "",
+    "tinker_flows.guard.": "",
+    "tinker_flows.skipped.": "An evaluation was skipped. ",
+    "tinker_flows.restart.": "The run was restarted: ",
+}
+_UNITS = {
+    "num_train_tokens": "tokens trained",
+    "num_prefill_tokens": "prompt tokens",
+    "num_sample_tokens": "tokens sampled",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """Answers to the first questions about a run.
+
+    Attributes:
+        verdict: whether it needs attention, and its main result.
+        facts: names and values, such as the model and the cost.
+        warnings: sentences.
+        weights: tinker:// path of its newest weights; empty before the first checkpoint.
+        commands: what a person may do next.
+    """
+
+    verdict: str
+    facts: tuple[tuple[str, str], ...]
+    warnings: tuple[str, ...]
+    weights: str
+    commands: tuple[str, ...]
+
+
+def summarize(run_name: str, run: MlflowRun, directory: RunDirectory, history: History) -> RunSummary:
+    """Summarize a run from its MLflow run, its record and its metrics."""
+    records = read_records(directory)
+    warnings = run_warnings(run.data.tags)
+    return RunSummary(
+        verdict=_verdict(run.data.tags, warnings, held_out_rows(history)),
+        facts=tuple(_facts(run, records, history)),
+        warnings=warnings,
+        weights=next((path for record in records.checkpoints if (path := record.state_path)), ""),
+        commands=tuple(_commands(run_name, directory, records, run.data.tags.get("prefect.flow_name", ""))),
+    )
+
+
+def run_warnings(tags: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the sentences of a run's tags about warnings, guards, skipped evaluations and restarts."""
+    return tuple(
+        prefix + text for start, prefix in _NOTES.items() for key, text in sorted(tags.items()) if key.startswith(start)
+    )
+
+
+def describe_cost(metrics: Mapping[str, float]) -> str:
+    """Describe time, tokens and price of a run by its cost metrics.
+
+    >>> describe_cost({"cost/hours": 0.1859, "cost/num_train_tokens": 56851.0, "cost/usd": 0.0})
+    '11.2 min, 56,851 tokens trained, $0'
+    """
+    parts = [f"{60 * metrics['cost/hours']:.1f} min"] if "cost/hours" in metrics else []
+    parts += [f"{metrics[f'cost/{name}']:,.0f} {unit}" for name, unit in _UNITS.items() if metrics.get(f"cost/{name}")]
+    parts.append(f"${metrics['cost/usd']:.4g}" if "cost/usd" in metrics else "price unknown")
+    return ", ".join(parts)
+
+
+def storage_option(run_name: str, directory: str) -> str:
+    """Return the option by which a command finds a run; empty for the default storage."""
+    if directory == RunStorage().run_directory(run_name).location:
+        return ""
+    return f" --storage {shlex.quote(directory.removesuffix(f'/{run_name}'))}"
+
+
+def _verdict(tags: Mapping[str, str], warnings: Sequence[str], rows: Sequence[HeldOutRow]) -> str:
+    number = f"{len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else "No warning"
+    result = next(
+        (f"; {row.metric} on held-out data went from {row.before} to {row.after}" for row in rows if row.is_compared),
+        "",
+    )
+    return " ".join(filter(None, [tags.get(STOPPED_TAG, ""), f"{number}{result}."]))
+
+
+def _facts(run: MlflowRun, records: Records, history: History) -> list[tuple[str, str]]:
+    params, last = run.data.params, {key: points[-1][1] for key, points in history.items()}
+    data = params.get("data.builder") or params.get("environment.builder") or params.get("data.path")
+    rate = f"{params.get('learning_rate')}, {params.get('lr_schedule')}" if "learning_rate" in params else None
+    started = datetime.fromtimestamp(run.info.start_time / 1000, UTC)
+    facts = [
+        ("method", run.data.tags.get("prefect.flow_name")),
+        ("model", params.get("model")),
+        ("data", data),
+        ("learning rate", rate),
+        ("LoRA rank", params.get("lora_rank")),
+        ("steps", str(max((step_of(record) for record in records.checkpoints), default=0))),
+        ("cost", describe_cost(last)),
+        ("started", f"{started:%Y-%m-%d %H:%M} UTC"),
+        ("service", run.data.tags.get("tinker.base_url")),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def _commands(run_name: str, directory: RunDirectory, records: Records, method: str) -> list[str]:
+    storage, name = storage_option(run_name, directory.location), shlex.quote(run_name)
+    if not any(record.final for record in records.checkpoints):
+        return [f"tinker-flows resume {name}{storage}"]
+    return [
+        f'tinker-flows sample {name}@final "PROMPT"{storage}',
+        f"tinker-flows chat {name}@final{storage}",
+        f"tinker-flows export {name}@final --adapter exported{storage}",
+        f"tinker-flows run {method} --config CONFIG run_name=NEW init_from={name}@final",
+    ]
