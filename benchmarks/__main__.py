@@ -22,7 +22,8 @@ BENCHMARKS = {
     "estimators": "each estimator of scores, against the exact gradient of a toy's expected score and release 0.1",
     "shares": "each term's share of the gradient for 8, 32 and 128 rows, against release 0.1",
     "effects": "the measured effect of an update on each term, against its gradient by the parameters",
-    "headline": "what a solver in the objective changes, against cross-entropy and shuffled scores (long, resumable)",
+    "demo_control": "the demo without its terms; writes the control that the demo prints beside its result",
+    "headline": "effect of a solver in the objective, against cross-entropy and shuffled scores (long, resumable)",
     "one_pass": "service cycles per step with the objective on the service, against two passes",
     "rl_vs_cookbook": "the rl flow in three modes, against tinker-cookbook's RL loop in the same modes (long)",
     "rl_learns": "the final reward of the rl flow, against tinker-cookbook's RL loop (long)",
@@ -35,6 +36,7 @@ BENCHMARKS = {
 }
 LONG = {
     "balance",
+    "demo_control",
     "distill_vs_cookbook",
     "dpo_vs_cookbook",
     "headline",

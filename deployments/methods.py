@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blocks.errors import ConfigError
+from objectives.errors import did_you_mean
 from objectives.import_path import import_path
 
 if TYPE_CHECKING:
@@ -95,5 +96,6 @@ def config_type_of(method: str) -> type[NamedConfig]:
 
 def _find(method: str) -> Method:
     if method not in METHODS:
-        raise ConfigError(f"Unknown method {method!r}: use one of {', '.join(METHODS)}.")
+        guess = did_you_mean(method, METHODS)
+        raise ConfigError(f"Unknown method {method!r}{guess or '.'} Use one of {', '.join(METHODS)}.")
     return METHODS[method]

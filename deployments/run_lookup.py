@@ -22,6 +22,7 @@ from flows.config.loader import set_field, validate_fields
 from flows.runs.blocks import storage_at, tracking_at
 from flows.runs.config_record import RecordedConfig
 from flows.runs.mlflow_run import record_key
+from objectives.errors import did_you_mean
 from tasks.training.checkpoints import Records, read_records
 from tasks.training.metrics import MetricsLog
 
@@ -56,8 +57,8 @@ def find_run(run_name: str, storage: str) -> StoredRun:
         names = run_storage.run_names()
         stored = f"contains {', '.join(names[:20])}{' and others' if len(names) > 20 else ''}" if names else "is empty"
         raise ConfigError(
-            f"Run {run_name!r} does not exist in {directory.location.removesuffix(run_name)}, which {stored}: use one "
-            "of its runs or another --storage."
+            f"Run {run_name!r} does not exist in {directory.location.removesuffix(run_name)}, which {stored}"
+            f"{did_you_mean(run_name, names) or '.'} Use one of its runs or another --storage."
         )
     fields = RecordedConfig.parse(content, directory.location).fields
     return StoredRun(run_name, storage, directory, fields)

@@ -1,4 +1,6 @@
-"""Demo: examples/sft.yaml on the local engine; resumes an earlier demo that was stopped.
+"""Demo: examples/sft.yaml on the local engine, compared with a stored run without its terms.
+
+An earlier demo that was stopped is resumed.
 
 python -m examples.demo [num_steps=3] [field=value ...]
 """
@@ -6,14 +8,18 @@ python -m examples.demo [num_steps=3] [field=value ...]
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import sys
 from pathlib import Path
 
 from flows.runs.config_record import changed_fields
+from tasks.reports.tables import Estimate
 from tasks.training.checkpoints import resumable
 from tinker_flows import RunStorage, SftConfig, exit_on_error, load_config, run, sft, show_result
 
 CONFIG = Path(__file__).with_name("sft.yaml")
+CONTROL = Path(__file__).parent / "data" / "demo_control.json"
 
 
 def next_run(overrides: list[str]) -> SftConfig:
@@ -29,5 +35,24 @@ def next_run(overrides: list[str]) -> SftConfig:
     raise AssertionError("unreachable: count() never ends")
 
 
+def read_control() -> dict[str, Estimate]:
+    """Return the held-out values of the demo without its terms, which `python -m benchmarks demo_control` stored."""
+    entries = json.loads(CONTROL.read_text())["held_out"]
+    return {
+        name: Estimate(entry["value"], float("nan") if entry["stderr"] is None else entry["stderr"])
+        for name, entry in entries.items()
+    }
+
+
+def main(overrides: list[str]) -> None:
+    """Run the demo and show what its terms changed."""
+    result = run(sft, next_run(overrides))
+    show_result(result, None if overrides else read_control())
+    if overrides:
+        print("control      stored for the demo without overrides only; `make demo` compares with it")
+    again = "run_name=mine objective.regularizers.logic.weight=20"
+    print(f"next         tinker-flows run sft --config {os.path.relpath(CONFIG)} {again}")
+
+
 if __name__ == "__main__":
-    exit_on_error(lambda: show_result(run(sft, next_run(sys.argv[1:]))))
+    exit_on_error(lambda: main(sys.argv[1:]))

@@ -1,4 +1,7 @@
-"""Exceptions about objectives that a user can fix."""
+"""Exceptions about objectives that a user can fix, and suggestions for misspelled names."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 from pydantic import ValidationError
 
@@ -17,6 +20,16 @@ class UntraceableError(ObjectiveError):
 
 class NotFiniteError(ObjectiveError):
     """NaN or infinite value or gradient; the message is one sentence for the user."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question about the known name that is closest to a misspelled one; empty if none is close.
+
+    >>> did_you_mean("lerning_rate", ["learning_rate", "seed"])
+    "; did you mean 'learning_rate'?"
+    """
+    matches = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def explain(error: ValidationError) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 from importlib.metadata import EntryPoint, entry_points
 
-from objectives.errors import ObjectiveError
+from objectives.errors import ObjectiveError, did_you_mean
 from objectives.import_path import import_path
 from objectives.term import TERMS, Term
 
@@ -40,10 +40,11 @@ def find_term(name: str, modules: Collection[str] | None = None) -> Term:
     offered = offered_terms()
     if name in offered:
         return load_offered(offered[name])
-    names = ", ".join(sorted(known.keys() | offered.keys()))
+    terms = sorted(known.keys() | offered.keys())
+    guess = did_you_mean(name, terms) or "."
     raise ObjectiveError(
-        f"No term is registered as {name!r}, only {names}; correct the name, import the module that registers the term "
-        "with `@regularizer`, or use its import path, package.module:name."
+        f"No term is registered as {name!r}{guess} The terms are {', '.join(terms)}; correct the name, import the "
+        "module that registers the term with `@regularizer`, or use its import path, package.module:name."
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from blocks.errors import ConfigError
 from flows.config.base import Config
+from objectives.errors import did_you_mean
 
 C = TypeVar("C", bound=Config)
 
@@ -102,8 +103,9 @@ def field_values(fields: Any, name: str) -> Iterator[Any]:
 
 
 def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> str:
-    """Describe the first validation error, naming list entries by their `name`."""
-    first = error.errors(include_url=False)[0]
+    """Describe the first validation error, naming list entries by their `name`; unknown fields come first."""
+    errors = error.errors(include_url=False)
+    first = next((entry for entry in errors if entry["type"] == "extra_forbidden"), errors[0])
     parts: list[str] = []
     for part in first["loc"]:
         if isinstance(fields, list) and isinstance(part, int) and part < len(fields):
@@ -116,9 +118,31 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
     if first["type"] == "missing":
         return f"{path!r} is missing"
     if first["type"] == "extra_forbidden":
-        known = f"; the fields are {', '.join(config_type.model_fields)}" if len(parts) == 1 else ""
-        return f"the field {path!r} is unknown{known}"
+        known = _fields_beside(config_type, first["loc"])
+        others = f"; the fields are {', '.join(known)}" if known else ""
+        return f"the field {path!r} is unknown{did_you_mean(parts[-1], known).removesuffix('?') or others}"
     return f"{path!r} is {first['input']!r}, but {first['msg'][:1].lower()}{first['msg'][1:]}"
+
+
+def _fields_beside(config_type: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+    """Return the fields of the model at the end of a location; empty if its type has several forms."""
+    model = config_type
+    for part in location[:-1]:
+        if isinstance(part, str):
+            field = model.model_fields.get(part)
+            models = list(_models_in(field.annotation)) if field else []
+            if len(models) != 1:
+                return []
+            model = models[0]
+    return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models in an annotation such as ``list[Model] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

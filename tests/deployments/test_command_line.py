@@ -87,7 +87,7 @@ def test_regularizers_are_listed_with_kind_and_parameters(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["run", "sfd"], "Unknown method 'sfd': use one of "),
+        (["run", "sfd"], "Unknown method 'sfd'; did you mean 'sft'? Use one of "),
         (["run", "sft", "--config", "absent.yaml"], "The config file absent.yaml could not be read"),
         (["run", "sft", "model"], "The argument 'model' must have the form field=value"),
         (["resume", "absent"], "Run 'absent' does not exist in "),

@@ -63,8 +63,11 @@ def test_a_monitor_has_no_weight():
         ),
         ({"name": "topology", "execution": "async"}, "has the execution 'async' but no async function"),
         ({"weight": 1}, "'name': field required"),
-        ({"name": "topolgy"}, "No term is registered as 'topolgy', only "),
-        ({"name": "mine", "fn": "topolgy"}, "No term is registered as 'topolgy', only "),
+        ({"name": "topolgy"}, "No term is registered as 'topolgy'; did you mean 'topology'? The terms are "),
+        (
+            {"name": "mine", "fn": "topolgy"},
+            "No term is registered as 'topolgy'; did you mean 'topology'? The terms are ",
+        ),
         ({"name": "topology", "enabled": False, "params": {"beta": 1}}, "'beta': extra inputs are not permitted"),
         ({"name": "base", "fn": "topology"}, "The regularizer name 'base' is reserved for the base loss"),
         (sparsity, "not a RegularizerSpec or a dict of its fields"),

@@ -74,7 +74,9 @@ def test_conflicting_parameter_declarations_raise():
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(ObjectiveError, match=r"'topolgy', only .*confidence.*logic.*sparsity.*topology"):
+    with pytest.raises(
+        ObjectiveError, match=r"'topolgy'; did you mean 'topology'.*confidence.*logic.*sparsity.*topology"
+    ):
         find_term("topolgy")
 
 
