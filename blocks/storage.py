@@ -34,7 +34,10 @@ class RunDirectory(Protocol):
         ...
 
     def append_line(self, name: str, line: str) -> None:
-        """Append one line. An incomplete last line left by a crash is terminated first, so that lines never merge."""
+        """Append a line, or several separated by newlines, in one write.
+
+        An incomplete last line left by a crash is terminated first, so that lines never merge.
+        """
         ...
 
     def writer(self) -> str:

@@ -19,7 +19,7 @@ from prefect.runtime import flow_run
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks import MLflowTracking, TinkerService
-from blocks.errors import ServiceError
+from blocks.errors import ServiceError, StorageError
 from blocks.storage import CONFIG, RunDirectory
 from flows.config.base import RunConfig, TrackedConfig
 from flows.monitoring.interrupts import CancelledInTheUI
@@ -69,8 +69,8 @@ def open_mlflow_run(
         status = "KILLED"
         raise
     finally:
-        # If the tracking store failed, raise its first error and suppress those of this cleanup.
-        with suppress(ServiceError), tracking.failures():
+        # If the tracking store or the storage failed, raise its first error and suppress those of this cleanup.
+        with suppress(ServiceError, StorageError), tracking.failures():
             log.flush()
         with suppress(ServiceError), tracking.failures():
             client.set_terminated(log.run_id, status=status)
