@@ -40,6 +40,14 @@ class RunDirectory(Protocol):
         """
         ...
 
+    def names(self) -> list[str]:
+        """List the names of the files, sorted, without the lock; empty if the directory does not exist."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a folder of files."""
+        ...
+
     def writer(self) -> str:
         """Describe the process that holds the directory; empty if no process does."""
         ...

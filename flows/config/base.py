@@ -204,6 +204,14 @@ class RunConfig(TrackedConfig, NamedConfig):
         "checkpoints. To train on from given weights with a fresh optimizer, use `init_from`.",
         pattern=RESUME,
     )
+    if_exists: Literal["resume", "delete", "ask"] = Field(
+        default="resume",
+        title="If the run exists",
+        description="What happens if the run name is in use: `resume` continues that run, as `resume` says; `delete` "
+        "deletes its files and its MLflow run and starts anew, at every start; `ask` asks in the terminal. A run "
+        "that is in progress is never deleted, and a flow run that Prefect restarts resumes its own run. For an "
+        "error instead, set `resume` to `never`.",
+    )
     init_from: str = Field(
         default=BASE,
         title="Initial weights",

@@ -30,6 +30,7 @@ _MAY_CHANGE = {
     "mlflow_tags",
     "storage",
     "resume",
+    "if_exists",
     "max_restarts",
     "guards",
     "budget",

@@ -96,6 +96,19 @@ def test_failed_requests_change_the_record_once_or_not_at_all(s3: S3Server, acti
     assert storage_on(s3).run_directory(directory.location.rpartition("/")[2]).read_bytes("record")
 
 
+def test_removed_files_are_gone(s3: S3Server, directory: RunDirectory) -> None:
+    for name in ("config.json", "lines"):
+        directory.append_line(name, "one")
+    assert directory.names() == ["config.json", "lines"]
+    for name in directory.names():
+        directory.remove(name)
+    assert directory.names() == []
+    assert directory.read_bytes("lines") is None
+    assert directory.writer(), "the lease is kept"
+    directory.append_line("lines", "two")
+    assert directory.read_bytes("lines") == b"two\n"
+
+
 def test_readers_see_whole_objects(s3: S3Server, directory: RunDirectory) -> None:
     contents = [letter * 500_000 for letter in (b"a", b"b")]
     directory.write_bytes("object", contents[0])

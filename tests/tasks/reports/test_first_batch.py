@@ -6,7 +6,6 @@ import html
 import io
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
