@@ -171,7 +171,8 @@ class TrainConfig(RunConfig):
         default="task",
         title="Granularity",
         description="Unit of a Prefect task run: every task of a step (`task`), a whole step (`step`), or the steps "
-        "between two checkpoints (`segment`). Use a coarser unit for runs of more than a few thousand steps.",
+        "between two checkpoints of `checkpoint_every` (`segment`). Use a coarser unit for runs of more than a few "
+        "thousand steps.",
     )
     guards: GuardConfig = Field(
         default=GuardConfig(), title="Guards", description="Policies for steps with a bad loss."

@@ -91,9 +91,9 @@ def print_datums(run_name: str, datums: Sequence[WeightedDatum], tokenizer: Toke
     console = Console(file=file, highlight=False, soft_wrap=True)
     for datum in datums:
         title, num_tokens, num_trained, low, high = datum.cells()
-        weights = f", weights from {low} to {high}" if low else ""
+        weights = f"weights from {low} to {high}" if low else "all weights are 0"
         console.print(
-            f"First batch of {run_name}: {title}, {num_trained} of {num_tokens} tokens trained{weights}", markup=False
+            f"First batch of {run_name}: {title}, {num_trained} of {num_tokens} tokens trained, {weights}", markup=False
         )
         console.print(styled_text(datum, tokenizer))
 
