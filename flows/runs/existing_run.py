@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from typing import Any
 
 from mlflow.entities import LifecycleStage
 from prefect.logging import get_run_logger
@@ -48,7 +50,10 @@ def _is_deletion_chosen(config: RunConfig, directory: RunDirectory) -> bool:
         )
     while True:
         print(f"{in_use}, with checkpoints at {_steps_of_checkpoints(directory) or 'no step'}.", file=sys.stderr)
-        answer = input("What do you want to do? [delete, resume, exit]: ").strip()
+        try:
+            answer = input("What do you want to do? [delete, resume, exit]: ").strip()
+        except EOFError:
+            answer = "exit"
         if answer in ("delete", "resume"):
             return answer == "delete"
         if answer == "exit":
@@ -90,8 +95,9 @@ def _check_origin(config: RunConfig) -> None:
 
 def _delete_mlflow_run(config: RunConfig, directory: RunDirectory) -> str:
     """Delete the MLflow run of a run, which MLflow can restore; describe it for the report, empty without one."""
-    content = directory.read_bytes(CONFIG)
-    fields = RecordedConfig.parse(content, directory.location).fields if content else {}
+    fields: dict[str, Any] = {}
+    with suppress(ConfigError):  # a damaged config names no tracking store
+        fields = RecordedConfig.parse(directory.read_bytes(CONFIG) or b"{}", directory.location).fields
     reference = str(fields.get("tracking", config.tracking))
     tracking = tracking_at(reference, str(fields.get("experiment", config.experiment)))
     client = tracking.get_client()

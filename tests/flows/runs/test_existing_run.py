@@ -107,18 +107,19 @@ def test_run_in_progress_is_never_deleted(earlier: TrainResult, fields: dict[str
     assert stage_of(mlflow_uri, earlier.mlflow_run_id) == "active"
 
 
-@pytest.mark.usefixtures("earlier")
 def test_ask(earlier: TrainResult, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     before = contents(earlier.directory)
     monkeypatch.setattr("sys.stdin", io.StringIO("delete\n"))
     with pytest.raises(ConfigError, match="if_exists is 'ask', but there is no terminal to ask in: set if_exists to"):
         train(fields, if_exists="ask")
-    monkeypatch.setattr("sys.stdin", Terminal("exit\n"))
-    with pytest.raises(ConfigError, match="was left as it is: choose another run_name"):
-        train(fields, if_exists="ask")
+    for answer in ("exit\n", "what\nexit\n", ""):  # the last is Ctrl-D
+        monkeypatch.setattr("sys.stdin", Terminal(answer))
+        with pytest.raises(ConfigError, match="was left as it is: choose another run_name"):
+            train(fields, if_exists="ask")
     assert contents(earlier.directory) == before
     monkeypatch.setattr("sys.stdin", Terminal("yes\nresume\n"))
     assert train(fields, if_exists="ask").resumed_from == 3
+    (Path(earlier.directory) / "config.json").write_text("damaged")
     monkeypatch.setattr("sys.stdin", Terminal("delete\n"))
     again = train(fields, if_exists="ask")
     assert again.resumed_from == 0
