@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Self
@@ -64,6 +65,25 @@ class LocalDirectory:
                 _sync_entries(self._path)
         except OSError as error:
             raise storage_error("append to", path, error) from error
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(entry.name for entry in self._path.iterdir() if entry.name != ".lock")
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise storage_error("list", self._path, error) from error
+
+    def remove(self, name: str) -> None:
+        path = self._path / name
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+            _sync_entries(self._path)
+        except OSError as error:
+            raise storage_error("remove", path, error) from error
 
     def writer(self) -> str:
         path = self._path / ".lock"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Self
 
+from blocks.lease import NAME as LEASE_NAME
 from blocks.lease import Lease
 from blocks.lock_holder import locked_error
 from blocks.objects import ChangedError, Objects
@@ -37,6 +38,13 @@ class ObjectDirectory:
             return content + (b"\n" if is_torn else b"") + line.encode() + b"\n"
 
         self._replace(name, append)
+
+    def names(self) -> list[str]:
+        return [name for name in self._objects.names() if name != LEASE_NAME]
+
+    def remove(self, name: str) -> None:
+        self._lease.check()
+        self._objects.remove(name)
 
     def supports_conditional_writes(self) -> bool:
         """Return whether the server rejects to overwrite an existing object under If-None-Match; writes a test object.

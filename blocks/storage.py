@@ -34,7 +34,18 @@ class RunDirectory(Protocol):
         ...
 
     def append_line(self, name: str, line: str) -> None:
-        """Append one line. An incomplete last line left by a crash is terminated first, so that lines never merge."""
+        """Append a line, or several separated by newlines, in one write.
+
+        An incomplete last line left by a crash is terminated first, so that lines never merge.
+        """
+        ...
+
+    def names(self) -> list[str]:
+        """List the names of the files, sorted, without the lock; empty if the directory does not exist."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a folder of files."""
         ...
 
     def writer(self) -> str:

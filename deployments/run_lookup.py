@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,17 +10,15 @@ from typing import Any
 import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowRun
-from mlflow.exceptions import MlflowException
 
 from blocks.errors import ConfigError, TinkerFlowsError
 from blocks.storage import CONFIG, RunDirectory
-from blocks.tracking import RECORD_TAG
 from deployments.methods import METHODS, config_type_of
 from flows.config.base import NamedConfig
 from flows.config.loader import set_field, validate_fields
 from flows.runs.blocks import storage_at, tracking_at
 from flows.runs.config_record import RecordedConfig
-from flows.runs.mlflow_run import record_key
+from flows.runs.mlflow_run import find_recorded_run
 from objectives.errors import did_you_mean
 from tasks.training.checkpoints import Records, read_records
 from tasks.training.metrics import MetricsLog
@@ -73,6 +70,8 @@ def resume_config(run: StoredRun, overrides: Sequence[str]) -> tuple[str, NamedC
     fields = {**run.fields, "storage": run.storage}
     if fields.get("resume") == "never":  # "never" rejects an existing run name, and this run exists
         fields["resume"] = "auto"
+    if "if_exists" in fields:
+        fields["if_exists"] = "resume"
     methods = list(_matching_methods(fields))
     if len(methods) != 1:
         problem = f"matches {' and '.join(methods)}" if methods else f"matches none of the methods {', '.join(METHODS)}"
@@ -96,16 +95,7 @@ def find_mlflow_run(run: StoredRun, records: Records) -> tuple[MlflowClient, Mlf
     """
     reference, experiment = str(run.fields.get("tracking", "")), str(run.fields.get("experiment", "tinker-flows"))
     client = _client(reference, experiment)
-    tracking = tracking_at(reference, experiment)
-    checkpoints = records.checkpoints
-    with tracking.failures():
-        run_id = next((record.extra["mlflow_run_id"] for record in checkpoints if record.has("mlflow_run_id")), None)
-        if run_id:
-            with suppress(MlflowException):  # a different tracking store does not have this run
-                return client, client.get_run(str(run_id))
-        query = f"tags.`{RECORD_TAG}` = '{record_key(run.directory)}'"
-        matches = client.search_runs([tracking.experiment_id(client)], query)
-    return client, matches[0] if matches else None
+    return client, find_recorded_run(client, tracking_at(reference, experiment), run.directory, records)
 
 
 def report_of(run_name: str, storage: str, *, rebuild: bool) -> str:

@@ -93,7 +93,7 @@ def _run(
         can_sample = isinstance(config, TeacherTargetsConfig) and config.candidates != "off"
         objective.check_needs(inputs, can_sample=can_sample)
         _check_base(objective, on_policy=inputs is _ON_POLICY_INPUTS)
-        evaluators = build_evaluators(config.evaluators)
+        evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with open_run(config, restarts, config.adapter) as run:

@@ -40,7 +40,7 @@ def dpo(config: DpoConfig) -> TrainResult:
     with Objective.from_spec(config.objective, config.seed) as objective:
         objective.check_needs(AVAILABLE_INPUTS)
         loss = preference_loss(objective)
-        evaluators = build_evaluators(config.evaluators)
+        evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with open_run(config, restarts, config.adapter) as run:

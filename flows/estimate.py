@@ -109,7 +109,7 @@ def estimate(config: SftConfig | DpoConfig) -> Estimate:
     tokens = [size.num_tokens for size in sizes]
     passes = [num_passes(objective, step, config.guards.needs_forward_pass) for step in range(schedule.num_steps)]
     has_held_out = held_out.num_tokens > 0
-    evaluations = sum(schedule.evaluates_before(step) for step in range(schedule.num_steps + 1)) * has_held_out
+    evaluations = sum(schedule.evaluates_often_before(step) for step in range(schedule.num_steps + 1)) * has_held_out
     num_held_out_tokens = held_out.num_tokens if evaluations else 0
     num_train_tokens = sum(a * b for a, b in zip(tokens, passes, strict=True)) + evaluations * num_held_out_tokens
     reference = SampledTokens()

@@ -52,7 +52,7 @@ def rl(config: RlConfig) -> TrainResult:
                 "objective.base_loss is cross_entropy, which would imitate every sample regardless of its reward: use "
                 "importance_sampling, ppo, grpo or another loss that reads advantages."
             )
-        evaluators = build_evaluators(config.evaluators)
+        evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with (

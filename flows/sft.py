@@ -33,7 +33,7 @@ def sft(config: SftConfig) -> TrainResult:
     """Fine-tune a model on a supervised dataset, or resume the run from its last checkpoint."""
     with Objective.from_spec(config.objective, config.seed) as objective:
         objective.check_needs(AVAILABLE_INPUTS, can_sample=config.candidates != "off")
-        evaluators = build_evaluators(config.evaluators)
+        evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with open_run(config, restarts, config.adapter) as run:

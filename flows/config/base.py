@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -20,6 +20,7 @@ RESUME = rf"^(auto|never|tinker://\S+|{NAME}(@(\d+|best|final))?)$"
 BASE = "base"
 SERVICE_PATH = "tinker://"
 CHECKPOINT = rf"^({BASE}|tinker://\S+|{NAME}(@(\d+|best|final))?)$"
+CheckpointKind = Literal["state", "sampler", "both"]
 CHECKPOINT_HELP = (
     "`RUN`, `RUN@STEP`, `RUN@best` or `RUN@final` of a run in the storage, a `tinker://` path, or `base`, the model "
     "without an adapter."
@@ -109,7 +110,7 @@ class KeepBestConfig(Config):
     metric: str = Field(
         title="Metric",
         description="Name of a metric logged at the steps of checkpoints. For `test/nll`, `eval_every` must divide "
-        "`checkpoint_every`.",
+        "`checkpoint_every`; for a metric of an infrequent evaluator, `infrequent_eval_every` must.",
         min_length=1,
         examples=["test/nll"],
     )
@@ -203,6 +204,14 @@ class RunConfig(TrackedConfig, NamedConfig):
         "checkpoints. To train on from given weights with a fresh optimizer, use `init_from`.",
         pattern=RESUME,
     )
+    if_exists: Literal["resume", "delete", "ask"] = Field(
+        default="resume",
+        title="If the run exists",
+        description="What happens if the run name is in use: `resume` continues that run, as `resume` says; `delete` "
+        "deletes its files and its MLflow run and starts anew, at every start; `ask` asks in the terminal. A run "
+        "that is in progress is never deleted, and a flow run that Prefect restarts resumes its own run. For an "
+        "error instead, set `resume` to `never`.",
+    )
     init_from: str = Field(
         default=BASE,
         title="Initial weights",
@@ -219,9 +228,31 @@ class RunConfig(TrackedConfig, NamedConfig):
     )
     checkpoint_every: int = Field(
         default=10,
-        ge=1,
+        ge=0,
         title="Checkpoint every",
-        description="Steps between checkpoints; the last step always saves one.",
+        description="Steps between checkpoints; the last step always saves one. 0 disables this cadence. If several "
+        "cadences are set, each of them saves checkpoints; without any, only the last step does.",
+    )
+    checkpoint_every_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        title="Checkpoint every (s)",
+        description="Seconds between checkpoints, counted from the last one while the run is open, also over restarts. "
+        "0 disables this cadence.",
+    )
+    checkpoint_every_tokens: int = Field(
+        default=0,
+        ge=0,
+        title="Checkpoint every (tokens)",
+        description="Tokens of the trained batches between checkpoints, counted from the last one. 0 disables this "
+        "cadence.",
+    )
+    checkpoint_kind: CheckpointKind = Field(
+        default="state",
+        title="Checkpoint kind",
+        description="Content of periodic checkpoints: `state` is weights and optimizer state, from which a run "
+        "resumes; `sampler` is weights to sample from; `both` saves both. The final checkpoint has both, and a run "
+        "that stops early saves its state.",
     )
     keep_last: int | None = Field(
         default=None,
@@ -255,6 +286,25 @@ class RunConfig(TrackedConfig, NamedConfig):
         "or `[NUMBER *] baseline`. The baseline is the same metric in the run's first evaluation, before training.",
         examples=["test/nll < 0.98 * baseline"],
     )
+
+    @property
+    def has_cadence(self) -> bool:
+        """Return whether the run saves periodic checkpoints."""
+        return any((self.checkpoint_every, self.checkpoint_every_seconds, self.checkpoint_every_tokens))
+
+    @model_validator(mode="after")
+    def _check_keep_best(self) -> Self:
+        if self.keep_best and not self.has_cadence:
+            raise ValueError(
+                "keep_best chooses among periodic checkpoints, but checkpoint_every is 0: set it, "
+                "checkpoint_every_seconds or checkpoint_every_tokens above 0"
+            )
+        if self.keep_best and self.checkpoint_kind == "sampler":
+            raise ValueError(
+                "keep_best keeps checkpoints with their state, but checkpoint_kind is 'sampler': set it to 'both' or "
+                "'state'"
+            )
+        return self
 
     @field_validator("promote_if")
     @classmethod

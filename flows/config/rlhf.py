@@ -112,6 +112,11 @@ class RlhfConfig(TrackedConfig, NamedConfig):
         for stage in (self.warm_start, self.reward.training, self.policy.training):
             if common := sorted(stage.keys() & _COMMON):
                 raise ValueError(f"a stage must not set {', '.join(common)}: set it at the top level of the config")
+            if stage.get("if_exists", "resume") != "resume":
+                raise ValueError(
+                    "a stage must not set if_exists, because a restarted rlhf would delete its own stages: choose "
+                    "another run_name"
+                )
         self.policy_stage("", "")
         if self.warm_start:
             self.warm_start_stage()

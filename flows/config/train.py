@@ -154,11 +154,25 @@ class TrainConfig(RunConfig):
         title="Evaluators",
         description="Evaluators of tinker-cookbook, in addition to the metrics of the held-out data.",
     )
+    infrequent_eval_every: int = Field(
+        default=100,
+        ge=0,
+        title="Evaluate infrequently every",
+        description="Steps between the evaluations of `infrequent_evaluators`; the end is evaluated too. 0 disables "
+        "them.",
+    )
+    infrequent_evaluators: tuple[EvaluatorConfig, ...] = Field(
+        default=(),
+        title="Infrequent evaluators",
+        description="Evaluators with a period of their own, for measurements that are too slow or too expensive for "
+        "every evaluation.",
+    )
     granularity: Granularity = Field(
         default="task",
         title="Granularity",
         description="Unit of a Prefect task run: every task of a step (`task`), a whole step (`step`), or the steps "
-        "between two checkpoints (`segment`). Use a coarser unit for runs of more than a few thousand steps.",
+        "between two checkpoints of `checkpoint_every` (`segment`). Use a coarser unit for runs of more than a few "
+        "thousand steps.",
     )
     guards: GuardConfig = Field(
         default=GuardConfig(), title="Guards", description="Policies for steps with a bad loss."

@@ -22,6 +22,7 @@ from flows.runs.run import Run
 from tasks.common.service_errors import service_errors
 from tasks.common.task import call
 from tasks.training.checkpoints import (
+    Kind,
     PendingCheckpoint,
     enqueue_checkpoint,
     read_records,
@@ -55,10 +56,11 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._recording: Future[CheckpointRecord] | None = None
 
-    def enqueue(self, step: int, *, final: bool) -> PendingCheckpoint:
+    def enqueue(self, step: int, *, final: bool, kind: Kind) -> PendingCheckpoint:
         """Request a save of the weights after `step` updates, all of which have been requested."""
+        ttl_seconds = self._config.ttl_seconds
         return enqueue_checkpoint(
-            self._run.client, step, self._steps_per_epoch, final=final, ttl_seconds=self._config.ttl_seconds
+            self._run.client, step, self._steps_per_epoch, kind=kind, final=final, ttl_seconds=ttl_seconds
         )
 
     def record(self, pending: PendingCheckpoint, state: Mapping[str, Any]) -> None:

@@ -48,9 +48,12 @@ def find_checkpoint(name: str, storage: RunStorage) -> NamedCheckpoint:
     run_name, _, at = name.partition("@")
     directory = storage.run_directory(run_name)
     records = read_records(directory)
-    matches = select_checkpoints(records, at)
+    matches = select_checkpoints(records, at) or [
+        record for record in records.samplers if not at or at == str(step_of(record))
+    ]
     if not matches:
-        steps = ", ".join(str(step) for step in sorted({step_of(record) for record in records.checkpoints}))
+        saved = (*records.checkpoints, *records.samplers)
+        steps = ", ".join(str(step) for step in sorted({step_of(record) for record in saved}))
         problem = (
             f"{describe_missing(at)}; it has checkpoints at {steps}"
             if steps
@@ -64,7 +67,7 @@ def find_checkpoint(name: str, storage: RunStorage) -> NamedCheckpoint:
 
 
 def select_checkpoints(records: Records, at: str) -> list[CheckpointRecord]:
-    """Return the checkpoints at `STEP`, `best` or `final`, preferred one first; all checkpoints for an empty string."""
+    """Return the checkpoints with state at `STEP`, `best` or `final`, preferred one first; all for an empty string."""
     if at == "best":
         return [record for record in records.checkpoints if record.state_path == records.best.get("best")]
     if at == "final":
@@ -94,4 +97,4 @@ def with_model(config: C, *checkpoints: NamedCheckpoint) -> C:
 
 def _of_record(name: str, run_name: str, record: CheckpointRecord, config: bytes | None) -> NamedCheckpoint:
     model = str(json.loads(config).get("model", "")) if config else ""
-    return NamedCheckpoint(name, record.state_path or "", step_of(record), run_name, model)
+    return NamedCheckpoint(name, record.state_path or record.sampler_path or "", step_of(record), run_name, model)

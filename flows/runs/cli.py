@@ -7,7 +7,8 @@ import logging
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -21,7 +22,7 @@ from rich.table import Table
 
 from blocks.errors import ServiceError, TinkerFlowsError, reason
 from blocks.processes import local_prefect_server, prefect_server_env
-from flows.config.base import Config
+from flows.config.base import Config, RunConfig
 from flows.config.loader import describe_fields, load_config
 from flows.monitoring.drain import deliver_events, wait_until_recorded
 from flows.monitoring.events import heartbeats
@@ -72,6 +73,27 @@ def exit_on_error(action: Callable[[], None]) -> None:
 def run(flow: Flow[..., R], config: Config) -> R:
     """Run a flow against the configured Prefect server, or against a local one for the duration of the run."""
     silence_console_logs()
+    with _interrupts_of_deletable_run(config):
+        return _run(flow, config)
+
+
+@contextmanager
+def _interrupts_of_deletable_run(config: Config) -> Iterator[None]:
+    """After Ctrl-C, warn that the same command would delete a run with `if_exists: delete`, and exit with 130."""
+    try:
+        yield
+    except (KeyboardInterrupt, CancelledRun):
+        if not (isinstance(config, RunConfig) and config.if_exists == "delete"):
+            raise
+        print(
+            f"Stopped. `tinker-flows resume {config.run_name}` resumes from the last checkpoint; the same command "
+            "would delete the run, because if_exists is 'delete'.",
+            file=sys.stderr,
+        )
+        sys.exit(130)
+
+
+def _run(flow: Flow[..., R], config: Config) -> R:
     if PREFECT_API_URL.value():
         return _delivered(flow, config).result()
     # Not Prefect's ephemeral server, which silently loses most task runs of a real run.

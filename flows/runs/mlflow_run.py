@@ -19,11 +19,13 @@ from prefect.runtime import flow_run
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks import MLflowTracking, TinkerService
-from blocks.errors import ServiceError
+from blocks.errors import ServiceError, StorageError
 from blocks.storage import CONFIG, RunDirectory
+from blocks.tracking import RECORD_TAG
 from flows.config.base import RunConfig, TrackedConfig
 from flows.monitoring.interrupts import CancelledInTheUI
 from flows.runs.blocks import tracking_of
+from tasks.training.checkpoints import Records
 from tasks.training.metrics import MetricsLog
 
 _MAX_PARAM_LENGTH = 6000  # MLflow's limit
@@ -69,8 +71,8 @@ def open_mlflow_run(
         status = "KILLED"
         raise
     finally:
-        # If the tracking store failed, raise its first error and suppress those of this cleanup.
-        with suppress(ServiceError), tracking.failures():
+        # If the tracking store or the storage failed, raise its first error and suppress those of this cleanup.
+        with suppress(ServiceError, StorageError), tracking.failures():
             log.flush()
         with suppress(ServiceError), tracking.failures():
             client.set_terminated(log.run_id, status=status)
@@ -106,6 +108,24 @@ def open_measurement(
         params=flatten(config.model_dump(mode="json")),
         tags={**origin_tags(service_url), **tags},
     )
+
+
+def find_recorded_run(
+    client: MlflowClient, tracking: MLflowTracking, directory: RunDirectory, records: Records
+) -> MlflowRun | None:
+    """Return the MLflow run that a stored run logs to; None if the tracking store has none.
+
+    Raises:
+        ServiceError: MLflow does not respond.
+    """
+    with tracking.failures():
+        saved = (*records.checkpoints, *records.samplers)
+        run_id = next((str(record.extra["mlflow_run_id"]) for record in saved if record.has("mlflow_run_id")), None)
+        if run := _find_run(client, run_id):
+            return run
+        query = f"tags.`{RECORD_TAG}` = '{record_key(directory)}'"
+        matches = client.search_runs([tracking.experiment_id(client)], query)
+    return matches[0] if matches else None
 
 
 def _find_run(client: MlflowClient, run_id: str | None) -> MlflowRun | None:

@@ -17,6 +17,7 @@ from blocks.errors import RolledBackError, ServiceLostError, UnreachableError
 from flows.config.base import RunConfig
 from flows.monitoring.interrupts import CancelledInTheUI
 from flows.runs.blocks import storage_of
+from flows.runs.existing_run import settle_run_name
 from tasks.training.checkpoints import resumable, step_of
 
 T = TypeVar("T")
@@ -34,9 +35,11 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T]) 
         Result of the successful attempt; if the run is cancelled in the UI, a Prefect Cancelled state.
 
     Raises:
+        ConfigError: The run name is in use, and `if_exists` cannot settle it.
         ServiceLostError, UnreachableError: The service was lost, or the service or MLflow was unreachable, more than
             `max_restarts` consecutive times without a new checkpoint; or one was unreachable in the first attempt.
     """
+    settle_run_name(config)
     reasons: list[str] = []
     num_in_a_row = 0
     records = _records(config)

@@ -22,7 +22,17 @@ from objectives.objective import Objective
 from tasks.sweeps.store import Point
 
 # Fields that the sweep sets for each trial, or that all trials must share.
-_NOT_VARIED = {"run_name", "seed", "resume", "storage", "tracking", "experiment", "mlflow_tags", "base_url"}
+_NOT_VARIED = {
+    "run_name",
+    "seed",
+    "resume",
+    "if_exists",
+    "storage",
+    "tracking",
+    "experiment",
+    "mlflow_tags",
+    "base_url",
+}
 _OF_THE_ENGINE = {"model", "engine"}
 _MOST_POINTS = 10_000
 
@@ -89,6 +99,11 @@ def make_plan(config: SweepConfig) -> SweepPlan:
     flow = find_flow(config.flow)
     base = apply(read_yaml(Path(config.base)) if isinstance(config.base, str) else config.base, config.fixed)
     base_config = validate_fields(flow.config_type, base | {"run_name": config.run_name})
+    if base_config.if_exists != "resume":
+        raise ConfigError(
+            f"base has if_exists {base_config.if_exists!r}, but a resumed sweep resumes its trials: remove if_exists, "
+            "or choose another run_name for another sweep."
+        )
     _check_paths(config, base_config)
     varies = config.ablation != "none" or config.weights != "fixed"
     dimensions = dimensions_of(config) + ablation_dimensions(

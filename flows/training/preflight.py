@@ -49,6 +49,7 @@ def warn_of_pitfalls(run: Run, config: TrainConfig) -> None:
 def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
     """Yield the risky settings of a config."""
     fields = config.model_dump()
+    yield from _of_checkpoints(config)
     yield from _of_rate(config)
     yield from _of_renderer(config)
     estimator = fields.get("advantage", {}).get("estimator", "gae")
@@ -90,6 +91,40 @@ def _base_name(config: TrainConfig) -> str:
     return base if isinstance(base, str) else base.name
 
 
+def _of_checkpoints(config: TrainConfig) -> Iterator[Pitfall]:
+    if not config.has_cadence:
+        yield Pitfall(
+            "no_checkpoints",
+            "checkpoint_every, checkpoint_every_seconds and checkpoint_every_tokens are 0, so only the final "
+            "checkpoint is saved: a run that is killed or rolled back starts over at its first step.",
+        )
+    elif config.checkpoint_kind == "sampler":
+        yield Pitfall(
+            "no_state",
+            "checkpoint_kind is 'sampler', whose checkpoints cannot be resumed from: a run that is killed or rolled "
+            "back starts over at its first step; set it to 'both' to resume.",
+        )
+    if config.keep_best and (config.checkpoint_every_seconds or config.checkpoint_every_tokens):
+        yield Pitfall(
+            "keep_best",
+            f"keep_best compares checkpoints by {config.keep_best.metric} at their steps, but "
+            "checkpoint_every_seconds and checkpoint_every_tokens save them at any step: a checkpoint where the "
+            "metric is not measured is never the best.",
+        )
+    elif (
+        config.keep_best
+        and config.keep_best.metric.startswith("test/")
+        and not config.infrequent_evaluators
+        and (config.eval_every == 0 or config.checkpoint_every % config.eval_every)
+    ):
+        yield Pitfall(
+            "keep_best",
+            f"keep_best compares checkpoints by {config.keep_best.metric} at their steps, but checkpoint_every is "
+            f"{config.checkpoint_every} and eval_every {config.eval_every}: set checkpoint_every to a multiple of "
+            "eval_every, because a checkpoint where the metric is not measured is never the best.",
+        )
+
+
 def _of_rate(config: TrainConfig) -> Iterator[Pitfall]:
     from flows.config.learning_rate import is_local, recommended_rate
 
@@ -120,9 +155,10 @@ def _of_renderer(config: TrainConfig) -> Iterator[Pitfall]:
 
 def _of_paths(config: TrainConfig, fields: Mapping[str, Any]) -> Iterator[Pitfall]:
     trained, tested = set[Path](), set[Path]()
-    for name, path in _paths({key: value for key, value in fields.items() if key != "evaluators"}):
+    for name, path in _paths({key: value for key, value in fields.items() if "evaluators" not in key}):
         (tested if "test" in name or "eval" in name else trained).add(path)
-    tested |= {path for _, path in _paths([evaluator.params for evaluator in config.evaluators])}
+    evaluators = (*config.evaluators, *config.infrequent_evaluators)
+    tested |= {path for _, path in _paths([evaluator.params for evaluator in evaluators])}
     for path in sorted(trained & tested):
         yield Pitfall("evaluation", f"{path} is used for training and evaluation: the results measure memorization.")
 

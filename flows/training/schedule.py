@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 
@@ -32,18 +33,59 @@ class Schedule:
         return self.config.learning_rate * compute_schedule_lr_multiplier(self.config.lr_schedule, step, self.num_steps)
 
     def segments(self, first: int) -> Iterator[range]:
-        """Yield the ranges of remaining steps between checkpoints."""
-        cuts = [step for step in range(first + 1, self.num_steps + 1) if self.saves_before(step)]
+        """Yield the ranges of remaining steps between the checkpoints of `checkpoint_every`."""
+        every = self.config.checkpoint_every
+        cuts = [step for step in range(first + 1, self.num_steps + 1) if step == self.num_steps or _is_due(step, every)]
         return (range(start, stop) for start, stop in pairwise([first, *cuts]))
 
-    def saves_before(self, step: int) -> bool:
-        return step == self.num_steps or _is_due(step, self.config.checkpoint_every)
-
     def evaluates_before(self, step: int) -> bool:
+        return self.evaluates_often_before(step) or self.evaluates_rarely_before(step)
+
+    def evaluates_often_before(self, step: int) -> bool:
+        """Return whether the held-out data and `evaluators` are due before a step."""
+        return self._is_evaluation(step, self.config.eval_every)
+
+    def evaluates_rarely_before(self, step: int) -> bool:
+        """Return whether `infrequent_evaluators` are due before a step."""
+        return self.evaluates_rarely and self._is_evaluation(step, self.config.infrequent_eval_every)
+
+    @property
+    def evaluates_rarely(self) -> bool:
+        return bool(self.config.infrequent_evaluators) and self.config.infrequent_eval_every > 0
+
+    def _is_evaluation(self, step: int, every: int) -> bool:
         # A fork with promote_if evaluates its first weights, which are the baseline.
         is_baseline = step == self.first and self.config.promote_if is not None
-        is_due = _is_due(step, self.config.eval_every) or step == self.num_steps or is_baseline
-        return self.config.eval_every > 0 and is_due
+        return every > 0 and (_is_due(step, every) or step == self.num_steps or is_baseline)
+
+
+class CheckpointCadence:
+    """Cadence of periodic checkpoints in steps, seconds and trained tokens; each checkpoint restarts the count.
+
+    Attributes:
+        num_tokens: Tokens of the batches of all steps so far, which checkpoints record as `elapsed_tokens`, the name
+            in tinker-cookbook.
+    """
+
+    def __init__(self, config: TrainConfig, record: Mapping[str, Any]) -> None:
+        """Continue from the record of the checkpoint that the run starts from; empty for a new run."""
+        self._config = config
+        self.num_tokens = self._saved_tokens = int(record.get("elapsed_tokens", 0))
+        self._saved_hours = float(record.get("spent", {}).get("hours", 0.0))
+
+    def is_due(self, step: int, hours: float) -> bool:
+        """Return whether a checkpoint is due before a step of a run that was open for this time."""
+        config = self._config
+        seconds, tokens = config.checkpoint_every_seconds, config.checkpoint_every_tokens
+        return (
+            _is_due(step, config.checkpoint_every)
+            or 0 < seconds <= (hours - self._saved_hours) * 3600
+            or 0 < tokens <= self.num_tokens - self._saved_tokens
+        )
+
+    def restart(self, hours: float) -> None:
+        """Count from a checkpoint that is requested now."""
+        self._saved_tokens, self._saved_hours = self.num_tokens, hours
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -13,6 +13,7 @@ the step before. Terms and linearize follow their responses, for the metrics alo
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ from flows.training.budget import Ledger, cost_before_restart
 from flows.training.granularity import run_segment, run_step
 from flows.training.guards import Guard
 from flows.training.preflight import warn_of_pitfalls
-from flows.training.schedule import Schedule
+from flows.training.schedule import CheckpointCadence, Schedule
 from objectives.batch import Batch, Outputs
 from objectives.execution.term_loop import DueTerm, StepPosition, evaluate_terms, prepare_terms
 from objectives.gradients.linearize import Linearized, join_metrics, measure_effects
@@ -59,6 +60,7 @@ from tasks.common.service_errors import service_errors
 from tasks.common.task import Pending, call, opaque_argument, submit
 from tasks.evaluation.evaluators import ConfiguredEvaluator, EvaluationResult, HeldOutNLL, evaluate
 from tasks.preference.pair_source import HeldOutPairs
+from tasks.reports.first_batch import first_group, print_datums, weighted_datums, write_first_batch
 from tasks.training.batch_source import BatchSource, TrainedBatch
 from tasks.training.candidates import CandidateSampler
 from tasks.training.checkpoints import PendingCheckpoint, step_of
@@ -74,6 +76,7 @@ from tasks.training.forward_backward import (
 )
 from tasks.training.held_out import HeldOutData, measure_held_out
 from tasks.training.metrics import log_metrics
+from tasks.training.metrics_file import MetricsFile
 from tasks.training.reference import REFERENCE_NAME, Reference, load_reference
 from tasks.training.terms import TaskTermExecutor
 
@@ -123,11 +126,13 @@ class SentStep:
         batches: its minibatches.
         after: forward passes over the minibatches after the update, if its effects are measured.
         save: the save after the update, if one is due.
+        elapsed_tokens: tokens of the batches of all steps up to this one.
     """
 
     batches: Sequence[SentBatch]
     after: Sequence[PendingOutput]
     save: PendingCheckpoint | None
+    elapsed_tokens: int
 
 
 class Trainer:
@@ -140,6 +145,8 @@ class Trainer:
         guard: skips, stops or rolls back bad steps.
         ledger: counts tokens, time and cost against the budget.
         checkpoints: saves and records.
+        cadence: says when a periodic checkpoint is due.
+        saved_step: step before which the optimizer state was saved last.
         prepared: minibatches of the next step; empty for a skipped step, None after the last step.
         forward: the requested forward pass of the first of them; None if it needs none.
         sent: the next step, if its updates are sent already.
@@ -175,6 +182,7 @@ class Trainer:
         self.start = resolve_start(run, config, schedule.steps_per_epoch, schedule.num_steps)
         self.first_step = step_of(self.start) if self.start else 0
         self.schedule = replace(schedule, first=first_step(run.directory))
+        run.log.file = MetricsFile(run.directory, self.first_step, schedule.num_steps)
         warn_of_pitfalls(run, config)
         load_cache(objective.runner.cache, run.directory)
         if reference is None and objective.needs("ref_logprobs"):
@@ -204,6 +212,7 @@ class Trainer:
         self._prepare(first)
         self._warn_of_unused_candidates()
         self._request_forward(first)
+        self._show_first_batch()
         if self.budget_message and self.start is None:
             raise ConfigError(f"{self.budget_message} No step was run: raise the budget.")
         with (
@@ -268,7 +277,7 @@ class Trainer:
         warn(self.run.log, self.config.run_name, self.objective.watch.pop_warnings())
         call_step_callback(step, metrics, stop)
         if sent.save:
-            self.unchecked.append((sent.save, self._state(step + 1)))
+            self.unchecked.append((sent.save, self._state(step + 1, sent.elapsed_tokens)))
         self.checkpoints.raise_if_failed()
         if self.source.sampled:
             self._request_forward(step + 1)
@@ -339,6 +348,15 @@ class Trainer:
             get_run_logger().info("Term %s is estimated by %s.", name, reason)
             self.run.log.tag(f"tinker_flows.estimator.{name}", reason)
 
+    def _show_first_batch(self) -> None:
+        """Print and store the first batch of a run with its loss weights, but not when the run resumes."""
+        if self.prepared and self.first_step == self.schedule.first:
+            tokenizer, name = self.run.client.get_tokenizer(), self.config.run_name
+            batch = self.prepared[0].batch.result()
+            datums = weighted_datums(batch, tokenizer)
+            print_datums(name, first_group(batch, datums), tokenizer, sys.stderr)
+            call(write_first_batch, self.run.directory, self.run.log, name, opaque_argument(datums), tokenizer)
+
     def _warn_of_unused_candidates(self) -> None:
         """Warn if the config sets candidates, but no term needs them."""
         is_set = getattr(self.config, "candidates", "auto") not in ("auto", "off")
@@ -375,12 +393,22 @@ class Trainer:
                 is_last = number % num_per_update == 0
                 update = self._send_batch(minibatch, linearized, is_last=is_last)
                 batches.append(SentBatch(minibatch, update, linearized))
-        is_due = self.schedule.saves_before(step + 1)
-        is_final = step + 1 == self.schedule.num_steps
+                self.cadence.num_tokens += minibatch.batch.result().num_tokens if minibatch.supervised is None else 0
         after: list[PendingOutput] = []
         if self.objective.measures_effects(step):
             after = [self._enqueue_forward(sent.prepared.batch.result()) for sent in batches]
-        return SentStep(batches, after, self.checkpoints.enqueue(step + 1, final=is_final) if is_due else None)
+        return SentStep(batches, after, self._request_save(step + 1), self.cadence.num_tokens)
+
+    def _request_save(self, step: int) -> PendingCheckpoint | None:
+        """Enqueue a save of the weights before a step, if one is due."""
+        is_final = step == self.schedule.num_steps
+        if not is_final and not self.cadence.is_due(step, self.ledger.hours):
+            return None
+        self.cadence.restart(self.ledger.hours)
+        kind = self.config.checkpoint_kind
+        if is_final or kind != "sampler":
+            self.saved_step = step
+        return self.checkpoints.enqueue(step, final=is_final, kind=kind)
 
     def _send_batch(self, prepared: PreparedBatch, linearized: Linearized | None, *, is_last: bool) -> PendingUpdate:
         """Enqueue the gradient of a minibatch and, after the last one of an update, its optimizer step."""
@@ -494,12 +522,22 @@ class Trainer:
         self.ledger.add(self._num_held_out_tokens(step))
         with self.guard.checked_responses(step):
             # Submitted: Prefect never runs an async task that a synchronous flow calls.
-            result = cast(EvaluationResult, evaluate.submit(self.run.client, self.evaluators, step).result())
+            due = self._due_evaluators(step)
+            result = cast(EvaluationResult, evaluate.submit(self.run.client, due, step).result())
         note_evaluation(self.run.log, result, step=step)
-        metrics = result.metrics | self._measure_held_out(step)
-        if not result.skipped:
+        often, rarely = self.schedule.evaluates_often_before(step), self.schedule.evaluates_rarely_before(step)
+        metrics = result.metrics | (self._measure_held_out(step) if often else {})
+        if not result.skipped and often and (rarely or not self.schedule.evaluates_rarely):
             check_measured(self.config.promote_if, metrics)
         return metrics
+
+    def _due_evaluators(self, step: int) -> list[Evaluator | ConfiguredEvaluator]:
+        often, rarely = self.schedule.evaluates_often_before(step), self.schedule.evaluates_rarely_before(step)
+        return [
+            entry
+            for entry in self.evaluators
+            if (rarely if isinstance(entry, ConfiguredEvaluator) and entry.is_infrequent else often)
+        ]
 
     def _measure_held_out(self, step: int) -> dict[str, float]:
         """Measure the terms on the held-out data that was evaluated; return no metrics without such data."""
@@ -533,7 +571,7 @@ class Trainer:
 
     def _num_held_out_tokens(self, step: int) -> int:
         """Return the tokens of an evaluation before a step, without those that evaluators sample."""
-        if not self.schedule.evaluates_before(step):
+        if not self.schedule.evaluates_often_before(step):
             return 0
         held_out = [entry for entry in self.evaluators if isinstance(entry, HeldOutNLL | HeldOutPairs)]
         return sum(evaluator.num_tokens for evaluator in held_out)
@@ -546,9 +584,10 @@ class Trainer:
         }
 
     def _save(self, step: int) -> None:
-        """Save the weights before a step, unless they are already saved."""
-        if not self.schedule.saves_before(step):
-            self.unchecked.append((self.checkpoints.enqueue(step, final=False), self._state(step)))
+        """Save the weights and the optimizer state before a step, unless they are already saved."""
+        if self.saved_step != step:
+            save = self.checkpoints.enqueue(step, final=False, kind="state")
+            self.unchecked.append((save, self._state(step, self.cadence.num_tokens)))
         self._check_last_weights(step)
         self.checkpoints.wait()
 
@@ -578,9 +617,10 @@ class Trainer:
             self.checkpoints.record(save, state | {"spent": self.ledger.state()})
         self.unchecked.clear()
 
-    def _state(self, step: int) -> dict[str, Any]:
+    def _state(self, step: int, elapsed_tokens: int) -> dict[str, Any]:
         """Return the state that a checkpoint before a step records besides the weights."""
-        return {"objective": self.objective.state(), "guard": self.guard.state(), "source": self.source.state(step)}
+        state = {"objective": self.objective.state(), "guard": self.guard.state(), "source": self.source.state(step)}
+        return state | {"elapsed_tokens": elapsed_tokens}
 
     def _restore(self, start: CheckpointRecord | None) -> None:
         """Restore `_state` from the checkpoint that the run starts from."""
@@ -592,6 +632,8 @@ class Trainer:
         self.guard.restore(state.get("guard", {}))
         price = price_of(config.model, service_url(config.base_url), config.budget.prices)
         self.ledger = Ledger(config.budget, price, cost_before_restart(self.run.log, state.get("spent", {})))
+        self.cadence = CheckpointCadence(config, state)
+        self.saved_step = self.first_step
         forget_end(self.run.log)
         self.source.begin(self.first_step, self.schedule.num_steps, state.get("source", {}))
 

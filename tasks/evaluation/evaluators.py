@@ -114,19 +114,21 @@ class HeldOutNLL(TrainingClientEvaluator):
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredEvaluator:
-    """Evaluator of the config field `evaluators`.
+    """Evaluator of the config field `evaluators` or `infrequent_evaluators`.
 
     Attributes:
         evaluator: the evaluator.
         name: its import path and its position in the field, for messages.
         key: its position in the field, for tags.
         on_error: `raise` ends the run if the evaluator fails, `skip` leaves its metrics out.
+        is_infrequent: whether it is an entry of `infrequent_evaluators`, which have a period of their own.
     """
 
     evaluator: Evaluator
     name: str
     key: str
     on_error: OnEvaluatorError = "raise"
+    is_infrequent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +159,25 @@ class EvaluatorEntry(Protocol):
     def on_error(self) -> OnEvaluatorError: ...
 
 
-def build_evaluators(entries: Iterable[EvaluatorEntry]) -> list[ConfiguredEvaluator]:
-    """Build the evaluators of the config field `evaluators`.
+def build_evaluators(
+    entries: Iterable[EvaluatorEntry], infrequent: Iterable[EvaluatorEntry] = ()
+) -> list[ConfiguredEvaluator]:
+    """Build the evaluators of the config fields `evaluators` and `infrequent_evaluators`.
 
     Raises:
         ConfigError: an entry does not build an evaluator.
     """
+    fields = {"evaluators": entries, "infrequent_evaluators": infrequent}
     return [
         ConfiguredEvaluator(
             build_evaluator(entry.builder, entry.params),
-            f"{entry.builder} (evaluators.{index})",
-            f"evaluators.{index}",
+            f"{entry.builder} ({field}.{index})",
+            f"{field}.{index}",
             entry.on_error,
+            is_infrequent=field == "infrequent_evaluators",
         )
-        for index, entry in enumerate(entries)
+        for field, entries_of_field in fields.items()
+        for index, entry in enumerate(entries_of_field)
     ]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import tinker
 from prefect.runtime import flow_run
@@ -24,16 +24,23 @@ from tasks.common.service_errors import wait_for_response
 from tasks.common.task import step_task
 from tasks.training.metrics import MetricsLog
 
+# Content of a checkpoint, as tinker-cookbook's `save_checkpoint` names it.
+Kind = Literal["state", "sampler", "both"]
+
 
 @dataclass(frozen=True, slots=True)
 class PendingCheckpoint:
-    """Save in progress on the service; `step` is the step that starts from its weights."""
+    """Save in progress on the service; `step` is the step that starts from its weights.
+
+    At least one of `state` and `sampler` is set; the final checkpoint has both.
+    """
 
     step: int
     epoch: int
     batch: int
     name: str
-    state: tinker.APIFuture[types.SaveWeightsResponse]
+    is_final: bool
+    state: tinker.APIFuture[types.SaveWeightsResponse] | None
     sampler: tinker.APIFuture[types.SaveWeightsForSamplerResponse] | None
 
 
@@ -43,27 +50,35 @@ class Records:
 
     Attributes:
         checkpoints: records with weights and optimizer state, newest first, without deleted checkpoints.
+        samplers: records with sampler weights alone, newest first, without deleted ones.
         dropped: tinker:// paths of the checkpoints that the run deleted on the service.
         best: newest record of the best checkpoint; empty without one.
     """
 
     checkpoints: tuple[CheckpointRecord, ...]
+    samplers: tuple[CheckpointRecord, ...]
     dropped: frozenset[str]
     best: Mapping[str, Any]
 
 
 def enqueue_checkpoint(
-    client: tinker.TrainingClient, step: int, steps_per_epoch: int, *, final: bool, ttl_seconds: int | None
+    client: tinker.TrainingClient,
+    step: int,
+    steps_per_epoch: int,
+    *,
+    kind: Kind,
+    final: bool,
+    ttl_seconds: int | None,
 ) -> PendingCheckpoint:
     """Enqueue a save of the weights after all updates enqueued so far.
 
-    The final checkpoint never expires and can be sampled from. Other checkpoints expire after `ttl_seconds`; None means
-    never.
+    The final checkpoint is of the kind `both` and never expires. Other checkpoints expire after `ttl_seconds`; None
+    means never.
     """
-    name = "final" if final else f"{step:06d}"
-    state = client.save_state(name, ttl_seconds=None if final else ttl_seconds)
-    sampler = client.save_weights_for_sampler(name) if final else None
-    return PendingCheckpoint(step, *divmod(step, steps_per_epoch), name, state, sampler)
+    name, ttl = ("final", None) if final else (f"{step:06d}", ttl_seconds)
+    state = client.save_state(name, ttl_seconds=ttl) if final or kind != "sampler" else None
+    sampler = client.save_weights_for_sampler(name, ttl_seconds=ttl) if final or kind != "state" else None
+    return PendingCheckpoint(step, *divmod(step, steps_per_epoch), name, final, state, sampler)
 
 
 @step_task(name="checkpoint", task_run_name="checkpoint-{pending.name}")
@@ -72,14 +87,14 @@ def record_checkpoint(
 ) -> CheckpointRecord:
     """Wait for a save, flush the metrics, and then append the checkpoint's record with the state of the run."""
     doing = f"save the checkpoint before step {pending.step}"
-    state_path = wait_for_response(pending.state, doing).path
+    state_path = wait_for_response(pending.state, doing).path if pending.state else None
     sampler_path = wait_for_response(pending.sampler, doing).path if pending.sampler else None
     log.flush()
     record = CheckpointRecord(
         name=pending.name,
         batch=pending.batch,
         epoch=pending.epoch,
-        final=pending.sampler is not None,
+        final=pending.is_final,
         state_path=state_path,
         sampler_path=sampler_path,
         extra={
@@ -112,14 +127,18 @@ def resumable(directory: RunDirectory) -> list[CheckpointRecord]:
 def read_records(directory: RunDirectory) -> Records:
     """Read checkpoints.jsonl; a torn line is skipped with a warning."""
     checkpoints: list[CheckpointRecord] = []
+    samplers: list[CheckpointRecord] = []
     dropped: set[str] = set()
     best: Mapping[str, Any] = {}
     for record in read_jsonl(directory, CHECKPOINTS_BASE_NAME, CheckpointRecord.from_dict):
         if record.state_path and record.batch is not None:
             checkpoints.append(record)
+        elif record.sampler_path and record.batch is not None:
+            samplers.append(record)
         elif path := record.get("dropped", None):
             dropped.add(path)
         elif record.get("best", None):
             best = record.extra
     existing = tuple(record for record in reversed(checkpoints) if record.state_path not in dropped)
-    return Records(existing, frozenset(dropped), best)
+    existing_samplers = tuple(record for record in reversed(samplers) if record.sampler_path not in dropped)
+    return Records(existing, existing_samplers, frozenset(dropped), best)

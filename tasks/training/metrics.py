@@ -17,6 +17,7 @@ from mlflow.exceptions import MlflowException
 from blocks.errors import ServiceError
 from blocks.mlflow_internals import RunOperations
 from tasks.common.task import step_task
+from tasks.training.metrics_file import MetricsFile
 
 # Metric that every step logs, which shows the steps that a run has logged.
 STEP_KEY = "progress/batch"
@@ -55,12 +56,17 @@ def safe_name(name: str) -> str:
 
 
 class MetricsLog:
-    """Metrics of one MLflow run; a step that a crashed run has already logged is not logged again."""
+    """Metrics of one MLflow run; a step that a crashed run has already logged is not logged again.
 
-    __slots__ = ("_lock", "_pending", "_steps", "_unsent", "_wrote_at", "client", "run_id")
+    Attributes:
+        file: metrics.jsonl in the directory of the run, if the run has one.
+    """
+
+    __slots__ = ("_lock", "_pending", "_steps", "_unsent", "_wrote_at", "client", "file", "run_id")
 
     def __init__(self, client: MlflowClient, run_id: str) -> None:
         self.client, self.run_id = client, run_id
+        self.file: MetricsFile | None = None
         # MLflow's writers may store a later step before an earlier one, so a maximum does not suffice.
         self._steps = {metric.step for metric in client.get_metric_history(run_id, STEP_KEY)}
         self._pending: list[tuple[RunOperations, Callable[..., object]]] = []
@@ -70,10 +76,12 @@ class MetricsLog:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Enqueue the metrics of a step without waiting; fast steps share a write."""
+        values = {STEP_KEY: step, **metrics}
+        if self.file:
+            self.file.log(step, values)
         if step in self._steps:
             return
         now = int(time.time() * 1000)
-        values = {STEP_KEY: step, **metrics}
         with self._lock:
             self._unsent += [Metric(key, float(value), now, step) for key, value in values.items()]
             self._steps.add(step)
@@ -89,6 +97,7 @@ class MetricsLog:
 
         Raises:
             ServiceError: MLflow did not store a write.
+            StorageError: metrics.jsonl cannot be written.
         """
         try:
             with self._lock:
@@ -104,6 +113,9 @@ class MetricsLog:
                 f"MLflow did not store the metrics of run {self.run_id} ({str(error).splitlines()[0][:200]}): "
                 "fix the tracking server or its disk and start the same command again."
             ) from error
+        finally:
+            if self.file:
+                self.file.flush()
 
     def values(self, key: str) -> dict[int, float]:
         """Values of a metric by step."""

@@ -50,14 +50,22 @@ def keep_checkpoints(rest: tinker.RestClient, directory: RunDirectory, log: Metr
         if new_best[0].state_path != best:
             _record_best(rest, directory, new_best, policy)
             if best not in records.dropped:
-                _set_ttl(rest, best, policy.ttl_seconds, policy)
+                for path in next((_paths(record) for record in own if record.state_path == best), [best]):
+                    _set_ttl(rest, path, policy.ttl_seconds, policy)
         best = new_best[0].state_path or ""
-    for record in own[policy.last :] if policy.last else ():
-        if record.state_path != best and not record.final:
-            path = record.state_path or ""
+    old = [*own[policy.last :], *records.samplers[policy.last :]] if policy.last else []
+    for record in old:
+        if record.final or (record.state_path and record.state_path == best):
+            continue
+        for path in _paths(record):
             with service_errors(f"delete the checkpoint {path}"), suppress(tinker.NotFoundError):
                 rest.delete_checkpoint_from_tinker_path(path).result()
             append_record(directory, {"name": record.name, "dropped": path})
+
+
+def _paths(record: CheckpointRecord) -> list[str]:
+    """Return the paths of a checkpoint on the service; the state, whose deletion deletes the record, is last."""
+    return [path for path in (record.sampler_path, record.state_path) if path]
 
 
 def find_best(
@@ -81,7 +89,7 @@ def _record_best(
     """Make the service keep the best checkpoint, then record it; record it as dropped if it has already expired."""
     record, value = new_best
     path = record.state_path or ""
-    if _set_ttl(rest, path, None, policy):
+    if all(_set_ttl(rest, kept, None, policy) for kept in _paths(record)):
         line = {"name": "best", "best": path, "best_step": step_of(record), "metric": policy.metric, "value": value}
         append_record(directory, line)
     else:

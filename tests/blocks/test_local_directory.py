@@ -40,6 +40,25 @@ def test_files_round_trip(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "runs" / "a").iterdir()] == ["config.json"]
 
 
+def test_removed_files_and_folders_are_gone(tmp_path: Path) -> None:
+    directory = LocalDirectory(tmp_path / "run")
+    assert directory.names() == []
+    with directory:
+        directory.write_bytes("config.json", b"{}")
+        directory.append_line("lines", "one")
+        (tmp_path / "run" / "folder").mkdir()
+        (tmp_path / "run" / "folder" / "file").write_text("text")
+        (tmp_path / "run" / "link").symlink_to(tmp_path)
+        assert directory.names() == ["config.json", "folder", "lines", "link"]
+        for name in directory.names():
+            directory.remove(name)
+        assert directory.names() == []
+        assert directory.read_bytes("config.json") is None
+        assert tmp_path.exists()  # the target of the link
+        with pytest.raises(StorageError, match="remove"):
+            directory.remove("config.json")
+
+
 @pytest.mark.process
 def test_readers_see_whole_files_when_the_writer_is_killed(tmp_path: Path) -> None:
     contents = {bytes([letter]) * 300_000 for letter in b"ab"}

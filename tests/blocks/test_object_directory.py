@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -25,6 +26,7 @@ from blocks.errors import StorageError
 from blocks.object_directory import ObjectDirectory
 from blocks.processes import free_port
 from blocks.storage import RunDirectory
+from tasks.training.metrics_file import METRICS_NAME, MetricsFile
 
 # Fork, because the imports of a new interpreter take seconds.
 fork = multiprocessing.get_context("fork")
@@ -94,6 +96,34 @@ def test_failed_requests_change_the_record_once_or_not_at_all(s3: S3Server, acti
         proxy.arm(Fault(0, 0.0, "s3", action, 0, 0.1))
         assert (directory.read_bytes("record") or b"").decode().splitlines() == lines
     assert storage_on(s3).run_directory(directory.location.rpartition("/")[2]).read_bytes("record")
+
+
+def test_metrics_have_one_line_per_step_after_a_resume(directory: RunDirectory) -> None:
+    """Several lines are one write of the object, and the lines of repeated steps are replaced."""
+    first = MetricsFile(directory, 0, 6)
+    for step in range(4):
+        first.log(step, {"loss": 1.0})
+    first.flush()
+    directory.write_bytes(METRICS_NAME, (directory.read_bytes(METRICS_NAME) or b"") + b'{"step": 4, "lo')
+    again = MetricsFile(directory, 2, 6)
+    for step in range(2, 6):
+        again.log(step, {"loss": 2.0})
+    again.flush()
+    lines = [json.loads(line) for line in (directory.read_bytes(METRICS_NAME) or b"").splitlines()]
+    assert lines == [{"step": step, "loss": 1.0 if step < 2 else 2.0} for step in range(6)]
+
+
+def test_removed_files_are_gone(s3: S3Server, directory: RunDirectory) -> None:
+    for name in ("config.json", "lines"):
+        directory.append_line(name, "one")
+    assert directory.names() == ["config.json", "lines"]
+    for name in directory.names():
+        directory.remove(name)
+    assert directory.names() == []
+    assert directory.read_bytes("lines") is None
+    assert directory.writer(), "the lease is kept"
+    directory.append_line("lines", "two")
+    assert directory.read_bytes("lines") == b"two\n"
 
 
 def test_readers_see_whole_objects(s3: S3Server, directory: RunDirectory) -> None:

@@ -105,6 +105,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         ]
     },
     "candidates": {"regularizers": [{"name": "repetition", "weight": 3.0, "params": {"n": 1}}]},
+    "tokens": {"regularizers": [{"name": "confidence"}]},
+    "seconds": {},
     "dpo": {"base_loss": "dpo", "regularizers": [{"name": "kl", "weight": 0.01}]},
     "rl": {"base_loss": "importance_sampling", "regularizers": [{"name": "kl", "weight": 0.1}, {"name": "length"}]},
 }
@@ -112,6 +114,18 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 EXACT = {"engine": {"threads": 1, "deterministic": True}, "transcripts_every": 1}
 STREAM = {"schedule": {"mode": "stream", "num_minibatches": 2}}
 SAMPLED = {"candidates": {"num": 2, "max_tokens": 24}, "engine": EXACT["engine"]}
+TOKENS = {"checkpoint_every": 0, "checkpoint_every_tokens": 4000, "checkpoint_kind": "both"}
+SECONDS = {"checkpoint_every": 0, "checkpoint_every_seconds": 1.5}
+SAMPLER = {
+    "builder": "tinker_flows:ExactMatch",
+    "params": {
+        "path": "examples/data/gsm8k_test.jsonl",
+        "renderer_name": "qwen3_instruct",
+        "limit": 2,
+        "sampling": {"max_tokens": 4, "seed": 0},
+    },
+}
+RARE = {"infrequent_evaluators": [SAMPLER], "infrequent_eval_every": 7, "engine": EXACT["engine"]}
 METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
     "two passes": ("sft", sft_fields),
     "random": ("sft", lambda *given: sft_fields(*given) | {"seed": 3}),
@@ -122,6 +136,8 @@ METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
     "dpo": ("dpo", lambda *given: dpo_fields(*given) | {"engine": EXACT["engine"]}),  # the reference is sampled from
     "rl": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT),
     "rl stream": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM),
+    "tokens": ("sft", lambda *given: sft_fields(*given) | TOKENS | RARE),
+    "seconds": ("sft", lambda *given: sft_fields(*given) | SECONDS),
 }
 
 
@@ -139,6 +155,8 @@ METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
         pytest.param("dpo", 2, marks=pytest.mark.slow),
         pytest.param("rl", 3, marks=pytest.mark.slow),
         pytest.param("rl stream", 2, marks=pytest.mark.slow),
+        pytest.param("tokens", 2, marks=pytest.mark.slow),
+        pytest.param("seconds", 2, marks=pytest.mark.slow),
     ],
 )
 def test_killed_run_equals_uninterrupted_run(
@@ -149,16 +167,26 @@ def test_killed_run_equals_uninterrupted_run(
     assert len(uninterrupted.weights) > 0
     assert killed.curves == uninterrupted.curves
     assert killed.transcripts == uninterrupted.transcripts
+    assert killed.lines == uninterrupted.lines
+    if kind != "seconds":
+        assert killed.saved_steps == uninterrupted.saved_steps
     assert len(uninterrupted.transcripts) == (NUM_STEPS if kind.startswith("rl") else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutputs:
-    """Final weights, metrics by step except timings, and samples of a run."""
+    """Final weights, metrics by step except timings, and samples of a run.
+
+    Attributes:
+        lines: Lines of metrics.jsonl, without timings.
+        saved_steps: Steps of the recorded checkpoints.
+    """
 
     weights: dict[str, bytes]
     curves: dict[str, list[tuple[int, float]]]
     transcripts: dict[str, str]
+    lines: list[dict[str, float]]
+    saved_steps: list[int]
 
 
 def run_with_and_without_kills(
@@ -193,8 +221,21 @@ def run_with_and_without_kills(
     assert run.data.params["learning_rate"] == uninterrupted_run.data.params["learning_rate"]
     client = MlflowClient(mlflow_uri)
 
+    def is_timing(key: str) -> bool:
+        return key.startswith(("time/", "cost/")) or "duration_s" in key
+
+    def lines(name: str) -> list[dict[str, float]]:
+        content = (tmp_path / "runs" / name / "metrics.jsonl").read_text()
+        rows = [json.loads(line) for line in content.splitlines()]
+        assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))  # the last is the final evaluation
+        return [{key: value for key, value in row.items() if not is_timing(key)} for row in rows]
+
+    def saved_steps(name: str) -> list[int]:
+        records = map(json.loads, (tmp_path / "runs" / name / "checkpoints.jsonl").read_text().splitlines())
+        return [record["step"] for record in records if "state_path" in record]
+
     def curves(of: Run) -> dict[str, list[tuple[int, float]]]:
-        keys = [key for key in of.data.metrics if not key.startswith(("time/", "cost/")) and "duration_s" not in key]
+        keys = [key for key in of.data.metrics if not is_timing(key)]
         points = {key: client.get_metric_history(of.info.run_id, key) for key in keys}
         return {key: sorted((point.step, point.value) for point in history) for key, history in points.items()}
 
@@ -202,8 +243,16 @@ def run_with_and_without_kills(
         return {path.name: path.read_text() for path in (tmp_path / "runs" / name).glob("transcripts-*.html")}
 
     return (
-        RunOutputs(whole, curves(uninterrupted_run), transcripts(uninterrupted)),
-        RunOutputs(final_weights(directory, home), curves(run), transcripts(killed)),
+        RunOutputs(
+            whole,
+            curves(uninterrupted_run),
+            transcripts(uninterrupted),
+            lines(uninterrupted),
+            saved_steps(uninterrupted),
+        ),
+        RunOutputs(
+            final_weights(directory, home), curves(run), transcripts(killed), lines(killed), saved_steps(killed)
+        ),
     )
 
 

@@ -1,0 +1,117 @@
+"""Run name in use: resume the earlier run, delete it, or ask the user."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Any
+
+from mlflow.entities import LifecycleStage
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+from tinker_cookbook.checkpoint_utils import CHECKPOINTS_BASE_NAME
+
+from blocks.errors import ConfigError
+from blocks.storage import CONFIG, RunDirectory
+from flows.config.base import RunConfig
+from flows.runs.blocks import storage_of, tracking_at
+from flows.runs.config_record import RecordedConfig
+from flows.runs.fork import starts_of
+from flows.runs.mlflow_run import find_recorded_run
+from tasks.training.checkpoints import read_records, step_of
+
+
+def settle_run_name(config: RunConfig) -> None:
+    """Delete the earlier run of the name, or ask whether to, if `if_exists` says so.
+
+    A flow run that Prefect retries or restarts resumes the run that it started itself.
+
+    Raises:
+        ConfigError: `if_exists` is `ask`, and there is no terminal, or the user does not want to continue.
+        ServiceError: MLflow does not respond.
+        StorageError: Another process is writing the run, or its files cannot be removed.
+    """
+    if config.if_exists == "resume" or (flow_run.get_run_count() or 1) > 1:
+        return
+    directory = storage_of(config).run_directory(config.run_name)
+    if not any(directory.read_bytes(name) for name in (CONFIG, CHECKPOINTS_BASE_NAME)):
+        return
+    if config.if_exists == "delete" or _is_deletion_chosen(config, directory):
+        _delete(config, directory)
+
+
+def _is_deletion_chosen(config: RunConfig, directory: RunDirectory) -> bool:
+    """Ask whether to delete a run, as tinker-cookbook does; return False to resume it."""
+    in_use = f"The run name {config.run_name!r} is in use in {directory.location}"
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            f"{in_use} and if_exists is 'ask', but there is no terminal to ask in: set if_exists to 'resume' or "
+            "'delete', or choose another run_name."
+        )
+    while True:
+        print(f"{in_use}, with checkpoints at {_steps_of_checkpoints(directory) or 'no step'}.", file=sys.stderr)
+        try:
+            answer = input("What do you want to do? [delete, resume, exit]: ").strip()
+        except EOFError:
+            answer = "exit"
+        if answer in ("delete", "resume"):
+            return answer == "delete"
+        if answer == "exit":
+            raise ConfigError(f"{in_use} and was left as it is: choose another run_name to start a new run.")
+
+
+def _delete(config: RunConfig, directory: RunDirectory) -> None:
+    """Delete the files of a run and its MLflow run, and report what was deleted."""
+    _check_origin(config)
+    with directory:  # fails if another process is writing the run
+        steps = _steps_of_checkpoints(directory)
+        kept = f" The weights of its checkpoints at {steps} stay on the service." if steps else ""
+        mlflow = _delete_mlflow_run(config, directory)
+        # The records of checkpoints come first: a run whose deletion was interrupted must not resume.
+        names = sorted(directory.names(), key=lambda name: (name != CHECKPOINTS_BASE_NAME, name))
+        for name in names:
+            directory.remove(name)
+    text = (
+        f"Deleted the earlier run {config.run_name!r}, as if_exists says: {len(names)} files in {directory.location} "
+        f"({', '.join(names)}){mlflow}.{kept}"
+    )
+    get_run_logger().warning("%s", text)
+    print(text, file=sys.stderr)
+
+
+def _check_origin(config: RunConfig) -> None:
+    """Check that the weights that the new run starts from exist, and are not those of the run to delete.
+
+    Raises:
+        ConfigError: They do not exist, or the run to delete has them.
+    """
+    starts_of(config, storage_of(config))
+    if config.init_from.partition("@")[0] == config.run_name:
+        raise ConfigError(
+            f"init_from is {config.init_from!r}, a checkpoint of the run that if_exists would delete: choose another "
+            "run_name."
+        )
+
+
+def _delete_mlflow_run(config: RunConfig, directory: RunDirectory) -> str:
+    """Delete the MLflow run of a run, which MLflow can restore; describe it for the report, empty without one."""
+    fields: dict[str, Any] = {}
+    with suppress(ConfigError):  # a damaged config names no tracking store
+        fields = RecordedConfig.parse(directory.read_bytes(CONFIG) or b"{}", directory.location).fields
+    reference = str(fields.get("tracking", config.tracking))
+    tracking = tracking_at(reference, str(fields.get("experiment", config.experiment)))
+    client = tracking.get_client()
+    mlflow_run = find_recorded_run(client, tracking, directory, read_records(directory))
+    if mlflow_run is None or mlflow_run.info.lifecycle_stage == LifecycleStage.DELETED:
+        return ""
+    run_id = mlflow_run.info.run_id
+    with tracking.failures():
+        client.delete_run(run_id)
+    return f", and the MLflow run {run_id}, which `mlflow runs restore --run-id {run_id}` restores"
+
+
+def _steps_of_checkpoints(directory: RunDirectory) -> str:
+    """Return the steps of a run's checkpoints for a message; empty without checkpoints."""
+    records = read_records(directory)
+    steps = {step_of(record) for record in (*records.checkpoints, *records.samplers)}
+    return ", ".join(map(str, sorted(steps)))

@@ -1,0 +1,93 @@
+"""metrics.jsonl of a run: one line per step in tinker-cookbook's format, written beside MLflow."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from blocks.errors import StorageError
+from blocks.storage import RunDirectory
+from tasks.common.jsonl import read_jsonl
+
+METRICS_NAME = "metrics.jsonl"
+
+# The pause after a write, as a multiple of its duration: an append to S3 rewrites the whole file.
+_PAUSE_PER_WRITE = 10
+_SHORTEST_PAUSE_S = 0.5
+
+
+class MetricsFile:
+    """Lines `{"step": ..., metric: value, ...}`, appended by a background thread.
+
+    A run that resumes at a step drops the lines of this and later steps, which it runs again, so that each step has
+    one line. A checkpoint is recorded only after all earlier lines are durable.
+    """
+
+    def __init__(self, directory: RunDirectory, first: int, num_steps: int) -> None:
+        """Open the file at the first step of a start; a finished run keeps all lines.
+
+        Raises:
+            StorageError: the file cannot be read or rewritten.
+        """
+        self._directory = directory
+        self._unwritten: list[str] = []
+        self._writer: threading.Thread | None = None
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._pause_s, self._wrote_at = _SHORTEST_PAUSE_S, -_SHORTEST_PAUSE_S
+        if content := directory.read_bytes(METRICS_NAME):
+            kept = [
+                json.dumps(line)
+                for line in read_jsonl(directory, METRICS_NAME, _with_step)
+                if line["step"] < first or first >= num_steps
+            ]
+            lines = "".join(f"{line}\n" for line in kept).encode()
+            if lines != content:
+                directory.write_bytes(METRICS_NAME, lines)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the line of a step without waiting; fast steps share a write."""
+        numbers = {key: value if type(value) is int else float(value) for key, value in metrics.items()}
+        with self._lock:
+            self._unwritten.append(json.dumps({"step": step, **numbers} | {"step": step}))
+        is_busy = self._writer is not None and self._writer.is_alive()
+        if not is_busy and time.monotonic() - self._wrote_at >= self._pause_s:
+            self._writer = threading.Thread(target=self._try_to_write, name="metrics-file", daemon=True)
+            self._writer.start()
+
+    def flush(self) -> None:
+        """Wait until all lines logged so far are durable.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        self._write()
+
+    def _try_to_write(self) -> None:
+        try:
+            self._write()
+        except StorageError:
+            return  # `flush` tries again and raises the error
+
+    def _write(self) -> None:
+        with self._writing:  # one write at a time, so that lines stay in the order of the steps
+            with self._lock:
+                lines, self._unwritten = self._unwritten, []
+            if not lines:
+                return
+            began = time.monotonic()
+            try:
+                self._directory.append_line(METRICS_NAME, "\n".join(lines))
+            except StorageError:
+                with self._lock:
+                    self._unwritten = [*lines, *self._unwritten]
+                raise
+            self._wrote_at = time.monotonic()
+            self._pause_s = max(_SHORTEST_PAUSE_S, _PAUSE_PER_WRITE * (self._wrote_at - began))
+
+
+def _with_step(line: dict[str, Any]) -> dict[str, Any]:
+    int(line["step"])  # a line without a step cannot be attributed to one
+    return line

@@ -1,0 +1,191 @@
+"""Run names in use: the earlier run is resumed, deleted, or the user is asked."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+import yaml
+from engine_process import API_KEY, EngineProcess
+from mlflow import MlflowClient
+from rlhf_config import rlhf_fields
+from saved_weights import saved_weights
+from sft_config import sft_fields
+
+from blocks import RunStorage
+from blocks.errors import ConfigError, StorageError
+from deployments.run_lookup import find_run, resume_config
+from flows.config.loader import validate_fields
+from flows.config.rlhf import RlhfConfig
+from flows.config.train import SftConfig
+from flows.monitoring.progress import step_callback
+from flows.runs import cli
+from flows.runs.result import TrainResult
+from flows.sft import sft
+from flows.sweeps.config import SweepConfig
+from flows.sweeps.plan import make_plan
+
+
+@pytest.fixture(autouse=True)
+def service(engine_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", API_KEY)
+
+
+@pytest.fixture
+def fields(tmp_path: Path, mlflow_uri: str, engine_url: str) -> dict[str, Any]:
+    return sft_fields(tmp_path, "run", mlflow_uri, engine_url) | {"num_steps": 3, "eval_every": 0, "objective": {}}
+
+
+@pytest.fixture
+def earlier(prefect_server: str, fields: dict[str, Any]) -> TrainResult:
+    """Run with checkpoints at the steps 2 and 3."""
+    return train(fields)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def train(fields: dict[str, Any], **changes: object) -> TrainResult:
+    return sft(SftConfig.model_validate(fields | changes))
+
+
+def contents(directory: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(directory).iterdir() if path.name != ".lock"}
+
+
+def stage_of(mlflow_uri: str, run_id: str) -> str:
+    return MlflowClient(mlflow_uri).get_run(run_id).info.lifecycle_stage
+
+
+def test_deleted_run_leaves_no_trace(
+    earlier: TrainResult,
+    fields: dict[str, Any],
+    mlflow_uri: str,
+    engine: EngineProcess,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The run after it equals a run of another name with the same settings."""
+    (Path(earlier.directory) / "leftover").mkdir()
+    (Path(earlier.directory) / "leftover" / "file.txt").write_text("old")
+    names = sorted(path.name for path in Path(earlier.directory).iterdir() if path.name != ".lock")
+    capfd.readouterr()
+    changes = {"learning_rate": 1e-3, "data": fields["data"], "num_steps": 2}
+    again = train(fields, if_exists="delete", **changes)
+    assert (again.resumed_from, again.num_steps) == (0, 2)
+    message = capfd.readouterr().err
+    assert f"Deleted the earlier run 'run', as if_exists says: {len(names)} files in {earlier.directory}" in message
+    assert all(name in message for name in names)
+    assert f"mlflow runs restore --run-id {earlier.mlflow_run_id}" in message
+    assert "The weights of its checkpoints at 2, 3 stay on the service." in message
+    assert stage_of(mlflow_uri, earlier.mlflow_run_id) == "deleted"
+    assert stage_of(mlflow_uri, again.mlflow_run_id) == "active"
+    assert not (Path(again.directory) / "leftover").exists()
+    rest = tinker.RestClient(base_url=engine.url, api_key=API_KEY)
+    on_service = {checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints(limit=1000).result().checkpoints}
+    assert earlier.state_path in on_service
+
+    fresh = train(fields, run_name="fresh", **changes)
+    assert saved_weights(engine.state, again.state_path) == saved_weights(engine.state, fresh.state_path)
+    assert contents(again.directory).keys() == contents(fresh.directory).keys()
+    lines = (Path(again.directory) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+
+
+def test_run_in_progress_is_never_deleted(earlier: TrainResult, fields: dict[str, Any], mlflow_uri: str) -> None:
+    before = contents(earlier.directory)
+    storage = RunStorage(url=fields["storage"])
+    with storage.run_directory("run"), pytest.raises(StorageError, match="is being written by"):
+        train(fields, if_exists="delete")
+    assert contents(earlier.directory) == before
+    assert stage_of(mlflow_uri, earlier.mlflow_run_id) == "active"
+
+
+def test_ask(earlier: TrainResult, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contents(earlier.directory)
+    monkeypatch.setattr("sys.stdin", io.StringIO("delete\n"))
+    with pytest.raises(ConfigError, match="if_exists is 'ask', but there is no terminal to ask in: set if_exists to"):
+        train(fields, if_exists="ask")
+    for answer in ("exit\n", "what\nexit\n", ""):  # the last is Ctrl-D
+        monkeypatch.setattr("sys.stdin", Terminal(answer))
+        with pytest.raises(ConfigError, match="was left as it is: choose another run_name"):
+            train(fields, if_exists="ask")
+    assert contents(earlier.directory) == before
+    monkeypatch.setattr("sys.stdin", Terminal("yes\nresume\n"))
+    assert train(fields, if_exists="ask").resumed_from == 3
+    (Path(earlier.directory) / "config.json").write_text("damaged")
+    monkeypatch.setattr("sys.stdin", Terminal("delete\n"))
+    again = train(fields, if_exists="ask")
+    assert again.resumed_from == 0
+    assert again.mlflow_run_id != earlier.mlflow_run_id
+    monkeypatch.setattr("sys.stdin", Terminal(""))  # a new name asks nothing
+    assert train(fields, if_exists="ask", run_name="other").resumed_from == 0
+
+
+def test_retried_flow_run_resumes_its_own_run(earlier: TrainResult, fields: dict[str, Any], mlflow_uri: str) -> None:
+    failed_at: list[int] = []
+
+    def fail_once(step: int, metrics: Mapping[str, float]) -> str:
+        if step == 4 and not failed_at:
+            failed_at.append(step)
+            raise RuntimeError("crash")
+        return ""
+
+    config = SftConfig.model_validate(fields | {"if_exists": "delete", "num_steps": 6})
+    with step_callback(fail_once):
+        again = sft.with_options(retries=1)(config)
+    assert failed_at == [4]
+    assert again.resumed_from == 4
+    assert stage_of(mlflow_uri, earlier.mlflow_run_id) == "deleted"
+
+
+def test_origin_is_checked_before_anything_is_deleted(earlier: TrainResult, fields: dict[str, Any]) -> None:
+    before = contents(earlier.directory)
+    for origin, message in {
+        "run@final": "a checkpoint of the run that if_exists would delete",
+        "gone": "the run 'gone' has no checkpoint",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            train(fields, if_exists="delete", init_from=origin)
+    assert contents(earlier.directory) == before
+
+
+def test_resume_command_never_deletes(earlier: TrainResult, fields: dict[str, Any]) -> None:
+    train(fields, if_exists="delete", num_steps=1)
+    method, config = resume_config(find_run("run", fields["storage"]), [])
+    assert isinstance(config, SftConfig)
+    assert (method, config.if_exists) == ("sft", "resume")
+
+
+def test_interrupted_run_names_the_command_that_does_not_delete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupt)
+    config = validate_fields(SftConfig, sft_fields(tmp_path, "run", "") | {"if_exists": "delete"})
+    with pytest.raises(SystemExit) as exited:
+        cli.run(sft, config)
+    assert exited.value.code == 130
+    assert "`tinker-flows resume run` resumes from the last checkpoint" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        cli.run(sft, config.model_copy(update={"if_exists": "resume"}))
+
+
+def test_flows_of_several_runs_reject_it(tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text(yaml.safe_dump(sft_fields(tmp_path, "base", "") | {"if_exists": "delete"}))
+    sweep = validate_fields(SweepConfig, {"run_name": "s", "flow": "sft", "base": str(base), "metric": "test/nll"})
+    with pytest.raises(ConfigError, match="a resumed sweep resumes its trials: remove if_exists"):
+        make_plan(sweep)
+    fields = rlhf_fields(tmp_path, "rlhf", "")
+    fields["warm_start"] = {**fields.get("warm_start", {}), "if_exists": "delete"}
+    with pytest.raises(ConfigError, match="a stage must not set if_exists"):
+        validate_fields(RlhfConfig, fields)

@@ -1,0 +1,83 @@
+"""First batch of each method, printed when a run starts and stored with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from distill_config import distill_fields, environment
+from dpo_config import dpo_fields
+from engine_process import API_KEY
+from mlflow import MlflowClient
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from rl_config import rl_fields
+from sft_config import sft_fields
+
+from flows.config.distill import OffPolicyConfig, OnPolicyConfig
+from flows.config.dpo import DpoConfig
+from flows.config.rl import RlConfig
+from flows.config.train import SftConfig
+from flows.distill import off_policy_distillation, on_policy_distillation
+from flows.dpo import dpo
+from flows.rl import rl
+from flows.sft import sft
+
+
+def datasets(folder: Path, run_name: str, tracking: str, base_url: str) -> dict[str, Any]:
+    teacher = {"environment": environment(folder), "teacher": {"checkpoint": "base"}}
+    return distill_fields(folder, run_name, tracking, base_url) | {"datasets": [teacher]}
+
+
+class Method(NamedTuple):
+    flow: Callable[[Any], Any]
+    config_type: type[Any]
+    fields_of: Callable[[Path, str, str, str], dict[str, Any]]
+    titles: list[str]
+
+
+METHODS = [
+    Method(sft, SftConfig, sft_fields, ["example 0"]),
+    Method(dpo, DpoConfig, dpo_fields, ["chosen", "rejected"]),
+    Method(rl, RlConfig, rl_fields, ["prompt 0, rollout 0", "prompt 0, rollout 1"]),
+    Method(on_policy_distillation, OnPolicyConfig, datasets, ["prompt 0, rollout 0"]),
+    Method(off_policy_distillation, OffPolicyConfig, datasets, ["example 0"]),
+]
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.config_type.__name__)
+def test_every_method_shows_its_first_batch_once(
+    tmp_path: Path,
+    mlflow_uri: str,
+    engine_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    method: Method,
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", API_KEY)
+    config = method.config_type.model_validate(
+        method.fields_of(tmp_path, "shown", mlflow_uri, engine_url) | {"num_steps": 1}
+    )
+    result = method.flow(config)
+    printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("First batch of shown: ")]
+    assert len(printed) >= len(method.titles)
+    for line, title in zip(printed, method.titles, strict=False):
+        assert title in line
+        assert re.search(r"\d+ of \d+ tokens trained, (weights from|all weights are 0)", line)
+    assert not any("\x1b" in line for line in printed)
+
+    page = (Path(result.directory) / "first_batch.html").read_text()
+    stored = MlflowClient(mlflow_uri).download_artifacts(result.mlflow_run_id, "first_batch.html", str(tmp_path))
+    assert Path(stored).read_text() == page
+    assert page.count("<h2>") >= len(printed)
+    with get_client(sync_client=True) as client:
+        of_run = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[result.flow_run_id]))
+        artifacts = {artifact.key: artifact for artifact in client.read_artifacts(artifact_filter=of_run)}
+    assert f"{result.directory}/first_batch.html" in str(artifacts["first-batch-shown"].data)
+
+    method.flow(config)
+    assert "First batch" not in capsys.readouterr().err
