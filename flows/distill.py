@@ -22,6 +22,7 @@ from flows.config.distill import (
     OffPolicyConfig,
     OnPolicyConfig,
     PromptConfig,
+    SamplingConfig,
     SelfConfig,
     TeacherDataConfig,
     TeacherTargetsConfig,
@@ -114,7 +115,7 @@ def _check_base(objective: Objective, *, on_policy: bool) -> None:
         )
 
 
-def _on_policy(run: Run, config: DistillConfig, datasets: Sequence[GroupsConfig]) -> SourceAndEvaluators:
+def _on_policy(run: Run, config: SamplingConfig, datasets: Sequence[GroupsConfig]) -> SourceAndEvaluators:
     teachers = open_teachers(run, config, [dataset.teacher for dataset in datasets])
     tokenizer, settings = run.client.get_tokenizer(), config.rollout.settings(config.seed, NO_REWARD)
     built = [_build_groups(run, dataset.environment) for dataset in datasets]
@@ -122,7 +123,9 @@ def _on_policy(run: Run, config: DistillConfig, datasets: Sequence[GroupsConfig]
     mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
     tests = [(teacher, test) for teacher, (_, test) in zip(teachers, built, strict=True) if test is not None]
     held_out = [TeacherKL(tests, tokenizer, settings)] if tests else []
-    return OnPolicySource(mixture, teachers, tokenizer, settings), held_out
+    source = OnPolicySource(mixture, teachers, tokenizer, settings)
+    source.measures_post_kl = config.compute_post_kl
+    return source, held_out
 
 
 def _off_policy(run: Run, config: TeacherTargetsConfig, datasets: Sequence[TeacherDataConfig]) -> SourceAndEvaluators:

@@ -103,6 +103,12 @@ class SamplingConfig(DistillConfig):
         title="Objective",
         description="Base loss that reads advantages, and its weighted regularizers.",
     )
+    compute_post_kl: bool = Field(
+        default=False,
+        title="KL after the update",
+        description="Score the samples of each step again after its update, at the price of prompt tokens, and log "
+        "`kl_pre_post_v1` and `kl_pre_post_v2`: how far the update moved the policy from the one that sampled.",
+    )
 
 
 class TeacherTargetsConfig(DistillConfig):
