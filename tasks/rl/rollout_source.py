@@ -196,12 +196,18 @@ class RolloutSource(BatchSource):
         distances = self._distances.pop(step, [])
         return (
             compute_group_metrics(groups)
-            | compute_policy_metrics(trained)
+            | self.policy_metrics(trained, terms)
+            | ({"kl_policy_base": fsum(distances) / len(distances)} if distances else {})
+            | (self._measure_post_kl(step, trained) if self.measures_post_kl else {})
+        )
+
+    def policy_metrics(self, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of the trained policy and of the value baseline."""
+        return (
+            compute_policy_metrics(trained)
             | compute_critic_metrics(trained)
             | {"policy_loss": terms["loss/base"]}
             | ({"clip_fraction": terms[_CLIPPED]} if _CLIPPED in terms else {})
-            | ({"kl_policy_base": fsum(distances) / len(distances)} if distances else {})
-            | (self._measure_post_kl(step, trained) if self.measures_post_kl else {})
         )
 
     def _measure_post_kl(self, step: int, trained: Sequence[TrainedBatch]) -> dict[str, float]:

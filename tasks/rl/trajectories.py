@@ -174,10 +174,16 @@ def compute_policy_metrics(trained: Sequence[TrainedBatch]) -> dict[str, float]:
     return {
         "optim/kl_sample_train_v1": distance.mean().item(),
         "optim/kl_sample_train_v2": distance.square().mean().item() / 2,
-        "optim/entropy": -sampled.mean().item(),
+        "optim/entropy": compute_entropy(trained),
         "advantage/mean": advantages.mean().item(),
         "advantage/std": advantages.std(correction=0).item(),
     }
+
+
+def compute_entropy(trained: Sequence[TrainedBatch]) -> float:
+    """Compute the sampler's entropy, estimated on its own samples, in nats per token."""
+    sampled = _sampled_tokens([minibatch.batch.sampling_logprobs_DT for minibatch in trained], trained)
+    return -sampled.mean().item()
 
 
 def compute_post_kl(trained: Sequence[TrainedBatch], after_DT: Sequence[Tensor]) -> dict[str, float]:

@@ -3,88 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-import tinker
 import torch
-from tinker import types
-from tinker_cookbook.completers import TokensWithLogprobs
-from tinker_cookbook.rl.data_processing import assemble_training_data, compute_advantages
+from random_groups import RandomScores, advantages_of, cookbook_data, packed, random_groups, reference_of
+from tinker_cookbook.distillation.train_on_policy import incorporate_kl_penalty as cookbook_teacher_penalty
 from tinker_cookbook.rl.metrics import compute_post_kl as cookbook_post_kl
 from tinker_cookbook.rl.metrics import incorporate_kl_penalty
-from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
-from torch import Tensor
+from tinker_cookbook.rl.types import Trajectory
 
-from objectives.batch import Batch
-from tasks.rl.advantages import AdvantageSettings
-from tasks.rl.group_rollout import Group
-from tasks.rl.trajectories import apply_kl_penalty, compute_post_kl, pack_groups
+from tasks.distillation.on_policy import TeacherTargets, add_teacher_advantages
+from tasks.rl.trajectories import apply_kl_penalty, compute_post_kl
 from tasks.training.batch_source import TrainedBatch
-
-
-class Decoder:
-    """Tokenizer that only decodes."""
-
-    def decode(self, tokens: list[int]) -> str:
-        return " ".join(map(str, tokens))
-
-
-class RandomScores:
-    """Sampling client that gives each sequence random logprobs, a function of its tokens."""
-
-    def logprobs(self, tokens: types.ModelInput) -> list[float | None]:
-        generator = torch.Generator().manual_seed(hash(tuple(tokens.to_ints())) % 2**32)
-        return [None, *(-3 * torch.rand(tokens.length - 1, generator=generator)).tolist()]
-
-    async def compute_logprobs_async(self, tokens: types.ModelInput) -> list[float | None]:
-        return self.logprobs(tokens)
-
-    async def compute_logprobs(self, tokens: types.ModelInput) -> list[float | None]:
-        return self.logprobs(tokens)
-
-
-def random_groups(seed: int = 0) -> list[TrajectoryGroup]:
-    """Three groups of two completions; each has two turns, and the second prompt continues the first turn."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def tokens(num: int) -> list[int]:
-        return torch.randint(3, 200, (num,), generator=generator).tolist()
-
-    def trajectory() -> Trajectory:
-        turns, prompt = [], tokens(3)
-        for _ in range(2):
-            action = tokens(int(torch.randint(1, 6, (1,), generator=generator)))
-            logprobs = (-2 * torch.rand(len(action), generator=generator)).tolist()
-            reward = float(torch.rand(1, generator=generator))
-            ob = types.ModelInput.from_ints(prompt)
-            turns.append(Transition(ob, TokensWithLogprobs(action, logprobs), reward, episode_done=False))
-            prompt = [*prompt, *action, *tokens(2)]
-        return Trajectory(transitions=turns, final_ob=types.ModelInput.from_ints(prompt))
-
-    return [TrajectoryGroup([trajectory(), trajectory()], [0.0, 1.0], [{}, {}]) for _ in range(3)]
-
-
-def packed(groups: list[TrajectoryGroup]) -> Batch:
-    return pack_groups([Group((), group, ()) for group in groups], AdvantageSettings(), cast(Any, Decoder()))
-
-
-def cookbook_data(groups: list[TrajectoryGroup]) -> list[tinker.Datum]:
-    return assemble_training_data(groups, compute_advantages(groups))[0]
-
-
-def reference_of(batch: Batch) -> Tensor:
-    """Logprobs of `RandomScores` at the targets of a batch."""
-    sequences = [
-        datum.model_input.append_int(int(datum.loss_fn_inputs["target_tokens"].data[-1])) for datum in batch.datums
-    ]
-    return torch.cat([torch.tensor(RandomScores().logprobs(tokens)[1:]) for tokens in sequences])
-
-
-def advantages_of(data: list[tinker.Datum]) -> Tensor:
-    """Advantages of the sampled tokens."""
-    inputs = [datum.loss_fn_inputs for datum in data]
-    return torch.cat([row["advantages"].to_torch()[row["mask"].to_torch() > 0] for row in inputs])
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.5, 0.9, 1.0])
@@ -112,3 +44,28 @@ def test_post_kl_equals_the_cookbooks() -> None:
     trained = [TrainedBatch(batch, torch.zeros(batch.num_tokens)) for batch in batches]
     actual = compute_post_kl(trained, [reference_of(batch) for batch in batches])
     assert actual == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("rewards", [False, True])
+@pytest.mark.parametrize("coefficient", [0.3, 1.0])
+@pytest.mark.parametrize("discount", [0.0, 0.9])
+def test_advantages_of_a_teacher_equal_the_cookbooks(coefficient: float, discount: float, rewards: bool) -> None:
+    groups = random_groups(seed=2)
+    if not rewards:  # equal rewards in a group have the advantage 0
+        groups = [
+            replace(group, final_rewards_G=[-sum_of(member) for member in group.trajectories_G]) for group in groups
+        ]
+    data = cookbook_data(groups)
+    scores = [cast(Any, RandomScores())] * len(data)
+    asyncio.run(cookbook_teacher_penalty(data, scores, [0] * len(data), coefficient, discount))
+    batch = packed(random_groups(seed=2))
+    assert batch.sampling_logprobs_DT is not None
+    gap_DT = torch.where(batch.mask_DT, reference_of(batch) - batch.sampling_logprobs_DT, 0.0)
+    targets = TeacherTargets(coefficient, discount, train_on_rewards=rewards)
+    advantages_DT = add_teacher_advantages(batch, gap_DT, targets)
+    torch.testing.assert_close(advantages_DT[batch.mask_DT], advantages_of(data), atol=1e-6, rtol=1e-5)
+    assert not bool(advantages_DT[~batch.mask_DT].any())
+
+
+def sum_of(trajectory: Trajectory) -> float:
+    return sum(turn.reward for turn in trajectory.transitions)
