@@ -28,6 +28,7 @@ from tasks.common.sampling import wait_for_snapshot
 from tasks.common.task import Pending, call, opaque_argument, retried_task, step_task
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.completer import SnapshotCompleter
+from tasks.rl.custom_completer import CompleterSpec
 from tasks.rl.group_batches import GroupBatches, split
 from tasks.rl.group_rollout import Group, RetryWholeGroup, RewardedGroup, RolloutThreads
 from tasks.rl.rollout_log import Transcript, make_transcript
@@ -57,6 +58,7 @@ class RolloutSettings:
         temperature: sampling temperature.
         strategy: retries of failed rollouts.
         shape: settings of advantages.
+        completer: completer of the user; None for the service's sampling.
     """
 
     seed: int
@@ -64,10 +66,11 @@ class RolloutSettings:
     temperature: float
     strategy: RetryWholeGroup
     shape: AdvantageSettings
+    completer: CompleterSpec | None = None
 
     def policy(self, sampler: tinker.SamplingClient, *key: int) -> SnapshotCompleter:
         """Completer of a snapshot; the run's seed and `key` determine its seeds."""
-        return SnapshotCompleter(sampler, self.max_tokens, self.temperature, (self.seed, *key))
+        return SnapshotCompleter(sampler, self.max_tokens, self.temperature, (self.seed, *key), custom=self.completer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from objectives.batch import Batch, pack
 from objectives.labels import MEMBER, PROMPT
 from tasks.rl.advantages import AdvantageSettings, compute_token_advantages
 from tasks.rl.group_rollout import Group
+from tasks.rl.hooks import count_actions
 from tasks.training.batch_source import SampledTokens, TrainedBatch
 from tasks.training.datums import Datums
 
@@ -101,11 +102,15 @@ def compute_group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     trajectories, tags = [group for group, _ in completed], [tags for _, tags in completed]
     metrics = compute_trajectory_metrics(trajectories, tags) if completed else {}
     errors = Counter(error.error_type for group in groups for error in group.errors)
-    return metrics | {
-        "rollout_errors/total": float(errors.total()),
-        "rollout_errors/groups_skipped": float(len(groups) - len(completed)),
-        **{f"rollout_errors/{name}": float(count) for name, count in errors.items()},
-    }
+    return (
+        metrics
+        | (count_actions(trajectories) if completed else {})
+        | {
+            "rollout_errors/total": float(errors.total()),
+            "rollout_errors/groups_skipped": float(len(groups) - len(completed)),
+            **{f"rollout_errors/{name}": float(count) for name, count in errors.items()},
+        }
+    )
 
 
 def apply_kl_penalty(

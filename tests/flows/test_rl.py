@@ -18,6 +18,7 @@ from tinker import types
 from tinker_cookbook.rl.types import Transition
 
 from blocks import RunStorage
+from blocks.errors import ConfigError
 from flows.config.rl import RlConfig
 from flows.rl import rl
 from flows.runs.result import TrainResult
@@ -205,6 +206,41 @@ def test_post_kl_is_that_of_the_saved_weights(
     assert result.metrics["cost/num_prefill_tokens"] >= num_prompt + num_scored
     if schedule.get("mode") != "async":
         assert result.metrics["cost/num_prefill_tokens"] == num_prompt + num_scored
+
+
+def test_completer_and_hook_of_the_user(run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str) -> None:
+    """The completer stops after three tokens; the hook charges rollouts that contain an even token."""
+    _, config, _ = run
+    small = config | {"num_steps": 2, "eval_every": 2, "objective": {"base_loss": "importance_sampling"}}
+    rollouts = {"max_tokens": 8, "completer": {"builder": "rollout_parts:Short", "params": {"length": 3}}}
+    hook = {"builder": "rollout_parts:charge_even_tokens", "params": {"price": 0.5}}
+    short = rl(RlConfig.model_validate(small | {"run_name": "short", "rollout": rollouts}))
+    again = rl(RlConfig.model_validate(small | {"run_name": "short-again", "rollout": rollouts}))
+    charged = rl(RlConfig.model_validate(small | {"run_name": "charged", "rollout": rollouts | {"hook": hook}}))
+    assert curve(short, mlflow_uri, "env/all/ac_tokens_per_turn")[0] <= 3
+    assert curve(short, mlflow_uri, "test/env/all/ac_tokens_per_turn")[0] <= 3
+    # The completer returns the service's logprobs, so that the policy is the sampler.
+    assert curve(short, mlflow_uri, "optim/kl_sample_train_v2") == pytest.approx([0.0] * 2, abs=1e-6)
+    reward = "env/all/reward/total"
+    assert curve(again, mlflow_uri, reward)[0] == curve(short, mlflow_uri, reward)[0]
+    share = curve(charged, mlflow_uri, "hook/even/rollouts")[0]
+    assert 0 < share <= 1
+    difference = curve(short, mlflow_uri, reward)[0] - curve(charged, mlflow_uri, reward)[0]
+    assert difference == pytest.approx(0.5 * share)
+    assert curve(charged, mlflow_uri, "hook/even/stopped") == [0.0] * 2
+
+
+def test_invalid_completers_and_hooks_are_refused(tmp_path: Path, prefect_server: str) -> None:
+    for rollouts, message in (
+        ({"completer": {"builder": "rollout_parts:Nothing"}}, "rollout.completer.builder is 'rollout_parts:Nothing'"),
+        ({"completer": {"builder": "rollout_parts:Short", "params": {"size": 1}}}, "has no parameter 'size'"),
+        ({"completer": {"builder": "rollout_parts:charge_even_tokens"}}, "has no parameter sampling_client"),
+        ({"hook": {"builder": "rollout_parts:charge_even_tokens", "params": {"cost": 1}}}, "does not take"),
+        ({"hook": {"builder": "rollout_parts:Empty"}}, "has no method of a hook: add on_turn_end"),
+        ({"hook": {"builder": "rollout_parts:Half"}}, "has only on_grade of tinker-cookbook's hooks"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            rl(RlConfig.model_validate(rl_fields(tmp_path, "wrong", "") | {"rollout": rollouts}))
 
 
 def test_invalid_modes(tmp_path: Path) -> None:
