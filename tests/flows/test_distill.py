@@ -15,6 +15,7 @@ from rl_config import rl_fields
 from blocks import RunStorage
 from deployments.methods import config_type_of, flow_of
 from flows.config.distill import OffPolicyConfig, OnPolicyConfig, PromptConfig, SelfConfig
+from flows.config.rollout import RolloutConfig
 from flows.distill import off_policy_distillation, on_policy_distillation, prompt_distillation, self_distillation
 from flows.runs.result import TrainResult
 from flows.runs.teachers import TEACHERS
@@ -78,6 +79,13 @@ def test_soft_targets_lead_to_the_teacher(tmp_path: Path, engine_url: str, mlflo
     for key in ("teacher_kl", "teacher_kl/dataset_0", "optim/entropy", "kl_pre_post_v2", "train_mean_nll"):
         assert len(curve(result, mlflow_uri, key)) == 8
     assert curve(result, mlflow_uri, "optim/kl_sample_train_v1") == []
+
+
+def test_settings_of_rollouts_keep_the_cache_keys_of_earlier_runs() -> None:
+    """The key of the cached teacher data contains this text."""
+    earlier = "RolloutConfig(max_tokens=256, temperature=1.0, max_retries=2, min_successful=None, timeout_s=None)"
+    assert repr(RolloutConfig()) == earlier
+    assert "completer=" in repr(RolloutConfig.model_validate({"completer": {"builder": "a:b"}}))
 
 
 @pytest.mark.parametrize(

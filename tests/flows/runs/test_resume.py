@@ -111,6 +111,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 # rl samples must be equal bit for bit, and the transcripts show every token.
 EXACT = {"engine": {"threads": 1, "deterministic": True}, "transcripts_every": 1}
 STREAM = {"schedule": {"mode": "stream", "num_minibatches": 2}}
+PENALIZED = {"compute_post_kl": True, "advantage": {"kl_coefficient": 0.05, "kl_discount_factor": 0.9}}
 SAMPLED = {"candidates": {"num": 2, "max_tokens": 24}, "engine": EXACT["engine"]}
 METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
     "two passes": ("sft", sft_fields),
@@ -122,6 +123,7 @@ METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
     "dpo": ("dpo", lambda *given: dpo_fields(*given) | {"engine": EXACT["engine"]}),  # the reference is sampled from
     "rl": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT),
     "rl stream": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM),
+    "rl penalized": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | PENALIZED),
 }
 
 
@@ -139,6 +141,7 @@ METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
         pytest.param("dpo", 2, marks=pytest.mark.slow),
         pytest.param("rl", 3, marks=pytest.mark.slow),
         pytest.param("rl stream", 2, marks=pytest.mark.slow),
+        pytest.param("rl penalized", 2, marks=pytest.mark.slow),
     ],
 )
 def test_killed_run_equals_uninterrupted_run(
@@ -169,7 +172,11 @@ def run_with_and_without_kills(
     config = tmp_path / "config.yaml"
     uninterrupted, killed = (f"{how}-{kind.replace(' ', '-')}-{num_kills}" for how in ("never-killed", "killed"))
     method, fields = METHODS[kind]
-    changes = {"num_steps": NUM_STEPS, "eval_every": 4, "objective": OBJECTIVES[kind.removesuffix(" stream")]}
+    changes = {
+        "num_steps": NUM_STEPS,
+        "eval_every": 4,
+        "objective": OBJECTIVES[kind.split(" ")[0] if kind.startswith("rl") else kind],
+    }
     config.write_text(yaml.safe_dump(fields(tmp_path, uninterrupted, mlflow_uri) | changes))
     finish(start(config, uninterrupted, home, prefect_server, method))
     whole = final_weights(tmp_path / "runs" / uninterrupted, home)
