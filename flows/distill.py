@@ -22,6 +22,7 @@ from flows.config.distill import (
     OffPolicyConfig,
     OnPolicyConfig,
     PromptConfig,
+    SamplingConfig,
     SelfConfig,
     TeacherDataConfig,
     TeacherTargetsConfig,
@@ -37,7 +38,7 @@ from objectives.batch import TOPK
 from objectives.objective import Objective
 from tasks.common.builders import build
 from tasks.distillation.mixture import Mixture
-from tasks.distillation.on_policy import OnPolicySource, TeacherKL
+from tasks.distillation.on_policy import OnPolicySource, TeacherKL, TeacherTargets
 from tasks.distillation.teacher_data import SequenceSettings, TeacherDataSource
 from tasks.evaluation.evaluators import build_evaluators
 from tasks.rl.advantages import AdvantageSettings
@@ -46,17 +47,15 @@ from tasks.training.batch_source import BatchSource
 
 __getattr__ = partial(renamed_attribute, "flows.distill")  # names of release 0.1
 
-# Distillation ignores rewards.
+# Only `train_on_rewards` trains on the advantages of rewards.
 NO_REWARD = AdvantageSettings()
-_ON_POLICY_INPUTS = ("ref_logprobs", "sampling_logprobs", "advantages")
-
 SourceAndEvaluators = tuple[BatchSource, Sequence[Evaluator]]
 
 
 @flow(name="on_policy_distillation", flow_run_name="{config.run_name}")
 def on_policy_distillation(config: OnPolicyConfig) -> TrainResult:
     """Train the student on its own samples, with the teachers' log-probabilities of each token as the target."""
-    return _run(config, _ON_POLICY_INPUTS, lambda run: _on_policy(run, config, config.datasets))
+    return _run(config, _on_policy_inputs(config), lambda run: _on_policy(run, config, config.datasets))
 
 
 @flow(name="off_policy_distillation", flow_run_name="{config.run_name}")
@@ -70,7 +69,7 @@ def self_distillation(config: SelfConfig) -> TrainResult:
     """Train the student on its own samples, with earlier weights that see more context as the teacher."""
     questions = config.questions.builder(config.shown, config.batch_size)
     datasets = [GroupsConfig(environment=questions, teacher=config.teacher)]
-    return _run(config, _ON_POLICY_INPUTS, lambda run: _on_policy(run, config, datasets))
+    return _run(config, _on_policy_inputs(config), lambda run: _on_policy(run, config, datasets))
 
 
 @flow(name="prompt_distillation", flow_run_name="{config.run_name}")
@@ -79,6 +78,10 @@ def prompt_distillation(config: PromptConfig) -> TrainResult:
     questions = config.questions.builder(config.prompt, config.batch_size)
     datasets = [TeacherDataConfig(environment=questions, teacher=config.teacher)]
     return _run(config, _off_policy_inputs(config), lambda run: _off_policy(run, config, datasets))
+
+
+def _on_policy_inputs(config: SamplingConfig) -> Sequence[str]:
+    return ("ref_logprobs", TOPK) if config.top_k else ("ref_logprobs", "sampling_logprobs", "advantages")
 
 
 def _off_policy_inputs(config: TeacherTargetsConfig) -> Sequence[str]:
@@ -92,7 +95,7 @@ def _run(
     with Objective.from_spec(config.objective, config.seed) as objective:
         can_sample = isinstance(config, TeacherTargetsConfig) and config.candidates != "off"
         objective.check_needs(inputs, can_sample=can_sample)
-        _check_base(objective, on_policy=inputs is _ON_POLICY_INPUTS)
+        _check_base(objective, on_policy="advantages" in inputs)
         evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
@@ -110,11 +113,11 @@ def _check_base(objective: Objective, *, on_policy: bool) -> None:
     if on_policy and objective.base is None:
         raise ConfigError(
             "objective.base_loss is cross_entropy, which would imitate the student's own samples: use "
-            "importance_sampling, ppo or another loss that reads advantages."
+            "importance_sampling, ppo or another loss that reads advantages, or set top_k."
         )
 
 
-def _on_policy(run: Run, config: DistillConfig, datasets: Sequence[GroupsConfig]) -> SourceAndEvaluators:
+def _on_policy(run: Run, config: SamplingConfig, datasets: Sequence[GroupsConfig]) -> SourceAndEvaluators:
     teachers = open_teachers(run, config, [dataset.teacher for dataset in datasets])
     tokenizer, settings = run.client.get_tokenizer(), config.rollout.settings(config.seed, NO_REWARD)
     built = [_build_groups(run, dataset.environment) for dataset in datasets]
@@ -122,7 +125,16 @@ def _on_policy(run: Run, config: DistillConfig, datasets: Sequence[GroupsConfig]
     mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
     tests = [(teacher, test) for teacher, (_, test) in zip(teachers, built, strict=True) if test is not None]
     held_out = [TeacherKL(tests, tokenizer, settings)] if tests else []
-    return OnPolicySource(mixture, teachers, tokenizer, settings), held_out
+    targets = TeacherTargets(
+        kl_penalty_coef=config.kl_penalty_coef,
+        kl_discount_factor=config.kl_discount_factor,
+        train_on_rewards=isinstance(config, OnPolicyConfig) and config.train_on_rewards,
+        top_k=config.top_k,
+        skip_first_n_tokens=config.skip_first_n_tokens,
+    )
+    source = OnPolicySource(mixture, teachers, tokenizer, settings, targets)
+    source.measures_post_kl = config.compute_post_kl
+    return source, held_out
 
 
 def _off_policy(run: Run, config: TeacherTargetsConfig, datasets: Sequence[TeacherDataConfig]) -> SourceAndEvaluators:

@@ -12,11 +12,13 @@ from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 
 from blocks import TinkerService
 from blocks.errors import ConfigError, reason
-from flows.config.dpo import DpoConfig
-from flows.config.train import CandidatesConfig, SftConfig
+from flows.config.base import SERVICE_PATH
+from flows.config.dpo import START, DpoConfig
+from flows.config.train import BASE_MODEL, CandidatesConfig, SftConfig
 from flows.dpo import open_pairs, preference_loss
 from flows.runs.blocks import lacks_key, open_service, service_url, tracking_of
-from flows.runs.prices import price_of
+from flows.runs.prices import Price, price_of
+from flows.runs.teachers import base_model_of
 from flows.sft import AVAILABLE_INPUTS
 from flows.training.schedule import Schedule
 from flows.training.trainer import num_passes
@@ -54,7 +56,8 @@ class Estimate:
         reference: Tokens that the reference model scores; zero without a reference, and for several targets per
             position, for which the reference runs forward passes.
         num_train_tokens: Tokens in all passes of training clients.
-        usd: Cost of all these tokens, without storage and sampling by evaluators; None if no price is known.
+        usd: Cost of all these tokens, without storage and sampling by evaluators; None if no price is known. A
+            reference of another base model has its own price, unless it is unknown.
         hours: Duration at the speed of the run `paced_by`; None if there is no such run.
         paced_by: Name of the newest MLflow run of the same model and method; empty if there is no such run.
     """
@@ -112,14 +115,14 @@ def estimate(config: SftConfig | DpoConfig) -> Estimate:
     evaluations = sum(schedule.evaluates_often_before(step) for step in range(schedule.num_steps + 1)) * has_held_out
     num_held_out_tokens = held_out.num_tokens if evaluations else 0
     num_train_tokens = sum(a * b for a, b in zip(tokens, passes, strict=True)) + evaluations * num_held_out_tokens
-    reference = SampledTokens()
+    reference, num_reference_train_tokens = SampledTokens(), 0
     if objective.needs("ref_logprobs"):
         # The reference model scores each training datum and each held-out one once.
         once = [*sizes[: schedule.steps_per_epoch], *([held_out] if evaluations else [])]
         if source.batch_at(0).target_tokens_DT.ndim == 1:
             reference = scored_tokens(sum(size.num_tokens for size in once), sum(size.num_datums for size in once))
         else:
-            num_train_tokens += sum(size.num_tokens for size in once)
+            num_reference_train_tokens = sum(size.num_tokens for size in once)
     measured = [step for step in range(schedule.num_steps) if objective.measures_effects(step)]
     num_train_tokens += sum(tokens[step] for step in measured)
     candidates = _candidate_tokens(config, objective, source.batch_at(0), schedule.num_steps)
@@ -129,6 +132,12 @@ def estimate(config: SftConfig | DpoConfig) -> Estimate:
     # A final forward pass over the last batch measures the final weights.
     num_train_tokens += tokens[-1]
     run, pace = _pace(config)
+    usd = None
+    if price:
+        of_reference = _price_of_reference(config, url) if objective.needs("ref_logprobs") else None
+        usd = price.of_training(num_train_tokens) + price.of_sampling(candidates)
+        usd += (of_reference or price).of_training(num_reference_train_tokens)
+        usd += (of_reference or price).of_sampling(reference)
     return Estimate(
         run_name=config.run_name,
         model=config.model,
@@ -142,8 +151,8 @@ def estimate(config: SftConfig | DpoConfig) -> Estimate:
         num_held_out_tokens=num_held_out_tokens,
         candidates=candidates,
         reference=reference,
-        num_train_tokens=num_train_tokens,
-        usd=price.of_training(num_train_tokens) + price.of_sampling(candidates + reference) if price else None,
+        num_train_tokens=num_train_tokens + num_reference_train_tokens,
+        usd=usd,
         hours=sum(tokens) / pace / 3600 if pace else None,
         paced_by=run,
     )
@@ -180,6 +189,17 @@ def _open(
     source = build_dataset(config.data.builder, config.data.params, tokenizer, config.seed)
     held_out = HeldOutNLL(source.test, tokenizer) if source.test else None
     return source, BatchSize(held_out.num_tokens, held_out.num_datums) if held_out else BatchSize(0, 0)
+
+
+def _price_of_reference(config: SftConfig | DpoConfig, url: str) -> Price | None:
+    """Return the price of the reference's base model; None for the trained model, and if it is unknown."""
+    name = config.reference
+    if name in (BASE_MODEL, START) or (name.startswith(SERVICE_PATH) and lacks_key(config.model, config.base_url)):
+        return None
+    if name.startswith(SERVICE_PATH):
+        with open_service(config) as service, service.session() as session:
+            name = base_model_of(session, name)
+    return price_of(name, url, config.budget.prices)
 
 
 def _candidates(config: SftConfig | DpoConfig) -> CandidatesConfig | None:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from flows.config.base import BASE, CHECKPOINT, CHECKPOINT_HELP, BuilderConfig, Config
 from flows.config.rollout import POLICY_LOSS, RolloutConfig
 from flows.config.train import Candidates, TrainConfig
+from objectives.objective import CROSS_ENTROPY
 from objectives.spec import ObjectiveSpec
 
 QUESTIONS = "tasks.distillation.prompts:QuestionsBuilder"
@@ -41,7 +42,8 @@ class GroupsConfig(Config):
 
     environment: BuilderConfig = Field(
         title="Environment",
-        description="RLDatasetBuilder of tinker-cookbook and its parameters. Rewards are logged but not trained on. "
+        description="RLDatasetBuilder of tinker-cookbook and its parameters. Rewards are logged, and trained on with "
+        "`train_on_rewards`. "
         f"`{QUESTIONS}` reads questions from a JSONL file.",
     )
     teacher: TeacherConfig = Field(default=TeacherConfig(), title="Teacher", description="Teacher of this dataset.")
@@ -101,8 +103,64 @@ class SamplingConfig(DistillConfig):
     objective: ObjectiveSpec = Field(
         default=POLICY_LOSS,
         title="Objective",
-        description="Base loss that reads advantages, and its weighted regularizers.",
+        description="Base loss that reads advantages, and its weighted regularizers. With `top_k`, the default "
+        "base loss is `cross_entropy`.",
     )
+    kl_penalty_coef: float = Field(
+        default=1.0,
+        gt=0,
+        title="KL penalty coefficient",
+        description="Weight of the divergence from the teacher in the advantages.",
+    )
+    kl_discount_factor: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        title="KL discount factor",
+        description="Discount factor per token with which a token's advantage also counts the divergence of all later "
+        "tokens of its completion. 0: the token's own divergence.",
+    )
+    top_k: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        title="Top K",
+        description="Train by cross-entropy on the teacher's K most likely tokens at each position of the student's "
+        "samples, weighted by its probabilities, normalized to 1, as in tinker-cookbook's SDFT; 20 is its default. 0: "
+        "train on advantages of the sampled tokens.",
+    )
+    skip_first_n_tokens: int = Field(
+        default=3,
+        ge=0,
+        title="Skip first tokens",
+        description="With `top_k`: sampled tokens at the start of each completion that are not trained on.",
+    )
+    compute_post_kl: bool = Field(
+        default=False,
+        title="KL after the update",
+        description="Score the samples of each step again after its update, at the price of prompt tokens, and log "
+        "`kl_pre_post_v1` and `kl_pre_post_v2`: how far the update moved the policy from the one that sampled.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_objective(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("top_k") and fields.get("objective") is None:
+            return {**fields, "objective": {"base_loss": CROSS_ENTROPY}}
+        return fields
+
+    @model_validator(mode="after")
+    def _check_top_k(self) -> Self:
+        if self.top_k == 1:
+            raise ValueError("top_k=1 carries no information about the teacher's distribution: use 0, or 2 or more")
+        names = ("kl_penalty_coef", "kl_discount_factor", "train_on_rewards")
+        fields = type(self).model_fields
+        changed = [name for name in names if name in fields and getattr(self, name) != fields[name].default]
+        if self.top_k and changed:
+            raise ValueError(f"top_k trains without advantages, which {changed[0]} changes: remove one of both")
+        if not self.top_k and self.skip_first_n_tokens != fields["skip_first_n_tokens"].default:
+            raise ValueError("skip_first_n_tokens requires soft targets: set top_k, or remove it")
+        return self
 
 
 class TeacherTargetsConfig(DistillConfig):
@@ -130,6 +188,12 @@ class OnPolicyConfig(SamplingConfig):
 
     datasets: tuple[GroupsConfig, ...] = Field(
         min_length=1, title="Datasets", description="Datasets with their teachers, mixed by weight."
+    )
+    train_on_rewards: bool = Field(
+        default=False,
+        title="Train on rewards",
+        description="Add to the advantages from the teacher those of the environments' rewards: the total reward of a "
+        "completion minus the mean of its group, as in tinker-cookbook.",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from flows.config.base import BuilderConfig, Config
-from flows.config.train import BASE_MODEL, TrainConfig
+from flows.config.train import TrainConfig
 from objectives.spec import ObjectiveSpec
 
 # The weights that the run starts from.
@@ -59,7 +59,7 @@ class DpoConfig(TrainConfig):
         title="Reference",
         description="Frozen model with which the policy is compared. `start`: the weights at the start of the run, "
         "those that `resume` or `init_from` names, or else the base model. `base`: the base model. A `tinker://` "
-        "path: a checkpoint or sampler weights. The run computes its log-probabilities once per completion, at the "
-        "price of prompt tokens.",
-        pattern=rf"^({START}|{BASE_MODEL}|tinker://.+)$",
+        "path: a checkpoint or sampler weights. Or the name of another base model with the same tokenizer. The run "
+        "computes its log-probabilities once per completion, at the price of prompt tokens.",
+        min_length=1,
     )

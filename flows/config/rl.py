@@ -48,6 +48,14 @@ class AdvantageConfig(Config):
         description="Reward penalty per nat of KL divergence from `reference`. The regularizer `kl` is the "
         "alternative in the loss.",
     )
+    kl_discount_factor: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        title="KL discount factor",
+        description="Discount factor per token with which a token's penalty also counts the penalties of all later "
+        "tokens of its completion, as in tinker-cookbook. 0: the token's own penalty.",
+    )
 
     @model_validator(mode="after")
     def _check_estimator(self) -> Self:
@@ -59,6 +67,8 @@ class AdvantageConfig(Config):
             )
         if self.decay != type(self).model_fields["decay"].default and self.estimator != "gae":
             raise ValueError("decay requires the estimator gae: remove decay, or change the estimator")
+        if self.kl_discount_factor and not self.kl_coefficient:
+            raise ValueError("kl_discount_factor requires a KL penalty: set kl_coefficient above 0")
         return self
 
 
@@ -134,6 +144,12 @@ class RlConfig(TrainConfig):
         title="Transcripts every",
         description="Steps between transcript pages, written to the run's directory and to MLflow together with a "
         "trace of each group; 0 disables them.",
+    )
+    compute_post_kl: bool = Field(
+        default=False,
+        title="KL after the update",
+        description="Score the samples of each step again after its update, at the price of prompt tokens, and log "
+        "`kl_pre_post_v1` and `kl_pre_post_v2`: how far the update moved the policy from the one that sampled.",
     )
     objective: ObjectiveSpec = Field(
         default=POLICY_LOSS,

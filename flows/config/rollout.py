@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from pydantic import Field
 
-from flows.config.base import Config
+from flows.config.base import BuilderConfig, Config
 from objectives.spec import ObjectiveSpec
 from tasks.rl.advantages import AdvantageSettings
+from tasks.rl.custom_completer import CompleterSpec
 from tasks.rl.group_rollout import RetryWholeGroup
+from tasks.rl.hooks import HookSpec
 from tasks.rl.rollout_source import RolloutSettings
 
 POLICY_LOSS = ObjectiveSpec.model_validate({"base_loss": "importance_sampling"})
@@ -35,12 +40,35 @@ class RolloutConfig(Config):
         default=None, gt=0, title="Time limit (s)", description="Time limit of one attempt at a group. Unset: none."
     )
 
+    completer: BuilderConfig | None = Field(
+        default=None,
+        title="Completer",
+        description="Class or function by its import path that returns a TokenCompleter of tinker-cookbook, which "
+        "samples in place of the service. It may take sampling_client, max_tokens, temperature and seed. Unset: the "
+        "service samples.",
+    )
+    hook: BuilderConfig | None = Field(
+        default=None,
+        title="Hook",
+        description="Function by its import path that is called after each turn and may add rewards and end the "
+        "episode, or a class with the method on_turn_end. Unset: none.",
+    )
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        # The cache key of a run's teacher data contains this repr: leave out unset fields that 0.1 did not have.
+        return (pair for pair in super().__repr_args__() if pair[0] not in ("completer", "hook") or pair[1] is not None)
+
     def settings(self, seed: int, shape: AdvantageSettings) -> RolloutSettings:
         """Return the settings of a rollout source.
 
         Args:
             seed: Seed of the run.
             shape: Computation of advantages from rewards.
+
+        Raises:
+            ConfigError: The completer or the hook cannot be imported or rejects its parameters.
         """
-        strategy = RetryWholeGroup(self.max_retries, self.min_successful, self.timeout_s)
-        return RolloutSettings(seed, self.max_tokens, self.temperature, strategy, shape)
+        hook = HookSpec.load(self.hook.builder, self.hook.params) if self.hook else None
+        completer = CompleterSpec.load(self.completer.builder, self.completer.params) if self.completer else None
+        strategy = RetryWholeGroup(self.max_retries, self.min_successful, self.timeout_s, hook)
+        return RolloutSettings(seed, self.max_tokens, self.temperature, strategy, shape, completer)

@@ -104,9 +104,9 @@ class TrainConfig(RunConfig):
         default=BASE_MODEL,
         title="Reference",
         description="Frozen model of the terms that need one, such as `kl` and `dpo`: `base`, the model without an "
-        "adapter, or the `tinker://` path of a checkpoint or of sampler weights. The run computes its "
-        "log-probabilities once per datum, at the price of prompt tokens.",
-        pattern=rf"^({BASE_MODEL}|tinker://.+)$",
+        "adapter, the `tinker://` path of a checkpoint or of sampler weights, or the name of another base model with "
+        "the same tokenizer. The run computes its log-probabilities once per datum, at the price of prompt tokens.",
+        min_length=1,
     )
     lora_rank: int = Field(default=32, ge=1, title="LoRA rank", description="Rank of the trained adapter.")
     train_attn: bool = Field(

@@ -9,6 +9,7 @@ import tinker
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
+from flows.config.base import SERVICE_PATH
 from flows.config.distill import TeacherConfig
 from flows.config.dpo import START
 from flows.config.train import BASE_MODEL, TrainConfig
@@ -59,12 +60,16 @@ def _resolve(run: Run, config: TrainConfig, teachers: Sequence[TeacherConfig]) -
 
 def _open(run: Run, model: str, path: str, expected: Tokenizer | None) -> Teacher:
     sampler, tokenizer = open_sampler(run.session, path, model)
-    if expected is not None and tokenizer.encode(_PROBE) != expected.encode(_PROBE):
+    if expected is not None and not _agree(tokenizer, expected):
         raise ConfigError(
             f"The teacher {model} has another tokenizer than the trained model: use a teacher of the same model "
             "family, or fine-tune on its completions as text with sft."
         )
     return Teacher(sampler, path or model)
+
+
+def _agree(tokenizer: Tokenizer, other: Tokenizer) -> bool:
+    return tokenizer.encode(_PROBE) == other.encode(_PROBE)
 
 
 def open_reference(run: Run, config: TrainConfig, *, keeps: bool = True) -> Reference:
@@ -74,27 +79,65 @@ def open_reference(run: Run, config: TrainConfig, *, keeps: bool = True) -> Refe
         keeps: Whether to cache log-probabilities, because the same data comes again.
 
     Raises:
+        ConfigError: The reference is a model that the service does not have, or its tokenizer differs from the model's.
         ServiceError: The service does not have the checkpoint or does not respond.
     """
     name = _started_from(run) if config.reference == START else config.reference
+    path = name if name.startswith(SERVICE_PATH) else ""
+    model = _reference_model(run, config, name)
 
     def open_trainer() -> tinker.TrainingClient:
         with service_errors(f"open the reference {name}"):
-            if name == BASE_MODEL:
+            if not path:
                 # The initial adapter adds nothing to the base model.
-                return run.session.create_lora_training_client(config.model, rank=1).result()
-            return run.session.create_training_client_from_state(name).result()
+                return run.session.create_lora_training_client(model, rank=1).result()
+            return run.session.create_training_client_from_state(path).result()
 
-    with service_errors(f"open the reference {name}"):
-        if name == BASE_MODEL:
-            sampler = run.session.create_sampling_client(base_model=config.model).result()
-        elif "/sampler_weights/" in name:
-            sampler = run.session.create_sampling_client(model_path=name).result()
-        else:
-            sampler = open_trainer().save_weights_and_get_sampling_client().result()
-    reference = Reference(sampler, open_trainer, name, uses_cache=keeps)
+    if model != config.model:
+        sampler, tokenizer = open_sampler(run.session, path, model)
+        if not _agree(tokenizer, run.client.get_tokenizer()):
+            raise ConfigError(
+                f"reference is {config.reference!r}, of the model {model}, which has another tokenizer than "
+                f"{config.model}: use a reference with the same tokenizer."
+            )
+    else:
+        with service_errors(f"open the reference {name}"):
+            if not path:
+                sampler = run.session.create_sampling_client(base_model=model).result()
+            elif "/sampler_weights/" in path:
+                sampler = run.session.create_sampling_client(model_path=path).result()
+            else:
+                sampler = open_trainer().save_weights_and_get_sampling_client().result()
+    reference = Reference(sampler, open_trainer, name, model=model, uses_cache=keeps)
     load_cache(reference.cache, run.directory, REFERENCE_NAME)
     return reference
+
+
+def base_model_of(session: tinker.ServiceClient, path: str) -> str:
+    """Return the base model of a reference's weights.
+
+    Raises:
+        ServiceError: The service does not have the weights or does not respond.
+    """
+    with service_errors(f"open the reference {path}"):
+        return tinker.RestClient(session.holder).get_weights_info_by_tinker_path(path).result().base_model
+
+
+def _reference_model(run: Run, config: TrainConfig, name: str) -> str:
+    """Return the base model of a reference."""
+    if name == BASE_MODEL:
+        return config.model
+    if name.startswith(SERVICE_PATH):
+        return base_model_of(run.session, name)
+    with service_errors("list the models of the service"):
+        capabilities = tinker.RestClient(run.session.holder).get_server_capabilities().result()
+    models = [model.model_name for model in capabilities.supported_models]
+    if name not in models:
+        raise ConfigError(
+            f"reference is {name!r}, which is no model of the service ({', '.join(sorted(filter(None, models)))}): "
+            "use base, a tinker:// path, or one of these models."
+        )
+    return name
 
 
 def _started_from(run: Run) -> str:

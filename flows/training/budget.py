@@ -41,15 +41,17 @@ class Ledger:
         """Hours during which the run was open."""
         return self._hours_before + (monotonic() - self._began) / 3600
 
-    def add(self, num_tokens: int) -> None:
-        """Count the tokens of a pass of the training client when it is requested."""
+    def add(self, num_tokens: int, price: Price | None = None) -> None:
+        """Count the tokens of a pass of a training client when it is requested; `price` is that of another model."""
+        price = price or self._price
         self._num_tokens += num_tokens
-        self._usd += self._price.of_training(num_tokens) if self._price else 0.0
+        self._usd += price.of_training(num_tokens) if price else 0.0
 
-    def add_sampled(self, sampled: SampledTokens) -> None:
-        """Count sampled tokens when the service has returned them."""
+    def add_sampled(self, sampled: SampledTokens, price: Price | None = None) -> None:
+        """Count sampled tokens when the service has returned them; `price` is that of another model."""
+        price = price or self._price
         self._sampled += sampled
-        self._usd += self._price.of_sampling(sampled) if self._price else 0.0
+        self._usd += price.of_sampling(sampled) if price else 0.0
 
     def stop_reason(self, step: int, num_tokens: int) -> str:
         """Return the reason to stop before a step whose passes have this many tokens; empty within the budget.

@@ -53,11 +53,12 @@ def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
     yield from _of_rate(config)
     yield from _of_renderer(config)
     estimator = fields.get("advantage", {}).get("estimator", "gae")
-    if estimator != "gae" and 1 in field_values(fields, "group_size"):
+    from_rewards = estimator != "gae" or fields.get("train_on_rewards", False)
+    if from_rewards and 1 in field_values(fields, "group_size"):
         yield Pitfall(
             "group_of_one",
-            "group_size is 1: advantages compare the completions of a group, so every advantage is 0 and the model "
-            "learns nothing; use 4 or more.",
+            "group_size is 1: advantages of rewards compare the completions of a group, so all of them are 0 and the "
+            "rewards teach nothing; use 4 or more.",
         )
     yield from _of_paths(config, fields)
     base = config.objective.base_loss

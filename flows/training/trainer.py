@@ -38,7 +38,7 @@ from flows.monitoring.run_tags import WARNING_TAG, forget_end, note_end, note_ev
 from flows.runs.blocks import service_url
 from flows.runs.checkpoint_manager import Checkpoints
 from flows.runs.config_record import FORMAT_OF_SCALES, recorded_format
-from flows.runs.prices import price_of
+from flows.runs.prices import Price, price_of
 from flows.runs.result import EndReasons, TrainResult, finish
 from flows.runs.resume import first_step, resolve_start
 from flows.runs.run import Run
@@ -144,6 +144,7 @@ class Trainer:
     Attributes:
         guard: skips, stops or rolls back bad steps.
         ledger: counts tokens, time and cost against the budget.
+        reference_price: price of the reference's model; None for the price of the trained model.
         checkpoints: saves and records.
         cadence: says when a periodic checkpoint is due.
         saved_step: step before which the optimizer state was saved last.
@@ -188,6 +189,7 @@ class Trainer:
         if reference is None and objective.needs("ref_logprobs"):
             reference = open_reference(run, config)
         self.reference = reference
+        self.reference_price = self._price_of_reference()
         self.checkpoints = Checkpoints(run, config, schedule.steps_per_epoch, self.start)
         self._restore(self.start)
         self.one_pass = OnePass(objective, run.session)
@@ -566,8 +568,24 @@ class Trainer:
     def _count_reference(self, step: int) -> None:
         """Count the tokens that the reference has processed up to a step, all of whose minibatches are sent."""
         if self.reference:
-            self.ledger.add_sampled(self.reference.take_sampled(step))
-            self.ledger.add(self.reference.take_num_train_tokens(step))
+            self.ledger.add_sampled(self.reference.take_sampled(step), self.reference_price)
+            self.ledger.add(self.reference.take_num_train_tokens(step), self.reference_price)
+
+    def _price_of_reference(self) -> Price | None:
+        """Return the price of the reference's model if it is another one than the trained model."""
+        config = self.config
+        if not self.reference or self.reference.model == config.model:
+            return None
+        url = service_url(config.base_url)
+        price = price_of(self.reference.model, url, config.budget.prices)
+        if price is None and price_of(config.model, url, config.budget.prices):
+            text = (
+                f"The price of the reference's model {self.reference.model} is unknown: its tokens are charged at the "
+                f"price of {config.model}; add it to the table of budget.prices."
+            )
+            get_run_logger().warning("%s", text)
+            self.run.log.tag(f"{WARNING_TAG}.reference_price", text)
+        return price
 
     def _num_held_out_tokens(self, step: int) -> int:
         """Return the tokens of an evaluation before a step, without those that evaluators sample."""

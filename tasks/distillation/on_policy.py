@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import tinker
 import torch
@@ -18,19 +18,41 @@ from objectives.batch import Batch
 from tasks.common.task import call, opaque_argument
 from tasks.distillation.mixture import Mixture
 from tasks.distillation.prompts import PromptGroup
+from tasks.distillation.soft_targets import OnPolicyTopK, with_top_k
 from tasks.rl.group_rollout import Group, RewardedGroup
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
-from tasks.rl.trajectories import pack_groups
+from tasks.rl.trajectories import add_later_tokens, compute_entropy, pack_groups
 from tasks.training.batch_source import TrainedBatch
 from tasks.training.held_out import EvaluatedBatch
-from tasks.training.teacher import Teacher, TeacherRequest, replace_prompt, score, score_all
+from tasks.training.teacher import Teacher, TeacherRequest, compute_top_k, replace_prompt, score, score_all
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherTargets:
+    """Targets that the teacher gives to the student's samples.
+
+    Attributes:
+        kl_penalty_coef: weight of the reverse KL in the advantages.
+        kl_discount_factor: discount per token of the KL of later tokens; 0 to leave them out.
+        train_on_rewards: add the advantages of the environments' rewards.
+        top_k: number of soft targets per position, trained by cross-entropy instead of advantages; 0 for advantages.
+        skip_first_n_tokens: sampled tokens at the start of a completion without soft targets.
+    """
+
+    kl_penalty_coef: float = 1.0
+    kl_discount_factor: float = 0.0
+    train_on_rewards: bool = False
+    top_k: int = 0
+    skip_first_n_tokens: int = 3
 
 
 class OnPolicySource(RolloutSource):
     """Source of rollouts on several datasets, each with its teacher.
 
     The advantage of a token is the teacher's logprob minus the logprob of the student that sampled the token. The
-    expected gradient is that of the negative reverse KL, token by token (Agarwal et al. 2023, arXiv:2306.13649).
+    expected gradient is that of the negative reverse KL, token by token (Agarwal et al. 2023, arXiv:2306.13649). With
+    `top_k`, the targets are the teacher's most likely tokens at each position of the student's samples (Shenfeld et al.
+    2026, arXiv:2601.19897).
     """
 
     def __init__(
@@ -39,9 +61,13 @@ class OnPolicySource(RolloutSource):
         teachers: Sequence[Teacher],
         tokenizer: Tokenizer,
         settings: RolloutSettings,
+        targets: TeacherTargets = TeacherTargets(),
     ) -> None:
         super().__init__(_MixtureDataset(mixture), None, tokenizer, settings, MinibatchSettings())
-        self._mixture, self._teachers = mixture, teachers
+        self._mixture, self._teachers, self._targets = mixture, teachers, targets
+        # Teacher's logprobs minus the student's, and soft targets, of each step until its metrics are computed.
+        self._gaps: dict[int, Tensor] = {}
+        self._soft: dict[int, tuple[Batch, OnPolicyTopK]] = {}
 
     def gather(self, step: int, groups: Sequence[Group]) -> Batch:
         batch = super().gather(step, groups)
@@ -53,19 +79,45 @@ class OnPolicySource(RolloutSource):
             for item, datum in zip(items_D, batch.datums, strict=True)
         ]
         labels_D = {**batch.labels_D, "dataset": torch.tensor([item.dataset for item in items_D])}
-        advantages_DT = _logprob_gap(batch, call(score, opaque_argument(requests_D)))
-        return replace(batch, advantages_DT=advantages_DT, labels_D=labels_D)
+        batch = replace(batch, labels_D=labels_D)
+        if self._targets.top_k:
+            return self._gather_top_k(step, batch, requests_D)
+        self._gaps[step] = _logprob_gap(batch, call(score, opaque_argument(requests_D)))
+        return replace(batch, advantages_DT=add_teacher_advantages(batch, self._gaps[step], self._targets))
+
+    def _gather_top_k(self, step: int, batch: Batch, requests_D: Sequence[TeacherRequest]) -> Batch:
+        tops_D = call(compute_top_k, opaque_argument(requests_D), self._targets.top_k)
+        teacher_D = [top.target_logprobs_M for top in tops_D if top.target_logprobs_M is not None]
+        if len(teacher_D) == len(tops_D):
+            self._gaps[step] = _logprob_gap(batch, teacher_D)
+        soft = with_top_k(batch, tops_D, self._targets.skip_first_n_tokens)
+        self._soft[step] = (batch, soft)
+        return soft.batch
 
     def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of rollouts and the reverse KL on the sampled tokens, under tinker-cookbook's names."""
-        (batch,) = (minibatch.batch for minibatch in trained)
-        assert batch.advantages_DT is not None
-        kl_M = -batch.advantages_DT[batch.mask_DT]
+        (minibatch,) = trained
+        forward: dict[str, float] = {}
+        if self._targets.top_k:
+            sampled, soft = self._soft.pop(step)
+            forward = {"teacher_kl/forward": soft.forward_kl(minibatch.logprobs_DT)}
+            trained = [replace(minibatch, batch=sampled)]
+        batch = trained[0].batch
+        metrics = super().metrics(step, trained, terms) | forward
+        if (gap_DT := self._gaps.pop(step, None)) is None:
+            return metrics
+        kl_M = -gap_DT[batch.mask_DT]
         dataset_M = batch.labels_D["dataset"][batch.datum_of_DT][batch.mask_DT]
         by_dataset = {
             f"teacher_kl/dataset_{k}": kl_M[dataset_M == k].mean().item() for k in dataset_M.unique().tolist()
         }
-        return super().metrics(step, trained, terms) | {"teacher_kl": kl_M.mean().item()} | by_dataset
+        return metrics | {"teacher_kl": kl_M.mean().item()} | by_dataset
+
+    def policy_metrics(self, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
+        # With soft targets, the service returns no logprobs of the sampled tokens, and nothing trains on advantages.
+        if not self._targets.top_k:
+            return super().policy_metrics(trained, terms)
+        return {"optim/entropy": compute_entropy(trained)}
 
 
 class TeacherKL(SamplingClientEvaluator):
@@ -115,6 +167,21 @@ class _MixtureDataset(RLDataset):
 
     def __len__(self) -> int:
         return len(self._mixture)
+
+
+def add_teacher_advantages(batch: Batch, gap_DT: Tensor, targets: TeacherTargets) -> Tensor:
+    """Advantages from the teacher and, if they are trained on, from the rewards, ``(N,)``.
+
+    They equal those of tinker-cookbook's on-policy distillation at the sampled tokens, and are 0 elsewhere.
+
+    Args:
+        gap_DT: teacher's logprob minus the student's of each sampled token; 0 at other tokens.
+    """
+    advantages_DT = add_later_tokens(batch, targets.kl_penalty_coef * gap_DT, targets.kl_discount_factor)
+    if not targets.train_on_rewards:
+        return advantages_DT
+    assert batch.advantages_DT is not None
+    return batch.advantages_DT + advantages_DT
 
 
 def datum_for_teacher(source: object, datum: tinker.Datum) -> tinker.Datum:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import tinker
@@ -14,7 +14,8 @@ from tinker import types
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from torch import Tensor
 
-from objectives.batch import Batch, pack
+from blocks.errors import ConfigError
+from objectives.batch import Batch, pack, unpack
 from objectives.labels import PROMPT, find_prompts
 from tasks.training.datums import Datums
 from tasks.training.teacher import TopK, trained_positions
@@ -76,7 +77,7 @@ class TeacherSequence:
         weights_T = weights_T / weights_T.sum()
         if self.top is None:
             return targets_T, weights_T
-        trained, (tokens_MK, probs_MK) = trained_positions(self.datum), self.top
+        trained, tokens_MK, probs_MK = trained_positions(self.datum), self.top.tokens_MK, self.top.probs_MK
         if self.drawn:
             soft_MK = _unbiased_targets(self.top, targets_T[trained])
         else:
@@ -121,13 +122,81 @@ def compute_forward_kl(sequences_D: Sequence[TeacherSequence], logprobs_DT: Tens
         assert sequence.top is not None, "the forward KL needs soft targets"
         weights_T = sequence.datum.loss_fn_inputs["weights"].to_torch().float()
         trained = trained_positions(sequence.datum)
-        p_MK = _with_rest(sequence.top.probs_MK[:, :-1])
-        q_MK = _with_rest(logprobs_DT[start + trained, :-1].exp())
-        distances.append((torch.special.xlogy(p_MK, p_MK) - torch.special.xlogy(p_MK, q_MK)).sum(-1))
+        distances.append(_forward_kl(sequence.top.probs_MK[:, :-1], logprobs_DT[start + trained, :-1]))
         weights.append(weights_T[trained] / weights_T.sum())
         start += len(weights_T)
     weights_M = torch.cat(weights)
     return float((torch.cat(distances) * weights_M).sum() / weights_M.sum())
+
+
+class OnPolicyTopK(NamedTuple):
+    """Batch of a student's samples with a teacher's soft targets.
+
+    Attributes:
+        batch: the batch, with K targets per position.
+        probs_DTK: teacher's probabilities of the targets under its full distribution; 0 at positions without targets.
+    """
+
+    batch: Batch
+    probs_DTK: Tensor
+
+    def forward_kl(self, logprobs_DTK: Tensor) -> float:
+        """Forward KL from the student to the teacher, nats per trained token; all other tokens count as one.
+
+        Args:
+            logprobs_DTK: student's logprobs of the targets.
+        """
+        mask_DT = self.batch.mask_DT
+        return _forward_kl(self.probs_DTK[mask_DT], logprobs_DTK[mask_DT]).mean().item()
+
+
+def with_top_k(batch: Batch, tops_D: Sequence[TopK], skip_first_n_tokens: int) -> OnPolicyTopK:
+    """Replace the sampled targets of a batch by a teacher's soft targets, as tinker-cookbook's SDFT does.
+
+    The weights of each trained position are the teacher's probabilities of its K most likely tokens, normalized to 1.
+
+    Args:
+        batch: student's samples, one target per position.
+        tops_D: teacher's most likely tokens at the sampled positions of each datum.
+        skip_first_n_tokens: number of sampled tokens at the start of each datum that get no targets.
+
+    Raises:
+        ConfigError: no datum has more sampled tokens than are skipped.
+    """
+    targets_DTK = batch.target_tokens_DT[:, None].repeat(1, tops_D[0].tokens_MK.shape[1])
+    probs_DTK = torch.zeros(targets_DTK.shape)
+    for start, datum, top in zip(batch.offsets_D[:-1].tolist(), batch.datums, tops_D, strict=True):
+        positions = start + trained_positions(datum)[skip_first_n_tokens:]
+        targets_DTK[positions] = top.tokens_MK[skip_first_n_tokens:]
+        probs_DTK[positions] = top.probs_MK[skip_first_n_tokens:]
+    if not bool(probs_DTK.any()):
+        raise ConfigError(
+            f"All samples of a step have at most {skip_first_n_tokens} tokens, and skip_first_n_tokens is "
+            f"{skip_first_n_tokens}: reduce it."
+        )
+    weights_DTK = probs_DTK / probs_DTK.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    pairs_D = zip(unpack(targets_DTK, batch.offsets_D), unpack(weights_DTK, batch.offsets_D), strict=True)
+    datums = [
+        tinker.Datum(model_input=datum.model_input, loss_fn_inputs=_inputs(targets, weights))
+        for datum, (targets, weights) in zip(batch.datums, pairs_D, strict=True)
+    ]
+    soft = replace(
+        batch,
+        target_tokens_DT=targets_DTK,
+        weights_DT=weights_DTK,
+        datums=Datums(datums),
+        advantages_DT=None,
+        sampling_logprobs_DT=None,
+        values_DT=None,
+        returns_DT=None,
+    )
+    return OnPolicyTopK(soft, probs_DTK)
+
+
+def _forward_kl(probs_MK: Tensor, logprobs_MK: Tensor) -> Tensor:
+    """``sum p log(p / q)`` over K tokens and the rest of the vocabulary as one more, ``(M,)``."""
+    p_MK, q_MK = _with_rest(probs_MK), _with_rest(logprobs_MK.exp())
+    return (torch.special.xlogy(p_MK, p_MK) - torch.special.xlogy(p_MK, q_MK)).sum(-1)
 
 
 def _unbiased_targets(top: TopK, drawn_M: Tensor) -> TopK:
@@ -136,7 +205,7 @@ def _unbiased_targets(top: TopK, drawn_M: Tensor) -> TopK:
     The K - 1 most likely tokens have their own probabilities. A drawn token outside of them has weight 1 and stands for
     the rest of the vocabulary. Source: Anshumann et al. 2025 (arXiv:2503.16870).
     """
-    tokens_MK, probs_MK = top
+    tokens_MK, probs_MK = top.tokens_MK, top.probs_MK
     in_rest_M = (tokens_MK[:, :-1] != drawn_M[:, None]).all(-1)
     last_M = torch.where(in_rest_M, drawn_M, tokens_MK[:, -1])
     return TopK(
@@ -151,8 +220,11 @@ def _with_rest(probs_MK: Tensor) -> Tensor:
 
 
 def _datum(sequence: TeacherSequence, targets: Tensor, weights: Tensor) -> tinker.Datum:
-    inputs = {"target_tokens": types.TensorData.from_torch(targets), "weights": types.TensorData.from_torch(weights)}
-    return tinker.Datum(model_input=sequence.datum.model_input, loss_fn_inputs=inputs)
+    return tinker.Datum(model_input=sequence.datum.model_input, loss_fn_inputs=_inputs(targets, weights))
+
+
+def _inputs(targets: Tensor, weights: Tensor) -> dict[str, types.TensorData]:
+    return {"target_tokens": types.TensorData.from_torch(targets), "weights": types.TensorData.from_torch(weights)}
 
 
 def _trained_targets(datum: tinker.Datum) -> list[int]:

@@ -23,6 +23,7 @@ class AdvantageSettings:
         decay: lambda of `gae`.
         drop_constant: drop groups whose members all have the same reward.
         kl_coefficient: penalty per nat of KL from the reference.
+        kl_discount_factor: discount per token of the penalties of later tokens; 0 to leave them out.
     """
 
     estimator: str = "group_mean"
@@ -31,6 +32,7 @@ class AdvantageSettings:
     decay: float = 0.95
     drop_constant: bool = False
     kl_coefficient: float = 0.0
+    kl_discount_factor: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

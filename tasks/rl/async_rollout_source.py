@@ -116,7 +116,7 @@ class AsyncRolloutSource(RolloutSource):
 
     def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
         """Take a snapshot for further rollouts, and start to wait for the groups of a step."""
-        snapshot = client.save_weights_and_get_sampling_client()
+        snapshot = self.take_snapshot(step, client)
         with self._changed:
             self._step = step
             self._taken = {taken_at: groups for taken_at, groups in self._taken.items() if taken_at >= step - 1}

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import tinker
@@ -19,6 +20,7 @@ from tinker import types
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 
 from tasks.common.service_errors import service_errors
+from tasks.rl.custom_completer import CheckedCompleter, CompleterSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class SnapshotCompleter(TokenCompleter):
         temperature: sampling temperature.
         key: run's seed, step and group; with the attempt, member and turn, it determines the seed of a request.
         by_prompt: True if the seed also depends on the prompt, for groups that share a key.
+        custom: completer of the user, which samples in place of this one; None for none.
     """
 
     sampler: tinker.SamplingClient
@@ -38,11 +41,25 @@ class SnapshotCompleter(TokenCompleter):
     temperature: float
     key: tuple[int, ...]
     by_prompt: bool = False
+    custom: CompleterSpec | None = None
 
     def members(self, attempt: int, num_members: int) -> Sequence[TokenCompleter]:
         """Completer of each member of a group in one attempt."""
+        if self.custom:
+            offered = {
+                "sampling_client": self.sampler,
+                "max_tokens": self.max_tokens,
+                "temperature": self.temperature,
+            }
+            return [
+                CheckedCompleter(self.custom, partial(self._seed_of_member, attempt, index), **offered)
+                for index in range(num_members)
+            ]
         requests = _Requests(self, attempt)
         return [_Member(requests, index) for index in range(num_members)]
+
+    def _seed_of_member(self, attempt: int, member: int, prompt: tinker.ModelInput) -> int:
+        return self.seed(attempt, _Turn(0, self.max_tokens, [], prompt)) + member
 
     def seed(self, attempt: int, turn: _Turn) -> int:
         """Seed of the first member's request."""

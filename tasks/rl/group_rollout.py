@@ -20,6 +20,7 @@ from tasks.common.event_loop import run_coroutine
 from tasks.common.task import call, opaque_argument, retried_task
 from tasks.preference.judges import record_verdicts
 from tasks.rl.completer import SnapshotCompleter
+from tasks.rl.hooks import HookSpec
 
 T = TypeVar("T")
 
@@ -109,11 +110,13 @@ class RetryWholeGroup(RolloutStrategy):
         max_retries: number of further attempts.
         min_successful: number of members that must succeed; None means all.
         timeout_s: time limit of one attempt; None means no limit.
+        hook: hook that is called after each turn; None means none.
     """
 
     max_retries: int = 2
     min_successful: int | None = None
     timeout_s: float | None = None
+    hook: HookSpec | None = None
 
     async def execute(self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter) -> RolloutResult:
         """Roll out a `RewardedGroup` and compute its rewards.
@@ -150,7 +153,8 @@ class RetryWholeGroup(RolloutStrategy):
         """Outcome of each member; if all must succeed, the first failure cancels the other members."""
         policies = policy.members(attempt, len(envs))
         pairs = zip(policies, envs, strict=True)
-        members = [asyncio.create_task(do_single_rollout(completer, env)) for completer, env in pairs]
+        run = self.hook.run if self.hook else do_single_rollout
+        members = [asyncio.create_task(run(completer, env)) for completer, env in pairs]
         until = asyncio.FIRST_EXCEPTION if self.min_successful is None else asyncio.ALL_COMPLETED
         try:
             completed, _ = await asyncio.wait(members, timeout=self.timeout_s, return_when=until)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
@@ -12,19 +12,23 @@ from math import fsum
 from typing import Any
 
 import tinker
+import torch
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.types import RLDataset, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from torch import Tensor
 
 from blocks.errors import ConfigError
-from objectives.batch import Batch
+from blocks.tinker_internals import BackcompatSamplingClientFuture
+from objectives.batch import Batch, unpack
 from objectives.term import BASE
 from tasks.common.builders import NO_RESOURCES, build
 from tasks.common.sampling import wait_for_snapshot
-from tasks.common.task import Pending, call, opaque_argument, step_task
+from tasks.common.task import Pending, call, opaque_argument, retried_task, step_task
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.completer import SnapshotCompleter
+from tasks.rl.custom_completer import CompleterSpec
 from tasks.rl.group_batches import GroupBatches, split
 from tasks.rl.group_rollout import Group, RetryWholeGroup, RewardedGroup, RolloutThreads
 from tasks.rl.rollout_log import Transcript, make_transcript
@@ -33,12 +37,13 @@ from tasks.rl.trajectories import (
     compute_critic_metrics,
     compute_group_metrics,
     compute_policy_metrics,
+    compute_post_kl,
     count_tokens,
     pack_groups,
 )
 from tasks.training.batch_source import BatchSource, SampledTokens, TrainedBatch
 from tasks.training.held_out import EvaluatedBatch
-from tasks.training.reference import Reference, load_reference
+from tasks.training.reference import Reference, load_reference, score_sequences, scored_tokens
 
 _CLIPPED = f"term/{BASE}/clip_fraction"
 
@@ -53,6 +58,7 @@ class RolloutSettings:
         temperature: sampling temperature.
         strategy: retries of failed rollouts.
         shape: settings of advantages.
+        completer: completer of the user; None for the service's sampling.
     """
 
     seed: int
@@ -60,10 +66,11 @@ class RolloutSettings:
     temperature: float
     strategy: RetryWholeGroup
     shape: AdvantageSettings
+    completer: CompleterSpec | None = None
 
     def policy(self, sampler: tinker.SamplingClient, *key: int) -> SnapshotCompleter:
         """Completer of a snapshot; the run's seed and `key` determine its seeds."""
-        return SnapshotCompleter(sampler, self.max_tokens, self.temperature, (self.seed, *key))
+        return SnapshotCompleter(sampler, self.max_tokens, self.temperature, (self.seed, *key), custom=self.completer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +101,13 @@ class RolloutSource(BatchSource):
         test: held-out groups, or None.
         reference: reference of the KL penalty, or None for no penalty.
         show: callback that gets the step and its transcript after the step, or None.
+        measures_post_kl: score the sampled tokens again after the update of their step.
     """
 
     sampled = True
     reference: Reference | None = None
     show: Callable[[int, Transcript], None] | None = None
+    measures_post_kl: bool = False
 
     def __init__(
         self,
@@ -120,6 +129,9 @@ class RolloutSource(BatchSource):
         self._groups: dict[int, list[list[Group]]] = {}
         self._distances: dict[int, list[float]] = {}
         self._sampled = SampledTokens()
+        # Client of the run, and the newest snapshot with the step that starts from its weights.
+        self._client: tinker.TrainingClient | None = None
+        self._snapshot: tuple[int, BackcompatSamplingClientFuture] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -130,7 +142,7 @@ class RolloutSource(BatchSource):
 
         Minibatches have fixed groups, independent of the order of completion, so that a resumed run repeats them.
         """
-        snapshot = client.save_weights_and_get_sampling_client()
+        snapshot = self.take_snapshot(step, client)
         builders = self.problems.at(step)
         parts = split(len(builders), self.num_parts)
 
@@ -150,6 +162,12 @@ class RolloutSource(BatchSource):
 
         return [self.start_gathering(step, partial(wait, part)) for part in parts]
 
+    def take_snapshot(self, step: int, client: tinker.TrainingClient) -> BackcompatSamplingClientFuture:
+        """Request a snapshot of the weights after all updates before a step."""
+        self._client, snapshot = client, client.save_weights_and_get_sampling_client()
+        self._snapshot = (step, snapshot)
+        return snapshot
+
     def start_gathering(self, step: int, wait: Callable[[], list[Group]]) -> Pending[Batch]:
         """Start to build a minibatch from the groups that `wait` returns."""
         minibatch_groups: list[Group] = []
@@ -167,8 +185,8 @@ class RolloutSource(BatchSource):
         batch = call(gather, opaque_argument(groups), self.settings.shape, self.tokenizer)
         if self.reference is None:
             return batch
-        reference_DT = call(load_reference, self.reference, opaque_argument(batch), step)
-        batch, distance = apply_kl_penalty(batch, reference_DT, self.settings.shape.kl_coefficient)
+        shape, reference_DT = self.settings.shape, call(load_reference, self.reference, opaque_argument(batch), step)
+        batch, distance = apply_kl_penalty(batch, reference_DT, shape.kl_coefficient, shape.kl_discount_factor)
         self._distances.setdefault(step, []).append(distance)
         return batch
 
@@ -181,12 +199,35 @@ class RolloutSource(BatchSource):
         distances = self._distances.pop(step, [])
         return (
             compute_group_metrics(groups)
-            | compute_policy_metrics(trained)
+            | self.policy_metrics(trained, terms)
+            | ({"kl_policy_base": fsum(distances) / len(distances)} if distances else {})
+            | (self._measure_post_kl(step, trained) if self.measures_post_kl else {})
+        )
+
+    def policy_metrics(self, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of the trained policy and of the value baseline."""
+        return (
+            compute_policy_metrics(trained)
             | compute_critic_metrics(trained)
             | {"policy_loss": terms["loss/base"]}
             | ({"clip_fraction": terms[_CLIPPED]} if _CLIPPED in terms else {})
-            | ({"kl_policy_base": fsum(distances) / len(distances)} if distances else {})
         )
+
+    def _measure_post_kl(self, step: int, trained: Sequence[TrainedBatch]) -> dict[str, float]:
+        """Score the sampled tokens of a step with the next step's snapshot, which contains the step's updates."""
+        assert self._client is not None
+        assert self._snapshot is not None
+        version, snapshot = self._snapshot
+        if version != step + 1:  # the last step, or one before a skipped step
+            snapshot = self.take_snapshot(step + 1, self._client)
+        sequences_M = [
+            [datum.model_input.append_int(int(targets[-1])) for datum, targets in _datums_of(minibatch.batch)]
+            for minibatch in trained
+        ]
+        sequences = [sequence for part in sequences_M for sequence in part]
+        logprobs = iter(call(score_again, wait_for_snapshot(snapshot), opaque_argument(sequences)))
+        self._sampled += scored_tokens(sum(sequence.length - 1 for sequence in sequences), len(sequences))
+        return compute_post_kl(trained, [torch.cat([next(logprobs) for _ in part]) for part in sequences_M])
 
     def take_sampled(self) -> SampledTokens:
         sampled, self._sampled = self._sampled, SampledTokens()
@@ -240,6 +281,21 @@ def build_environments(
     if len(train) == 0:
         raise ConfigError("The environments have no full batch: add problems or reduce batch_size.")
     return train, test
+
+
+def _datums_of(batch: Batch) -> Iterator[tuple[tinker.Datum, Tensor]]:
+    """Datums of a batch with their targets."""
+    return zip(batch.datums, unpack(batch.target_tokens_DT, batch.offsets_D), strict=True)
+
+
+@retried_task(name="post_kl")
+def score_again(sampler: tinker.SamplingClient, sequences: Sequence[tinker.ModelInput]) -> list[Tensor]:
+    """Return the logprobs of all tokens but the first of each sequence under the weights after an update.
+
+    Raises:
+        ServiceError: the service failed.
+    """
+    return score_sequences(sampler, sequences, "score the samples after the update")
 
 
 @step_task(name="batch")

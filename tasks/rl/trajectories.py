@@ -15,10 +15,12 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from torch import Tensor
 
 from blocks.errors import ConfigError
+from objectives.advantages import discounted_returns
 from objectives.batch import Batch, pack
 from objectives.labels import MEMBER, PROMPT
 from tasks.rl.advantages import AdvantageSettings, compute_token_advantages
 from tasks.rl.group_rollout import Group
+from tasks.rl.hooks import count_actions
 from tasks.training.batch_source import SampledTokens, TrainedBatch
 from tasks.training.datums import Datums
 
@@ -100,14 +102,20 @@ def compute_group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     trajectories, tags = [group for group, _ in completed], [tags for _, tags in completed]
     metrics = compute_trajectory_metrics(trajectories, tags) if completed else {}
     errors = Counter(error.error_type for group in groups for error in group.errors)
-    return metrics | {
-        "rollout_errors/total": float(errors.total()),
-        "rollout_errors/groups_skipped": float(len(groups) - len(completed)),
-        **{f"rollout_errors/{name}": float(count) for name, count in errors.items()},
-    }
+    return (
+        metrics
+        | (count_actions(trajectories) if completed else {})
+        | {
+            "rollout_errors/total": float(errors.total()),
+            "rollout_errors/groups_skipped": float(len(groups) - len(completed)),
+            **{f"rollout_errors/{name}": float(count) for name, count in errors.items()},
+        }
+    )
 
 
-def apply_kl_penalty(batch: Batch, reference_DT: Tensor, coefficient: float) -> tuple[Batch, float]:
+def apply_kl_penalty(
+    batch: Batch, reference_DT: Tensor, coefficient: float, discount: float = 0.0
+) -> tuple[Batch, float]:
     """Subtract a KL penalty from the advantages; return the new batch and the mean KL in nats per sampled token.
 
     The penalty of a token is ``coefficient`` times the amount by which its ``log p - log p_ref`` exceeds the batch's
@@ -115,13 +123,32 @@ def apply_kl_penalty(batch: Batch, reference_DT: Tensor, coefficient: float) -> 
 
     Args:
         reference_DT: reference's logprobs of the targets, in nats.
+        discount: see `add_later_tokens`.
     """
     assert batch.sampling_logprobs_DT is not None
     assert batch.advantages_DT is not None
     distance_DT = torch.where(batch.mask_DT, batch.sampling_logprobs_DT - reference_DT, 0.0)
     mean = distance_DT.sum() / batch.mask_DT.sum()
     penalty_DT = torch.where(batch.mask_DT, coefficient * (mean - distance_DT), 0.0)
+    penalty_DT = add_later_tokens(batch, penalty_DT, discount)
     return replace(batch, advantages_DT=batch.advantages_DT + penalty_DT), mean.item()
+
+
+def add_later_tokens(batch: Batch, values_DT: Tensor, discount: float) -> Tensor:
+    """Add to the value of each sampled token the discounted values of the later tokens of its datum.
+
+    Every position of a datum discounts, also those between turns, as in tinker-cookbook's
+    `discounted_future_sum_vectorized`. Tokens that were not sampled keep the value 0.
+
+    Args:
+        values_DT: value of each token, 0 for tokens that were not sampled.
+        discount: discount per position; 0 returns `values_DT`.
+    """
+    if not discount:
+        return values_DT
+    all_DT = torch.ones_like(batch.mask_DT)
+    sums_DT = discounted_returns(values_DT, all_DT, batch.offsets_D, discount=discount)
+    return torch.where(batch.mask_DT, sums_DT, 0.0)
 
 
 def compute_critic_metrics(trained: Sequence[TrainedBatch]) -> dict[str, float]:
@@ -152,10 +179,30 @@ def compute_policy_metrics(trained: Sequence[TrainedBatch]) -> dict[str, float]:
     return {
         "optim/kl_sample_train_v1": distance.mean().item(),
         "optim/kl_sample_train_v2": distance.square().mean().item() / 2,
-        "optim/entropy": -sampled.mean().item(),
+        "optim/entropy": compute_entropy(trained),
         "advantage/mean": advantages.mean().item(),
         "advantage/std": advantages.std(correction=0).item(),
     }
+
+
+def compute_entropy(trained: Sequence[TrainedBatch]) -> float:
+    """Compute the sampler's entropy, estimated on its own samples, in nats per token."""
+    sampled = _sampled_tokens([minibatch.batch.sampling_logprobs_DT for minibatch in trained], trained)
+    return -sampled.mean().item()
+
+
+def compute_post_kl(trained: Sequence[TrainedBatch], after_DT: Sequence[Tensor]) -> dict[str, float]:
+    """Compute the divergence of the updated policy from the sampler, under tinker-cookbook's names.
+
+    `kl_pre_post_v1` and `_v2` are the means over the sampled tokens of ``d`` and ``d ** 2 / 2``, where ``d`` is the
+    sampler's logprob minus that of the weights after the update, in nats.
+
+    Args:
+        after_DT: logprobs of each batch's targets after the update.
+    """
+    sampled = _sampled_tokens([minibatch.batch.sampling_logprobs_DT for minibatch in trained], trained)
+    distance = sampled - _sampled_tokens(after_DT, trained)
+    return {"kl_pre_post_v1": distance.mean().item(), "kl_pre_post_v2": distance.square().mean().item() / 2}
 
 
 def _sampled_tokens(fields: Sequence[Tensor | None], trained: Sequence[TrainedBatch]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 
 import numpy as np
@@ -33,6 +33,7 @@ class Reference:
 
     Attributes:
         cache: logprobs by the content of the datum.
+        model: base model, which decides the price.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Reference:
         open_trainer: Callable[[], tinker.TrainingClient],
         name: str,
         *,
+        model: str = "",
         uses_cache: bool = True,
     ) -> None:
         """Create a reference from clients that are never updated.
@@ -49,14 +51,17 @@ class Reference:
             sampler: sampling client of the reference.
             open_trainer: opens a training client of the same weights; called for the first datum that needs it.
             name: name of the reference in the config.
+            model: base model by its name on the service.
             uses_cache: False for sampled data, which does not repeat.
         """
         self._sampler, self._open_trainer, self._trainer = sampler, open_trainer, None
-        self._name, self._uses_cache, self.cache = name, uses_cache, JsonlCache()
+        self._name, self.model, self._uses_cache, self.cache = name, model, uses_cache, JsonlCache()
         # Batches of several steps are scored at once, by several threads.
         self._lock = Lock()
         self._sampled: dict[int, SampledTokens] = {}
         self._num_train_tokens: dict[int, int] = {}
+        # Without the cache, the logprobs of the newest steps, which the KL penalty and the terms may both need.
+        self._recent: dict[int, dict[str, str]] = {}
 
     def take_sampled(self, step: int) -> SampledTokens:
         """Return the tokens that the sampling client has processed for a step and earlier ones, and forget them."""
@@ -80,7 +85,7 @@ class Reference:
         """
         targets_D = unpack(batch.target_tokens_DT, batch.offsets_D)
         keys_D = self._keys(batch, targets_D)
-        cached = self.cache.find(keys_D)
+        cached = self.cache.find(keys_D) if self._uses_cache else self._find_recent(step)
         new = {key: d for d, key in enumerate(keys_D) if key not in cached}
         if new:
             new_D = self._compute(batch, list(new.values()), targets_D, step)
@@ -94,9 +99,21 @@ class Reference:
             encoded = {key: _write(logprobs) for key, logprobs in zip(new, new_D, strict=True)}
             if self._uses_cache:
                 self.cache.put(encoded)
+            else:
+                self._keep_recent(step, encoded)
             cached = {**cached, **encoded}
         logprobs_D = [_read(cached[key]).reshape(targets.shape) for key, targets in zip(keys_D, targets_D, strict=True)]
         return pack(logprobs_D)[0]
+
+    def _find_recent(self, step: int) -> Mapping[str, str]:
+        with self._lock:
+            return dict(self._recent.get(step, {}))
+
+    def _keep_recent(self, step: int, encoded: Mapping[str, str]) -> None:
+        with self._lock:
+            self._recent.setdefault(step, {}).update(encoded)
+            # The next step may be scored while a step is still trained on.
+            self._recent = {key: values for key, values in self._recent.items() if key >= step - 1}
 
     def _compute(self, batch: Batch, indices: Sequence[int], targets_D: Sequence[Tensor], step: int) -> list[Tensor]:
         """Return the logprobs of some datums of a batch, in the order of `indices`."""
@@ -110,17 +127,7 @@ class Reference:
 
     def _score(self, sequences: Sequence[tuple[tinker.Datum, Tensor]], step: int) -> list[Tensor]:
         inputs = [datum.model_input.append_int(int(targets[-1])) for datum, targets in sequences]
-
-        async def score(tokens: types.ModelInput) -> Tensor:
-            with service_errors(f"score a sequence with the reference {self._name}"):
-                logprobs = await self._sampler.compute_logprobs(tokens)
-            # The first token of a sequence has no logprob.
-            return torch.tensor([float("nan") if value is None else value for value in logprobs[1:]])
-
-        async def score_all() -> list[Tensor]:
-            return list(await asyncio.gather(*map(score, inputs)))
-
-        logprobs = run_coroutine(score_all())
+        logprobs = score_sequences(self._sampler, inputs, f"score a sequence with the reference {self._name}")
         sampled = scored_tokens(sum(tokens.length - 1 for tokens in inputs), len(inputs))
         with self._lock:
             self._sampled[step] = self._sampled.get(step, SampledTokens()) + sampled
@@ -142,6 +149,28 @@ class Reference:
             ).hexdigest()
             for datum, targets in zip(batch.datums, targets_D, strict=True)
         ]
+
+
+def score_sequences(sampler: tinker.SamplingClient, sequences: Sequence[types.ModelInput], action: str) -> list[Tensor]:
+    """Return the logprobs of all tokens but the first of each sequence, float32, in nats.
+
+    Args:
+        action: what fails if the service fails, for the error message.
+
+    Raises:
+        ServiceError: the service failed.
+    """
+
+    async def score(tokens: types.ModelInput) -> Tensor:
+        with service_errors(action):
+            logprobs = await sampler.compute_logprobs(tokens)
+        # The first token of a sequence has no logprob.
+        return torch.tensor([float("nan") if value is None else value for value in logprobs[1:]])
+
+    async def score_all() -> list[Tensor]:
+        return list(await asyncio.gather(*map(score, sequences)))
+
+    return run_coroutine(score_all())
 
 
 def scored_tokens(num_targets: int, num_datums: int) -> SampledTokens:

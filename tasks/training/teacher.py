@@ -44,10 +44,12 @@ class TopK(NamedTuple):
     Attributes:
         tokens_MK: token IDs, int64.
         probs_MK: probabilities under the teacher's full distribution, float32.
+        target_logprobs_M: teacher's logprobs of the datum's own targets, float32; None if unknown.
     """
 
     tokens_MK: Tensor
     probs_MK: Tensor
+    target_logprobs_M: Tensor | None = None
 
 
 @retried_task(name="teacher")
@@ -148,7 +150,10 @@ async def _compute_top_k(request: TeacherRequest, top_k: int) -> TopK:
         )
     rows = [_pad(row, top_k) for row in rows]
     logprobs_MK = torch.tensor([[logprob for _, logprob in row] for row in rows])
-    return TopK(torch.tensor([[token for token, _ in row] for row in rows]), logprobs_MK.exp())
+    targets_T = response.prompt_logprobs
+    targets = [targets_T[position] for position in positions] if targets_T else []
+    target_logprobs_M = torch.tensor([torch.nan if value is None else value for value in targets]) if targets else None
+    return TopK(torch.tensor([[token for token, _ in row] for row in rows]), logprobs_MK.exp(), target_logprobs_M)
 
 
 def _pad(row: list[tuple[int, float]], top_k: int) -> list[tuple[int, float]]:

@@ -10,11 +10,13 @@ import pytest
 import yaml
 from distill_config import distill_fields, environment, make_teacher, questions
 from mlflow import MlflowClient
+from rl_config import rl_fields
 
 from blocks import RunStorage
 from deployments.methods import config_type_of, flow_of
-from flows.config.distill import OffPolicyConfig, OnPolicyConfig, PromptConfig
-from flows.distill import off_policy_distillation, on_policy_distillation, prompt_distillation
+from flows.config.distill import OffPolicyConfig, OnPolicyConfig, PromptConfig, SelfConfig
+from flows.config.rollout import RolloutConfig
+from flows.distill import off_policy_distillation, on_policy_distillation, prompt_distillation, self_distillation
 from flows.runs.result import TrainResult
 from flows.runs.teachers import TEACHERS
 from tasks.distillation.teacher_data import TAUGHT_NAME
@@ -46,6 +48,59 @@ def test_each_dataset_has_its_teacher(tmp_path: Path, engine_url: str, mlflow_ur
     assert curve(result, mlflow_uri, "teacher_kl/dataset_1")[0] > 0.1
     assert curve(result, mlflow_uri, "env/all/total_episodes") == [4.0, 4.0]
     assert len(curve(result, mlflow_uri, "test/teacher_kl")) == 2
+
+
+def test_rewards_are_trained_on_together_with_the_teacher(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    """Initially student and teacher are equal, so that all advantages come from the rewards."""
+    letters = rl_fields(tmp_path, "", "")["environment"]
+    fields = distill_fields(tmp_path, "", mlflow_uri, engine_url) | {"datasets": [{"environment": letters}]}
+    fields |= {"num_steps": 1, "eval_every": 0, "compute_post_kl": True, "kl_penalty_coef": 0.5}
+
+    def run(name: str, **changes: Any) -> TrainResult:
+        return on_policy_distillation(OnPolicyConfig.model_validate(fields | {"run_name": name, **changes}))
+
+    without, rewarded = run("teacher-only"), run("rewarded", train_on_rewards=True)
+    rewards = curve(rewarded, mlflow_uri, "env/all/reward/total")
+    assert curve(without, mlflow_uri, "env/all/reward/total") == rewards
+    assert curve(without, mlflow_uri, "advantage/std")[0] < 1e-4 < curve(rewarded, mlflow_uri, "advantage/std")[0]
+    for result in (without, rewarded):
+        assert curve(result, mlflow_uri, "teacher_kl")[0] == pytest.approx(0, abs=1e-4)
+    assert curve(rewarded, mlflow_uri, "kl_pre_post_v2")[0] > 0
+
+
+def test_soft_targets_lead_to_the_teacher(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    fields = distill_fields(tmp_path, "top-k", mlflow_uri, engine_url)
+    fields |= {"questions": questions(tmp_path, num_train=4), "top_k": 20, "skip_first_n_tokens": 0}
+    fields |= {"num_steps": 8, "compute_post_kl": True, "shown": "{question}"}
+    fields |= {"teacher": {"checkpoint": make_teacher(engine_url).sampler}}
+    result = self_distillation(SelfConfig.model_validate(fields))
+    forward = curve(result, mlflow_uri, "teacher_kl/forward")
+    assert 0 < forward[-1] < 0.6 * forward[0]
+    for key in ("teacher_kl", "teacher_kl/dataset_0", "optim/entropy", "kl_pre_post_v2", "train_mean_nll"):
+        assert len(curve(result, mlflow_uri, key)) == 8
+    assert curve(result, mlflow_uri, "optim/kl_sample_train_v1") == []
+
+
+def test_settings_of_rollouts_keep_the_cache_keys_of_earlier_runs() -> None:
+    """The key of the cached teacher data contains this text."""
+    earlier = "RolloutConfig(max_tokens=256, temperature=1.0, max_retries=2, min_successful=None, timeout_s=None)"
+    assert repr(RolloutConfig()) == earlier
+    assert "completer=" in repr(RolloutConfig.model_validate({"completer": {"builder": "a:b"}}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 1}, "top_k=1 carries no information"),
+        ({"top_k": 20, "kl_penalty_coef": 0.5}, "top_k trains without advantages, which kl_penalty_coef changes"),
+        ({"top_k": 20, "train_on_rewards": True}, "which train_on_rewards changes"),
+        ({"skip_first_n_tokens": 1}, "skip_first_n_tokens requires soft targets"),
+    ],
+)
+def test_contradicting_targets_are_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    fields = distill_fields(tmp_path, "wrong", "") | {"datasets": [{"environment": {"builder": "a:b"}}]}
+    with pytest.raises(ValueError, match=message):
+        OnPolicyConfig.model_validate(fields | changes)
 
 
 def test_prompted_completions_are_cached_and_learned(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:

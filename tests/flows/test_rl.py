@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
+import tinker
 from mlflow import MlflowClient
 from rl_config import rl_fields
+from tinker import types
+from tinker_cookbook.rl.types import Transition
 
+from blocks import RunStorage
+from blocks.errors import ConfigError
 from flows.config.rl import RlConfig
 from flows.rl import rl
 from flows.runs.result import TrainResult
+from tasks.rl import rollout_source
+from tasks.rl.group_rollout import Group
+from tasks.rl.trajectories import count_tokens
+from tasks.training.batch_source import SampledTokens
+from tasks.training.checkpoints import read_records, step_of
 
 NUM_STEPS = 4
 
@@ -147,6 +159,88 @@ def test_async_run_respects_max_steps_off_policy(
     assert staleness[0] == 0
     assert 0 < max(staleness) <= 2
     assert curve(result, mlflow_uri, "env/all/total_episodes") == [8.0] * 3
+
+
+@pytest.mark.parametrize("schedule", [{}, {"mode": "stream", "num_minibatches": 2}, {"mode": "async"}])
+def test_post_kl_is_that_of_the_saved_weights(
+    run: tuple[Path, dict[str, Any], TrainResult],
+    mlflow_uri: str,
+    engine_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    schedule: dict[str, Any],
+) -> None:
+    """The SDK alone scores the samples of both steps with the checkpoints after them."""
+    _, config, _ = run
+    sampled: list[list[Transition]] = []
+
+    def record(groups: Sequence[Group]) -> SampledTokens:
+        trajectories = [
+            trajectory for group in groups if group.trajectories for trajectory in group.trajectories.trajectories_G
+        ]
+        sampled.append([turn for trajectory in trajectories for turn in trajectory.transitions])
+        return count_tokens(groups)
+
+    monkeypatch.setattr(rollout_source, "count_tokens", record)
+    name = f"post-{schedule.get('mode', 'sync')}"
+    changed = {"run_name": name, "num_steps": 2, "checkpoint_every": 1, "eval_every": 0, "compute_post_kl": True}
+    changed |= {"schedule": schedule, "objective": {"base_loss": "importance_sampling"}, "learning_rate": 0.1}
+    result = rl(RlConfig.model_validate(config | changed))
+    session = tinker.ServiceClient(base_url=engine_url)
+    directory = RunStorage(url=config["storage"]).run_directory(name)
+    paths = {step_of(record): record.state_path for record in read_records(directory).checkpoints}
+    num_scored = 0
+    for step, turns in enumerate(sampled):
+        weights = session.create_training_client_from_state(paths[step + 1] or "").result()
+        sampler = weights.save_weights_and_get_sampling_client().result()
+        changes: list[float] = []
+        for turn in turns:
+            sequence = types.ModelInput.from_ints([*turn.ob.to_ints(), *turn.ac.tokens])
+            after = sampler.compute_logprobs(sequence).result()[turn.ob.length :]
+            changes += [before - (value or 0.0) for before, value in zip(turn.ac.logprobs, after, strict=True)]
+            num_scored += sequence.length
+        v1, v2 = fmean(changes), fmean(change**2 for change in changes) / 2
+        assert curve(result, mlflow_uri, "kl_pre_post_v1")[step] == pytest.approx(v1, abs=1e-4)
+        assert curve(result, mlflow_uri, "kl_pre_post_v2")[step] == pytest.approx(v2, abs=1e-4)
+        assert v2 > 1e-4
+    num_prompt = sum(turn.ob.length for turns in sampled for turn in turns)
+    assert result.metrics["cost/num_prefill_tokens"] >= num_prompt + num_scored
+    if schedule.get("mode") != "async":
+        assert result.metrics["cost/num_prefill_tokens"] == num_prompt + num_scored
+
+
+def test_completer_and_hook_of_the_user(run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str) -> None:
+    """The completer stops after three tokens; the hook charges rollouts that contain an even token."""
+    _, config, _ = run
+    small = config | {"num_steps": 2, "eval_every": 2, "objective": {"base_loss": "importance_sampling"}}
+    rollouts = {"max_tokens": 8, "completer": {"builder": "rollout_parts:Short", "params": {"length": 3}}}
+    hook = {"builder": "rollout_parts:charge_even_tokens", "params": {"price": 0.5}}
+    short = rl(RlConfig.model_validate(small | {"run_name": "short", "rollout": rollouts}))
+    again = rl(RlConfig.model_validate(small | {"run_name": "short-again", "rollout": rollouts}))
+    charged = rl(RlConfig.model_validate(small | {"run_name": "charged", "rollout": rollouts | {"hook": hook}}))
+    assert curve(short, mlflow_uri, "env/all/ac_tokens_per_turn")[0] <= 3
+    assert curve(short, mlflow_uri, "test/env/all/ac_tokens_per_turn")[0] <= 3
+    # The completer returns the service's logprobs, so that the policy is the sampler.
+    assert curve(short, mlflow_uri, "optim/kl_sample_train_v2") == pytest.approx([0.0] * 2, abs=1e-6)
+    reward = "env/all/reward/total"
+    assert curve(again, mlflow_uri, reward)[0] == curve(short, mlflow_uri, reward)[0]
+    share = curve(charged, mlflow_uri, "hook/even/rollouts")[0]
+    assert 0 < share <= 1
+    difference = curve(short, mlflow_uri, reward)[0] - curve(charged, mlflow_uri, reward)[0]
+    assert difference == pytest.approx(0.5 * share)
+    assert curve(charged, mlflow_uri, "hook/even/stopped") == [0.0] * 2
+
+
+def test_invalid_completers_and_hooks_are_refused(tmp_path: Path, prefect_server: str) -> None:
+    for rollouts, message in (
+        ({"completer": {"builder": "rollout_parts:Nothing"}}, "rollout.completer.builder is 'rollout_parts:Nothing'"),
+        ({"completer": {"builder": "rollout_parts:Short", "params": {"size": 1}}}, "has no parameter 'size'"),
+        ({"completer": {"builder": "rollout_parts:charge_even_tokens"}}, "has no parameter sampling_client"),
+        ({"hook": {"builder": "rollout_parts:charge_even_tokens", "params": {"cost": 1}}}, "does not take"),
+        ({"hook": {"builder": "rollout_parts:Empty"}}, "has no method of a hook: add on_turn_end"),
+        ({"hook": {"builder": "rollout_parts:Half"}}, "has only on_grade of tinker-cookbook's hooks"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            rl(RlConfig.model_validate(rl_fields(tmp_path, "wrong", "") | {"rollout": rollouts}))
 
 
 def test_invalid_modes(tmp_path: Path) -> None:

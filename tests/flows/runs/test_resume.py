@@ -113,6 +113,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 # rl samples must be equal bit for bit, and the transcripts show every token.
 EXACT = {"engine": {"threads": 1, "deterministic": True}, "transcripts_every": 1}
 STREAM = {"schedule": {"mode": "stream", "num_minibatches": 2}}
+PENALIZED = {"compute_post_kl": True, "advantage": {"kl_coefficient": 0.05, "kl_discount_factor": 0.9}}
 SAMPLED = {"candidates": {"num": 2, "max_tokens": 24}, "engine": EXACT["engine"]}
 TOKENS = {"checkpoint_every": 0, "checkpoint_every_tokens": 4000, "checkpoint_kind": "both"}
 SECONDS = {"checkpoint_every": 0, "checkpoint_every_seconds": 1.5}
@@ -138,6 +139,7 @@ METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
     "rl stream": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM),
     "tokens": ("sft", lambda *given: sft_fields(*given) | TOKENS | RARE),
     "seconds": ("sft", lambda *given: sft_fields(*given) | SECONDS),
+    "rl penalized": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | PENALIZED),
 }
 
 
@@ -157,6 +159,7 @@ METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
         pytest.param("rl stream", 2, marks=pytest.mark.slow),
         pytest.param("tokens", 2, marks=pytest.mark.slow),
         pytest.param("seconds", 2, marks=pytest.mark.slow),
+        pytest.param("rl penalized", 2, marks=pytest.mark.slow),
     ],
 )
 def test_killed_run_equals_uninterrupted_run(
@@ -197,7 +200,11 @@ def run_with_and_without_kills(
     config = tmp_path / "config.yaml"
     uninterrupted, killed = (f"{how}-{kind.replace(' ', '-')}-{num_kills}" for how in ("never-killed", "killed"))
     method, fields = METHODS[kind]
-    changes = {"num_steps": NUM_STEPS, "eval_every": 4, "objective": OBJECTIVES[kind.removesuffix(" stream")]}
+    changes = {
+        "num_steps": NUM_STEPS,
+        "eval_every": 4,
+        "objective": OBJECTIVES[kind.split(" ")[0] if kind.startswith("rl") else kind],
+    }
     config.write_text(yaml.safe_dump(fields(tmp_path, uninterrupted, mlflow_uri) | changes))
     finish(start(config, uninterrupted, home, prefect_server, method))
     whole = final_weights(tmp_path / "runs" / uninterrupted, home)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import tinker
+from distill_config import distill_fields
 from dpo_config import dpo_fields
 from rl_config import rl_fields
 from sft_config import sft_fields
 from tinker_cookbook.checkpoint_utils import CheckpointRecord, add_renderer_name_to_user_metadata
 
 from blocks.errors import ConfigError
+from flows.config.distill import OnPolicyConfig
 from flows.config.dpo import DpoConfig
 from flows.config.learning_rate import recommended_rate
 from flows.config.loader import validate_fields
@@ -66,6 +68,15 @@ def test_group_of_one() -> None:
     fields = rl_fields(Path("there"), "alone", "")
     fields["environment"]["params"]["group_size"] = 1
     assert keys(RlConfig.model_validate(fields)) == {"group_of_one"}
+
+
+def test_rewards_of_groups_of_one_in_distillation() -> None:
+    environment = {"builder": "a:b", "params": {"group_size": 1}}
+    fields = distill_fields(Path("there"), "alone", "") | {"datasets": [{"environment": environment}]}
+    fields["learning_rate"] = 1e-3
+    before = keys(OnPolicyConfig.model_validate(fields))
+    assert keys(OnPolicyConfig.model_validate(fields | {"train_on_rewards": True})) == before | {"group_of_one"}
+    assert "group_of_one" not in before
 
 
 def test_large_beta() -> None:

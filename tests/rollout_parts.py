@@ -1,0 +1,90 @@
+"""Completers and hooks that tests name by import path."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tinker
+from tinker import types
+from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState
+
+from tinker_flows import HookAction
+
+
+@dataclass
+class Short(TokenCompleter):
+    """Completer that stops after `length` tokens."""
+
+    sampling_client: tinker.SamplingClient
+    temperature: float
+    seed: int
+    length: int = 3
+
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        params = types.SamplingParams(stop=stop, max_tokens=self.length, temperature=self.temperature, seed=self.seed)
+        response = await self.sampling_client.sample(model_input, 1, params)
+        (sequence,) = response.sequences
+        return TokensWithLogprobs(sequence.tokens, sequence.logprobs, sequence.stop_reason)
+
+
+@dataclass
+class OneOf(TokenCompleter):
+    """Constrained decoding: one of a few tokens, drawn from the policy's distribution over them."""
+
+    sampling_client: tinker.SamplingClient
+    seed: int
+    tokens: Sequence[int] = (97, 98)
+
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        logprobs = [
+            (await self.sampling_client.compute_logprobs(model_input.append_int(token)))[-1] or 0.0
+            for token in self.tokens
+        ]
+        total = math.log(sum(map(math.exp, logprobs)))
+        (token,) = random.Random(self.seed).choices(self.tokens, [math.exp(value) for value in logprobs])
+        return TokensWithLogprobs([token], [logprobs[self.tokens.index(token)] - total], "stop")
+
+
+def charge_even_tokens(state: RolloutState, price: float) -> HookAction | None:
+    """Charge turns that contain an even token."""
+    is_even = any(token % 2 == 0 for token in state.transitions[-1].ac.tokens)
+    return HookAction("even", -price) if is_even else None
+
+
+class Empty:
+    """Class without a method of a hook."""
+
+
+class Half:
+    """Class with one of the four methods of tinker-cookbook's hooks."""
+
+    async def on_grade(self, state: RolloutState) -> None:
+        """Do nothing."""
+
+
+class Recording(RolloutHooks):
+    """Hook that records its calls, and ends the episode at a turn."""
+
+    calls: list[str]
+
+    def __init__(self, calls: list[str], last_turn: int = 1) -> None:
+        self.calls, self._last_turn = calls, last_turn
+
+    async def on_turn_begin(self, state: RolloutState) -> None:
+        self.calls.append(f"begin {state.turn_index}")
+
+    async def on_turn_end(self, state: RolloutState) -> list[HookAction]:
+        self.calls.append(f"end {state.turn_index}")
+        return [HookAction("enough", reward=-0.5, stop=True)] if state.turn_index == self._last_turn else []
+
+    async def on_stop_reason(self, reason: str, state: RolloutState) -> str | None:
+        self.calls.append(f"stop {reason}")
+        return reason
