@@ -6,9 +6,9 @@ Writes the control's held-out values, which the demo prints beside its own, and 
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -63,7 +63,8 @@ def write_control(result: TrainResult, path: Path) -> None:
     """Write the held-out values of a finished control."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     values = {
-        row.metric: {"value": row.after.value, "stderr": None if math.isnan(row.after.stderr) else row.after.stderr}
+        row.metric: {"value": row.after.value}
+        | ({"stderr": row.after.stderr, **asdict(row.batches)} if row.batches else {})
         for row in result.held_out
     }
     control = {

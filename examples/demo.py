@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from flows.runs.config_record import changed_fields
-from tasks.reports.tables import Estimate
+from tasks.reports.tables import Control, Estimate
 from tasks.training.checkpoints import resumable
+from tasks.training.held_out import BatchValues
 from tinker_flows import RunStorage, SftConfig, exit_on_error, load_config, run, sft, show_result
 
 CONFIG = Path(__file__).with_name("sft.yaml")
@@ -35,13 +38,17 @@ def next_run(overrides: list[str]) -> SftConfig:
     raise AssertionError("unreachable: count() never ends")
 
 
-def read_control() -> dict[str, Estimate]:
+def read_control() -> dict[str, Control]:
     """Return the held-out values of the demo without its terms, which `python -m benchmarks demo_control` stored."""
     entries = json.loads(CONTROL.read_text())["held_out"]
     return {
-        name: Estimate(entry["value"], float("nan") if entry["stderr"] is None else entry["stderr"])
+        name: Control(Estimate(entry["value"], entry.get("stderr", math.nan)), _batches(entry))
         for name, entry in entries.items()
     }
+
+
+def _batches(entry: dict[str, Any]) -> BatchValues | None:
+    return BatchValues(entry["values_B"], entry["num_datums_B"]) if "values_B" in entry else None
 
 
 def main(overrides: list[str]) -> None:

@@ -29,7 +29,7 @@ from flows.monitoring.events import heartbeats
 from flows.runs.result import TrainResult
 from objectives.errors import ObjectiveError
 from tasks.reports.summary import describe_cost, storage_option
-from tasks.reports.tables import COLUMNS, Estimate, format_row, held_out_table, term_rows
+from tasks.reports.tables import COLUMNS, Control, format_row, held_out_table, term_rows
 
 R = TypeVar("R")
 
@@ -130,7 +130,7 @@ def silence_console_logs() -> None:
     logging.getLogger("mlflow").setLevel(logging.WARNING)
 
 
-def show_result(result: TrainResult, control: Mapping[str, Estimate] | None = None) -> None:
+def show_result(result: TrainResult, control: Mapping[str, Control] | None = None) -> None:
     """Print the terms, the held-out data before and after, the cost, and where weights, report and UIs are.
 
     Args:
@@ -142,7 +142,7 @@ def show_result(result: TrainResult, control: Mapping[str, Estimate] | None = No
     if result.held_out:
         console.print(_table("", *held_out_table(result.held_out, control)))
         if any(not math.isnan(row.after.stderr) for row in result.held_out):
-            console.print("±: 95 % interval of the mean over the held-out batches")
+            console.print("±: 95 % interval over the held-out batches; of a change or an effect, over paired batches")
     if result.stopped:
         console.print(result.stopped)
     elif result.not_promoted:

@@ -18,6 +18,7 @@ from tasks.reports.run_report import write_report
 from tasks.reports.summary import run_warnings
 from tasks.reports.tables import HeldOutRow, held_out_rows, target_rows
 from tasks.training.checkpoints import step_of
+from tasks.training.held_out import read_batch_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def finish(
         mlflow_run_id=run.log.run_id,
         metrics={key: points[-1][1] for key, points in history.items()},
         warnings=run_warnings(mlflow_run.data.tags),
-        held_out=tuple(held_out_rows(history)),
+        held_out=tuple(held_out_rows(history, read_batch_values(run.directory))),
         stopped=reasons.stopped,
         not_promoted=reasons.not_promoted,
     )

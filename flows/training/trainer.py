@@ -74,7 +74,7 @@ from tasks.training.forward_backward import (
     forward_logprobs,
     optim_step,
 )
-from tasks.training.held_out import HeldOutData, measure_held_out
+from tasks.training.held_out import BatchValues, HeldOutData, append_batch_values, measure_held_out
 from tasks.training.metrics import log_metrics
 from tasks.training.metrics_file import MetricsFile
 from tasks.training.reference import REFERENCE_NAME, Reference, load_reference
@@ -556,13 +556,16 @@ class Trainer:
             self.ledger.add_sampled(self.candidates.take_sampled())
             inputs.append((sampled, samples))
         metrics: dict[str, float] = {}
+        by_batch: dict[str, BatchValues] = {}
         for measured_terms, batches in inputs:
             measured = measure_held_out(measured_terms, batches, self.executor, self.reference, step)
             metrics |= measured.metrics
+            by_batch |= measured.by_batch
             for name, reason in measured.failed.items():
                 text = f"Term {name} has no value on the held-out data: {reason}"
                 get_run_logger().warning("%s", text)
                 self.run.log.tag(f"{WARNING_TAG}.held_out.{name}", text)
+        append_batch_values(self.run.directory, step, by_batch)
         return metrics
 
     def _count_reference(self, step: int) -> None:

@@ -42,6 +42,7 @@ from tasks.reports.term_charts import (
     draw_targets,
     draw_terms,
 )
+from tasks.training.held_out import read_batch_values
 from tasks.training.metrics import MetricsLog
 
 FACTORS = (0.5, 2.0, 10.0)
@@ -86,7 +87,7 @@ the range of the share. Steps at which a term has no gradient count for its shar
 
 _HELD_OUT = """<h2>Held-out data</h2>
 {table}
-<p>±: 95 % interval of the mean over the held-out batches, for the values of terms.</p>
+<p>±: 95 % interval of a term over the held-out batches; of a change, over paired batches.</p>
 """
 
 
@@ -114,7 +115,7 @@ def write_report(
         figures["targets"] = draw_targets(history, {row.name: row.target.limit for row in targets})
         target_table = html_table(TARGET_COLUMNS, [row.format() for row in targets])
     summary = summarize(run_name, log.client.get_run(log.run_id), directory, history)
-    measured = held_out_rows(history)
+    measured = held_out_rows(history, read_batch_values(directory))
     columns, cells = held_out_table(measured) if measured else ([], [])
     terms, sensitivity = [format_row(row) for row in rows], sensitivity_cells(history, names)
     body = _BODY.format(

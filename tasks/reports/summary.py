@@ -12,6 +12,7 @@ from mlflow.entities import Run as MlflowRun
 from blocks.storage import RunDirectory, RunStorage
 from tasks.reports.tables import HeldOutRow, held_out_rows
 from tasks.training.checkpoints import Records, read_records, step_of
+from tasks.training.held_out import read_batch_values
 
 History = Mapping[str, Sequence[tuple[int, float]]]
 
@@ -54,7 +55,7 @@ def summarize(run_name: str, run: MlflowRun, directory: RunDirectory, history: H
     records = read_records(directory)
     warnings = run_warnings(run.data.tags)
     return RunSummary(
-        verdict=_verdict(run.data.tags, warnings, held_out_rows(history)),
+        verdict=_verdict(run.data.tags, warnings, held_out_rows(history, read_batch_values(directory))),
         facts=tuple(_facts(run, records, history)),
         warnings=warnings,
         weights=next((path for record in records.checkpoints if (path := record.state_path)), ""),

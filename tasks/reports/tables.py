@@ -14,6 +14,7 @@ from scipy.stats import t
 from objectives.targets import TargetSpec
 from tasks.common.task import retried_task
 from tasks.reports.html import artifact_key
+from tasks.training.held_out import BatchValues
 from tasks.training.metrics import MetricsLog
 
 Rows = Sequence[Sequence[Any]]
@@ -89,7 +90,26 @@ class Estimate:
         >>> str(Estimate(0.0741, 0.0244)), str(Estimate(1.0611))
         ('0.0741 ± 0.048', '1.061')
         """
-        return f"{self.value:.4g}" + ("" if np.isnan(self.stderr) else f" ± {1.96 * self.stderr:.2g}")
+        return f"{self.value:.4g}" + self._interval()
+
+    def signed(self) -> str:
+        """Value with its sign, and its 95 % interval if the error is known.
+
+        >>> Estimate(0.0025, 0.001).signed()
+        '+0.0025 ± 0.002'
+        """
+        return f"{self.value:+.4g}" + self._interval()
+
+    def _interval(self) -> str:
+        return "" if np.isnan(self.stderr) else f" ± {1.96 * self.stderr:.2g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Held-out metric at the end of a run without the terms, and its values by batch if it is that of a term."""
+
+    value: Estimate
+    batches: BatchValues | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +119,8 @@ class HeldOutRow:
     Attributes:
         metric: name without `test/`; that of a term's value is the name of the term.
         first_step, last_step: updates in the weights of `before` and `after`; equal after a single evaluation.
+        change: mean change, with the error of paired batches if the run stored them.
+        batches: values of the last evaluation, for comparisons with other runs; None if the run did not store them.
     """
 
     metric: str
@@ -106,15 +128,29 @@ class HeldOutRow:
     last_step: int
     before: Estimate
     after: Estimate
+    change: Estimate
+    batches: BatchValues | None = None
 
     @property
     def is_compared(self) -> bool:
         """True if the run evaluated the metric at two different steps."""
         return self.first_step < self.last_step
 
+    def compare(self, control: Control) -> Estimate:
+        """Return the last value minus that of a control, with an error if both are of the same batches."""
+        if self.batches and control.batches and self.batches.is_paired_with(control.batches):
+            return Estimate(*self.batches.minus(control.batches))
+        return Estimate(self.after.value - control.value.value)
 
-def held_out_rows(history: Mapping[str, Sequence[tuple[int, float]]]) -> list[HeldOutRow]:
-    """Rows of the held-out metrics of a run; the values of the terms come last."""
+
+def held_out_rows(
+    history: Mapping[str, Sequence[tuple[int, float]]], batches: Mapping[int, Mapping[str, BatchValues]]
+) -> list[HeldOutRow]:
+    """Rows of the held-out metrics of a run; the values of the terms come last.
+
+    Args:
+        batches: values of the terms by step, as `read_batch_values` returns them.
+    """
     rows: list[HeldOutRow] = []
     for key, points in sorted(history.items(), key=lambda item: (item[0].startswith("test/term/"), item[0])):
         if not key.startswith(HELD_OUT) or not points or key.endswith(_ERROR):
@@ -122,25 +158,35 @@ def held_out_rows(history: Mapping[str, Sequence[tuple[int, float]]]) -> list[He
         errors = dict(history.get(key.removesuffix(_VALUE) + _ERROR, ())) if key.endswith(_VALUE) else {}
         before, after = (Estimate(value, errors.get(step, float("nan"))) for step, value in (points[0], points[-1]))
         name = key.removeprefix("test/term/").removesuffix(_VALUE) if key.startswith("test/term/") else key
-        rows.append(HeldOutRow(name.removeprefix(HELD_OUT), points[0][0], points[-1][0], before, after))
+        name, first, last = name.removeprefix(HELD_OUT), points[0][0], points[-1][0]
+        change, by_batch = Estimate(after.value - before.value), batches.get(last, {}).get(name)
+        earlier = batches.get(first, {}).get(name)
+        if by_batch and earlier and by_batch.is_paired_with(earlier):
+            change = Estimate(*by_batch.minus(earlier))
+        rows.append(HeldOutRow(name, first, last, before, after, change, by_batch))
     return rows
 
 
 def held_out_table(
-    rows: Sequence[HeldOutRow], control: Mapping[str, Estimate] | None = None
+    rows: Sequence[HeldOutRow], control: Mapping[str, Control] | None = None
 ) -> tuple[list[str], list[list[str]]]:
     """Columns and text cells of held-out metrics.
 
     Args:
-        control: values at the end of a run without the terms, by `HeldOutRow.metric`; adds a column.
+        control: metrics at the end of a run without the terms, by `HeldOutRow.metric`; adds two columns.
     """
     first, last = min(row.first_step for row in rows), max(row.last_step for row in rows)
     columns = ["held-out data", f"before (step {first})", f"after (step {last})"]
     cells = [[row.metric, str(row.before), str(row.after)] for row in rows]
-    if control:
-        columns.append("after, without the terms")
+    if control is None:
+        columns.append("change")
         for line, row in zip(cells, rows, strict=True):
-            line.append(str(control[row.metric]) if row.metric in control else "")
+            line.append(row.change.signed() if row.is_compared else "")
+        return columns, cells
+    columns += ["without the terms", "effect of the terms"]
+    for line, row in zip(cells, rows, strict=True):
+        other = control.get(row.metric)
+        line += [str(other.value), row.compare(other).signed()] if other else ["", ""]
     return columns, cells
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from blocks.storage import RunDirectory
 from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError
 from objectives.estimators import num_compared
-from objectives.evaluate import Evaluation
 from objectives.term import Regularizer
+from tasks.common.jsonl import read_jsonl
 from tasks.common.task import call, opaque_argument
 from tasks.training.reference import Reference, load_reference
 from tasks.training.terms import TaskTermExecutor
+
+HELD_OUT_NAME = "held_out_terms.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +48,40 @@ class HeldOutData(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class BatchValues:
+    """Values of a term on each held-out batch, as stored for paired comparisons.
+
+    Attributes:
+        values_B: the values.
+        num_datums_B: number of datums of each batch, which weights its value.
+    """
+
+    values_B: list[float]
+    num_datums_B: list[int]
+
+    def is_paired_with(self, other: BatchValues | None) -> bool:
+        """Return whether other values are of batches of the same sizes."""
+        return other is not None and self.num_datums_B == other.num_datums_B
+
+    def minus(self, other: BatchValues) -> tuple[float, float]:
+        """Mean difference of paired batches and its standard error."""
+        differences = [a - b for a, b in zip(self.values_B, other.values_B, strict=True)]
+        return weighted_mean(differences, self.num_datums_B)
+
+
+@dataclass(frozen=True, slots=True)
 class HeldOutTerms:
     """Measured values of terms on held-out data.
 
     Attributes:
         metrics: `test/term/<name>/value`, the mean over the batches weighted by their number of datums; and, for
             several batches, `test/term/<name>/stderr`, the standard error of that mean.
+        by_batch: values of each batch, by the name of the term.
         failed: reasons why a term has no value, by its name.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
+    by_batch: dict[str, BatchValues] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
 
@@ -104,8 +132,29 @@ def measure_held_out(
         except ObjectiveError as error:
             measured.failed[name] = str(error)
         else:
-            measured.metrics.update(_summarize(name, evaluations, num_datums_B))
+            values_B = [evaluation.value for evaluation in evaluations]
+            measured.by_batch[name] = BatchValues(values_B, num_datums_B)
+            mean, stderr = weighted_mean(values_B, num_datums_B)
+            measured.metrics[f"test/term/{name}/value"] = mean
+            if not math.isnan(stderr):
+                measured.metrics[f"test/term/{name}/stderr"] = stderr
     return measured
+
+
+def append_batch_values(directory: RunDirectory, step: int, by_batch: Mapping[str, BatchValues]) -> None:
+    """Store the values of an evaluation with the run."""
+    record = {"step": step, "terms": {name: asdict(values) for name, values in by_batch.items()}}
+    directory.append_line(HELD_OUT_NAME, json.dumps(record))
+
+
+def read_batch_values(directory: RunDirectory) -> dict[int, dict[str, BatchValues]]:
+    """Read the stored values by step and term; those of a repeated evaluation replace earlier ones."""
+    records = read_jsonl(
+        directory,
+        HELD_OUT_NAME,
+        lambda record: (int(record["step"]), {name: BatchValues(**entry) for name, entry in record["terms"].items()}),
+    )
+    return dict(records)
 
 
 def _is_constant(regularizer: Regularizer, evaluated: Sequence[EvaluatedBatch]) -> bool:
@@ -115,14 +164,17 @@ def _is_constant(regularizer: Regularizer, evaluated: Sequence[EvaluatedBatch]) 
     return not any(num_compared(entry.batch) for entry in evaluated)
 
 
-def _summarize(name: str, evaluations_B: Sequence[Evaluation], num_datums_B: Sequence[int]) -> dict[str, float]:
-    """Return the weighted mean of a term's values and its standard error, with batches as independent samples."""
-    value_B = torch.tensor([evaluation.value for evaluation in evaluations_B], dtype=torch.float64)
-    weight_B = torch.tensor(num_datums_B, dtype=torch.float64) / sum(num_datums_B)
+def weighted_mean(values_B: Sequence[float], weights_B: Sequence[float]) -> tuple[float, float]:
+    """Weighted mean of values and its standard error, NaN for a single value; the values are independent samples.
+
+    >>> weighted_mean([1.0, 3.0], [1, 1])
+    (2.0, 1.0)
+    """
+    value_B = torch.tensor(values_B, dtype=torch.float64)
+    weight_B = torch.tensor(weights_B, dtype=torch.float64) / sum(weights_B)
     mean = float(weight_B @ value_B)
-    metrics = {f"test/term/{name}/value": mean}
-    num_batches = len(evaluations_B)
-    if num_batches > 1:
-        variance = float((weight_B**2) @ (value_B - mean) ** 2) * num_batches / (num_batches - 1)
-        metrics[f"test/term/{name}/stderr"] = math.sqrt(variance)
-    return metrics
+    num_values = len(values_B)
+    if num_values < 2:
+        return mean, math.nan
+    variance = float((weight_B**2) @ (value_B - mean) ** 2) * num_values / (num_values - 1)
+    return mean, math.sqrt(variance)

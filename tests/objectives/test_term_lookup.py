@@ -60,7 +60,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_entry_points_are_imported_on_first_use(package: str) -> None:
     assert {f"{package}_offered", f"{package}_broken", f"{package}_plain"} <= offered_terms().keys()
-    with pytest.raises(ObjectiveError, match=f"registered as 'topolgy', only .*{package}_offered"):
+    with pytest.raises(ObjectiveError, match=f"registered as 'topolgy'; did you mean .*{package}_offered"):
         find_term("topolgy")
     assert package not in sys.modules
     objective = Objective(regularizers=[{"name": f"{package}_offered", "params": {"table": "t"}}])

@@ -10,7 +10,8 @@ from mlflow.entities import Param, Run, RunData, RunInfo, RunStatus, RunTag
 
 from blocks.storage import RunDirectory, RunStorage
 from tasks.reports.summary import RunSummary, summarize
-from tasks.reports.tables import Estimate, held_out_rows, held_out_table
+from tasks.reports.tables import Control, Estimate, held_out_rows, held_out_table
+from tasks.training.held_out import BatchValues
 
 HISTORY = {
     "test/nll": [(0, 1.5482), (12, 1.103), (24, 1.0611)],
@@ -66,12 +67,29 @@ def test_stopped_run_with_warnings(directory: RunDirectory) -> None:
 
 
 def test_held_out_table_has_a_column_for_the_control() -> None:
-    rows = held_out_rows(HISTORY)
+    batches = {
+        0: {"logic": BatchValues([0.1, 0.053], [2, 2])},
+        24: {"logic": BatchValues([0.09, 0.0582], [2, 2])},
+    }
+    rows = held_out_rows(HISTORY, batches)
     assert [row.metric for row in rows] == ["nll", "logic"]
-    columns, cells = held_out_table(rows, {"logic": Estimate(0.0755, 0.025)})
-    assert columns == ["held-out data", "before (step 0)", "after (step 24)", "after, without the terms"]
-    assert cells == [
-        ["nll", "1.548", "1.061", ""],
-        ["logic", "0.0765 ± 0.05", "0.0741 ± 0.048", "0.0755 ± 0.049"],
+    control = Control(Estimate(0.0755, 0.025), BatchValues([0.1, 0.051], [2, 2]))
+    columns, cells = held_out_table(rows, {"logic": control})
+    assert columns == [
+        "held-out data",
+        "before (step 0)",
+        "after (step 24)",
+        "without the terms",
+        "effect of the terms",
     ]
-    assert held_out_table(rows)[0] == columns[:3]
+    # Differences of the batches -0.01 and +0.0072: mean -0.0014, standard error 0.0086.
+    assert cells == [
+        ["nll", "1.548", "1.061", "", ""],
+        ["logic", "0.0765 ± 0.05", "0.0741 ± 0.048", "0.0755 ± 0.049", "-0.0014 ± 0.017"],
+    ]
+    # Differences -0.01 and +0.0052: mean -0.0024, standard error 0.0076.
+    columns, cells = held_out_table(rows)
+    assert columns[-1] == "change"
+    assert [line[-1] for line in cells] == ["-0.4871", "-0.0024 ± 0.015"]
+    other_data = {"logic": Control(Estimate(0.0755), BatchValues([0.1], [4]))}
+    assert held_out_table(rows, other_data)[1][1][-1] == "-0.0014"
