@@ -79,6 +79,9 @@ def test_soft_targets_lead_to_the_teacher(tmp_path: Path, engine_url: str, mlflo
     for key in ("teacher_kl", "teacher_kl/dataset_0", "optim/entropy", "kl_pre_post_v2", "train_mean_nll"):
         assert len(curve(result, mlflow_uri, key)) == 8
     assert curve(result, mlflow_uri, "optim/kl_sample_train_v1") == []
+    reverse = fields | {"run_name": "reverse", "objective": {"base_loss": "teacher_reverse_kl_topk"}}
+    loss = curve(self_distillation(SelfConfig.model_validate(reverse)), mlflow_uri, "loss/base")
+    assert 0 < loss[-1] < 0.7 * loss[0]
 
 
 def test_settings_of_rollouts_keep_the_cache_keys_of_earlier_runs() -> None:

@@ -43,6 +43,32 @@ def divergence_topk(
     return _divergence(p_DTK, q_DTK, kind), {"rest": reduce(rest_DT, batch, "token_mean")}
 
 
+@regularizer("teacher_reverse_kl_topk", needs=("topk_logprobs",), reduction="sum")
+def teacher_reverse_kl_topk(outputs: Outputs, batch: Batch) -> Tensor:
+    """Reverse KL ``sum_k p_k (log p_k - log q_k)`` to the teacher q at each position, nats, ``(N,)``.
+
+    The weights of the K targets are the teacher's probabilities, and both distributions are normalized over the targets
+    with a positive weight. It is a base loss of distillation with soft targets; the gradient is that of
+    tinker-cookbook's `reverse_kl_custom_loss`.
+
+    Source: tinker-cookbook, `distillation/sdft.py`; Shenfeld et al. 2026, "Self-Distillation Enables Continual
+    Learning" (arXiv:2601.19897).
+
+    >>> batch = Batch(torch.tensor([[5, 6]]), torch.tensor([[0.5, 0.5]]), torch.tensor([0, 1]))
+    >>> round(teacher_reverse_kl_topk(Outputs(torch.tensor([[0.6, 0.2]]).log()), batch).item(), 4)
+    0.1308
+    """
+    is_target_DTK = batch.weights_DT > 0
+    # Positions without targets are uniform in both distributions, which gives 0.
+    any_DT1 = is_target_DTK.any(-1, keepdim=True)
+    lowest = torch.finfo(outputs.logprobs_DT.dtype).min
+    is_left_out_DTK = any_DT1 & ~is_target_DTK
+    p_DTK = outputs.logprobs_DT.masked_fill(is_left_out_DTK, lowest).where(any_DT1, 0.0).log_softmax(-1)
+    q_DTK = batch.weights_DT.to(p_DTK.dtype).where(is_target_DTK, 1.0).log().masked_fill(is_left_out_DTK, lowest)
+    difference_DTK = (p_DTK - q_DTK.log_softmax(-1)).masked_fill(is_left_out_DTK, 0.0)
+    return (p_DTK.exp() * difference_DTK).sum(-1)
+
+
 def _divergence(p_DTK: Tensor, q_DTK: Tensor, kind: Divergence) -> Tensor:
     match kind:
         case "reverse":

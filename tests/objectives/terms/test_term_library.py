@@ -48,6 +48,7 @@ CHOICES: list[tuple[str, dict[str, object]]] = [
 ]
 SEVERAL: list[tuple[str, dict[str, object]]] = [
     ("negative_entropy_topk", {}),
+    ("teacher_reverse_kl_topk", {}),
     *[("divergence_topk", {"kind": kind}) for kind in ("reverse", "forward", "symmetric", "jensen_shannon")],
 ]
 
@@ -113,7 +114,7 @@ def test_documentation_has_a_source_and_valid_examples(name):
         assert runner.run(example).failed == 0
 
 
-@pytest.mark.parametrize("name", ["negative_entropy_topk", "divergence_topk"])
+@pytest.mark.parametrize("name", ["negative_entropy_topk", "divergence_topk", "teacher_reverse_kl_topk"])
 def test_topk_terms_require_several_targets(name):
     with pytest.raises(
         ObjectiveError, match=r"needs topk_logprobs, several targets per position, but the batch has one"

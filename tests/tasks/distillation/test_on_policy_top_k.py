@@ -12,9 +12,11 @@ import torch
 from engine_process import API_KEY
 from random_groups import RandomScores, cookbook_data, packed, random_groups
 from tinker import types
-from tinker_cookbook.distillation.sdft import build_topk_distillation_datums
+from tinker_cookbook.distillation.sdft import build_topk_distillation_datums, reverse_kl_custom_loss
 
 from blocks.errors import ConfigError
+from objectives.batch import Outputs
+from objectives.terms.token.divergence import teacher_reverse_kl_topk as term
 from tasks.common.event_loop import open_workers
 from tasks.distillation.soft_targets import with_top_k
 from tasks.training.teacher import Teacher, TeacherRequest, compute_top_k, hard_datum, replace_prompt
@@ -73,6 +75,26 @@ def test_data_equals_the_cookbooks(skip: int) -> None:
     scores = [RandomScores().logprobs(requests[0].datum.model_input.append_int(7))]
     assert len(scores[0]) == requests[0].datum.model_input.length + 1
     assert all(top.target_logprobs_M is not None and top.target_logprobs_M.isfinite().all() for top in tops)
+
+
+def test_reverse_kl_equals_the_cookbooks() -> None:
+    """Value and gradient on the same data, with positions that have no targets."""
+    batch = packed(random_groups(seed=3, num_turns=1))
+    client = cast(Any, RandomTeacher())
+    with open_workers():
+        tops = compute_top_k.fn([TeacherRequest(Teacher(client, "random"), datum) for datum in batch.datums], 5)
+    soft = with_top_k(batch, tops, 2).batch
+    generator = torch.Generator().manual_seed(0)
+    logprobs = (-3 * torch.rand(soft.target_tokens_DT.shape, generator=generator)).requires_grad_()
+    ours = term.evaluate(Outputs(logprobs), soft)[soft.mask_DT].sum()
+    lengths = soft.offsets_D.diff().tolist()
+    theirs, metrics = reverse_kl_custom_loss(list(soft.datums), list(logprobs.split(lengths)))
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+    assert metrics["sdft/reverse_kl_positions"] == int(soft.mask_DT.sum())
+    (gradient,) = torch.autograd.grad(ours, logprobs)
+    (expected,) = torch.autograd.grad(theirs, logprobs)
+    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4)
+    assert gradient.abs().max() > 1e-2
 
 
 def test_skipping_all_tokens_is_refused() -> None:
