@@ -96,3 +96,16 @@ def unit_of(regularizer: Regularizer, batch: Batch) -> Unit:
     if regularizer.term.kind != "scored":
         return regularizer.term.unit
     return ESTIMATORS[estimator_of(regularizer, batch)].unit
+
+
+def gain_unit(regularizer: Regularizer, base: Regularizer | None, batch: Batch) -> float:
+    """Return the size of the base loss with which a weight of 1 of a term compares; the unit of a target's gains.
+
+    Cross-entropy is a sum over tokens. A term with the unit ``"sequence"`` therefore competes with the loss of a whole
+    sequence, and its weight must grow with the length: the unit is the mean number of trained tokens of the sequences
+    that the term sees. It is 1 for terms with the unit ``"token"``, and next to other base losses, whose advantages and
+    preferences are about whole sequences.
+    """
+    if base is not None or regularizer.adds_up or unit_of(regularizer, batch) == "token":
+        return 1.0
+    return float(batch.mask_DT.sum() / trained_datums(batch).sum())
