@@ -65,6 +65,7 @@ def rl(config: RlConfig) -> TrainResult:
                 if config.advantage.kl_coefficient or objective.needs("ref_logprobs"):
                     reference = open_reference(run, config, keeps=False)
                 source.reference = reference if config.advantage.kl_coefficient else None
+                source.rewards = config.named_rewards()
                 source.show = partial(_write_transcript, config, run)
                 return as_state(Trainer(run, config, source, objective, [*held_out, *evaluators], reference).train())
 

@@ -101,11 +101,18 @@ def unit_of(regularizer: Regularizer, batch: Batch) -> Unit:
 def gain_unit(regularizer: Regularizer, base: Regularizer | None, batch: Batch) -> float:
     """Return the size of the base loss with which a weight of 1 of a term compares; the unit of a target's gains.
 
-    Cross-entropy is a sum over tokens. A term with the unit ``"sequence"`` therefore competes with the loss of a whole
-    sequence, and its weight must grow with the length: the unit is the mean number of trained tokens of the sequences
-    that the term sees. It is 1 for terms with the unit ``"token"``, and next to other base losses, whose advantages and
-    preferences are about whole sequences.
+    With T trained tokens per sequence, in the mean over the sequences that the term sees:
+
+    - T for a term with the unit ``"sequence"`` next to a loss per token, such as cross-entropy: it competes with the
+      loss of a whole sequence;
+    - 1/T for a term with the unit ``"token"`` next to a loss per sequence, such as a preference loss;
+    - 1 for equal units, and next to a policy loss, every token of which has the advantage of a whole completion.
     """
-    if base is not None or regularizer.adds_up or unit_of(regularizer, batch) == "token":
+    if regularizer.adds_up or (base is not None and base.adds_up):
         return 1.0
-    return float(batch.mask_DT.sum() / trained_datums(batch).sum())
+    base_unit = "token" if base is None else unit_of(base, batch)
+    unit = unit_of(regularizer, batch)
+    if unit == base_unit:
+        return 1.0
+    num_tokens = float(batch.mask_DT.sum() / trained_datums(batch).sum())
+    return num_tokens if unit == "sequence" else 1 / num_tokens

@@ -72,8 +72,8 @@ class TargetSpec(BaseModel):
         gt=0,
         allow_inf_nan=False,
         title="Integral gain",
-        description="Change of the multiplier per evaluation while the violation is one scale, in units per scale; the "
-        "unit is 1, or for a score beside cross-entropy the number of tokens per completion.",
+        description="Change of the multiplier per evaluation while the violation is one scale, in units per scale; see "
+        "`docs/targets.md` for the unit, which is 1 for a mean over tokens beside cross-entropy.",
     )
     proportional_gain: float = Field(
         default=0.5,
@@ -133,7 +133,7 @@ class TargetSpec(BaseModel):
 
     def bounds_for(self, gain_unit: float) -> tuple[float, float]:
         """Return the lower and upper bound of the multiplier, in the unit of a weight."""
-        upper = _MAX_COST * gain_unit / self.unit if self.upper is None else self.upper
+        upper = _MAX_COST * max(gain_unit, 1.0) / self.unit if self.upper is None else self.upper
         lower = (0.0 if self.equals is None else -upper) if self.lower is None else self.lower
         return lower, upper
 

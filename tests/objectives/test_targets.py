@@ -238,12 +238,10 @@ def test_warnings_of_a_term_with_a_target() -> None:
         ("cross_entropy", "confidence", 1.0),
         ("importance_sampling", "repetition", 1.0),
         ("dpo", "repetition", 1.0),
-        ("dpo", "confidence", 1.0),
+        ("dpo", "confidence", 0.4),
     ],
 )
-def test_the_gains_of_a_score_beside_cross_entropy_grow_with_the_completions(
-    base_loss: str, name: str, unit: float
-) -> None:
+def test_the_gains_have_the_unit_of_the_term_beside_the_base_loss(base_loss: str, name: str, unit: float) -> None:
     """Two completions with 3 and 2 tokens; the second evaluation, of shorter ones, does not change the unit."""
     objective = Objective(base_loss, regularizers=[{"name": name, "target": {"at_most": 0.5, "smoothing": 0.0}}])
     for offsets in ([0, 3, 5], [0, 1, 2]):
