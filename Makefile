@@ -61,7 +61,7 @@ bench-engine: install
 	$(BIN)/python -m benchmarks engine_vs_torch engine_sampling engine_service engine_tenants
 
 bench-objectives: install
-	$(BIN)/python -m benchmarks estimators shares effects balance objective_terms objective_cost sdk_terms
+	$(BIN)/python -m benchmarks estimators shares targets effects balance objective_terms objective_cost sdk_terms
 
 bench-preference: install
 	$(BIN)/python -m benchmarks dpo_vs_cookbook distill_vs_cookbook
