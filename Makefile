@@ -68,7 +68,7 @@ bench-engine: install-dev
 	$(BIN)/python -m benchmarks engine_vs_torch engine_sampling engine_service engine_tenants
 
 bench-objectives: install-dev
-	$(BIN)/python -m benchmarks estimators shares effects demo_control balance objective_terms objective_cost sdk_terms
+	$(BIN)/python -m benchmarks estimators shares targets effects demo_control balance objective_terms objective_cost sdk_terms
 
 bench-preference: install-dev
 	$(BIN)/python -m benchmarks dpo_vs_cookbook distill_vs_cookbook

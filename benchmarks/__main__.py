@@ -21,6 +21,7 @@ BENCHMARKS = {
     "sdk_terms": "eight waiting terms in a loop on the SDK, against the SDK's own custom loss",
     "estimators": "each estimator of scores, against the exact gradient of a toy's expected score and release 0.1",
     "shares": "each term's share of the gradient for 8, 32 and 128 rows, against release 0.1",
+    "targets": "values held to targets, against their limits and against runs without targets (long)",
     "effects": "the measured effect of an update on each term, against its gradient by the parameters",
     "demo_control": "the demo without its terms; writes the control that the demo prints beside its result",
     "headline": "effect of a solver in the objective, against cross-entropy and shuffled scores (long, resumable)",
@@ -45,6 +46,7 @@ LONG = {
     "rl_load",
     "rl_vs_cookbook",
     "sweep_overhead",
+    "targets",
 }
 
 

@@ -66,6 +66,7 @@ def rl(config: RlConfig) -> TrainResult:
                     reference = open_reference(run, config, keeps=False)
                 source.reference = reference if config.advantage.kl_coefficient else None
                 source.measures_post_kl = config.compute_post_kl
+                source.rewards = config.named_rewards()
                 source.show = partial(_write_transcript, config, run)
                 return as_state(Trainer(run, config, source, objective, [*held_out, *evaluators], reference).train())
 

@@ -21,7 +21,7 @@ from objectives.gradients.alerts import Watch, WatchState
 from objectives.gradients.balance import Balance, BalanceState, make_balance
 from objectives.import_path import ImportedFunction
 from objectives.losses import BASE_LOSSES, find_base_loss
-from objectives.scale import Scale, compute_scale, plain_scale
+from objectives.scale import Scale, compute_scale, gain_unit, plain_scale
 from objectives.schedule import Constant, WeightSchedule
 from objectives.sdk.custom_loss import sdk_term
 from objectives.spec import Backend, BalanceSpec, BaseLossSpec, ObjectiveSpec, RegularizerSpec, WatchSpec
@@ -268,6 +268,11 @@ class Objective:
         if regularizer.target:
             return self.targets.weight_of(regularizer.name)
         return regularizer.weight_at(step, num_steps)
+
+    def note_batch(self, regularizer: Regularizer, batch: Batch) -> None:
+        """Fix the unit of the gains of a term with a target by the first batch that it sees."""
+        if regularizer.target:
+            self.targets.set_gain_unit(regularizer.name, gain_unit(regularizer, self.base, batch))
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Record the metrics of a trained step, for the next weights of terms with a target and for warnings.

@@ -96,3 +96,23 @@ def unit_of(regularizer: Regularizer, batch: Batch) -> Unit:
     if regularizer.term.kind != "scored":
         return regularizer.term.unit
     return ESTIMATORS[estimator_of(regularizer, batch)].unit
+
+
+def gain_unit(regularizer: Regularizer, base: Regularizer | None, batch: Batch) -> float:
+    """Return the size of the base loss with which a weight of 1 of a term compares; the unit of a target's gains.
+
+    With T trained tokens per sequence, in the mean over the sequences that the term sees:
+
+    - T for a term with the unit ``"sequence"`` next to a loss per token, such as cross-entropy: it competes with the
+      loss of a whole sequence;
+    - 1/T for a term with the unit ``"token"`` next to a loss per sequence, such as a preference loss;
+    - 1 for equal units, and next to a policy loss, every token of which has the advantage of a whole completion.
+    """
+    if regularizer.adds_up or (base is not None and base.adds_up):
+        return 1.0
+    base_unit = "token" if base is None else unit_of(base, batch)
+    unit = unit_of(regularizer, batch)
+    if unit == base_unit:
+        return 1.0
+    num_tokens = float(batch.mask_DT.sum() / trained_datums(batch).sum())
+    return num_tokens if unit == "sequence" else 1 / num_tokens

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Self, TypeAlias, TypedDict
+from typing import NotRequired, Self, TypeAlias, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -62,7 +62,7 @@ class TargetSpec(BaseModel):
         default=None,
         allow_inf_nan=False,
         title="Upper bound",
-        description="Upper bound of the multiplier. Unset: 100 divided by the scale.",
+        description="Upper bound of the multiplier. Unset: 100 times the unit, divided by the scale.",
     )
     warmup: int = Field(
         default=0, ge=0, title="Warmup (steps)", description="Steps before the multiplier starts to change."
@@ -72,14 +72,15 @@ class TargetSpec(BaseModel):
         gt=0,
         allow_inf_nan=False,
         title="Integral gain",
-        description="Change of the multiplier per evaluation, times the scale, while the violation is one scale.",
+        description="Change of the multiplier per evaluation while the violation is one scale, in units per scale; see "
+        "`docs/targets.md` for the unit, which is 1 for a mean over tokens beside cross-entropy.",
     )
     proportional_gain: float = Field(
         default=0.5,
         ge=0,
         allow_inf_nan=False,
         title="Proportional gain",
-        description="Part of the multiplier, times the scale, that is present only while the violation is one scale.",
+        description="Part of the multiplier that is present only while the violation is one scale, in units per scale.",
     )
     smoothing: float = Field(
         default=0.5,
@@ -127,8 +128,12 @@ class TargetSpec(BaseModel):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Lower and upper bound of the multiplier, in the unit of a weight."""
-        upper = _MAX_COST / self.unit if self.upper is None else self.upper
+        """Lower and upper bound of the multiplier, in the unit of a weight, for a gain unit of 1."""
+        return self.bounds_for(1.0)
+
+    def bounds_for(self, gain_unit: float) -> tuple[float, float]:
+        """Return the lower and upper bound of the multiplier, in the unit of a weight."""
+        upper = _MAX_COST * max(gain_unit, 1.0) / self.unit if self.upper is None else self.upper
         lower = (0.0 if self.equals is None else -upper) if self.lower is None else self.lower
         return lower, upper
 
@@ -144,11 +149,13 @@ class TargetState(TypedDict):
         average: moving average of the value; None before the first evaluation.
         integral: integral part of the multiplier.
         multiplier: multiplier of the next step.
+        gain_unit: unit of the gains; None before the first evaluation, missing in states of runs whose gains had none.
     """
 
     average: float | None
     integral: float
     multiplier: float
+    gain_unit: NotRequired[float | None]
 
 
 class TargetController:
@@ -156,8 +163,11 @@ class TargetController:
 
     With the violation ``e = sign * (average - limit) / unit``, clamped to [-1, 1], an evaluation computes::
 
-        integral   = clamp(integral + integral_gain * e / unit, lower, upper)
-        multiplier = clamp(integral + proportional_gain * e / unit, lower, upper)
+        integral   = clamp(integral + gain_unit * integral_gain * e / unit, lower, upper)
+        multiplier = clamp(integral + gain_unit * proportional_gain * e / unit, lower, upper)
+
+    ``gain_unit`` is the size of the base loss with which a weight of the term compares (`objectives.scale.gain_unit`),
+    fixed at the first evaluation; 1 unless `set_gain_unit` sets it before.
 
     ``average`` is the moving average of the values, because single batches are noisy. The clamp of the violation is
     applied to the average, so the noise of the batches does not bias the mean. At rest ``e = 0``, so the mean value is
@@ -172,6 +182,12 @@ class TargetController:
         self.spec = spec
         self._average: float | None = None
         self._integral = self._multiplier = spec.initial
+        self._gain_unit: float | None = None
+
+    def set_gain_unit(self, gain_unit: float) -> None:
+        """Set the unit of the gains, unless an earlier evaluation has fixed it."""
+        if self._gain_unit is None:
+            self._gain_unit = gain_unit
 
     @property
     def weight(self) -> float:
@@ -186,15 +202,18 @@ class TargetController:
             of the value, positive if the target is violated (`equals`: if the value is too high); ``at_bound``: 1 if a
             bound of the multiplier keeps the controller from meeting the target.
         """
-        spec, (lower, upper) = self.spec, self.spec.bounds
+        self.set_gain_unit(1.0)
+        assert self._gain_unit is not None
+        spec, gain = self.spec, self._gain_unit / self.spec.unit
+        lower, upper = spec.bounds_for(self._gain_unit)
         used = self._multiplier
         previous = value if self._average is None else self._average
         self._average = spec.smoothing * previous + (1 - spec.smoothing) * value
         violation = spec.sign * (self._average - spec.limit)
         error = _clamp(violation / spec.unit, -1.0, 1.0)
         if step >= spec.warmup:
-            self._integral = _clamp(self._integral + spec.integral_gain * error / spec.unit, lower, upper)
-            self._multiplier = _clamp(self._integral + spec.proportional_gain * error / spec.unit, lower, upper)
+            self._integral = _clamp(self._integral + spec.integral_gain * gain * error, lower, upper)
+            self._multiplier = _clamp(self._integral + spec.proportional_gain * gain * error, lower, upper)
         is_stuck = (violation > 0 and self._integral == upper) or (
             spec.equals is not None and violation < 0 and self._integral == lower
         )
@@ -202,12 +221,18 @@ class TargetController:
 
     def state(self) -> TargetState:
         """Return the state for resuming a run."""
-        return {"average": self._average, "integral": self._integral, "multiplier": self._multiplier}
+        return {
+            "average": self._average,
+            "integral": self._integral,
+            "multiplier": self._multiplier,
+            "gain_unit": self._gain_unit,
+        }
 
     def restore(self, state: TargetState | None) -> None:
         """Restore a state; None resets."""
         initial = self.spec.initial
-        state = state or {"average": None, "integral": initial, "multiplier": initial}
+        state = state or {"average": None, "integral": initial, "multiplier": initial, "gain_unit": None}
+        self._gain_unit = state.get("gain_unit", 1.0)
         self._average, self._integral, self._multiplier = state["average"], state["integral"], state["multiplier"]
 
 
@@ -231,6 +256,10 @@ class Targets:
     def weight_of(self, name: str) -> float:
         """Return the weight of a term at the next step."""
         return self._controllers[name].weight
+
+    def set_gain_unit(self, name: str, gain_unit: float) -> None:
+        """Set the unit of the gains of a term, unless an earlier evaluation has fixed it."""
+        self._controllers[name].set_gain_unit(gain_unit)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Update every multiplier from ``term/<name>/value``; return ``term/<name>/{multiplier,violation,at_bound}``.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     )
     from flows.config.dpo import DpoConfig, VerdictConfig
     from flows.config.loader import load_config
-    from flows.config.rl import AdvantageConfig, ModeConfig, RlConfig
+    from flows.config.rl import AdvantageConfig, ModeConfig, NamedRewardConfig, RlConfig
     from flows.config.rlhf import PolicyConfig, RewardConfig, RlhfConfig
     from flows.config.rollout import RolloutConfig
     from flows.config.train import BudgetConfig, GuardConfig, SftConfig, TrainConfig
@@ -166,6 +166,7 @@ __all__ = [
     "Linearized",
     "MLflowTracking",
     "ModeConfig",
+    "NamedRewardConfig",
     "Objective",
     "ObjectiveError",
     "ObjectiveSpec",
@@ -314,6 +315,7 @@ _MODULES = {
     "load_config": "flows.config.loader",
     "AdvantageConfig": "flows.config.rl",
     "ModeConfig": "flows.config.rl",
+    "NamedRewardConfig": "flows.config.rl",
     "RlConfig": "flows.config.rl",
     "PolicyConfig": "flows.config.rlhf",
     "RewardConfig": "flows.config.rlhf",

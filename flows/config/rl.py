@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -9,7 +10,10 @@ from pydantic import Field, model_validator
 from flows.config.base import BuilderConfig, Config
 from flows.config.rollout import POLICY_LOSS, RolloutConfig
 from flows.config.train import TrainConfig
+from objectives.schedule import Weight
 from objectives.spec import ObjectiveSpec
+from objectives.targets import TargetSpec
+from tasks.rl.named_rewards import NamedRewards, Normalization, RewardSpec
 
 
 class AdvantageConfig(Config):
@@ -69,6 +73,39 @@ class AdvantageConfig(Config):
             raise ValueError("decay requires the estimator gae: remove decay, or change the estimator")
         if self.kl_discount_factor and not self.kl_coefficient:
             raise ValueError("kl_discount_factor requires a KL penalty: set kl_coefficient above 0")
+        return self
+
+
+class NamedRewardConfig(Config):
+    """Weight of a named reward."""
+
+    weight: Weight | None = Field(
+        default=1.0,
+        title="Weight",
+        description="Factor of the reward, at least 0: a number or a schedule; unset if there is a target.",
+    )
+    target: TargetSpec | None = Field(
+        default=None,
+        title="Target",
+        description="Limit of the mean reward, such as `{at_least: 0.9}`; a controller finds the weight.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unset_weight(cls, fields: object) -> object:
+        """Leave the weight unset if there is a target; an explicit weight is checked below."""
+        if isinstance(fields, Mapping) and fields.get("target") is not None:
+            return {"weight": None, **fields}
+        return fields
+
+    @model_validator(mode="after")
+    def _check_weight(self) -> Self:
+        if self.target is not None and self.weight is not None:
+            raise ValueError("it has both a weight and a target, which finds the weight: remove one of them")
+        if self.target is None and self.weight is None:
+            raise ValueError("it has neither a weight nor a target: set one of them")
+        if self.target is not None and self.target.metric is not None:
+            raise ValueError("the target of a reward has no metric: remove it, and name the metric as the reward")
         return self
 
 
@@ -135,6 +172,18 @@ class RlConfig(TrainConfig):
     advantage: AdvantageConfig = Field(
         default=AdvantageConfig(), title="Advantages", description="Computation of advantages from rewards."
     )
+    rewards: dict[str, NamedRewardConfig] = Field(
+        default={},
+        title="Rewards",
+        description="Named rewards to train on, such as `{correct: {weight: 1.0}, format: {weight: 0.2}}`: metrics "
+        "that the environment reports, or `total` for its own total reward. Empty: `total` alone.",
+    )
+    reward_normalization: Normalization = Field(
+        default="sum",
+        title="Normalization of rewards",
+        description="`sum` adds the weighted rewards. `decoupled` normalizes each reward within its group before it "
+        "adds the weighted results, and normalizes the sum over the minibatch, as GDPO does.",
+    )
     schedule: ModeConfig = Field(
         default=ModeConfig(), title="Schedule", description="Order of rollouts and updates within a step."
     )
@@ -156,6 +205,22 @@ class RlConfig(TrainConfig):
         title="Objective",
         description="Base loss that reads advantages, and its weighted regularizers.",
     )
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Self:
+        if self.reward_normalization == "decoupled" and not self.rewards:
+            raise ValueError("reward_normalization is decoupled, but there are no named rewards: set rewards")
+        if self.reward_normalization == "decoupled" and self.advantage.estimator != "group_mean":
+            raise ValueError(
+                f"reward_normalization is decoupled, which normalizes within groups, but advantage.estimator is "
+                f"{self.advantage.estimator}: use the estimator group_mean, or the normalization sum"
+            )
+        return self
+
+    def named_rewards(self) -> NamedRewards | None:
+        """Return the named rewards; None to train on the environments' total reward."""
+        specs = {name: RewardSpec(reward.weight or 0.0, reward.target) for name, reward in self.rewards.items()}
+        return NamedRewards(specs, self.reward_normalization) if specs else None
 
     @model_validator(mode="after")
     def _check_guards(self) -> Self:

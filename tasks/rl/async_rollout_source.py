@@ -88,6 +88,7 @@ class AsyncRolloutSource(RolloutSource):
         self._error: BaseException | None = None
 
     def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
+        super().begin(step, num_steps, state)
         # A fork may have other groups than its parent: the places in the parent's state then mean nothing.
         same_groups = state.get("groups_per_batch") == self._size
         self._next_step = state["next_step"] if same_groups else step
@@ -108,7 +109,7 @@ class AsyncRolloutSource(RolloutSource):
                 *(completed.place for completed in self._completed),
                 *later,
             }
-            return {
+            return super().state(step) | {
                 "groups_per_batch": self._size,
                 "next_step": self._next_step,
                 "untrained": sorted(untrained),
@@ -116,6 +117,7 @@ class AsyncRolloutSource(RolloutSource):
 
     def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
         """Take a snapshot for further rollouts, and start to wait for the groups of a step."""
+        self.start_rewards(step)
         snapshot = self.take_snapshot(step, client)
         with self._changed:
             self._step = step

@@ -31,6 +31,7 @@ from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.custom_completer import CompleterSpec
 from tasks.rl.group_batches import GroupBatches, split
 from tasks.rl.group_rollout import Group, RetryWholeGroup, RewardedGroup, RolloutThreads
+from tasks.rl.named_rewards import NamedRewards, RewardWeights
 from tasks.rl.rollout_log import Transcript, make_transcript
 from tasks.rl.trajectories import (
     apply_kl_penalty,
@@ -100,12 +101,14 @@ class RolloutSource(BatchSource):
         problems: groups of each step.
         test: held-out groups, or None.
         reference: reference of the KL penalty, or None for no penalty.
+        rewards: named rewards, or None to train on the environments' total reward.
         show: callback that gets the step and its transcript after the step, or None.
         measures_post_kl: score the sampled tokens again after the update of their step.
     """
 
     sampled = True
     reference: Reference | None = None
+    rewards: NamedRewards | None = None
     show: Callable[[int, Transcript], None] | None = None
     measures_post_kl: bool = False
 
@@ -137,11 +140,19 @@ class RolloutSource(BatchSource):
     def steps_per_epoch(self) -> int:
         return self.problems.num_steps
 
+    def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
+        if self.rewards:
+            self.rewards.begin(num_steps, state.get("rewards", {}))
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {"rewards": self.rewards.state(step)} if self.rewards else {}
+
     def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
         """Take a snapshot of the weights and roll out the groups of a step, each as a task.
 
         Minibatches have fixed groups, independent of the order of completion, so that a resumed run repeats them.
         """
+        self.start_rewards(step)
         snapshot = self.take_snapshot(step, client)
         builders = self.problems.at(step)
         parts = split(len(builders), self.num_parts)
@@ -168,6 +179,11 @@ class RolloutSource(BatchSource):
         self._snapshot = (step, snapshot)
         return snapshot
 
+    def start_rewards(self, step: int) -> None:
+        """Fix the weights of the named rewards of a step; the groups of the step before are complete."""
+        if self.rewards:
+            self.rewards.start(step)
+
     def start_gathering(self, step: int, wait: Callable[[], list[Group]]) -> Pending[Batch]:
         """Start to build a minibatch from the groups that `wait` returns."""
         minibatch_groups: list[Group] = []
@@ -182,7 +198,8 @@ class RolloutSource(BatchSource):
 
     def gather(self, step: int, groups: Sequence[Group]) -> Batch:
         """Build a minibatch of a step from its groups, with the KL penalty if there is a reference."""
-        batch = call(gather, opaque_argument(groups), self.settings.shape, self.tokenizer)
+        mix = self.rewards.take(step, groups) if self.rewards else None
+        batch = call(gather, opaque_argument(groups), self.settings.shape, self.tokenizer, mix)
         if self.reference is None:
             return batch
         shape, reference_DT = self.settings.shape, call(load_reference, self.reference, opaque_argument(batch), step)
@@ -200,6 +217,7 @@ class RolloutSource(BatchSource):
         return (
             compute_group_metrics(groups)
             | self.policy_metrics(trained, terms)
+            | (self.rewards.metrics(step, parts, self.settings.shape) if self.rewards else {})
             | ({"kl_policy_base": fsum(distances) / len(distances)} if distances else {})
             | (self._measure_post_kl(step, trained) if self.measures_post_kl else {})
         )
@@ -299,6 +317,8 @@ def score_again(sampler: tinker.SamplingClient, sequences: Sequence[tinker.Model
 
 
 @step_task(name="batch")
-def gather(groups: Sequence[Group], shape: AdvantageSettings, tokenizer: Tokenizer) -> Batch:
+def gather(
+    groups: Sequence[Group], shape: AdvantageSettings, tokenizer: Tokenizer, mix: RewardWeights | None = None
+) -> Batch:
     """Pack the groups of a minibatch."""
-    return pack_groups(groups, shape, tokenizer)
+    return pack_groups(groups, shape, tokenizer, mix)

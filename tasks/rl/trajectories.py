@@ -21,6 +21,7 @@ from objectives.labels import MEMBER, PROMPT
 from tasks.rl.advantages import AdvantageSettings, compute_token_advantages
 from tasks.rl.group_rollout import Group
 from tasks.rl.hooks import count_actions
+from tasks.rl.named_rewards import RewardWeights, combine_advantages, is_constant
 from tasks.training.batch_source import SampledTokens, TrainedBatch
 from tasks.training.datums import Datums
 
@@ -28,10 +29,15 @@ from tasks.training.datums import Datums
 GROUP_INDEX = "played"
 
 
-def pack_groups(groups: Sequence[Group], settings: AdvantageSettings, tokenizer: Tokenizer) -> Batch:
+def pack_groups(
+    groups: Sequence[Group], settings: AdvantageSettings, tokenizer: Tokenizer, mix: RewardWeights | None = None
+) -> Batch:
     """Pack the sampled tokens of all trajectories with their advantages.
 
     If `drop_constant` would drop all groups, one group is kept, with advantages of 0.
+
+    Args:
+        mix: weights of named rewards; None for the total reward of the environments.
 
     Raises:
         ConfigError: no group succeeded.
@@ -45,7 +51,7 @@ def pack_groups(groups: Sequence[Group], settings: AdvantageSettings, tokenizer:
             "raise rollout.max_retries or rollout.timeout_s."
         )
     if settings.drop_constant:
-        numbers = [number for number in numbers if not _is_constant(groups[number])] or numbers[:1]
+        numbers = [number for number in numbers if not _is_constant(groups[number], mix)] or numbers[:1]
     completed = [group for number in numbers if (group := groups[number].trajectories) is not None]
     unused_advantages = [torch.zeros(len(group.trajectories_G)) for group in completed]
     data, metadata = assemble_training_data(completed, unused_advantages)
@@ -54,7 +60,7 @@ def pack_groups(groups: Sequence[Group], settings: AdvantageSettings, tokenizer:
     target_tokens_DT, offsets_D = pack(targets_D)
     mask_DT = pack(masks_D)[0]
     # The batch and the trajectories have the same sampled tokens in the same order.
-    tokens = compute_token_advantages(completed, settings)
+    tokens = combine_advantages(completed, settings, mix) if mix else compute_token_advantages(completed, settings)
     return Batch(
         target_tokens_DT,
         mask_DT,
@@ -210,8 +216,10 @@ def _sampled_tokens(fields: Sequence[Tensor | None], trained: Sequence[TrainedBa
     return torch.cat([field_DT[minibatch.batch.mask_DT] for field_DT, minibatch in pairs if field_DT is not None])
 
 
-def _is_constant(group: Group) -> bool:
+def _is_constant(group: Group, mix: RewardWeights | None) -> bool:
     assert group.trajectories is not None
+    if mix:
+        return is_constant(group.trajectories, mix)
     return len(set(group.trajectories.get_total_rewards())) == 1
 
 

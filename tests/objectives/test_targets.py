@@ -229,3 +229,50 @@ def test_warnings_of_a_term_with_a_target() -> None:
         "Term 'a' has missed its target by 0.3 for 2 consecutive steps, up to step 5, with its multiplier at the "
         "bound; relax the target, or widen the multiplier's bounds."
     )
+
+
+@pytest.mark.parametrize(
+    ("base_loss", "name", "unit"),
+    [
+        ("cross_entropy", "repetition", 2.5),
+        ("cross_entropy", "confidence", 1.0),
+        ("importance_sampling", "repetition", 1.0),
+        ("dpo", "repetition", 1.0),
+        ("dpo", "confidence", 0.4),
+    ],
+)
+def test_the_gains_have_the_unit_of_the_term_beside_the_base_loss(base_loss: str, name: str, unit: float) -> None:
+    """Two completions with 3 and 2 tokens; the second evaluation, of shorter ones, does not change the unit."""
+    objective = Objective(base_loss, regularizers=[{"name": name, "target": {"at_most": 0.5, "smoothing": 0.0}}])
+    for offsets in ([0, 3, 5], [0, 1, 2]):
+        size = offsets[-1]
+        sampling_DT = torch.full((size,), -1.0)
+        batch = Batch(
+            torch.ones(size).long(), torch.ones(size), torch.tensor(offsets), sampling_logprobs_DT=sampling_DT
+        )
+        objective.choose_estimators(batch)
+        (term,) = objective.regularizers
+        objective.note_batch(term, batch)
+        objective.observe(0, {f"term/{name}/value": 1.0})
+    # The violation is clamped to one scale: twice the integral gain 0.05, and once the proportional gain 0.5.
+    assert objective.targets.weight_of(name) == pytest.approx(unit * (2 * 0.05 + 0.5) / 0.5)
+    assert objective.targets.state()[name].get("gain_unit") == unit
+
+
+def test_the_default_bound_grows_with_the_unit_of_the_gains() -> None:
+    controller = TargetController(TargetSpec(at_most=0.5, integral_gain=1000.0))
+    controller.set_gain_unit(30.0)
+    controller.observe(0, 1.0)
+    assert controller.weight == 200.0 * 30.0
+    limited = TargetController(TargetSpec(at_most=0.5, integral_gain=1000.0, upper=7.0))
+    limited.set_gain_unit(30.0)
+    limited.observe(0, 1.0)
+    assert limited.weight == 7.0
+
+
+def test_a_run_whose_gains_had_no_unit_keeps_them() -> None:
+    old = Targets({"a": TargetSpec(at_most=0.5, smoothing=0.0)})
+    old.restore({"a": {"average": 0.5, "integral": 1.0, "multiplier": 1.0}})
+    old.set_gain_unit("a", 30.0)
+    old.observe(7, {"term/a/value": 1.0})
+    assert old.weight_of("a") == pytest.approx(1.0 + 0.1 + 1.0)

@@ -109,11 +109,22 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "seconds": {},
     "dpo": {"base_loss": "dpo", "regularizers": [{"name": "kl", "weight": 0.01}]},
     "rl": {"base_loss": "importance_sampling", "regularizers": [{"name": "kl", "weight": 0.1}, {"name": "length"}]},
+    "rl targets": {
+        "base_loss": "importance_sampling",
+        "regularizers": [
+            {"name": "kl", "target": {"at_most": 0.01}},
+            {"name": "negative_entropy", "target": {"metric": "entropy", "at_least": 6.0}},
+        ],
+    },
 }
 # rl samples must be equal bit for bit, and the transcripts show every token.
 EXACT = {"engine": {"threads": 1, "deterministic": True}, "transcripts_every": 1}
 STREAM = {"schedule": {"mode": "stream", "num_minibatches": 2}}
 PENALIZED = {"compute_post_kl": True, "advantage": {"kl_coefficient": 0.05, "kl_discount_factor": 0.9}}
+REWARDS = {
+    "rewards": {"num_letters": {"target": {"at_least": 4.0}}, "total": {"weight": 0.5}},
+    "reward_normalization": "decoupled",
+}
 SAMPLED = {"candidates": {"num": 2, "max_tokens": 24}, "engine": EXACT["engine"]}
 TOKENS = {"checkpoint_every": 0, "checkpoint_every_tokens": 4000, "checkpoint_kind": "both"}
 SECONDS = {"checkpoint_every": 0, "checkpoint_every_seconds": 1.5}
@@ -136,6 +147,7 @@ METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
     "candidates": ("sft", lambda *given: with_one_completion(sft_fields(*given)) | SAMPLED),
     "dpo": ("dpo", lambda *given: dpo_fields(*given) | {"engine": EXACT["engine"]}),  # the reference is sampled from
     "rl": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT),
+    "rl targets": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM | REWARDS),
     "rl stream": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM),
     "tokens": ("sft", lambda *given: sft_fields(*given) | TOKENS | RARE),
     "seconds": ("sft", lambda *given: sft_fields(*given) | SECONDS),
@@ -160,6 +172,7 @@ METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
         pytest.param("tokens", 2, marks=pytest.mark.slow),
         pytest.param("seconds", 2, marks=pytest.mark.slow),
         pytest.param("rl penalized", 2, marks=pytest.mark.slow),
+        pytest.param("rl targets", 2, marks=pytest.mark.slow),
     ],
 )
 def test_killed_run_equals_uninterrupted_run(

@@ -1,0 +1,256 @@
+"""Named rewards: a weighted sum of rewards that the environments report under a name.
+
+A named reward is a metric that an environment reports: the sum of the metric over the turns of a trajectory, plus the
+metric of the same name from the group's rewards. `total` is the environment's own total reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import fsum
+from threading import Lock
+from typing import Any, Literal
+
+import torch
+from tinker_cookbook.rl.types import Metrics, TrajectoryGroup
+from torch import Tensor
+
+from blocks.errors import ConfigError
+from objectives.gradients.diagnostics import compare_gradients, scalar_products
+from objectives.schedule import Constant, WeightSchedule
+from objectives.targets import Targets, TargetSpec
+from tasks.rl.advantages import AdvantageSettings, TokenAdvantages, compute_token_advantages
+from tasks.rl.group_rollout import Group
+
+# Name of the environment's own total reward.
+TOTAL = "total"
+# Added to the standard deviation of a batch of advantages, as to that of a group.
+_LEAST_SPREAD = 1e-4
+
+Normalization = Literal["sum", "decoupled"]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """Weight of a named reward.
+
+    Attributes:
+        weight: number or schedule; ignored if there is a target.
+        target: limit of the mean reward, from which a controller finds the weight.
+    """
+
+    weight: float | WeightSchedule = 1.0
+    target: TargetSpec | None = None
+
+    def weight_at(self, step: int, num_steps: int) -> float:
+        schedule = self.weight if isinstance(self.weight, WeightSchedule) else Constant(value=self.weight)
+        return schedule.weight_at(step, num_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardWeights:
+    """Weights of the named rewards at a step, and how the rewards are added up.
+
+    Attributes:
+        weights: weight by name.
+        normalization: ``"sum"``: the advantages are those of the weighted sum of the rewards. ``"decoupled"``: each
+            reward is normalized within its group before the weighted sum.
+    """
+
+    weights: Mapping[str, float]
+    normalization: Normalization
+
+
+def combine_advantages(
+    groups: Sequence[TrajectoryGroup], settings: AdvantageSettings, mix: RewardWeights
+) -> TokenAdvantages:
+    """Compute the advantage of each sampled token from the named rewards.
+
+    ``"decoupled"`` is GDPO: the advantage of reward k is ``(r_k - mean) / (deviation + 1e-4)`` within its group, and
+    the weighted sum of these advantages is normalized alike over the trajectories of all groups. Deviations divide by
+    ``n - 1``. A batch in which all sums are equal has advantages of 0.
+
+    Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization" (arXiv:2601.05242),
+    section 3.1. The weights enter after the group's normalization.
+    """
+    weighted = [_weighted(group, mix.weights) for group in groups]
+    totals = compute_token_advantages(weighted, settings)
+    if mix.normalization == "sum":
+        return totals
+    sums_T = torch.stack(list(reward_parts(groups, settings, mix).values())).sum(0)
+    lengths = torch.tensor(
+        [sum(len(turn.ac.tokens) for turn in member.transitions) for group in groups for member in group.trajectories_G]
+    )
+    ends = lengths.cumsum(0)[lengths > 0]
+    sums_D = sums_T[ends - 1]  # all tokens of a trajectory have the same advantage
+    spread = sums_D.std(correction=1) if len(sums_D) > 1 else torch.zeros(())
+    return replace(totals, advantages_T=(sums_T - sums_D.mean()) / (spread + _LEAST_SPREAD))
+
+
+def reward_parts(
+    groups: Sequence[TrajectoryGroup], settings: AdvantageSettings, mix: RewardWeights
+) -> dict[str, Tensor]:
+    """Return each reward's weighted part of the advantages by name, ``(T,)``.
+
+    The parts are those before a division by the deviation of the sum, which `scale` and the last normalization of
+    ``"decoupled"`` make.
+    """
+    alone = replace(settings, scale=mix.normalization == "decoupled")
+    return {
+        name: weight * compute_token_advantages([_weighted(group, {name: 1.0}) for group in groups], alone).advantages_T
+        for name, weight in mix.weights.items()
+    }
+
+
+def is_constant(group: TrajectoryGroup, mix: RewardWeights) -> bool:
+    """Check whether the rewards of a group give all its members the same advantage."""
+    sums = [mix.weights]
+    if mix.normalization == "decoupled":
+        sums = [{name: 1.0} for name, weight in mix.weights.items() if weight]
+    return all(len(set(_weighted(group, weights).get_total_rewards())) == 1 for weights in sums)
+
+
+def reported_names(groups: Sequence[TrajectoryGroup]) -> set[str]:
+    """Return the names of the rewards that the trajectories of groups report."""
+    reported = {TOTAL}
+    for group in groups:
+        for metrics in group.metrics_G:
+            reported |= metrics.keys()
+        for trajectory in group.trajectories_G:
+            for turn in trajectory.transitions:
+                reported |= turn.metrics.keys()
+    return reported
+
+
+def _weighted(group: TrajectoryGroup, weights: Mapping[str, float]) -> TrajectoryGroup:
+    """Group whose rewards are the weighted sums of the named ones, at the same turns; a missing metric counts 0."""
+
+    def reward(metrics: Metrics, own: float) -> float:
+        return fsum(weight * (own if name == TOTAL else metrics.get(name, 0.0)) for name, weight in weights.items())
+
+    trajectories = [
+        replace(
+            trajectory,
+            transitions=[replace(turn, reward=reward(turn.metrics, turn.reward)) for turn in trajectory.transitions],
+        )
+        for trajectory in group.trajectories_G
+    ]
+    pairs = zip(group.metrics_G, group.final_rewards_G, strict=True)
+    return TrajectoryGroup(trajectories, [reward(metrics, own) for metrics, own in pairs], group.metrics_G)
+
+
+class NamedRewards:
+    """Weights of the named rewards over a run, and their metrics.
+
+    The weight of a target at a step follows from the rewards of the steps before, whose groups are complete when the
+    step starts.
+    """
+
+    def __init__(self, specs: Mapping[str, RewardSpec], normalization: Normalization) -> None:
+        self._specs = specs
+        self._normalization: Normalization = normalization
+        self._targets = Targets({name: spec.target for name, spec in specs.items() if spec.target})
+        self._num_steps = 0
+        self._is_checked = False
+        self._lock = Lock()  # minibatches are gathered in threads
+        self._values: dict[int, list[Mapping[str, Sequence[float]]]] = {}
+        self._weights: dict[int, RewardWeights] = {}
+        self._observed: dict[int, dict[str, float]] = {}
+        self._states: dict[int, dict[str, Any]] = {}
+
+    def begin(self, num_steps: int, state: Mapping[str, Any]) -> None:
+        """Prepare for a new or resumed run."""
+        self._num_steps = num_steps
+        self._targets.restore(state.get("targets", {}))
+
+    def start(self, step: int) -> None:
+        """Fix the weights of a step, by the rewards of all steps before it."""
+        self._observe(step)
+        weights = {
+            name: -self._targets.weight_of(name) + 0.0 if spec.target else spec.weight_at(step, self._num_steps)
+            for name, spec in self._specs.items()
+        }
+        self._weights[step] = RewardWeights(weights, self._normalization)
+        self._states = {step: {"targets": dict(self._targets.state())}}
+
+    def take(self, step: int, groups: Sequence[Group]) -> RewardWeights:
+        """Note the rewards of a minibatch of a step, and return the weights of the step.
+
+        Raises:
+            ConfigError: the environment does not report a name.
+        """
+        completed = [group.trajectories for group in groups if group.trajectories is not None]
+        if completed:
+            self._check_names(completed)
+        values = {
+            name: [reward for group in completed for reward in _weighted(group, {name: 1.0}).get_total_rewards()]
+            for name in self._specs
+        }
+        with self._lock:
+            self._values.setdefault(step, []).append(values)
+        return self._weights[step]
+
+    def _check_names(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Refuse unknown names by the first groups; later ones may lack a metric, which then counts 0."""
+        with self._lock:
+            if self._is_checked:
+                return
+            reported = reported_names(groups)
+            if unknown := [name for name in self._specs if name not in reported]:
+                raise ConfigError(
+                    f"rewards names {unknown[0]!r}, which the environment does not report: use one of "
+                    f"{', '.join(sorted(reported))}."
+                )
+            self._is_checked = True
+
+    def metrics(
+        self, step: int, minibatches: Sequence[Sequence[Group]], settings: AdvantageSettings
+    ) -> dict[str, float]:
+        """Return ``reward/<name>/...`` of a step.
+
+        ``value`` is the mean reward, ``weight`` the weight of the step. ``share`` and the cosines compare each reward's
+        weighted part of the advantages over the sampled tokens: the gradient of a policy loss by the logprobs of its
+        samples, while the policy is that which sampled them.
+        """
+        self._observe(step + 1)
+        mix, names = self._weights.pop(step), list(self._specs)
+        metrics = self._observed.pop(step)
+        metrics |= {f"reward/{name}/weight": weight for name, weight in mix.weights.items()}
+        unweighted = RewardWeights(dict.fromkeys(names, 1.0), self._normalization)
+        products_KK = torch.zeros((len(names), len(names)), dtype=torch.float64)
+        for groups in minibatches:
+            completed = [group.trajectories for group in groups if group.trajectories is not None]
+            if completed:
+                parts = reward_parts(completed, settings, unweighted)
+                products_KK += scalar_products(torch.stack([parts[name] for name in names]).double())
+        weights_K = torch.tensor([mix.weights[name] for name in names], dtype=torch.float64)
+        stats = compare_gradients(products_KK, weights_K)
+        shares = zip(names, stats.shares_K.tolist(), strict=True)
+        metrics |= {f"reward/{name}/share": share for name, share in shares}
+        for (a, first), (b, second) in combinations(enumerate(names), 2):
+            metrics[f"reward/cosine/{first}/{second}"] = stats.cosines_KK[a, b].item()
+        return metrics
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state before a step as JSON data."""
+        if step in self._states:
+            return self._states[step]
+        self._observe(step)
+        return {"targets": dict(self._targets.state())}
+
+    def _observe(self, before: int) -> None:
+        """Update the targets with the rewards of all steps before a step that they have not seen yet."""
+        with self._lock:
+            for step in sorted(step for step in self._values if step < before):
+                values = self._values.pop(step)
+                means = {f"term/{name}/value": _mean(values, name) for name in self._specs}
+                figures = means | self._targets.observe(step, means)
+                self._observed[step] = {key.replace("term/", "reward/", 1): value for key, value in figures.items()}
+
+
+def _mean(values: Sequence[Mapping[str, Sequence[float]]], name: str) -> float:
+    """Mean over all trajectories, independent of the order in which minibatches complete."""
+    rewards = [reward for minibatch in values for reward in minibatch[name]]
+    return fsum(rewards) / len(rewards) if rewards else float("nan")
