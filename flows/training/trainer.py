@@ -183,7 +183,7 @@ class Trainer:
         self.start = resolve_start(run, config, schedule.steps_per_epoch, schedule.num_steps)
         self.first_step = step_of(self.start) if self.start else 0
         self.schedule = replace(schedule, first=first_step(run.directory))
-        run.log.file = MetricsFile(run.directory, self.first_step, schedule.num_steps)
+        run.log.file = MetricsFile(run.directory, self.first_step)
         warn_of_pitfalls(run, config)
         load_cache(objective.runner.cache, run.directory)
         if reference is None and objective.needs("ref_logprobs"):

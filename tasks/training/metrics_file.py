@@ -22,30 +22,18 @@ _SHORTEST_PAUSE_S = 0.5
 class MetricsFile:
     """Lines `{"step": ..., metric: value, ...}`, appended by a background thread.
 
-    A run that resumes at a step drops the lines of this and later steps, which it runs again, so that each step has
-    one line. A checkpoint is recorded only after all earlier lines are durable.
+    A run that resumes at a step runs it and later ones again. Its first write removes their lines and a torn one, so
+    that each step has one line. A checkpoint is recorded only after all earlier lines are durable.
     """
 
-    def __init__(self, directory: RunDirectory, first: int, num_steps: int) -> None:
-        """Open the file at the first step of a start; a finished run keeps all lines.
-
-        Raises:
-            StorageError: the file cannot be read or rewritten.
-        """
-        self._directory = directory
+    def __init__(self, directory: RunDirectory, first: int) -> None:
+        """Open the file for the steps from `first` on; nothing is read or written before the first of them."""
+        self._directory, self._first = directory, first
+        self._is_cut = False
         self._unwritten: list[str] = []
         self._writer: threading.Thread | None = None
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._pause_s, self._wrote_at = _SHORTEST_PAUSE_S, -_SHORTEST_PAUSE_S
-        if content := directory.read_bytes(METRICS_NAME):
-            kept = [
-                json.dumps(line)
-                for line in read_jsonl(directory, METRICS_NAME, _with_step)
-                if line["step"] < first or first >= num_steps
-            ]
-            lines = "".join(f"{line}\n" for line in kept).encode()
-            if lines != content:
-                directory.write_bytes(METRICS_NAME, lines)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the line of a step without waiting; fast steps share a write."""
@@ -79,6 +67,7 @@ class MetricsFile:
                 return
             began = time.monotonic()
             try:
+                self._cut()
                 self._directory.append_line(METRICS_NAME, "\n".join(lines))
             except StorageError:
                 with self._lock:
@@ -86,6 +75,17 @@ class MetricsFile:
                 raise
             self._wrote_at = time.monotonic()
             self._pause_s = max(_SHORTEST_PAUSE_S, _PAUSE_PER_WRITE * (self._wrote_at - began))
+
+    def _cut(self) -> None:
+        """Remove the lines of the steps that run again, once."""
+        if not self._is_cut and (content := self._directory.read_bytes(METRICS_NAME)):
+            kept = [
+                line for line in read_jsonl(self._directory, METRICS_NAME, _with_step) if line["step"] < self._first
+            ]
+            lines = "".join(f"{json.dumps(line)}\n" for line in kept).encode()
+            if lines != content:
+                self._directory.write_bytes(METRICS_NAME, lines)
+        self._is_cut = True
 
 
 def _with_step(line: dict[str, Any]) -> dict[str, Any]:

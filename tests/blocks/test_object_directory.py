@@ -100,12 +100,12 @@ def test_failed_requests_change_the_record_once_or_not_at_all(s3: S3Server, acti
 
 def test_metrics_have_one_line_per_step_after_a_resume(directory: RunDirectory) -> None:
     """Several lines are one write of the object, and the lines of repeated steps are replaced."""
-    first = MetricsFile(directory, 0, 6)
+    first = MetricsFile(directory, 0)
     for step in range(4):
         first.log(step, {"loss": 1.0})
     first.flush()
     directory.write_bytes(METRICS_NAME, (directory.read_bytes(METRICS_NAME) or b"") + b'{"step": 4, "lo')
-    again = MetricsFile(directory, 2, 6)
+    again = MetricsFile(directory, 2)
     for step in range(2, 6):
         again.log(step, {"loss": 2.0})
     again.flush()

@@ -174,6 +174,13 @@ def test_resumed_run_evaluates_each_step_once(tmp_path: Path, mlflow_uri: str, e
     again = sft(SftConfig.model_validate(changed))
     assert (again.mlflow_run_id, again.resumed_from) == (first.mlflow_run_id, 2)
     assert list(values(mlflow_uri, first.mlflow_run_id, "rarely")) == [*RARELY, NUM_STEPS]
+    # MLflow keeps the first values of a step, metrics.jsonl those of the run that led to the final weights.
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "rare" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1))
+    assert [line["step"] for line in lines if "rarely" in line] == [0]
+    assert [line["step"] for line in lines if "late" in line] == [4, NUM_STEPS]
+    losses = values(mlflow_uri, first.mlflow_run_id, "loss/total")
+    assert {line["step"]: line["loss/total"] for line in lines[:-1]} == losses
 
 
 @pytest.mark.usefixtures("prefect_server")

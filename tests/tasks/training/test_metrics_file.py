@@ -33,7 +33,7 @@ folder = Path(sys.argv[1])
 checkpoint = folder / "checkpoint"
 first = int(checkpoint.read_text()) if checkpoint.exists() else 0
 with RunStorage(url=str(folder)).run_directory("run") as directory:
-    file = MetricsFile(directory, first, {NUM_STEPS})
+    file = MetricsFile(directory, first)
     for step in range(first, {NUM_STEPS}):
         file.log(step, {{"loss": step / 8}})
         time.sleep(0.001)
@@ -59,7 +59,7 @@ def test_readers_of_tinker_cookbook_and_pandas(tmp_path: Path) -> None:
         {"progress/batch": 0, "loss": 1.5, "gone": math.nan},
         {"progress/batch": 1, "loss": 0.1, "test/nll": 2.0},
     ]
-    file = MetricsFile(directory, 0, 2)
+    file = MetricsFile(directory, 0)
     theirs = TrainingRunStore(LocalStorage(tmp_path / "theirs"))
     for step, line in enumerate(metrics):
         file.log(step, line)
@@ -76,15 +76,16 @@ def test_readers_of_tinker_cookbook_and_pandas(tmp_path: Path) -> None:
 
 def test_resumed_run_drops_later_and_torn_lines(tmp_path: Path) -> None:
     directory = directory_in(tmp_path)
-    file = MetricsFile(directory, 0, 9)
+    file = MetricsFile(directory, 0)
     for step in range(6):
         file.log(step, {"loss": 1.0})
     file.flush()
     path = tmp_path / "run" / METRICS_NAME
     with path.open("a") as stream:
         stream.write('{"step": 6, "lo')
-    again = MetricsFile(directory, 4, 9)
-    assert steps_of(directory) == [0, 1, 2, 3]
+    again = MetricsFile(directory, 4)
+    again.flush()
+    assert len(path.read_text().splitlines()) == 7  # a resume that fails before its first step removes nothing
     for step in range(4, 9):
         again.log(step, {"loss": 2.0})
     again.log(9, {"test/nll": 1.0})
@@ -92,7 +93,7 @@ def test_resumed_run_drops_later_and_torn_lines(tmp_path: Path) -> None:
     assert steps_of(directory) == list(range(10))
     assert [json.loads(line).get("loss") for line in path.read_text().splitlines()] == [1.0] * 4 + [2.0] * 5 + [None]
     before = path.read_bytes()
-    MetricsFile(directory, 9, 9)  # a finished run keeps its final evaluation
+    MetricsFile(directory, 9).flush()  # a finished run keeps its final evaluation
     assert path.read_bytes() == before
 
 
@@ -141,7 +142,7 @@ class SlowDirectory:
 def test_no_step_waits_for_the_storage() -> None:
     """Steps of 100 metrics cost less than 1 ms of processor time each beside appends of 0.2 s."""
     directory = SlowDirectory(0.2)
-    file = MetricsFile(directory, 0, 400)  # pyright: ignore[reportArgumentType]
+    file = MetricsFile(directory, 0)  # pyright: ignore[reportArgumentType]
     metrics = {f"metric/{index}": index / 7 for index in range(100)}
     began = time.process_time()
     slowest = 0.0
@@ -160,7 +161,7 @@ def test_no_step_waits_for_the_storage() -> None:
 def test_failed_append_is_repeated_and_reported() -> None:
     directory = SlowDirectory(0.0)
     directory.is_full = True
-    file = MetricsFile(directory, 0, 9)  # pyright: ignore[reportArgumentType]
+    file = MetricsFile(directory, 0)  # pyright: ignore[reportArgumentType]
     file.log(0, {"loss": 1.0})
     with pytest.raises(StorageError, match="full"):
         file.flush()
