@@ -20,7 +20,7 @@ from flows.config.loader import load_config
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "recipes.md").read_text()
 # Examples that are no recipes.
-OTHERS = {"sft", "margins", "sweep", "evaluate", "compare"}
+OTHERS = {"sft", "margins", "sweep", "pareto", "evaluate", "compare"}
 # Recipes with a slow test of their own.
 TESTED_ELSEWHERE = {"noisy_student", "constitution"} | {recipe for recipe in RECIPES if "distillation" in recipe}
 SHORT = {
