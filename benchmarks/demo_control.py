@@ -12,10 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from mlflow import MlflowClient
 from rich.table import Table
 
 from benchmarks.scratch import scratch_home
+from blocks.storage import RunStorage
 from examples.demo import CONFIG, CONTROL
 from flows.config.loader import load_config
 from flows.config.train import SftConfig
@@ -23,12 +23,10 @@ from flows.runs.cli import run
 from flows.runs.result import TrainResult
 from flows.sft import sft
 from tasks.reports.tables import held_out_table
+from tasks.training.held_out import read_batch_values
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "terms.png"
-PANELS = {
-    "term/logic": "logic: share of false arithmetic",
-    "term/topology": "topology: share of disconnected reasoning",
-}
+PANELS = {"logic": "logic: false arithmetic", "topology": "topology: disconnected reasoning"}
 
 
 def demo_config() -> SftConfig:
@@ -78,19 +76,17 @@ def write_control(result: TrainResult, path: Path) -> None:
 
 
 def draw(results: Mapping[str, TrainResult], path: Path) -> None:
-    """Draw the held-out values of the terms over the steps, with 95 % intervals, one line per run."""
+    """Draw the change of the terms on held-out problems over the steps, with 95 % intervals, one line per run."""
     figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=150)
-    for axes, (metric, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+    for axes, (term, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
         for (name, result), color in zip(results.items(), ("#0072b2", "#999999"), strict=True):
-            client = MlflowClient(result.tracking_uri)
-            values, errors = (
-                {point.step: point.value for point in client.get_metric_history(result.mlflow_run_id, key)}
-                for key in (f"test/{metric}/value", f"test/{metric}/stderr")
-            )
-            bars = [1.96 * errors[step] for step in values]
-            axes.errorbar(list(values), list(values.values()), bars, label=name, color=color, marker="o", capsize=3)
-        axes.set(title=title, xlabel="step", ylim=(0, None))
+            storage = RunStorage(url=result.directory.removesuffix(f"/{result.run_name}"))
+            batches = read_batch_values(storage.run_directory(result.run_name))
+            changes = [values[term].minus(batches[0][term]) for values in batches.values()]
+            means, bars = [mean for mean, _ in changes], [1.96 * error for _, error in changes]
+            axes.errorbar(list(batches), means, bars, label=name, color=color, marker="o", capsize=3)
+        axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
+        axes.set(title=title, xlabel="step", ylabel="change since step 0")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="lower left")
-    figure.suptitle("Held-out problems, SmolLM2-135M on GSM8K")
     figure.savefig(path)
