@@ -75,6 +75,8 @@ def format_row(row: TermRow) -> tuple[str, ...]:
 
 HELD_OUT = "test/"
 _VALUE, _ERROR = "/value", "/stderr"
+# Shown first: of sft, of preferences, of rl.
+_HEADLINES = ("test/nll", "test/accuracy", "test/env/all/reward/total")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +148,14 @@ class HeldOutRow:
 def held_out_rows(
     history: Mapping[str, Sequence[tuple[int, float]]], batches: Mapping[int, Mapping[str, BatchValues]]
 ) -> list[HeldOutRow]:
-    """Rows of the held-out metrics of a run; the values of the terms come last.
+    """Rows of the held-out metrics of a run: the main one first, the values of the terms last.
 
     Args:
         batches: values of the terms by step, as `read_batch_values` returns them.
     """
     rows: list[HeldOutRow] = []
-    for key, points in sorted(history.items(), key=lambda item: (item[0].startswith("test/term/"), item[0])):
+    keys = sorted(history, key=lambda key: (key not in _HEADLINES, key.startswith("test/term/"), key))
+    for key, points in ((key, history[key]) for key in keys):
         if not key.startswith(HELD_OUT) or not points or key.endswith(_ERROR):
             continue
         errors = dict(history.get(key.removesuffix(_VALUE) + _ERROR, ())) if key.endswith(_VALUE) else {}

@@ -93,3 +93,8 @@ def test_held_out_table_has_a_column_for_the_control() -> None:
     assert [line[-1] for line in cells] == ["-0.4871", "-0.0024 ± 0.015"]
     other_data = {"logic": Control(Estimate(0.0755), BatchValues([0.1], [4]))}
     assert held_out_table(rows, other_data)[1][1][-1] == "-0.0014"
+
+
+def test_the_main_metric_comes_first() -> None:
+    rows = held_out_rows(HISTORY | {"test/bits_per_byte": [(0, 1.0)]}, {})
+    assert [row.metric for row in rows] == ["nll", "bits_per_byte", "logic"]
