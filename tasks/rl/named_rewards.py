@@ -23,6 +23,7 @@ from objectives.schedule import Constant, WeightSchedule
 from objectives.targets import Targets, TargetSpec
 from tasks.rl.advantages import AdvantageSettings, TokenAdvantages, compute_token_advantages
 from tasks.rl.group_rollout import Group
+from tasks.training.metrics import safe_name
 
 # Name of the environment's own total reward.
 TOTAL = "total"
@@ -231,7 +232,7 @@ class NamedRewards:
         metrics |= {f"reward/{name}/share": share for name, share in shares}
         for (a, first), (b, second) in combinations(enumerate(names), 2):
             metrics[f"reward/cosine/{first}/{second}"] = stats.cosines_KK[a, b].item()
-        return metrics
+        return {safe_name(key): value for key, value in metrics.items()}
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state before a step as JSON data."""

@@ -24,6 +24,7 @@ from tasks.rl.hooks import count_actions
 from tasks.rl.named_rewards import RewardWeights, combine_advantages, is_constant
 from tasks.training.batch_source import SampledTokens, TrainedBatch
 from tasks.training.datums import Datums
+from tasks.training.metrics import safe_name
 
 # Label of a datum: index of its group among all groups of the step, dropped ones included.
 GROUP_INDEX = "played"
@@ -103,13 +104,13 @@ def count_tokens(groups: Sequence[Group]) -> SampledTokens:
 
 
 def compute_group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Compute the metrics of all groups of a step, trained on or not, under tinker-cookbook's names."""
+    """Compute the metrics of all groups of a step, trained on or not, under tinker-cookbook's names (`safe_name`)."""
     completed = [(group.trajectories, list(group.tags)) for group in groups if group.trajectories is not None]
     trajectories, tags = [group for group, _ in completed], [tags for _, tags in completed]
     metrics = compute_trajectory_metrics(trajectories, tags) if completed else {}
     errors = Counter(error.error_type for group in groups for error in group.errors)
     return (
-        metrics
+        {safe_name(key): value for key, value in metrics.items()}
         | (count_actions(trajectories) if completed else {})
         | {
             "rollout_errors/total": float(errors.total()),

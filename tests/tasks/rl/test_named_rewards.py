@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
+from mlflow.utils.validation import _validate_metric
 from tinker import types
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
@@ -17,6 +18,7 @@ from objectives.targets import TargetController, TargetSpec
 from tasks.rl.advantages import AdvantageSettings, compute_token_advantages
 from tasks.rl.group_rollout import Group
 from tasks.rl.named_rewards import NamedRewards, RewardSpec, RewardWeights, combine_advantages, is_constant
+from tasks.rl.trajectories import compute_group_metrics
 
 PROMPT = types.ModelInput.from_ints([5])
 
@@ -202,3 +204,21 @@ def test_a_name_that_the_environment_does_not_report_is_refused() -> None:
     rewards.start(0)
     with pytest.raises(ConfigError, match=r"'corect'.* use one of correct, format, length, total, unused"):
         rewards.take(0, [Group((), groups()[0], ())])
+
+
+def test_metrics_have_names_that_mlflow_accepts() -> None:
+    """A reward of an environment may have any name, such as `acc (%)`."""
+    completed = [Group((f"tag@{number}",), group, ()) for number, group in enumerate(groups(), start=1)]
+    for group in completed:
+        assert group.trajectories is not None
+        for trajectory in group.trajectories.trajectories_G:
+            trajectory.transitions[0].metrics["acc (%)"] = 1.0
+    rewards = NamedRewards({"acc (%)": RewardSpec()}, "sum")
+    rewards.begin(9, {})
+    rewards.start(0)
+    rewards.take(0, completed)
+    metrics = compute_group_metrics(completed) | rewards.metrics(0, [completed], AdvantageSettings())
+    assert metrics["env/all/acc -x28--x25--x29-"] == 1.0
+    assert "env/tag-x40-1/reward/total" in metrics
+    for name in metrics:
+        _validate_metric(name, 1.0, 0, 0)
