@@ -19,7 +19,7 @@ from blocks.errors import ConfigError
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _GATE = re.compile(
-    rf"\s*(?P<metric>[A-Za-z][\w./:-]*)\s*(?P<sign><=|>=|<|>)\s*"
+    rf"\s*(?P<metric>[A-Za-z][\w./: -]*?)\s*(?P<sign><=|>=|<|>)\s*"
     rf"(?:(?P<number>{_NUMBER})|(?:(?P<factor>{_NUMBER})\s*\*\s*)?(?P<baseline>baseline))\s*"
 )
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
@@ -52,6 +52,8 @@ class PromoteIf:
 
         >>> PromoteIf.parse("test/nll < 0.98 * baseline")
         PromoteIf(metric='test/nll', sign='<', factor=0.98, of_baseline=True)
+        >>> PromoteIf.parse("test/acc -x25- > 0.5").metric
+        'test/acc -x25-'
 
         Raises:
             ValueError: The text is no valid condition.
