@@ -424,17 +424,10 @@ def measure() -> Table:
 
 
 def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.headline", description=__doc__)
-    parser.add_argument("--plot", type=Path, help="draw the results that exist to this PNG file, and run nothing")
-    arguments = parser.parse_args()
-    if arguments.plot:
-        draw(read_lines(RESULTS), arguments.plot)
-        return
-    lines = run_all(home() / "headline")
-    from rich.console import Console
-
-    Console(width=160).print(table(lines))
+    """Draw the results that exist; `python -m benchmarks headline` runs what is missing."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.headline", description=main.__doc__)
+    parser.add_argument("--plot", type=Path, required=True, help="PNG file of the picture")
+    draw(read_lines(RESULTS), parser.parse_args().plot)
 
 
 if __name__ == "__main__":
