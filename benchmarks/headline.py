@@ -427,7 +427,10 @@ def main() -> None:
     """Draw the results that exist; `python -m benchmarks headline` runs what is missing."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.headline", description=main.__doc__)
     parser.add_argument("--plot", type=Path, required=True, help="PNG file of the picture")
-    draw(read_lines(RESULTS), parser.parse_args().plot)
+    arguments, lines = parser.parse_args(), read_lines(RESULTS)
+    if not any(line["split"] == "confirm" for line in lines):
+        parser.error(f"{RESULTS} has no confirming run: run `python -m benchmarks headline` first")
+    draw(lines, arguments.plot)
 
 
 if __name__ == "__main__":
