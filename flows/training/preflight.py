@@ -13,7 +13,10 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord, get_renderer_name
 
 from blocks.errors import ConfigError
 from flows.config.base import BASE
+from flows.config.distill import SamplingConfig
 from flows.config.loader import field_values, renderer_names
+from flows.config.rl import RlConfig
+from flows.config.rollout import RolloutConfig
 from flows.config.train import TrainConfig
 from flows.monitoring.run_tags import WARNING_TAG
 from flows.runs.fork import is_fork, named_origin
@@ -61,6 +64,8 @@ def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
             "rewards teach nothing; use 4 or more.",
         )
     yield from _of_paths(config, fields)
+    if isinstance(config, RlConfig | SamplingConfig):
+        yield from _of_temperature(config.rollout)
     base = config.objective.base_loss
     beta = 0 if isinstance(base, str) else base.params.get("beta", 0)
     if _base_name(config) in _BETA_LOSSES and isinstance(beta, int | float) and beta > _LARGE_BETA:
@@ -123,6 +128,16 @@ def _of_checkpoints(config: TrainConfig) -> Iterator[Pitfall]:
             f"keep_best compares checkpoints by {config.keep_best.metric} at their steps, but checkpoint_every is "
             f"{config.checkpoint_every} and eval_every {config.eval_every}: set checkpoint_every to a multiple of "
             "eval_every, because a checkpoint where the metric is not measured is never the best.",
+        )
+
+
+def _of_temperature(rollout: RolloutConfig) -> Iterator[Pitfall]:
+    if rollout.temperature != 1 and rollout.completer is None:
+        yield Pitfall(
+            "temperature",
+            f"rollout.temperature is {rollout.temperature:g}, but a service returns the logprobs of temperature 1: the "
+            "loss and optim/kl_sample_train_v1 take the samples for samples of that policy, so the gradient is biased "
+            "and no metric shows it; use 1, or a rollout.completer that returns the logprobs of its samples.",
         )
 
 

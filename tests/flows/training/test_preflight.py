@@ -64,6 +64,17 @@ def test_pitfalls(config: SftConfig, key: str, message: str) -> None:
     assert message in pitfall.text
 
 
+def test_temperature_of_samples_that_train() -> None:
+    """The service returns untempered logprobs, unless the user's completer returns those of its samples."""
+    fields = rl_fields(Path("there"), "hot", "")
+    assert "temperature" in keys(RlConfig.model_validate(fields | {"rollout": {"temperature": 0.3}}))
+    own = {"temperature": 0.3, "completer": {"builder": "a:B"}}
+    assert "temperature" not in keys(RlConfig.model_validate(fields | {"rollout": own}))
+    datasets = [{"environment": {"builder": "a:b", "params": {"group_size": 4}}}]
+    distilled = distill_fields(Path("there"), "hot", "") | {"rollout": {"temperature": 0.3}, "datasets": datasets}
+    assert "temperature" in keys(OnPolicyConfig.model_validate(distilled))
+
+
 def test_group_of_one() -> None:
     fields = rl_fields(Path("there"), "alone", "")
     fields["environment"]["params"]["group_size"] = 1
