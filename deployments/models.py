@@ -26,7 +26,7 @@ _LOCAL = {"tiny": ("35K", 4096), "smollm2-135m": ("135M", 8192)}
 
 
 def show_models(base_url: str, as_json: bool) -> None:
-    """Print the models of the selected service; without one, those of the local engine and of the hosted service.
+    """Print the models of the selected service and of the local engine; without a service, those of the hosted one.
 
     Raises:
         ServiceError: the selected service does not respond.
@@ -50,12 +50,16 @@ def show_models(base_url: str, as_json: bool) -> None:
 
 
 def _rows(service: TinkerService | None) -> Iterator[dict[str, Any]]:
+    offered: set[str] = set()
     if service:
         for model, context in service.context_lengths().items():
+            offered.add(model)
             yield _row(model, context, price_of(model, service.resolved_url))
-        return
     for model, (_, context) in _LOCAL.items():
-        yield _row(model, context, FREE)
+        if model not in offered:
+            yield _row(model, context, FREE)
+    if service:
+        return
     for model, price in priced_models().items():
         yield _row(model, _context_in_name(model), price)
 

@@ -58,7 +58,8 @@ def test_models_of_a_service_have_context_lengths(
     capsys: pytest.CaptureFixture[str], engine_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
-    (tiny,) = json.loads(printed(capsys, "models", "--base-url", engine_url, "--json"))
+    tiny, local = json.loads(printed(capsys, "models", "--base-url", engine_url, "--json"))
+    assert (local["model"], local["type"]) == ("smollm2-135m", "local")
     assert (tiny["model"], tiny["context"], tiny["train"]) == ("tiny", 4096, 0.0)
     assert tiny["auto_rate"] == pytest.approx(0.0126, rel=0.01)
     monkeypatch.delenv("TINKER_API_KEY")
