@@ -2,6 +2,7 @@
 
 TinkerFlowsError            an error the user can fix; its message is one sentence
 ├── ConfigError             (ValueError)    an invalid config, data file or name
+│   └── UserCodeError                       a function of the user failed; another attempt may succeed
 ├── ServiceError            (RuntimeError)  the Tinker service, MLflow or Prefect rejected a request or did not respond
 │   ├── UnreachableError                    no server responds at the address
 │   ├── ServiceLostError                    the Tinker service failed; a new client can recover
@@ -22,6 +23,10 @@ class TinkerFlowsError(Exception):
 
 class ConfigError(TinkerFlowsError, ValueError):
     """Invalid config, data file or name."""
+
+
+class UserCodeError(ConfigError):
+    """Failure of a user's function, with its cause; another attempt may succeed."""
 
 
 class ServiceError(TinkerFlowsError, RuntimeError):

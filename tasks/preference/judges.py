@@ -16,7 +16,7 @@ from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.preference.types import Comparison, PreferenceModel, PreferenceModelBuilder
 from tinker_cookbook.renderers import Message, get_text_content
 
-from blocks.errors import ConfigError, TinkerFlowsError
+from blocks.errors import ConfigError, TinkerFlowsError, UserCodeError
 from tasks.common.builders import import_object
 from tasks.common.graders import same_number
 
@@ -173,7 +173,7 @@ def _function_judge(builder: str, function: Callable[..., Any]) -> Judge:
         except TinkerFlowsError:
             raise
         except Exception as error:  # user code called with sampled text
-            raise ConfigError(f"The judge {builder} failed ({type(error).__name__}: {error}): fix it.") from error
+            raise UserCodeError(f"The judge {builder} failed ({type(error).__name__}: {error}): fix it.") from error
         if not 0 <= verdict <= 1:
             raise ConfigError(f"The judge {builder} returned {verdict}: return a number from 0 to 1.")
         return verdict

@@ -15,7 +15,7 @@ from tinker_cookbook.rl.rollout_strategy import RolloutResult, RolloutStrategy
 from tinker_cookbook.rl.rollouts import do_group_rollout, do_single_rollout
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Metrics, RolloutError, Trajectory, TrajectoryGroup
 
-from blocks.errors import TinkerFlowsError
+from blocks.errors import TinkerFlowsError, UserCodeError
 from tasks.common.event_loop import run_coroutine
 from tasks.common.task import call, opaque_argument, retried_task
 from tasks.preference.judges import record_verdicts
@@ -129,7 +129,13 @@ class RetryWholeGroup(RolloutStrategy):
         assert isinstance(env_group_builder, RewardedGroup)
         errors: list[RolloutError] = []
         for attempt in range(self.max_retries + 1):
-            envs = await env_group_builder.make_envs()
+            try:
+                envs = await env_group_builder.make_envs()
+            except TinkerFlowsError:
+                raise
+            except Exception as error:  # noqa: BLE001 - third-party environments
+                errors.append(_rollout_error(error))
+                continue
             outcomes = await self._attempt(policy, attempt, envs)
             errors += [_rollout_error(outcome) for outcome in outcomes if isinstance(outcome, Exception)]
             pairs = zip(outcomes, envs, strict=True)
@@ -138,6 +144,8 @@ class RetryWholeGroup(RolloutStrategy):
                 result = RolloutResult([outcome for outcome, _ in successes], [env for _, env in successes], errors)
                 try:
                     errors += await env_group_builder.reward(result.trajectories, result.envs)
+                except UserCodeError as error:
+                    errors.append(_rollout_error(error.__cause__ or error))
                 except TinkerFlowsError:
                     raise
                 except Exception as error:  # noqa: BLE001 - third-party rewards
@@ -226,5 +234,5 @@ class RolloutThreads:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _rollout_error(error: Exception) -> RolloutError:
+def _rollout_error(error: BaseException) -> RolloutError:
     return RolloutError(type(error).__name__, str(error))

@@ -15,8 +15,9 @@ from tinker import types
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, Metrics, StepResult, Trajectory
 
-from blocks.errors import ConfigError, ServiceError
+from blocks.errors import ConfigError, ServiceError, UserCodeError
 from tasks.common.event_loop import run_coroutine
+from tasks.preference.judges import build_judge
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.environments.groups import Groups
@@ -66,11 +67,15 @@ class Guesses(EnvGroupBuilder):
     num_cleanups: int = 0
     graded: list[int] = field(default_factory=list)
     num_reward_errors: int = 0
+    reward_error: Exception = field(default_factory=lambda: ValueError("no grader"))
+    num_env_errors: int = 0
     rules: Sequence[str] = ()
 
     async def make_envs(self) -> Sequence[Env]:
         fates = self.fates[min(self.num_attempts, len(self.fates) - 1)]
         self.num_attempts += 1
+        if self.num_attempts <= self.num_env_errors:
+            raise ConnectionError("no game server")
         envs = [Guess(fate, reward) for fate, reward in zip(fates, self.rewards, strict=False)]
         for env, rule in zip(envs, self.rules, strict=False):
             env.text_labels = {"rules": rule}
@@ -81,7 +86,7 @@ class Guesses(EnvGroupBuilder):
     ) -> list[tuple[float, Metrics]]:
         self.graded.append(len(trajectory_group))
         if self.tag == "ungraded" or len(self.graded) <= self.num_reward_errors:
-            raise ValueError("no grader")
+            raise self.reward_error
         return [(0.0, {}) for _ in trajectory_group]
 
     async def cleanup(self) -> None:
@@ -207,6 +212,30 @@ def test_group_whose_rewards_fail_is_retried_with_fresh_environments(sampler: ti
     metrics = compute_group_metrics([group, lost])
     assert metrics["rollout_errors/ValueError"] == metrics["rollout_errors/total"] == 4
     assert metrics["rollout_errors/groups_skipped"] == 1
+
+
+def test_group_whose_environments_cannot_be_created_is_retried(sampler: tinker.SamplingClient) -> None:
+    builder = Guesses([["ends"] * 3], num_env_errors=2)
+    group = roll_out(sampler, builder, max_retries=2)
+    assert builder.num_attempts == len(tokens_of(group)) == 3
+    lost = roll_out(sampler, Guesses([["ends"] * 3], num_env_errors=2), max_retries=1)
+    assert lost.trajectories is None
+    assert compute_group_metrics([group, lost])["rollout_errors/ConnectionError"] == 4
+
+
+def failing_judge(row: Mapping[str, str], first: str, second: str) -> float:
+    raise TimeoutError("the judge is busy")
+
+
+def test_group_whose_judge_fails_is_retried(sampler: tinker.SamplingClient) -> None:
+    """A judge of the user may need a network; its own error is counted."""
+    judge = build_judge(f"{__name__}:failing_judge", {})
+    with pytest.raises(UserCodeError, match=r"failed .TimeoutError: the judge is busy") as raised:
+        asyncio.run(judge({}, "a", "b"))
+    builder = Guesses([["ends"] * 3], num_reward_errors=1, reward_error=raised.value)
+    group = roll_out(sampler, builder, max_retries=1)
+    assert len(tokens_of(group)) == 3
+    assert [error.error_type for error in group.errors] == ["TimeoutError"]
 
 
 def test_held_out_group_whose_rewards_fail_is_retried(engine_url: str, sampler: tinker.SamplingClient) -> None:
