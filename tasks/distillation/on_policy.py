@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import tinker
 import torch
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
+from tinker_cookbook.exceptions import AllTrajectoriesFailedError
 from tinker_cookbook.rl.rollouts import do_group_rollout
-from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
+from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from torch import Tensor
 
@@ -25,6 +27,8 @@ from tasks.rl.trajectories import add_later_tokens, compute_entropy, pack_groups
 from tasks.training.batch_source import TrainedBatch
 from tasks.training.held_out import EvaluatedBatch
 from tasks.training.teacher import Teacher, TeacherRequest, compute_top_k, replace_prompt, score, score_all
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,18 +143,33 @@ class TeacherKL(SamplingClientEvaluator):
         self.evaluated: Sequence[EvaluatedBatch] = ()
 
     async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
-        groups = await asyncio.gather(
+        outcomes = await asyncio.gather(
             *(
                 do_group_rollout(
                     RewardedGroup(builder), self._settings.policy(sampling_client, index), self._settings.strategy
                 )
                 for index, (_, builder) in enumerate(self._groups)
-            )
+            ),
+            return_exceptions=True,
         )
+        groups: list[TrajectoryGroup] = []
+        sources: list[tuple[Teacher, EnvGroupBuilder]] = []
+        for outcome, source in zip(outcomes, self._groups, strict=True):
+            if isinstance(outcome, TrajectoryGroup):
+                groups.append(outcome)
+                sources.append(source)
+            elif not isinstance(outcome, AllTrajectoriesFailedError):
+                raise outcome
+        num_failed = len(self._groups) - len(groups)
+        if num_failed:
+            logger.warning("%d of %d held-out groups failed and have no teacher KL.", num_failed, len(self._groups))
+        if not groups:
+            self.evaluated = ()
+            return {}
         batch = pack_groups([Group((), group, ()) for group in groups], self._settings.shape, self._tokenizer)
         assert batch.sampling_logprobs_DT is not None
         self.evaluated = [EvaluatedBatch(batch, batch.sampling_logprobs_DT)]
-        groups_D = [self._groups[index] for index in batch.labels_D["group"].tolist()]
+        groups_D = [sources[index] for index in batch.labels_D["group"].tolist()]
         requests_D = [
             TeacherRequest(teacher, datum_for_teacher(builder, datum))
             for (teacher, builder), datum in zip(groups_D, batch.datums, strict=True)
