@@ -96,10 +96,10 @@ def _run(
         can_sample = isinstance(config, TeacherTargetsConfig) and config.candidates != "off"
         objective.check_needs(inputs, can_sample=can_sample)
         _check_base(objective, on_policy="advantages" in inputs)
-        evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with open_run(config, restarts, config.adapter) as run:
+                evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
                 source, held_out = open_source(run)
                 candidates = open_candidates(run, config) if isinstance(config, TeacherTargetsConfig) else None
                 with closing(source):

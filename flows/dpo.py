@@ -40,10 +40,10 @@ def dpo(config: DpoConfig) -> TrainResult:
     with Objective.from_spec(config.objective, config.seed) as objective:
         objective.check_needs(AVAILABLE_INPUTS)
         loss = preference_loss(objective)
-        evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with open_run(config, restarts, config.adapter) as run:
+                evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
                 source, test = open_pairs(config, loss, run.client.get_tokenizer())
                 reference = open_reference(run, config) if objective.needs("ref_logprobs") else None
                 held_out = [HeldOutPairs(test, loss, reference)] if test else []

@@ -123,11 +123,11 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
     if not (config.data or config.evaluators):
         raise ConfigError("The evaluation has no data and no evaluators: set data, evaluators or both.")
     config = with_model(config, chosen, *([baseline] if baseline else []))
-    evaluators = build_evaluators(config.evaluators)
     with open_service(config) as service:
         service.check_model(config.model)
         tags = {"tinker.checkpoint": chosen.path or config.model, "tinker.base_model": config.model}
         with open_measurement(config, config.run_name, service.resolved_url, tags) as log, service.session() as session:
+            evaluators = build_evaluators(config.evaluators)
             baseline_metrics: dict[str, float] = {}
             if baseline:
                 of_baseline = _measure(session, config, baseline, evaluators)

@@ -52,13 +52,13 @@ def rl(config: RlConfig) -> TrainResult:
                 "objective.base_loss is cross_entropy, which would imitate every sample regardless of its reward: use "
                 "importance_sampling, ppo, grpo or another loss that reads advantages."
             )
-        evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with (
                 open_run(config, restarts, config.adapter) as run,
                 closing(_open_source(config, settings, run)) as source,
             ):
+                evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
                 test = source.test
                 held_out = [HeldOutEnvironments(test, settings, source.tokenizer)] if test is not None else []
                 reference = None

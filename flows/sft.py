@@ -33,10 +33,10 @@ def sft(config: SftConfig) -> TrainResult:
     """Fine-tune a model on a supervised dataset, or resume the run from its last checkpoint."""
     with Objective.from_spec(config.objective, config.seed) as objective:
         objective.check_needs(AVAILABLE_INPUTS, can_sample=config.candidates != "off")
-        evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with open_run(config, restarts, config.adapter) as run:
+                evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
                 data, tokenizer = config.data, run.client.get_tokenizer()
                 source = build_dataset(data.builder, data.params, tokenizer, config.seed, run.builder_arguments)
                 held_out = [HeldOutNLL(source.test, source.tokenizer)] if source.test is not None else []

@@ -11,6 +11,7 @@ from typing import Any
 import tinker
 import torch
 from tinker_cookbook.checkpoint_utils import CheckpointRecord, add_renderer_name_to_user_metadata
+from tinker_cookbook.tokenizer_utils import register_tokenizer
 
 from blocks.errors import ServiceError, ServiceLostError, reason
 from blocks.storage import RunDirectory
@@ -84,6 +85,8 @@ def open_run(config: RunConfig, restarts: Sequence[str], adapter: AdapterSetting
                     client, start = _resumed_client(session, config, starts)
                 else:
                     client, start = _new_client(session, config, adapter), None
+                # Evaluators, too, may open the tokenizer by the service's name of the model.
+                register_tokenizer(config.model, client.get_tokenizer)
                 yield Run(directory, session, client, log, start, config.model)
 
 

@@ -187,7 +187,8 @@ class Trainer:
         warn_of_pitfalls(run, config)
         load_cache(objective.runner.cache, run.directory)
         if reference is None and objective.needs("ref_logprobs"):
-            reference = open_reference(run, config)
+            # Samples do not repeat, so their scores are not worth keeping.
+            reference = open_reference(run, config, keeps=not source.sampled)
         self.reference = reference
         self.reference_price = self._price_of_reference()
         self.checkpoints = Checkpoints(run, config, schedule.steps_per_epoch, self.start)

@@ -125,5 +125,6 @@ def _commands(run_name: str, directory: RunDirectory, records: Records, method: 
         f'tinker-flows sample {name}@final "PROMPT"{storage}',
         f"tinker-flows chat {name}@final{storage}",
         f"tinker-flows export {name}@final --adapter exported{storage}",
-        f"tinker-flows run {method} --config CONFIG run_name=NEW init_from={name}@final",
+        f"tinker-flows run {method} --config CONFIG run_name=NEW init_from={name}@final"
+        + storage.replace(" --storage ", " storage="),
     ]
