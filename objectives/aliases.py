@@ -192,7 +192,6 @@ MODULES: Mapping[str, str] = {
     "tasks.taught": "tasks.distillation.soft_targets",
     "tasks.teacher": "tasks.training.teacher",
     "tasks.teacher_nll": "tasks.distillation.nll_evaluator",
-    "tasks.term_charts": "tasks.reports.term_charts",
     "tasks.term_table": "tasks.reports.tables",
     "tasks.terms": "tasks.training.terms",
     "tasks.tokenized": "tasks.common.tokenizers",

@@ -12,6 +12,7 @@ from torch import Tensor
 from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError, UntraceableError
 from objectives.losses import BUILT_IN, BuiltInLoss, find_base_loss
+from objectives.losses.policy.correction import Correction
 from objectives.proxies import OneDatum
 from objectives.reductions import sum_by_datum
 from objectives.term import Need, NoParams, Term
@@ -32,11 +33,17 @@ class PolicyLoss:
             is the maximum over datums.
         clip_fraction: share of tokens whose ratio is outside the bounds, mean over datums; only for losses that
             clip.
+        masked, factor_mean: with a correction, the share of tokens of non-zero advantage that it drops, and the mean of
+            its factors over these tokens.
         additional metrics of the loss, such as the entropy of enhanced_ppo.
+
+    Attributes:
+        correction: correction between sampler and trainer; None for none.
     """
 
     loss: BuiltInLoss
     params: Mapping[str, float]
+    correction: Correction | None = None
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -63,6 +70,10 @@ class PolicyLoss:
             "ratio_max": ratios.max_D.max().item(),
             "kl_k1": ratios.kl_k1_D.mean().item(),
         }
+        inputs, factors_DT = self._corrected(logprobs_DT, inputs, offsets_D)
+        if factors_DT is not None:
+            metrics |= _correction_metrics(factors_DT, batch)
+            ratios = self.loss.compute_metrics(logprobs_DT, inputs, offsets_D, self.params)
         if self.loss.clips:
             metrics["clip_fraction"] = ratios.clip_fraction_D.mean().item()
         extra_metrics = self.loss.compute_extra_metrics(logprobs_DT, inputs, offsets_D, self.params)
@@ -76,7 +87,21 @@ class PolicyLoss:
         """
         if not self.adds_up:
             raise UntraceableError(f"the loss {self.loss.name!r} is not a sum over datums")
-        return self.loss.compute(outputs.logprobs_DT[datum.mask_DT], self._trained(outputs, datum), None, self.params)
+        logprobs_T = outputs.logprobs_DT[datum.mask_DT]
+        inputs, _ = self._corrected(logprobs_T, self._trained(outputs, datum), None)
+        return self.loss.compute(logprobs_T, inputs, None, self.params)
+
+    def _corrected(
+        self, logprobs_DT: Tensor, inputs: dict[str, Tensor], offsets_D: Tensor | None
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return the inputs with corrected advantages, and the factors of the correction."""
+        if self.correction is None:
+            return inputs, None
+        sampling_DT, advantages_DT = inputs["logprobs"], inputs["advantages"]
+        factors_DT = self.correction.factors(logprobs_DT, sampling_DT, advantages_DT, offsets_D)
+        if self.correction.ratio != "loss":
+            sampling_DT = logprobs_DT.detach()
+        return inputs | {"logprobs": sampling_DT, "advantages": factors_DT * advantages_DT}, factors_DT
 
     def _trained(self, outputs: Outputs, batch: Batch | OneDatum) -> dict[str, Tensor]:
         """Return the inputs of the loss at the trained tokens."""
@@ -92,12 +117,22 @@ class PolicyLoss:
         return inputs
 
 
-def policy_loss_term(name: str, params: Mapping[str, object]) -> Term:
+def _correction_metrics(factors_DT: Tensor, batch: Batch) -> dict[str, float]:
+    assert batch.advantages_DT is not None, "guaranteed by needs"
+    factors_DT = factors_DT[batch.advantages_DT[batch.mask_DT] != 0]
+    if not len(factors_DT):
+        return {"masked": 0.0, "factor_mean": 1.0}
+    return {"masked": (factors_DT == 0).float().mean().item(), "factor_mean": factors_DT.mean().item()}
+
+
+def policy_loss_term(name: str, params: Mapping[str, object], correction: Correction | None = None) -> Term:
     """Wrap a policy loss in a differentiable term.
 
     Raises:
-        ObjectiveError: the loss or a parameter is unknown, or a parameter is invalid.
+        ObjectiveError: the loss or a parameter is unknown, a parameter is invalid, or the loss has no correction.
     """
     loss = find_base_loss(name)
-    evaluate = PolicyLoss(loss, loss.check_params(params))
+    if correction is not None:
+        correction.check_loss(name)
+    evaluate = PolicyLoss(loss, loss.check_params(params), correction)
     return Term(name, "differentiable", evaluate, None, "none", None, NoParams, evaluate.needs)

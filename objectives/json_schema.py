@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic.json_schema import JsonSchemaValue
 
 from objectives.losses import BASE_LOSSES
@@ -41,17 +43,61 @@ def move_limits_out_of_unions(schema: JsonSchemaValue) -> None:
                 field.update(limits)
 
 
+def leave_none_unset(schema: JsonSchemaValue) -> None:
+    """Turn optional numbers and texts into fields that may be left empty.
+
+    Prefect's form shows a union with null as a choice of types, and its default as ``Property is type "None"``. Without
+    the null, the form has an empty input. Prefect's server accepts null for optional fields without a default anyway.
+
+    >>> schema = {"properties": {"steps": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}}}
+    >>> leave_none_unset(schema)
+    >>> schema["properties"]["steps"]
+    {'type': 'integer'}
+    """
+    for field in schema.get("properties", {}).values():
+        members = field.get("anyOf", ())
+        is_optional = len(members) == 2 and members[1] == {"type": "null"} and field.get("default", 0) is None
+        if is_optional and members[0].get("type") in ("integer", "number", "string") and "enum" not in members[0]:
+            del field["anyOf"], field["default"]
+            field.update({**members[0], **field})
+
+
+def form_fields(schema: JsonSchemaValue) -> None:
+    """Adapt the fields of a schema to forms: limits outside of unions, and no null."""
+    move_limits_out_of_unions(schema)
+    leave_none_unset(schema)
+
+
+def put_first(schema: JsonSchemaValue, names: Sequence[str]) -> None:
+    """Order the fields of a form: those named first, then single values, then groups of fields.
+
+    >>> fields = {"guards": {"$ref": "#"}, "seed": {}, "model": {}, "budget": {"allOf": [{"$ref": "#"}]}}
+    >>> schema = {"properties": fields}
+    >>> put_first(schema, ["model", "data"])
+    >>> list(schema["properties"])
+    ['model', 'seed', 'guards', 'budget']
+    """
+    fields: dict[str, JsonSchemaValue] = schema.get("properties", {})
+
+    def rank(name: str) -> int:
+        is_group = bool({"$ref", "allOf"} & fields[name].keys())
+        return names.index(name) if name in names else len(names) + is_group
+
+    schema["properties"] = {name: fields[name] for name in sorted(fields, key=rank)}
+
+
 def choose_term(schema: JsonSchemaValue) -> None:
     """Make a regularizer's name a choice of registered terms and of terms from installed packages.
 
     Any other name requires ``fn``, with one of these terms or an import path.
     """
-    move_limits_out_of_unions(schema)
+    form_fields(schema)
     choice = {"title": "Registered term", "type": "string", "enum": _term_names()}
     name, fn = schema["properties"]["name"], schema["properties"]["fn"]
     name["anyOf"] = [choice, {"title": "Own name", "type": name.pop("type")}]
     path = {"title": "Import path", "type": "string", "pattern": IMPORT_PATH}
-    fn["anyOf"] = [choice, path, {"type": "null"}]
+    del fn["type"]
+    fn |= {"anyOf": [choice, path, {"type": "null"}], "default": None}
     has_fn = {"properties": {"fn": {"type": "string"}}, "required": ["fn"]}
     schema["if"] = {"not": has_fn}
     schema["then"] = {"properties": {"name": {"enum": choice["enum"]}}}
@@ -59,7 +105,7 @@ def choose_term(schema: JsonSchemaValue) -> None:
 
 def choose_base_loss(schema: JsonSchemaValue) -> None:
     """Make an objective's base loss a choice of the known losses."""
-    move_limits_out_of_unions(schema)
+    form_fields(schema)
     text, *others = schema["properties"]["base_loss"]["anyOf"]
     losses = {"title": "Loss", "type": "string", "enum": sorted(BASE_LOSSES)}
     schema["properties"]["base_loss"]["anyOf"] = [losses, {**text, "title": "Term"}, *others]

@@ -10,7 +10,7 @@ from typing import Self, TypedDict
 
 from pydantic import BaseModel, ValidationError
 
-from objectives.base_loss import policy_loss_term
+from objectives.base_loss import PolicyLoss, policy_loss_term
 from objectives.batch import TOPK, Batch, Outputs
 from objectives.errors import ExecutionError, ObjectiveError, explain
 from objectives.estimators import BATCH_RISK, Choice, choose_estimator, fixed_data_refusal
@@ -21,6 +21,7 @@ from objectives.gradients.alerts import Watch, WatchState
 from objectives.gradients.balance import Balance, BalanceState, make_balance
 from objectives.import_path import ImportedFunction
 from objectives.losses import BASE_LOSSES, find_base_loss
+from objectives.losses.policy.correction import Correction
 from objectives.scale import Scale, compute_scale, gain_unit, plain_scale
 from objectives.schedule import Constant, WeightSchedule
 from objectives.sdk.custom_loss import sdk_term
@@ -262,6 +263,35 @@ class Objective:
         self.scaled = False
         scored = [regularizer.name for regularizer in self.regularizers if regularizer.estimator == "auto"]
         self._set_estimators(dict.fromkeys(scored, BATCH_RISK))
+
+    def keep_unweighted_kl(self) -> None:
+        """Estimate `kl` without importance ratios, for a run that was started before they were introduced."""
+        self.regularizers = tuple(
+            replace(regularizer, term=find_term("kl_unweighted")) if regularizer.term.name == "kl" else regularizer
+            for regularizer in self.regularizers
+        )
+
+    @property
+    def correction(self) -> Correction | None:
+        """Correction of the base loss; None for none."""
+        policy_loss = self.base.term.evaluate if self.base else None
+        return policy_loss.correction if isinstance(policy_loss, PolicyLoss) else None
+
+    def correct(self, correction: Correction | None) -> None:
+        """Correct the base loss for samples of another policy, or remove its correction with None.
+
+        Raises:
+            ObjectiveError: the base loss is not a policy loss, or it has parts that a correction would change.
+        """
+        policy_loss = self.base.term.evaluate if self.base else None
+        if self.base is None or not isinstance(policy_loss, PolicyLoss):
+            if correction is not None:
+                raise ObjectiveError(
+                    "The base loss is not a policy loss by name, so it has no correction; remove the correction."
+                )
+            return
+        term = policy_loss_term(policy_loss.loss.name, policy_loss.params, correction)
+        self.base = replace(self.base, term=term)
 
     def weight_at(self, regularizer: Regularizer, step: int, num_steps: int) -> float:
         """Return the weight of a term at the next step to train: the configured weight, or that of its target."""

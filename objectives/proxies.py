@@ -12,6 +12,8 @@ from objectives.errors import UntraceableError
 
 # Metadata key of a node that sums over its datum (`sum_by_datum`); torch has no such operation.
 BY_DATUM = "by_datum"
+# Metadata key of a node that sums over the preceding tokens of its datum (`prefix_sum_by_datum`).
+PREFIX_BY_DATUM = "prefix_by_datum"
 
 _METRICS = "return its metrics as 0-d tensors"
 
@@ -46,6 +48,12 @@ class OneDatum:
         total: TensorLike = torch.where(self.mask_DT, values_T, 0.0).sum()
         total.node.meta[BY_DATUM] = True
         return total
+
+    def prefix_sum(self, values_T: TensorLike) -> TensorLike:
+        """Sum over the trained tokens up to and including each token, ``(T,)``."""
+        sums: TensorLike = torch.where(self.mask_DT, values_T, 0.0).cumsum(0)
+        sums.node.meta[PREFIX_BY_DATUM] = True
+        return sums
 
 
 class TermTracer(Tracer):

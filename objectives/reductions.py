@@ -36,6 +36,22 @@ def sum_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
     return torch.segment_reduce(trained_DT, "sum", offsets=batch.offsets_D, axis=0)
 
 
+def prefix_sum_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
+    """Sum of each datum's trained tokens up to and including each token: ``(N,) -> (N,)``.
+
+    >>> batch = Batch(torch.zeros(4).long(), torch.tensor([0.0, 1, 1, 1]), torch.tensor([0, 3, 4]))
+    >>> prefix_sum_by_datum(torch.tensor([5.0, 6.0, 7.0, 8.0]), batch)
+    tensor([ 0.,  6., 13.,  8.])
+    """
+    if isinstance(batch, OneDatum):
+        return batch.prefix_sum(values_DT)
+    check_single_target(batch)
+    # In float64, because the sum over all datums is subtracted again.
+    sums_DT = torch.where(batch.mask_DT, values_DT, 0.0).double().cumsum(0)
+    before_D = torch.cat([sums_DT.new_zeros(1), sums_DT])[batch.offsets_D[:-1]]
+    return (sums_DT - before_D.repeat_interleave(batch.offsets_D.diff())).to(values_DT.dtype)
+
+
 def mean_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
     """Mean of each datum's trained tokens: ``(N,) -> (D,)``; 0 for a datum without trained tokens."""
     counts_D = sum_by_datum(torch.ones_like(values_DT), batch)

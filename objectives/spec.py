@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from objectives.estimators import EstimatorChoice
 from objectives.json_schema import choose_base_loss, choose_term
 from objectives.schedule import Weight
-from objectives.targets import TargetSpec
+from objectives.targets import TargetSpec, check_weight, unset_weight
 from objectives.term import Execution, OnError
 
 Backend = Literal["auto", "client", "server"]
@@ -19,7 +18,7 @@ Backend = Literal["auto", "client", "server"]
 class RegularizerSpec(BaseModel):
     """Weighted term of an objective."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=choose_term)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, json_schema_extra=choose_term)
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9_.-]+$",
@@ -75,27 +74,14 @@ class RegularizerSpec(BaseModel):
         description="Time limit for preparing or evaluating one batch, in seconds; exceeding it is a failure.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _unset_weight(cls, fields: Any) -> Any:
-        """Leave the weight unset if there is a target; an explicit weight is checked below."""
-        if isinstance(fields, Mapping) and fields.get("target") is not None:
-            return {"weight": None, **fields}
-        return fields
-
-    @model_validator(mode="after")
-    def _check_weight(self) -> Self:
-        if self.target is not None and self.weight is not None:
-            raise ValueError("it has both a weight and a target, which finds the weight; remove one of them")
-        if self.target is None and self.weight is None:
-            raise ValueError("it has neither a weight nor a target; set one of them")
-        return self
+    _unset_weight = model_validator(mode="before")(unset_weight)
+    _check_weight = model_validator(mode="after")(check_weight)
 
 
 class BaseLossSpec(BaseModel):
     """Base loss with parameters."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(title="Name", description="Name of the loss, such as `ppo`.")
     params: dict[str, float] = Field(
@@ -106,7 +92,7 @@ class BaseLossSpec(BaseModel):
 class WeightingSpec(BaseModel):
     """Balancing by a rule of TorchJD without parameters."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     method: Literal["upgrad", "dualproj", "mgda", "imtl_g", "pcgrad", "random"] = Field(
         title="Method", description="The balancing rule."
@@ -120,7 +106,7 @@ PCGradSpec = WeightingSpec
 class AlignedMTLSpec(BaseModel):
     """Balancing by aligned principal components of the gradients (Senushkin et al. 2023)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     method: Literal["aligned_mtl"] = Field(title="Method", description="The balancing rule.")
     scale: Literal["min", "median", "rmse"] = Field(
@@ -134,7 +120,7 @@ class AlignedMTLSpec(BaseModel):
 class CAGradSpec(BaseModel):
     """Balancing in favor of the term that improves least, near the sum of the gradients (Liu et al. 2021)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     method: Literal["cagrad"] = Field(title="Method", description="The balancing rule.")
     c: float = Field(
@@ -148,7 +134,7 @@ class CAGradSpec(BaseModel):
 class GradNormSpec(BaseModel):
     """Balancing by learned weights that give gradients comparable norms (Chen et al. 2018)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     method: Literal["gradnorm"] = Field(title="Method", description="The balancing rule.")
     alpha: float = Field(
@@ -168,7 +154,7 @@ BalanceSpec = Annotated[WeightingSpec | AlignedMTLSpec | CAGradSpec | GradNormSp
 class WatchSpec(BaseModel):
     """Thresholds and durations of warnings about terms."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     dominance_above: float = Field(
         default=0.8, gt=0, le=1, title="Dominance above", description="Maximum gradient share of one term."
@@ -205,7 +191,7 @@ class WatchSpec(BaseModel):
 class ObjectiveSpec(BaseModel):
     """Base loss and the terms added to it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=choose_base_loss)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, json_schema_extra=choose_base_loss)
 
     base_loss: str | BaseLossSpec = Field(
         default="cross_entropy",

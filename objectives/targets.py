@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NotRequired, Self, TypeAlias, TypedDict
+from typing import NotRequired, Protocol, Self, TypeAlias, TypedDict, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from objectives.json_schema import move_limits_out_of_unions
+from objectives.json_schema import form_fields
 
 # A multiplier at its default bound makes a violation of one `scale` cost this many nats of the base loss.
 _MAX_COST = 100.0
@@ -25,7 +25,7 @@ _MAX_COST = 100.0
 class TargetSpec(BaseModel):
     """Target of a term's value, which replaces the term's weight."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=move_limits_out_of_unions)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, json_schema_extra=form_fields)
 
     at_most: float | None = Field(
         default=None, allow_inf_nan=False, title="At most", description="Upper limit of the mean value."
@@ -73,7 +73,7 @@ class TargetSpec(BaseModel):
         allow_inf_nan=False,
         title="Integral gain",
         description="Change of the multiplier per evaluation while the violation is one scale, in units per scale; see "
-        "`docs/targets.md` for the unit, which is 1 for a mean over tokens beside cross-entropy.",
+        "`docs/targets.md` for the unit, which is 1 for a mean over tokens next to cross-entropy.",
     )
     proportional_gain: float = Field(
         default=0.5,
@@ -140,6 +140,39 @@ class TargetSpec(BaseModel):
     def __str__(self) -> str:
         relation = "at most" if self.at_most is not None else "at least" if self.at_least is not None else "equal to"
         return f"{self.metric or 'value'} {relation} {self.limit:g}"
+
+
+class Weighted(Protocol):
+    """Model with either a weight or a target."""
+
+    @property
+    def weight(self) -> object: ...
+
+    @property
+    def target(self) -> TargetSpec | None: ...
+
+
+W = TypeVar("W", bound=Weighted)
+
+
+def unset_weight(fields: object) -> object:
+    """Leave the weight of a model unset if there is a target; `check_weight` checks an explicit weight."""
+    if isinstance(fields, Mapping) and fields.get("target") is not None:
+        return {"weight": None, **fields}
+    return fields
+
+
+def check_weight(model: W) -> W:
+    """Check that a model has either a weight or a target.
+
+    Raises:
+        ValueError: it has both or neither.
+    """
+    if model.target is not None and model.weight is not None:
+        raise ValueError("it has both a weight and a target, which finds the weight: remove one of them")
+    if model.target is None and model.weight is None:
+        raise ValueError("it has neither a weight nor a target: set one of them")
+    return model
 
 
 class TargetState(TypedDict):

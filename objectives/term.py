@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -27,6 +27,30 @@ __getattr__ = partial(renamed_attribute, __name__)  # names of release 0.1
 Need = Literal["ref_logprobs", "sampling_logprobs", "advantages", "values", "returns", "topk_logprobs", "hidden_states"]
 Execution = Literal["inline", "async", "thread", "process", "dask", "ray"]
 OnError = Literal["raise", "skip", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Part of a text to which a term objects.
+
+    Attributes:
+        start, end: its characters, ``text[start:end]``.
+        reason: clause that says what is wrong with it.
+    """
+
+    start: int
+    end: int
+    reason: str
+
+
+class Flagger(Protocol):
+    """Function that finds the parts of one datum's text to which a term objects, for display.
+
+    It receives those of the term's parameters that it declares as keyword-only arguments. Terms with the estimator
+    `unlikelihood` need none: their scores flag tokens.
+    """
+
+    def __call__(self, text: str, /, *_: Any, **params: Any) -> Sequence[Flag]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +79,7 @@ class Term:
             `Batch`.
         metric_values: functions of the metrics that a target can constrain, by metric: like ``evaluate``, but
             ``(outputs, batch, **params) -> value``, with the metric as the reduced value.
+        flag: finds the parts of a text to which the term objects; None if it cannot name them.
     """
 
     name: str
@@ -67,6 +92,7 @@ class Term:
     needs: tuple[Need, ...]
     unit: Unit = "token"
     metric_values: Mapping[str, Callable[..., object]] = field(default_factory=dict, hash=False)
+    flag: Flagger | None = None
 
     def __call__(self, *args: object, **params: object) -> Any:
         return self.evaluate(*args, **params)
@@ -88,6 +114,7 @@ def regularizer(  # noqa: PLR0913 - a declaration, every option by keyword
     needs: tuple[Need, ...] = (),
     unit: Unit = "token",
     metric_values: Mapping[str, Callable[..., object]] | None = None,
+    flag: Flagger | None = None,
 ) -> Callable[[Callable[..., object]], Term]:
     """Decorate a function as a `Term` and register it by name; the arguments are attributes of `Term`.
 
@@ -110,9 +137,10 @@ def regularizer(  # noqa: PLR0913 - a declaration, every option by keyword
     def decorate(evaluate: Callable[..., object]) -> Term:
         used_estimator = estimator if kind == "scored" else None
         values = dict(metric_values or {})
-        functions = (evaluate, *([prepare] if prepare else []), *values.values(), *estimator_functions(used_estimator))
+        optional = [function for function in (prepare, flag) if function]
+        functions = (evaluate, *optional, *values.values(), *estimator_functions(used_estimator))
         params = _params_model(name, functions)
-        term = Term(name, kind, evaluate, prepare, reduction, used_estimator, params, needs, unit, values)
+        term = Term(name, kind, evaluate, prepare, reduction, used_estimator, params, needs, unit, values, flag)
         return _register(term)
 
     return decorate

@@ -54,8 +54,8 @@ class Watch:
     - Adverse: the updates raise the value of a weighted term (``term/<name>/effect``), which is minimized. The base
       loss is exempt, and so are terms with a target, whose values may rise up to it.
     - Target: a term misses its target although its multiplier is at its bound.
-    - Conflict: the cosine of two gradients, including the base loss's, is below a threshold. Terms with a target are
-      exempt: a limit that needs a multiplier is in conflict with another term.
+    - Conflict: the cosine of two gradients, including the base loss's, is below a threshold. Terms of weight 0 are
+      exempt, and so are those with a target: a limit that needs a multiplier is in conflict with another term.
     - Collapse of a preference loss: its margin explodes, its accuracy stays at chance, or its rewards correlate with
       the lengths of completions.
 
@@ -155,7 +155,7 @@ class Watch:
             self._warnings.append(TermWarning("target", (name,), step, violation, text))
 
     def _check_conflict(self, first: str, second: str, cosine: float, metrics: Mapping[str, float], step: int) -> None:
-        if _has_target(first, metrics) or _has_target(second, metrics):
+        if any(_has_target(name, metrics) or metrics.get(f"term/{name}/weight") == 0 for name in (first, second)):
             return
         if self._persists(f"conflict.{first}.{second}", cosine < self._spec.conflict_below):
             problem = f"The gradients of {first!r} and {second!r} have been in conflict (cosine {cosine:.2f})"

@@ -14,7 +14,14 @@ from objectives.losses.policy.enhanced_ppo import enhanced_metrics, enhanced_ppo
 from objectives.losses.policy.group_relative import dapo, dr_grpo, grpo
 from objectives.losses.policy.gspo import gspo
 from objectives.losses.policy.importance_weighted import cispo, importance_sampling, ppo
-from objectives.losses.policy.penalized import conservative_metrics, conservative_ppo, dro, stable_reinforce
+from objectives.losses.policy.penalized import (
+    conservative_metrics,
+    conservative_ppo,
+    dro,
+    dro_metrics,
+    stable_reinforce,
+    stable_reinforce_metrics,
+)
 from objectives.losses.policy.ratios import (
     RatioMetrics,
     Threshold,
@@ -39,7 +46,8 @@ class BuiltInLoss:
         takes_offsets: true if the function works on sequences and takes their offsets after the inputs.
         optional_inputs: inputs used by one parameter only, with the name of that parameter; the function receives
             ``None`` for the input if the parameter is 0.
-        extra_metrics: function of the same arguments that returns the loss's own metrics.
+        extra_metrics: function of the same arguments that returns the loss's own metrics; a loss with more parts than
+            the policy's returns ``policy``, the value of that part per token.
     """
 
     name: str
@@ -148,7 +156,7 @@ BUILT_IN: dict[str, BuiltInLoss] = {
         BuiltInLoss("importance_sampling", importance_sampling, POLICY_INPUTS, "advantages"),
         BuiltInLoss("ppo", ppo, POLICY_INPUTS, "advantages", {CLIP_LOW: 0.8, CLIP_HIGH: 1.2}),
         BuiltInLoss("cispo", cispo, POLICY_INPUTS, "advantages", {CLIP_LOW: 0.0, CLIP_HIGH: 4.0}),
-        BuiltInLoss("dro", dro, POLICY_INPUTS, None, {"beta": 0.05}),
+        BuiltInLoss("dro", dro, POLICY_INPUTS, None, {"beta": 0.05}, extra_metrics=dro_metrics),
         BuiltInLoss(
             "gspo",
             gspo,
@@ -157,7 +165,14 @@ BUILT_IN: dict[str, BuiltInLoss] = {
             {CLIP_LOW: 1 - 3e-4, CLIP_HIGH: 1 + 4e-4},
             takes_offsets=True,
         ),
-        BuiltInLoss("stable_reinforce", stable_reinforce, POLICY_INPUTS, "advantages", {"kl_coeff": 0.01}),
+        BuiltInLoss(
+            "stable_reinforce",
+            stable_reinforce,
+            POLICY_INPUTS,
+            "advantages",
+            {"kl_coeff": 0.01},
+            extra_metrics=stable_reinforce_metrics,
+        ),
     )
 }
 

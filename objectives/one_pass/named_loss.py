@@ -53,6 +53,8 @@ def find_named_loss(objective: Objective) -> NamedLoss | None:
     """Return the service's loss that equals the objective; None if the service has no such loss."""
     base = objective.base.term.evaluate if objective.base else None
     has_terms = any(regularizer.term.kind != "monitor" for regularizer in objective.regularizers)
-    if not isinstance(base, PolicyLoss) or base.loss.name not in _SAME_ON_THE_SERVICE or has_terms or objective.balance:
+    if not isinstance(base, PolicyLoss) or base.loss.name not in _SAME_ON_THE_SERVICE or base.correction is not None:
+        return None
+    if has_terms or objective.balance:
         return None
     return NamedLoss(base)

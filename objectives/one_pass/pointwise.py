@@ -1,9 +1,9 @@
 """Check that a traced term is pointwise: its values depend on one token, or one datum, at a time.
 
-The service evaluates a loss datum by datum. A term whose value at a token depends only on this token's inputs has the
-same values and gradients in any batch, so the sum over datums equals the value of the batch. A term with, for example,
-a mean over all tokens can be traced, but is a different function datum by datum. The operations listed below are known
-to be pointwise.
+The service evaluates a loss datum by datum. A term whose value at a token depends only on this token's inputs, or on
+sums over tokens of its datum that `objectives.reductions` computes, has the same values and gradients in any batch, so
+the sum over datums equals the value of the batch. A term with, for example, a mean over all tokens can be traced, but
+is a different function datum by datum. The operations listed below are known to be pointwise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 from torch.fx import Graph, Node
 
 from objectives.errors import UntraceableError
-from objectives.proxies import BY_DATUM
+from objectives.proxies import BY_DATUM, PREFIX_BY_DATUM
 
 Kind = Literal["number", "token", "several", "datum"]
 """Value of a node: not a tensor of the datum, a tensor ``(T,)``, a tensor ``(T, K)``, or one number per datum."""
@@ -67,6 +67,8 @@ def _kind(node: Node, kinds: Mapping[Node, Kind]) -> Kind:
     input_kinds: set[Kind] = {kinds[source] for source in node.all_input_nodes if kinds[source] != "number"}
     if node.meta.get(BY_DATUM) and input_kinds == {"token"}:
         return "datum"
+    if node.meta.get(PREFIX_BY_DATUM) and input_kinds == {"token"}:
+        return "token"
     if name == "getattr":
         return _attribute(node)
     if getattr(node.target, "__module__", None) != "math" and name in _POINTWISE_NAMES:

@@ -197,10 +197,15 @@ def with_named_parameters(names: tuple[str, ...], body: Callable[[Mapping[str, T
 
 
 def _verify(traced: TracedTerm, signature: InputSignature, outputs: Outputs, batch: Batch) -> None:
-    """Compare value and gradient with those of the term, at logprobs spread over the usual range."""
+    """Compare value and gradient with those of the term, at logprobs spread over the usual range.
+
+    On samples, the logprobs are spread around those of the sampler, so that no ratio of a long completion overflows.
+    """
     size = outputs.logprobs_DT.numel()
     order = torch.randperm(size, generator=torch.Generator().manual_seed(0))
-    spread_DT = -torch.linspace(0.01, 10.0, size)[order].to(outputs.logprobs_DT).reshape_as(outputs.logprobs_DT)
+    share_DT = torch.linspace(0.001, 1.0, size)[order].to(outputs.logprobs_DT).reshape_as(outputs.logprobs_DT)
+    sampling_DT = outputs.sampling_logprobs_DT
+    spread_DT = -10 * share_DT if sampling_DT is None else (sampling_DT + 0.5 - share_DT).clamp(max=-0.01)
     outputs = replace(outputs, logprobs_DT=spread_DT)
     try:
         expected = evaluate_term(traced.regularizer, outputs, batch, first_step=True)

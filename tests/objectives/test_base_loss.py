@@ -162,6 +162,23 @@ def test_enhanced_ppo_needs_the_inputs_of_its_coefficients():
     ).metrics.keys()
 
 
+def test_the_policy_part_of_a_loss_is_its_surrogate_alone():
+    """Against losses of the policy part alone, with coefficients that make the other parts large."""
+    batch, outputs = sampled(*make_batch([3, 2]))
+    bounds = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}
+    cases = {
+        "enhanced_ppo": ({**bounds, "entropy_coeff": 9.0, "kl_coeff": 9.0, "value_coeff": 9.0}, "ppo", bounds),
+        "conservative_ppo": ({"kl_coeff": 9.0}, "importance_sampling", {}),
+        "stable_reinforce": ({"kl_coeff": 9.0}, "cispo", {"clip_high_threshold": 1.0}),
+        "dro": ({"beta": 9.0}, "dro", {"beta": 0.0}),
+    }
+    for name, (params, other, other_params) in cases.items():
+        whole = evaluate_base(Objective({"name": name, "params": params}).base, outputs, batch)
+        alone = evaluate_base(Objective({"name": other, "params": other_params}).base, outputs, batch)
+        assert whole.metrics["policy"] == pytest.approx(alone.value / 5), name
+        assert abs(whole.value - alone.value) > 0.1, name
+
+
 def test_a_critic_adds_a_metric_without_training_the_policy():
     batch, outputs = sampled(*make_batch([3, 2]))
     assert batch.values_DT is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,15 +11,19 @@ from torch import Tensor
 from benchmarks.toy_sequences import (
     NUM_PROMPTS,
     SEQUENCES,
+    divergence_gradient,
     draw_logits,
     expected_score_gradient,
     make_case,
+    row_logprobs,
     sample_rows,
     scores_of,
     sequence_logprobs,
 )
 from objectives import Objective, ObjectiveError
 from objectives.estimators import choose_estimator, minimum_risk, minimum_risk_mean, score_function
+from objectives.reductions import sum_by_datum
+from objectives.term_lookup import find_term
 
 OFFSETS = (0.0, 1.0, 5.0)
 
@@ -117,3 +123,48 @@ def test_an_objective_moves_terms_to_candidates_only_where_the_data_has_no_sampl
     resumed = Objective(regularizers=terms)
     resumed.restore(on_samples.state())
     assert not resumed.has_open_choice
+
+
+STALE = [pytest.param(0.0, id="on-policy"), pytest.param(0.3, id="stale")]
+
+
+def expected_gradient(name: str, staleness: float, **params: str) -> Tensor:
+    """Expectation of a term's gradient over all sequences of the sampler, summed over tokens, mean over prompts."""
+    logits = draw_logits(0).requires_grad_()
+    sampler = draw_logits(0) + staleness * draw_logits(1)
+    rows = [(prompt, sequence) for prompt in range(NUM_PROMPTS) for sequence in SEQUENCES]
+    batch, outputs = make_case(logits, sampler, rows)
+    outputs = replace(outputs, ref_logprobs_DT=row_logprobs(draw_logits(2), rows))
+    values_DT, _ = find_term(name)(outputs, batch, **params)
+    assert outputs.sampling_logprobs_DT is not None
+    probs_D = sum_by_datum(outputs.sampling_logprobs_DT, batch).exp() / NUM_PROMPTS
+    return torch.autograd.grad((probs_D * sum_by_datum(values_DT, batch)).sum(), logits)[0]
+
+
+@pytest.mark.parametrize("staleness", STALE)
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("direction", ["reverse", "forward", "symmetric"])
+def test_kl_has_the_gradient_of_the_divergence_between_completions(direction, estimator, staleness):
+    if (direction, estimator) == ("symmetric", "k1"):
+        pytest.skip("refused")
+    reverse, forward = (divergence_gradient(draw_logits(0), draw_logits(2), forward=way) for way in (False, True))
+    exact = {"reverse": reverse, "forward": forward, "symmetric": (reverse + forward) / 2}[direction]
+    gradient = expected_gradient("kl", staleness, estimator=estimator, direction=direction)
+    assert_close(gradient, exact, cosine=1 - 1e-9, norm=1e-6)
+
+
+@pytest.mark.parametrize("staleness", STALE)
+def test_kl_unweighted_has_another_gradient(staleness):
+    exact = divergence_gradient(draw_logits(0), draw_logits(2))
+    gradient = expected_gradient("kl_unweighted", staleness)
+    flat = gradient.flatten() @ exact.flatten() / gradient.norm() / exact.norm()
+    assert flat < 0.99 or abs(gradient.norm() / exact.norm() - 1) > 0.1
+
+
+def test_kl_on_fixed_data_is_unweighted():
+    rows = [(prompt, sequence) for prompt in range(NUM_PROMPTS) for sequence in SEQUENCES[:5]]
+    batch, outputs = make_case(draw_logits(0), None, rows)
+    outputs = replace(outputs, ref_logprobs_DT=row_logprobs(draw_logits(2), rows))
+    weighted, unweighted = (find_term(name)(outputs, batch) for name in ("kl", "kl_unweighted"))
+    torch.testing.assert_close(weighted[0], unweighted[0])
+    assert weighted[1].keys() == unweighted[1].keys()

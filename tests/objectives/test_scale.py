@@ -13,7 +13,7 @@ from objectives.gradients.linearize import Linearized, WeightedTerm, join_metric
 
 LENGTHS = (5, 9, 4, 12, 7, 3, 8, 6)
 FIXED = [{"name": "confidence"}, {"name": "length", "params": {"free": 2, "buffer": 8}}, {"name": "logic"}]
-SAMPLED = [*FIXED, {"name": "kl", "weight": 0.3}]
+SAMPLED = [*FIXED, {"name": "kl", "weight": 0.3}, {"name": "kl_unweighted", "weight": 0.3}]
 CASES = {
     "cross entropy": ("cross_entropy", FIXED),
     "policy loss": ("importance_sampling", SAMPLED),
@@ -73,9 +73,12 @@ def test_the_share_of_a_term_does_not_depend_on_the_number_of_rows(case):
 
 @pytest.mark.parametrize("case", ["cross entropy", "policy loss"])
 def test_the_share_of_a_term_does_not_depend_on_the_lengths(case):
-    """A completion that is repeated has the same value per token; the length term has other scores and is left out."""
+    """A completion that is repeated has the same value per token.
+
+    The length term has other scores and is left out, and so is `kl` on samples: a token also pays for later ones.
+    """
     short, long = (linearized(case, *make_rows(4, stretch)).metrics for stretch in (1, 4))
-    for name in ("confidence", "kl"):
+    for name in ("confidence", "kl_unweighted"):
         if f"term/{name}/grad_share" in short:
             ratio = short[f"term/{name}/grad_norm_weighted"] / short["term/base/grad_norm_weighted"]
             ratio_long = long[f"term/{name}/grad_norm_weighted"] / long["term/base/grad_norm_weighted"]

@@ -83,19 +83,26 @@ def enhanced_ppo(  # noqa: PLR0913 - six values per token, two bounds, three coe
     return parts.policy + value_coeff * parts.value - entropy_coeff * parts.entropy + kl_coeff * parts.kl
 
 
-def enhanced_metrics(
+def enhanced_metrics(  # noqa: PLR0913 - six values per token, two bounds
     logprobs_DT: Tensor,
     sampling_logprobs_DT: Tensor,
     advantages_DT: Tensor,
     ref_logprobs_DT: Tensor | None,
     values_DT: Tensor | None,
     returns_DT: Tensor | None,
+    *,
+    clip_low_threshold: Threshold,
+    clip_high_threshold: Threshold,
     **_: Threshold,
 ) -> dict[str, float]:
-    """Per-token metrics of the given inputs: ``entropy`` and ``kl_ref``, nats; ``critic_error``, squared reward."""
-    parts = ppo_parts(logprobs_DT, sampling_logprobs_DT, advantages_DT, ref_logprobs_DT, values_DT, returns_DT)
+    """Per-token metrics of the given inputs.
+
+    ``policy`` is the clipped surrogate; ``entropy`` and ``kl_ref`` are in nats, ``critic_error`` in squared reward.
+    """
+    inputs = (logprobs_DT, sampling_logprobs_DT, advantages_DT, ref_logprobs_DT, values_DT, returns_DT)
+    parts = ppo_parts(*inputs, clip_low_threshold=clip_low_threshold, clip_high_threshold=clip_high_threshold)
     count = max(1, len(logprobs_DT))
-    metrics = {"entropy": parts.entropy.item() / count}
+    metrics = {"policy": parts.policy.item() / count, "entropy": parts.entropy.item() / count}
     if ref_logprobs_DT is not None:
         metrics["kl_ref"] = parts.kl.item() / count
     if values_DT is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from objectives.losses.policy.importance_weighted import importance_sampling
 from objectives.losses.policy.ratios import token_log_ratios
 
 
@@ -33,6 +34,13 @@ def dro(logprobs_DT: Tensor, sampling_logprobs_DT: Tensor, advantages_DT: Tensor
     """
     log_ratio_DT = logprobs_DT - sampling_logprobs_DT
     return -(advantages_DT * logprobs_DT - beta / 2 * log_ratio_DT**2).sum()
+
+
+def dro_metrics(
+    logprobs_DT: Tensor, _sampling_logprobs_DT: Tensor, advantages_DT: Tensor, **_: float
+) -> dict[str, float]:
+    """Metric ``policy``: the loss without its penalty, per token."""
+    return {"policy": -(advantages_DT * logprobs_DT).sum().item() / max(1, len(logprobs_DT))}
 
 
 def stable_reinforce(
@@ -67,6 +75,14 @@ def stable_reinforce(
     return (kl_coeff * divergence_DT - weight_DT * advantages_DT * logprobs_DT).sum()
 
 
+def stable_reinforce_metrics(
+    logprobs_DT: Tensor, sampling_logprobs_DT: Tensor, advantages_DT: Tensor, **_: float
+) -> dict[str, float]:
+    """Metric ``policy``: the loss without its divergence, per token."""
+    total = stable_reinforce(logprobs_DT, sampling_logprobs_DT, advantages_DT, kl_coeff=0.0)
+    return {"policy": total.item() / max(1, len(logprobs_DT))}
+
+
 def conservative_ppo(
     logprobs_DT: Tensor,
     sampling_logprobs_DT: Tensor,
@@ -99,10 +115,10 @@ def conservative_ppo(
     >>> conservative_ppo(lp, lp, ones), conservative_ppo(lp, lp - 0.5, ones).round(decimals=2)
     (tensor(-2.), tensor(30.1400))
     """
-    surrogate = (token_log_ratios(logprobs_DT, sampling_logprobs_DT, advantages_DT).exp() * advantages_DT).sum()
+    policy = importance_sampling(logprobs_DT, sampling_logprobs_DT, advantages_DT)
     kl = mean_kl(logprobs_DT, sampling_logprobs_DT)
     excess = (kl - 2 * kl_target).clamp(min=0)
-    return len(logprobs_DT) * (kl_coeff * kl + cutoff_coeff * excess**2) - surrogate
+    return len(logprobs_DT) * (kl_coeff * kl + cutoff_coeff * excess**2) + policy
 
 
 def conservative_metrics(
@@ -113,9 +129,14 @@ def conservative_metrics(
     kl_target: float,
     **_: float,
 ) -> dict[str, float]:
-    """Metrics ``kl_q_p``, nats per token, and ``beyond_wall``, 1 if the divergence exceeds twice the target, else 0."""
+    """Metrics of the parts of the loss.
+
+    ``policy`` is the surrogate per token, ``kl_q_p`` the divergence in nats per token, and ``beyond_wall`` is 1 if the
+    divergence exceeds twice the target, else 0.
+    """
     kl = mean_kl(logprobs_DT, sampling_logprobs_DT).item()
-    return {"kl_q_p": kl, "beyond_wall": float(kl > 2 * kl_target)}
+    policy = importance_sampling(logprobs_DT, sampling_logprobs_DT, advantages_DT).item() / max(1, len(logprobs_DT))
+    return {"policy": policy, "kl_q_p": kl, "beyond_wall": float(kl > 2 * kl_target)}
 
 
 def mean_kl(logprobs_DT: Tensor, sampling_logprobs_DT: Tensor) -> Tensor:

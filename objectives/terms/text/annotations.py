@@ -90,6 +90,16 @@ def read_solution(text: str) -> Solution:
     return Solution(steps, len(annotations) - len(steps), evaluate_program(answer) if answer else None)
 
 
+def step_spans(text: str) -> list[tuple[int, int]]:
+    """Characters of each of the `Solution.steps` of a text, from ``<<`` to ``>>``.
+
+    >>> step_spans("so <<1+1=2>> and <<?>> and <<2*2=4>>")
+    [(3, 12), (27, 36)]
+    """
+    matches = [*_ANNOTATION.finditer(text)][:MAX_STEPS]
+    return [match.span() for match in matches if _read_annotation(match[1])]
+
+
 def evaluate_program(program: Program) -> Fraction | None:
     """Compute the exact value of a program; None if it has an unknown or divides by zero."""
     try:

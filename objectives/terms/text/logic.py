@@ -15,8 +15,8 @@ from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError
 from objectives.import_path import ImportedFunction
 from objectives.labels import get_text_label
-from objectives.term import per_datum, regularizer
-from objectives.terms.text.annotations import Annotation, Solution, fold
+from objectives.term import Flag, per_datum, regularizer
+from objectives.terms.text.annotations import Annotation, Solution, fold, read_solution, step_spans
 from objectives.terms.text.constraints import (
     Constraint,
     check_formulas,
@@ -141,10 +141,23 @@ def _check_contradictions(values: object) -> Verdict:
 
 def _check(solver: z3.Solver, solution: Solution) -> Verdict:
     """Check whether each annotation is consistent with the earlier ones that were not violated."""
+    results = _check_steps(solver, solution.steps)
     held: list[Annotation] = []
     cores: list[int | None] = []
+    for step, holds in zip(solution.steps, results, strict=False):  # later ones are undecided
+        if holds:
+            held.append(step)
+        else:
+            cores.append(_core_size([*held, step], solver.ctx))
+    sizes = tuple(size for size in cores if size is not None)
+    return Verdict(len(cores), len(held), len(solution.steps) - len(results), solution.num_unparsable, sizes)
+
+
+def _check_steps(solver: z3.Solver, steps: Sequence[Annotation]) -> list[bool]:
+    """Return for each annotation whether it can be true; the list ends at the first undecided one."""
+    results: list[bool] = []
     solver.push()
-    for step in solution.steps:
+    for step in steps:
         solver.push()
         solver.add(*_constraints(step, solver.ctx))
         result = solver.check()
@@ -152,13 +165,30 @@ def _check(solver: z3.Solver, solution: Solution) -> Verdict:
             break
         if result == z3.unsat:
             solver.pop()
-            cores.append(_core_size([*held, step], solver.ctx))
-        else:
-            held.append(step)
+        results.append(result == z3.sat)
     solver.pop(solver.num_scopes())
-    undecided = len(solution.steps) - len(cores) - len(held)
-    sizes = tuple(size for size in cores if size is not None)
-    return Verdict(len(cores), len(held), undecided, solution.num_unparsable, sizes)
+    return results
+
+
+def flag_violations(
+    text: str, /, *, extractor: ExtractorName = "gsm8k", constraints: ConstraintSource | None = None
+) -> list[Flag]:
+    """Flag the annotations that cannot be true together with the earlier ones; only GSM8K's have a known place.
+
+    >>> [text[flag.start : flag.end] for text in ["<<1+1=3>> <<2*2=4>>"] for flag in flag_violations(text)]
+    ['<<1+1=3>>']
+    """
+    if extractor != "gsm8k" or constraints is not None:
+        return []
+    context = z3.Context()
+    solver = z3.Solver(ctx=context)
+    solver.set(rlimit=MAX_SOLVER_STEPS)
+    results = _check_steps(solver, read_solution(text).steps)
+    return [
+        Flag(start, end, "cannot be true together with the earlier steps")
+        for (start, end), holds in zip(step_spans(text), results, strict=False)
+        if not holds
+    ]
 
 
 def _core_size(steps: list[Annotation], context: z3.Context) -> int | None:
@@ -191,7 +221,7 @@ def _constraints(step: Annotation, context: z3.Context) -> list[Expression]:
     return [*defined, difference <= tolerance, -difference <= tolerance]
 
 
-@regularizer("logic", kind="scored", prepare=check_annotations)
+@regularizer("logic", kind="scored", prepare=check_annotations, flag=flag_violations)
 def logic(
     outputs: Outputs, batch: Batch, *, unchecked: Annotated[float, Field(ge=0, le=1)] = 0.0
 ) -> tuple[Tensor, dict[str, float]]:

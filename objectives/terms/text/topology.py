@@ -18,8 +18,8 @@ from torch import Tensor
 from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError
 from objectives.import_path import ImportedFunction
-from objectives.term import per_datum, regularizer
-from objectives.terms.text.annotations import Solution, evaluate_program
+from objectives.term import Flag, per_datum, regularizer
+from objectives.terms.text.annotations import Solution, evaluate_program, read_solution, step_spans
 from objectives.terms.text.extractors import ExtractorName, extract
 
 # Maximum number of points of a cloud; 200 points take up to a second, and the time grows with the cube.
@@ -123,13 +123,50 @@ def compute_shape(solution: Solution) -> Shape:
     return _shape(_filter_solution(solution), None)
 
 
-@regularizer("topology", kind="scored", prepare=betti_numbers)
+def flag_disconnected(text: str, /, *, extractor: ExtractorName = "gsm8k") -> list[Flag]:
+    """Flag the steps that are not connected with the answer, or with the last step of a text without an answer.
+
+    Other extractors do not say where in the text a step is, so nothing is flagged.
+
+    >>> text = "<<1+2=3>> <<8*8=64>> <<3+1=4>> #### 4"
+    >>> [text[flag.start : flag.end] for flag in flag_disconnected(text)]
+    ['<<8*8=64>>']
+    """
+    solution = read_solution(text)
+    if extractor != "gsm8k" or not solution.steps:
+        return []
+    components, step_of_result = _components(solution)
+    last = len(solution.steps) - 1
+    end = last if solution.answer is None else step_of_result.get(solution.answer)
+    goal = "the answer" if solution.answer is not None else "the last step"
+    return [
+        Flag(*span, f"is not connected with {goal}")
+        for span, component in zip(step_spans(text), components, strict=True)
+        if end is None or component != components[end]
+    ]
+
+
+def _components(solution: Solution) -> tuple[list[int], dict[Fraction, int]]:
+    """Component of each step, as `_filter_solution` connects them, and the last step with each result."""
+    components, step_of_result = list(range(len(solution.steps))), dict[Fraction, int]()
+    for step, annotation in enumerate(solution.steps):
+        for number in annotation.left:
+            if isinstance(number, Fraction) and number in step_of_result:
+                joined = components[step_of_result[number]]
+                components = [joined if component == components[step] else component for component in components]
+        result = evaluate_program(annotation.right)
+        if result is not None:
+            step_of_result[result] = step
+    return components, step_of_result
+
+
+@regularizer("topology", kind="scored", prepare=betti_numbers, flag=flag_disconnected)
 def topology(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     """Disconnectedness ``(beta_0 - 1) / (steps - 1)`` in [0, 1], or distance to a target, per datum ``(D,)``.
 
     ``beta_0`` is the number of connected components of what ``extractor`` reads from the text:
 
-    - A `Solution`: its reasoning graph (`compute_shape`). The score is 0 if every step leads to the final answer and 1
+    - A `Solution`: its reasoning graph (`compute_shape`). The score is 0 if all steps are connected and 1
       if no step uses the result of another. ``beta_1`` is the number of independent cycles, which arise when a result
       is used on two paths that meet again. Sound solutions have more cycles, so ``beta_1`` is a metric and not part of
       the score. Persistence is also a metric: the time until separate components merge.

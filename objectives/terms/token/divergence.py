@@ -69,6 +69,43 @@ def teacher_reverse_kl_topk(outputs: Outputs, batch: Batch) -> Tensor:
     return (p_DTK.exp() * difference_DTK).sum(-1)
 
 
+@regularizer("label_divergence_topk", needs=("topk_logprobs",))
+def label_divergence_topk(
+    outputs: Outputs, batch: Batch, *, kind: Literal["forward", "jensen_shannon"] = "forward"
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Divergence between policy p and the target distribution q of each position, nats, ``(N,)``.
+
+    q are the weights of the K targets, divided by their sum; all other tokens have probability 0 under q. ``forward``
+    is ``KL(q || p) = sum_k q_k (log q_k - log p_k)``, with the gradient of the cross-entropy and 0 for equal
+    distributions. ``jensen_shannon`` is the mean of KL(p || m) and KL(q || m) with ``m = (p + q) / 2``, at most log 2;
+    tokens without a target add ``log 2 / 2`` times their probability. Both are those of the whole vocabulary. The
+    reverse KL is infinite, because q is 0 for most tokens. Positions without targets have 0.
+
+    Sources: Kullback & Leibler 1951, "On Information and Sufficiency"; Lin 1991, "Divergence Measures Based on the
+    Shannon Entropy".
+
+    Metrics:
+        rest: mean probability of the tokens without a target, under the policy.
+
+    >>> batch = Batch(torch.tensor([[5, 6]]), torch.tensor([[0.5, 0.5]]), torch.tensor([0, 1]))
+    >>> round(label_divergence_topk(Outputs(torch.tensor([[0.5, 0.25]]).log()), batch)[0].item(), 4)
+    0.3466
+    """
+    weights_DTK = batch.weights_DT.to(outputs.logprobs_DT.dtype)
+    any_DT1 = (weights_DTK > 0).any(-1, keepdim=True)
+    q_DTK = weights_DTK / weights_DTK.sum(-1, keepdim=True).where(any_DT1, 1.0)
+    p_DTK = outputs.logprobs_DT.exp()
+    rest_DT = (1 - p_DTK.sum(-1)).clamp(min=0.0)
+    metrics = {"rest": reduce(rest_DT.detach(), batch, "token_mean")}
+    if kind == "forward":
+        return (torch.xlogy(q_DTK, q_DTK) - q_DTK * outputs.logprobs_DT).sum(-1), metrics
+    middle_DTK = torch.logaddexp(outputs.logprobs_DT, q_DTK.log()) - math.log(2)
+    # All other tokens have q = 0, so that m = p / 2.
+    p_part_DT = (p_DTK * (outputs.logprobs_DT - middle_DTK)).sum(-1) + rest_DT * math.log(2)
+    q_part_DT = (torch.xlogy(q_DTK, q_DTK) - q_DTK * middle_DTK).sum(-1)
+    return ((p_part_DT + q_part_DT) / 2).where(any_DT1.squeeze(-1), 0.0), metrics
+
+
 def _divergence(p_DTK: Tensor, q_DTK: Tensor, kind: Divergence) -> Tensor:
     match kind:
         case "reverse":

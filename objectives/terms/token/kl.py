@@ -1,4 +1,4 @@
-"""KL divergence from a reference, estimated per token from the logprobs of the targets."""
+"""KL divergence from a reference, estimated from the logprobs of the targets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError
-from objectives.reductions import reduce
+from objectives.reductions import prefix_sum_by_datum, reduce
 from objectives.term import regularizer
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -21,6 +21,61 @@ def kl(
     outputs: Outputs, batch: Batch, *, estimator: KlEstimator = "k3", direction: Direction = "reverse"
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Estimate of the KL divergence between policy p and reference q at each target, nats, ``(N,)``.
+
+    **Samples.** If the batch has the logprobs of the policy s that sampled it, each target is weighted by the
+    importance ratio of its completion up to and including itself. With ``d_t = log p_t - log q_t`` and
+    ``k3(d) = exp(-d) - 1 + d``::
+
+        reverse, KL(p || q):  k3(d_t)  * exp(sum_{u <= t} (log p_u - log s_u))
+        forward, KL(q || p):  k3(-d_t) * exp(sum_{u <= t} (log q_u - log s_u))
+
+    symmetric is the mean of both, half of Jeffreys' divergence. k1 has ``d_t`` and ``-d_t`` in place of k3, with the
+    same expectations and more variance; k2 is not an estimate of a KL divergence and is refused. Value and gradient of
+    the sum over a completion are unbiased estimates of the divergence between the distributions over completions and
+    of its gradient, for any s. The variance grows with the length and the distance of s from p; see
+    ``python -m benchmarks kl_gradients``. A conversation that is split into several datums counts each of them with
+    the ratio of its own tokens.
+
+    **Fixed data.** Without sampling logprobs there are no weights, as in `kl_unweighted`: the value compares p and q on
+    the tokens of the data. It is a regularizer that is minimal at ``p = q`` on these tokens, not a KL divergence.
+
+    Sources: Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html) for k1 to k3; Tang & Munos
+    2025, "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv:2506.09477) for the gradient of the
+    divergence between completions.
+
+    Metrics:
+        k1: mean of d, for every estimator; furthest: maximum ``|d|`` of a trained token; on samples also
+        prefix_ratio_max: maximum weight of a trained token.
+
+    >>> batch = Batch(torch.tensor([5, 6]), torch.ones(2), torch.tensor([0, 2]))
+    >>> outputs = Outputs(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -4.0]), torch.tensor([-1.5, -2.0]))
+    >>> kl(outputs, batch, estimator="k1")[0]
+    tensor([0.0000, 3.2974])
+    """
+    if outputs.sampling_logprobs_DT is None:
+        return kl_unweighted(outputs, batch, estimator=estimator, direction=direction)
+    _check_estimator(estimator, direction)
+    if estimator == "k2":
+        raise ObjectiveError(
+            "estimator 'k2' has no unbiased form on samples; set it to 'k3', or use the term 'kl_unweighted'"
+        )
+    distance_DT = _distance(outputs, batch)
+    directions: tuple[Direction, ...] = ("reverse", "forward") if direction == "symmetric" else (direction,)
+    weights = [_prefix_ratio(outputs, batch, one_way) for one_way in directions]
+    values = [
+        weight_DT * _estimate(distance_DT, estimator, one_way)
+        for weight_DT, one_way in zip(weights, directions, strict=True)
+    ]
+    largest = torch.stack(weights).detach().amax(0).where(batch.mask_DT, 0.0).max()
+    value_DT = sum(values[1:], values[0]) / len(values)
+    return value_DT, {**_metrics(distance_DT, batch), "prefix_ratio_max": largest}
+
+
+@regularizer("kl_unweighted", needs=("ref_logprobs",))
+def kl_unweighted(
+    outputs: Outputs, batch: Batch, *, estimator: KlEstimator = "k3", direction: Direction = "reverse"
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Estimate of the KL divergence at each target without importance weights, nats, ``(N,)``.
 
     With ``d = log p - log q`` of a target:
 
@@ -36,9 +91,11 @@ def kl(
     Values: on tokens sampled from the model in the row "samples", k1 and k3 are unbiased estimates of the KL divergence
     in their column. k3 is never negative.
 
-    Gradients, in expectation: on samples of the policy, k2 has the gradient of the reverse KL, reverse k3 has the
-    gradient of the forward KL, and reverse k1 has gradient 0. On samples of the reference, forward k1 and forward k3
-    have the gradient of the forward KL. k2, k3 and symmetric are minimal at ``p = q``; k1 has no minimum.
+    Gradients, in expectation, for given preceding tokens: on samples of the policy, k2 has the gradient of the reverse
+    KL, reverse k3 has the gradient of the forward KL, and reverse k1 has gradient 0. On samples of the reference,
+    forward k1 and forward k3 have the gradient of the forward KL. No gradient includes that a token changes the
+    distribution of the later ones; `kl` is unbiased in this respect too. k2, k3 and symmetric are minimal at ``p = q``;
+    k1 has no minimum.
 
     Source: Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); symmetric is half of
     Jeffreys' divergence.
@@ -48,25 +105,42 @@ def kl(
 
     >>> batch = Batch(torch.tensor([5, 6]), torch.ones(2), torch.tensor([0, 2]))
     >>> outputs = Outputs(torch.tensor([-1.0, -2.0]), ref_logprobs_DT=torch.tensor([-1.0, -4.0]))
-    >>> kl(outputs, batch, estimator="k2")
+    >>> kl_unweighted(outputs, batch, estimator="k2")
     (tensor([0., 2.]), {'k1': tensor(1.), 'furthest': tensor(2.)})
     """
+    _check_estimator(estimator, direction)
+    distance_DT = _distance(outputs, batch)
+    return _estimate(distance_DT, estimator, direction), _metrics(distance_DT, batch)
+
+
+def _check_estimator(estimator: KlEstimator, direction: Direction) -> None:
     if estimator == "k1" and direction == "symmetric":
         raise ObjectiveError("estimator 'k1' is 0 for direction 'symmetric'; set estimator to 'k2' or 'k3'")
+
+
+def _distance(outputs: Outputs, batch: Batch) -> Tensor:
     assert outputs.ref_logprobs_DT is not None, "guaranteed by needs"
     # Prompt tokens are set to 0 because their exponential could overflow.
-    d_DT = (outputs.logprobs_DT - outputs.ref_logprobs_DT).where(batch.mask_DT, 0.0)
-    detached_DT = d_DT.detach()
-    return _estimate(d_DT, estimator, direction), {
-        "k1": reduce(detached_DT, batch, "token_mean"),
-        "furthest": detached_DT.abs().max(),
-    }
+    return (outputs.logprobs_DT - outputs.ref_logprobs_DT).where(batch.mask_DT, 0.0)
 
 
-def _estimate(d_DT: Tensor, estimator: KlEstimator, direction: Direction) -> Tensor:
+def _prefix_ratio(outputs: Outputs, batch: Batch, direction: Direction) -> Tensor:
+    """Importance ratio of each completion up to and including each token, ``(N,)``."""
+    numerator_DT = outputs.logprobs_DT if direction == "reverse" else outputs.ref_logprobs_DT
+    assert numerator_DT is not None, "guaranteed by needs"
+    assert outputs.sampling_logprobs_DT is not None, "checked by the caller"
+    return prefix_sum_by_datum(numerator_DT - outputs.sampling_logprobs_DT, batch).exp()
+
+
+def _metrics(distance_DT: Tensor, batch: Batch) -> dict[str, Tensor]:
+    detached_DT = distance_DT.detach()
+    return {"k1": reduce(detached_DT, batch, "token_mean"), "furthest": detached_DT.abs().max()}
+
+
+def _estimate(distance_DT: Tensor, estimator: KlEstimator, direction: Direction) -> Tensor:
     if estimator == "k2":
-        return d_DT**2 / 2
+        return distance_DT**2 / 2
     if direction == "symmetric":
-        return torch.cosh(d_DT) - 1
-    signed_DT = d_DT if direction == "reverse" else -d_DT
+        return torch.cosh(distance_DT) - 1
+    signed_DT = distance_DT if direction == "reverse" else -distance_DT
     return signed_DT if estimator == "k1" else torch.expm1(-signed_DT) + signed_DT

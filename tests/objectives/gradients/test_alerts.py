@@ -83,6 +83,12 @@ def test_conflicts_with_the_base_and_between_terms():
     assert collect_warnings(watch, [metrics(0.5, cosine=0.0)] * 3) == []
 
 
+def test_terms_of_weight_0_are_in_no_conflict():
+    watch = Watch(WatchSpec(patience=1))
+    measured_only = {"term/a/weight": 0.0, "term/b/weight": 1.0, "term/base/weight": 1.0}
+    assert collect_warnings(watch, [metrics(0.0, cosine=-0.9, between=-0.9) | measured_only]) == []
+
+
 def test_a_weighted_term_without_gradient_is_idle():
     shares = [0.0, 1e-9, 0.0, 0.0, 0.0]
     steps = [

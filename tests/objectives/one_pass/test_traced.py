@@ -20,8 +20,9 @@ from objectives.term_lookup import registered_terms
 
 PARAMS = {"unlikely_tokens": {"tokens": (1, 2)}, "elastic_net": {"l1_ratio": 0.3, "of": "probabilities"}}
 TRACED = {
-    *("confidence", "elastic_net", "kl", "l1", "l2", "magnitude", "negative_entropy", "sparsity", "unlikely_tokens"),
-    *("divergence_topk", "negative_entropy_topk"),
+    *("confidence", "elastic_net", "kl", "kl_unweighted", "l1", "l2", "magnitude", "negative_entropy", "sparsity"),
+    "unlikely_tokens",
+    *("divergence_topk", "label_divergence_topk", "negative_entropy_topk"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import fmean
 
 import pytest
@@ -86,8 +86,39 @@ def test_kl_estimates(which, case):
         map(math.exp, trained(logprobs_DT, batch)) for logprobs_DT in (outputs.logprobs_DT, outputs.ref_logprobs_DT)
     )
     expected = fmean(map(KL[which], p, q))
-    bound = bind("kl", params=dict(zip(("estimator", "direction"), which, strict=True)))
+    bound = bind("kl_unweighted", params=dict(zip(("estimator", "direction"), which, strict=True)))
     assert evaluate(bound, outputs, batch).value == pytest.approx(expected, **JUST)
+
+
+@given(ragged())
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_kl_on_samples_weights_each_token_by_the_ratio_of_its_completion_so_far(direction, case):
+    batch, outputs = with_policies(*case)
+    policy, reference, sampler, mask = (
+        values_DT.tolist()
+        for values_DT in (
+            outputs.logprobs_DT,
+            outputs.ref_logprobs_DT,
+            outputs.sampling_logprobs_DT,
+            batch.mask_DT,
+        )
+    )
+    values = []
+    for start, end in pairwise(batch.offsets_D.tolist()):
+        weight = 1.0
+        for i in range(start, end):
+            if mask[i]:
+                numerator = policy if direction == "reverse" else reference
+                weight *= math.exp(numerator[i] - sampler[i])
+                values.append(weight * KL["k3", direction](math.exp(policy[i]), math.exp(reference[i])))
+    bound = bind("kl", params={"direction": direction})
+    assert evaluate(bound, outputs, batch).value == pytest.approx(fmean(values), **JUST)
+
+
+def test_k2_on_samples_raises():
+    batch, outputs = with_policies(*make_batch([3]))
+    with pytest.raises(ObjectiveError, match=r"no unbiased form on samples; set it to 'k3', or use .* 'kl_unweighted'"):
+        evaluate(bind("kl", params={"estimator": "k2"}), outputs, batch)
 
 
 @pytest.mark.parametrize(("direction", "samples_of"), [("reverse", 0), ("forward", 1)])
@@ -99,7 +130,7 @@ def test_kl_estimates_are_unbiased(direction, samples_of):
     exact = (counts * ((p - q) if direction == "reverse" else (q - p))).sum().item()
     outputs = Outputs(p, ref_logprobs_DT=q)
     for estimator in ("k1", "k3"):
-        values_DT, _ = bind("kl").term(outputs, batch, estimator=estimator, direction=direction)
+        values_DT, _ = bind("kl_unweighted").term(outputs, batch, estimator=estimator, direction=direction)
         assert (counts * values_DT).sum().item() == pytest.approx(exact)
 
 

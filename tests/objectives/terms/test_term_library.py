@@ -22,8 +22,10 @@ LABELLED = {"consistency", "margin", "equalized_loss", "worst_group", "demograph
 CHOICES: list[tuple[str, dict[str, object]]] = [
     *[(name, {"of": of}) for name in ("l1", "l2", "elastic_net") for of in ("logprobs", "probabilities")],
     ("elastic_net", {"l1_ratio": 0.1}),
-    *[("kl", {"estimator": e, "direction": d}) for e in ("k1", "k2", "k3") for d in ("reverse", "forward")],
-    *[("kl", {"estimator": estimator, "direction": "symmetric"}) for estimator in ("k2", "k3")],
+    *[("kl", {"estimator": e, "direction": d}) for e in ("k1", "k3") for d in ("reverse", "forward")],
+    ("kl", {"direction": "symmetric"}),
+    *[("kl_unweighted", {"estimator": e, "direction": d}) for e in ("k1", "k2", "k3") for d in ("reverse", "forward")],
+    *[("kl_unweighted", {"estimator": estimator, "direction": "symmetric"}) for estimator in ("k2", "k3")],
     ("negative_entropy", {}),
     ("confidence", {}),
     ("sparsity", {}),
@@ -50,6 +52,7 @@ SEVERAL: list[tuple[str, dict[str, object]]] = [
     ("negative_entropy_topk", {}),
     ("teacher_reverse_kl_topk", {}),
     *[("divergence_topk", {"kind": kind}) for kind in ("reverse", "forward", "symmetric", "jensen_shannon")],
+    *[("label_divergence_topk", {"kind": kind}) for kind in ("forward", "jensen_shannon")],
 ]
 
 
