@@ -20,18 +20,22 @@ class Optimizer:
         self._parameters = dict(adapter.named_parameters())
         self._adam = torch.optim.AdamW(self._parameters.values(), fused=True)
 
-    def step(self, params: AdamParams) -> None:
+    def step(self, params: AdamParams) -> float | None:
         """Update the weights from the accumulated gradient, then clear the gradient.
 
         A step without a gradient changes nothing, as in PyTorch.
+
+        Returns:
+            Norm of the gradient before clipping; None without clipping.
 
         Raises:
             RequestError: a parameter is out of range, or the gradient is not finite; the weights are unchanged.
         """
         _check(params)
         try:
+            norm = None
             if params.grad_clip_norm > 0:
-                torch.nn.utils.clip_grad_norm_(self._parameters.values(), params.grad_clip_norm)
+                norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), params.grad_clip_norm))
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
             if not all(bool(gradient.isfinite().all()) for gradient in gradients):
                 raise RequestError(
@@ -46,6 +50,7 @@ class Optimizer:
                 weight_decay=params.weight_decay,
             )
             self._adam.step()
+            return norm
         finally:
             self.clear_gradient()
 

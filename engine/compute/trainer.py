@@ -61,8 +61,8 @@ class Trainer:
         """Mark the accumulated gradient as incomplete."""
         self.gradient_error = reason
 
-    def optim_step(self, params: AdamParams) -> None:
-        """Update the weights from the accumulated gradient.
+    def optim_step(self, params: AdamParams) -> float | None:
+        """Update the weights from the accumulated gradient; return its norm before clipping, None without clipping.
 
         Raises:
             RequestError: a forward_backward since the last step failed, or a parameter is invalid.
@@ -74,7 +74,7 @@ class Trainer:
                 f"A forward_backward of this batch failed ({reason}), so its gradient was dropped and no step "
                 "was taken: send the whole batch again."
             )
-        self._optimizer.step(params)
+        return self._optimizer.step(params)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the adapter's live tensors, keyed by their peft names."""

@@ -6,13 +6,14 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tinker.types import CreateCustomLossRequest
 
 from engine.checkpoints.files import disk_errors, replace_json
 from engine.custom_loss.graph import read_graph
 from engine.custom_loss.loss import CustomLoss
-from engine.errors import NotFoundError, RequestError
+from engine.errors import EngineError, NotFoundError, RequestError
 
 MAX_LOSSES = 1000  # per session
 
@@ -37,7 +38,7 @@ class CustomLossStore:
         loss = CustomLoss(read_graph(request.name, request.inputs, request.graph.nodes))
         path = self._path(request.session_id, request.custom_loss_seq_id)
         if path.exists():
-            if json.loads(path.read_bytes()) != content:
+            if _load(path) != content:
                 raise RequestError(
                     f"Custom loss {request.custom_loss_seq_id} of session {request.session_id} was already created "
                     "with other content: two clients share one session; give each its own service client."
@@ -66,7 +67,7 @@ class CustomLossStore:
                 "service client that created this training client."
             )
         if loss is None:
-            request = CreateCustomLossRequest.model_validate_json(self._path(session_id, int(number)).read_bytes())
+            request = CreateCustomLossRequest.model_validate(_load(self._path(session_id, int(number))))
             loss = CustomLoss(read_graph(request.name, request.inputs, request.graph.nodes))
             self._losses[str(loss_id)] = loss
         return loss
@@ -79,3 +80,10 @@ class CustomLossStore:
 
     def _path(self, session_id: str, number: int) -> Path:
         return self._folder / session_id / f"{number}.json"
+
+
+def _load(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise EngineError(f"The stored custom loss {path} is damaged: delete it and create the loss again.") from error

@@ -152,8 +152,9 @@ class TrainingModel:
             raise
 
     async def optim_step(self, params: AdamParams) -> WireResponse:
-        await self._run(lambda trainer: trainer.optim_step(params))
-        return WireResponse.json({"metrics": {}})
+        norm = await self._run(lambda trainer: trainer.optim_step(params))
+        # The hosted service, too, reports the norm under this name, and only if the gradient may be clipped.
+        return WireResponse.json({"metrics": {} if norm is None else {"unclipped_grad_l2:mean": norm}})
 
     async def save(self, request: SaveRequest) -> WireResponse:
         name = CheckpointName(self.model_id, request.kind, check_name(request.name))

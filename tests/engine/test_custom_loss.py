@@ -17,7 +17,7 @@ from tinker.types.custom_loss_graph import CustomLossNode
 from engine.compute.datum import Datum
 from engine.custom_loss.graph import MAX_NODES, read_graph
 from engine.custom_loss.loss import CustomLoss
-from engine.errors import RequestError
+from engine.errors import EngineError, RequestError
 from engine.service.custom_losses import CustomLossStore
 
 RANKS = {"logprobs": 1, "advantages": 1, "beta": 0}
@@ -427,6 +427,10 @@ def test_stored_loss_survives_a_restart(tmp_path: Path) -> None:
     for session, wrong in (("other", loss_id), ("session", "session:loss:7"), ("session", "session:loss:../0")):
         with pytest.raises(RequestError, match="has no custom loss"):
             restarted.find(session, wrong)
+    (stored,) = tmp_path.glob("custom_losses/session/*.json")
+    stored.write_text(stored.read_text()[:-5])
+    with pytest.raises(EngineError, match=f"The stored custom loss {stored} is damaged"):
+        CustomLossStore(tmp_path).find("session", loss_id)
     restarted.delete_session("session")
     with pytest.raises(RequestError, match="has no custom loss"):
         restarted.find("session", loss_id)

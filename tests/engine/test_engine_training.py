@@ -66,10 +66,12 @@ def test_step_matches_peft_and_torch(
     for _ in range(4):
         loss = plain_loss()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
         adam.step()
         adam.zero_grad()
-        assert step(trainer, batch) == pytest.approx(loss.item(), rel=1e-5)
+        output, updated = trainer.forward_backward(batch, "cross_entropy"), trainer.optim_step(ADAM)
+        assert output.result().metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
+        assert updated.result().metrics == {"unclipped_grad_l2:mean": pytest.approx(norm.item(), rel=1e-4)}
     trained = adapter_file(engine, trainer.save_state("end").result().path)
     expected = {
         name.replace(".default", ""): parameter.detach()
@@ -77,6 +79,17 @@ def test_step_matches_peft_and_torch(
         if parameter.requires_grad
     }
     torch.testing.assert_close(trained, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_norm_that_is_never_reached_changes_nothing(
+    service: tinker.ServiceClient, trainer: tinker.TrainingClient, batch: list[types.Datum]
+) -> None:
+    other = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    for client, norm in ((trainer, 0.0), (other, 1e12)):
+        client.forward_backward(batch, "cross_entropy")
+        metrics = client.optim_step(types.AdamParams(learning_rate=1e-2, grad_clip_norm=norm)).result().metrics
+        assert bool(metrics) == bool(norm), "without clipping the service computes no norm"
+    torch.testing.assert_close(logprobs(trainer, batch), logprobs(other, batch), atol=1e-6, rtol=0)
 
 
 def test_gradients_of_one_step_add_up(
