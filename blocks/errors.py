@@ -16,6 +16,13 @@ TinkerFlowsError            an error the user can fix; its message is one senten
 
 from __future__ import annotations
 
+import os
+
+
+def traceback_is_requested() -> bool:
+    """Return whether the user asks for the tracebacks of errors that are otherwise one sentence."""
+    return os.environ.get("TINKER_FLOWS_TRACEBACK", "0") not in ("", "0")
+
 
 class TinkerFlowsError(Exception):
     """Base class of errors that the user can fix."""

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from blocks.errors import storage_error
+from blocks.errors import StorageError, storage_error
 from blocks.lock_holder import current_process, locked_error
 
 
@@ -75,6 +75,7 @@ class LocalDirectory:
             raise storage_error("list", self._path, error) from error
 
     def remove(self, name: str) -> None:
+        self.check_writer()
         path = self._path / name
         try:
             if path.is_dir() and not path.is_symlink():
@@ -84,6 +85,23 @@ class LocalDirectory:
             _sync_entries(self._path)
         except OSError as error:
             raise storage_error("remove", path, error) from error
+
+    def check_writer(self) -> None:
+        if self._lock is None:
+            return
+        path = self._path / ".lock"
+        held = os.fstat(self._lock)
+        try:
+            current = path.stat()
+        except FileNotFoundError:
+            current = None
+        except OSError as error:
+            raise storage_error("inspect", path, error) from error
+        if current is None or (current.st_dev, current.st_ino) != (held.st_dev, held.st_ino):
+            raise StorageError(
+                f"The run directory {self.location} was removed or replaced while this process was writing it: this "
+                "process stops; start the same command again for a new run."
+            )
 
     def writer(self) -> str:
         path = self._path / ".lock"
@@ -104,6 +122,7 @@ class LocalDirectory:
         try:
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             _acquire(self._lock)
+            self.check_writer()
             os.ftruncate(self._lock, 0)
             os.write(self._lock, str(current_process()).encode())
             for temporary in self._path.glob(".*.tmp"):  # leftovers of a process that was killed during a write
@@ -118,6 +137,9 @@ class LocalDirectory:
 
     def _create(self) -> None:
         """Create the directory before the first write; a reader creates nothing."""
+        if self._lock is not None:
+            self.check_writer()
+            return
         if self._path.is_dir():
             return
         try:

@@ -4,13 +4,11 @@ from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS, ErrorCode
 from mlflow.store.db.db_types import DATABASE_ENGINES
 from mlflow.tracing.client import TracingClient
 from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey, TraceTagKey
-from mlflow.utils.async_logging.run_operations import RunOperations
 
 __all__ = [
     "DATABASE_ENGINES",
     "RESOURCE_ALREADY_EXISTS",
     "ErrorCode",
-    "RunOperations",
     "SpanAttributeKey",
     "TraceMetadataKey",
     "TraceTagKey",

@@ -72,6 +72,9 @@ class ObjectDirectory:
             if self._objects.read(name) != content:
                 raise locked_error(self.location, "another process") from error
 
+    def check_writer(self) -> None:
+        self._lease.check()
+
     def writer(self) -> str:
         return str(self._lease.holder() or "")
 

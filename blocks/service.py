@@ -17,6 +17,7 @@ from blocks.default_service import default_service
 from blocks.errors import ConfigError, ServiceError, reason
 from blocks.probe import check_reachable
 from blocks.tinker_internals import resolve_base_url
+from blocks.urls import check_no_credentials
 
 T = TypeVar("T")
 
@@ -57,8 +58,14 @@ class TinkerService(Block):
 
     @property
     def resolved_url(self) -> str:
-        """Effective URL: the field, the environment or the default."""
-        return resolve_base_url(self.base_url)
+        """Effective URL: the field, the environment or the default.
+
+        Raises:
+            ConfigError: it has a user name or password.
+        """
+        url = resolve_base_url(self.base_url)
+        check_no_credentials(url, "The URL of the Tinker service", "remove it and set TINKER_API_KEY")
+        return url
 
     def get_client(self) -> tinker.ServiceClient:
         """Open a session on the service. The caller closes it, preferably with `with`.

@@ -52,6 +52,16 @@ class RunDirectory(Protocol):
         """Describe the process that holds the directory; empty if no process does."""
         ...
 
+    def check_writer(self) -> None:
+        """Verify that this process still holds the directory, before an effect outside of it.
+
+        A directory that was never locked has no writer to check.
+
+        Raises:
+            StorageError: another process took the directory over, or it was removed.
+        """
+        ...
+
     def __enter__(self) -> Self:
         """Lock the directory for this process; a second process gets an error that names the first.
 
@@ -134,7 +144,10 @@ class RunStorage(Block):
         """Return the local directory of all runs; None for S3."""
         scheme, separator, path = self.url.partition("://")
         if not separator:
-            return Path(self.url).expanduser().resolve() if self.url else home() / "runs"
+            folder = Path(self.url).expanduser().resolve() if self.url else home() / "runs"
+            if folder.exists() and not folder.is_dir():
+                raise StorageError(f"The run storage {str(folder)!r} is not a directory: set it to one.")
+            return folder
         if scheme != "s3" or not path.strip("/"):
             raise StorageError(
                 f"The run storage url {self.url!r} is neither a local directory nor s3://bucket/prefix: "

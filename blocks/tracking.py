@@ -20,9 +20,10 @@ from blocks.errors import ServiceError, TinkerFlowsError, reason
 from blocks.home import file_lock, home
 from blocks.mlflow_internals import DATABASE_ENGINES
 from blocks.probe import check_reachable
+from blocks.urls import check_no_credentials, hide_credentials
 
 _FIRST_RESPONSE_S = 20.0
-_REMEDY = "check tracking.uri, or leave it out for a local SQLite file"
+_REMEDY = "check `tracking`, or leave it out for a local SQLite file"
 
 # Tag of an MLflow run: the key of the run directory (the record) that it belongs to.
 RECORD_TAG = "tinker_flows.record"
@@ -63,14 +64,22 @@ class MLflowTracking(Block):
         """Effective tracking URI: the field, the environment or the default."""
         return self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
 
+    @property
+    def shown_uri(self) -> str:
+        """Effective tracking URI without the user name and password of a database."""
+        return hide_credentials(self.resolved_uri)
+
     def get_client(self) -> MlflowClient:
         """Return a client for this server; create the experiment if missing.
 
         Raises:
             ServiceError: the server does not respond or rejects the request, or MLflow does not support the URI.
+            ConfigError: the URL of a server has a user name or password.
         """
         uri = self.resolved_uri
         if uri.startswith(("http://", "https://")):
+            fix = "remove it and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            check_no_credentials(uri, "The MLflow URL", fix)
             check_reachable(f"The MLflow server at {uri}", f"{uri.rstrip('/')}/health", _FIRST_RESPONSE_S, _REMEDY)
         with self.failures(), _sqlite_lock(uri):
             client = MlflowClient(tracking_uri=uri)
@@ -124,7 +133,7 @@ class MLflowTracking(Block):
                     raise
         if experiment.lifecycle_stage == LifecycleStage.DELETED:
             raise ServiceError(
-                f"The MLflow experiment {self.experiment!r} at {self.resolved_uri} is deleted: "
+                f"The MLflow experiment {self.experiment!r} at {self.shown_uri} is deleted: "
                 f"restore it (`mlflow experiments restore -x {experiment.experiment_id}`) or choose another experiment."
             )
         return experiment.experiment_id
@@ -138,7 +147,8 @@ class MLflowTracking(Block):
             raise
         except (MlflowException, SQLAlchemyError, sqlite3.Error, ImportError, OSError) as error:
             raise ServiceError(
-                f"The MLflow server at {self.resolved_uri} could not be used ({reason(error)}): {_REMEDY}."
+                f"The MLflow server at {self.shown_uri} could not be used "
+                f"({hide_credentials(reason(error))}): {_REMEDY}."
             ) from error
 
 

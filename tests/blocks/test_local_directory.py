@@ -226,5 +226,5 @@ def test_run_names_lists_runs(tmp_path: Path) -> None:
     storage.run_directory("no-run").write_bytes("sweep.json", b"{}")
     (tmp_path / "runs" / "file").touch()
     assert storage.run_names() == ["a", "b"]
-    with pytest.raises(StorageError, match="Could not list"):
+    with pytest.raises(StorageError, match="is not a directory: set it to one"):
         RunStorage(url=str(tmp_path / "runs" / "file")).run_names()

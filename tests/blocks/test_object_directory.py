@@ -358,6 +358,13 @@ def test_other_url_schemes_are_rejected(url: str) -> None:
         RunStorage(url=url).run_directory("run")
 
 
+def test_a_file_as_storage_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for url in (str(tmp_path / "file"), "/dev/null"):
+        with pytest.raises(StorageError, match=f"^The run storage '{url}' is not a directory: set it to one\\.$"):
+            RunStorage(url=url).run_directory("run")
+
+
 def test_default_storage_is_in_the_project_home(home: Path) -> None:
     assert RunStorage().run_directory("run").location == str(home / "runs" / "run")
 

@@ -129,7 +129,7 @@ def test_an_unreachable_server_is_named_immediately() -> None:
         MLflowTracking(tracking_uri=url).get_client()
     assert str(caught.value) == (
         f"The MLflow server at {url} does not respond ([Errno 111] Connection refused): "
-        "check tracking.uri, or leave it out for a local SQLite file."
+        "check `tracking`, or leave it out for a local SQLite file."
     )
 
 
