@@ -83,9 +83,8 @@ def run_program(program: str, limits: Limits = Limits()) -> Outcome:
         text = _read(output)
     if process.returncode == REFUSED:
         raise ConfigError(
-            f"Code cannot be isolated on this machine ({text.strip()}): allow this user to create namespaces (in the "
-            "container's seccomp profile, or on Ubuntu with kernel.apparmor_restrict_unprivileged_userns=0), or set "
-            "network: allow to run code with access to the network and to this user's files."
+            f"Code cannot be isolated on this machine, because {text.strip()}; or set network: allow to run code with "
+            "access to the network and to this user's files."
         )
     return Outcome(process.returncode, timed_out, text, time.monotonic() - started)
 
@@ -96,9 +95,12 @@ def _feed(process: subprocess.Popen[bytes], program: str, seconds: float) -> boo
         process.communicate(program.encode("utf-8", "surrogatepass"), timeout=seconds)
         return False
     except subprocess.TimeoutExpired:
+        with suppress(subprocess.TimeoutExpired):
+            process.terminate()  # ends the namespace and waits for its end
+            process.wait(_GRACE_S)
         return True
     finally:
-        # Killing the first process of a PID namespace ends all others; without a namespace, kill the process group.
+        # Without a namespace, kill the process group.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(_GRACE_S)

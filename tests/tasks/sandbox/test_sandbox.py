@@ -85,17 +85,38 @@ def test_output_is_truncated_and_temporary_files_are_removed(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_program_is_not_run_if_the_kernel_refuses_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most containers refuse namespaces; an invalid flag simulates that."""
+@pytest.mark.parametrize(
+    ("part", "broken", "cause"),
+    [
+        ('_call("unshare", ', '_call("unshare", 1 | ', r"the kernel refuses namespaces \(unshare: Invalid argument\)"),
+        (
+            '"tmpfs", NO_SUID | NO_DEV, "size=1m',
+            '"none", NO_SUID | NO_DEV, "size=1m',
+            r"a file system of its own is refused \(mount: .*\): allow mounts",
+        ),
+        ("libseccomp.so.2", "libmissing.so.2", r"the library libmissing.so.2 is missing: install libseccomp"),
+        ("rules) != 0", "rules) == 0", "the kernel refuses filters of system calls: allow seccomp"),
+        (
+            "resource.setrlimit(kind",
+            "raise ValueError(kind",
+            r"the limit \d+ is above that of this user \(.*\): lower `limits`",
+        ),
+    ],
+)
+def test_program_is_not_run_if_it_cannot_be_isolated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, broken: str, cause: str
+) -> None:
+    """Most containers refuse namespaces; invalid arguments simulate that."""
     child = tmp_path / "child.py"
     text = Path(sandbox.__file__).with_name("child.py").read_text()
-    child.write_text(text.replace('_call("unshare", ', '_call("unshare", 1 | '))  # fails with EINVAL
+    child.write_text(text.replace(part, broken))
     monkeypatch.setattr(sandbox, "_CHILD", child)
     mark = tmp_path / "mark"
-    with pytest.raises(ConfigError, match=r"isolated on this machine \(unshare: .*or set network: allow"):
+    with pytest.raises(ConfigError, match=f"because {cause}.*; or set network: allow"):
         run_program(f"open({str(mark)!r}, 'w')")
-    run_program(f"open({str(mark)!r}, 'w')", Limits(network="allow"))
-    assert mark.exists()
+    if "limit" not in cause:
+        run_program(f"open({str(mark)!r}, 'w')", Limits(network="allow"))
+        assert mark.exists()
 
 
 def test_python_may_be_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
