@@ -31,11 +31,13 @@ FIRST_BATCH = "first_batch.html"
 # Datums on the page, so that a large batch of long sequences stays readable.
 _MOST_DATUMS = 32
 _COLUMNS = ("datum", "tokens", "trained tokens", "smallest weight", "largest weight")
+# Control characters by the text that shows them; lines and tabs stay. C1 codes, too, begin escape sequences.
+_VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_VISIBLE |= {0x7F: "\u2421"} | {code: f"\\x{code:x}" for code in range(0x80, 0xA0)}
 _PAIR, _DESIRABLE = "pair", "desirable"
 _SIDES = {1: "chosen", 0: "rejected"}
 
-_BODY = """<style>pre {{ white-space: pre-wrap; background: #f6f6f6; padding: .5rem }}</style>
-<h1>First batch of {name}</h1>
+_BODY = """<h1>First batch of {name}</h1>
 <p>Green tokens have a positive loss weight, red ones a negative one, and plain ones 0; hover over a token for its
 weight. The weights of sampled data are its advantages.{omitted}</p>
 {table}
@@ -99,10 +101,10 @@ def print_datums(run_name: str, datums: Sequence[WeightedDatum], tokenizer: Toke
 
 
 def styled_text(datum: WeightedDatum, tokenizer: Tokenizer) -> Text:
-    """Text of a datum in tinker-cookbook's colors. Escape characters in the data are shown and have no effect."""
+    """Text of a datum in tinker-cookbook's colors. Control characters in the data are shown and have no effect."""
     text = Text()
     for sign, decoded in _runs(datum, tokenizer, [(weight > 0) - (weight < 0) for weight in datum.weights]):
-        text.append(decoded.replace("\x1b", "\u241b"), {1.0: "green", 0.0: "yellow", -1.0: "red"}[sign])
+        text.append(decoded.translate(_VISIBLE), {1.0: "green", 0.0: "yellow", -1.0: "red"}[sign])
     return text
 
 

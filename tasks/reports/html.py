@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import html
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
 from mlflow import MlflowClient
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from tasks.reports.charts import Chart
+
 _PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; color: #222;
-  background: #fff }}
-.verdict {{ font-size: 1.15rem }} pre, code {{ font-size: .9em; overflow-wrap: anywhere; white-space: pre-wrap }}
-table {{ border-collapse: collapse; margin: 1rem 0 }} th, td {{ padding: .3rem .8rem; text-align: right }}
-th {{ border-bottom: 2px solid #444 }} td {{ border-bottom: 1px solid #ddd }}
-th:first-child, td:first-child {{ text-align: left }} svg {{ width: 100%; height: auto }}
+{style}
 </style>
 {body}
 </html>
@@ -26,21 +30,49 @@ th:first-child, td:first-child {{ text-align: left }} svg {{ width: 100%; height
 
 
 def html_page(title: str, body: str) -> str:
-    """Self-contained HTML page."""
-    return _PAGE.format(title=html.escape(title), body=body.strip())
+    """Self-contained HTML page, light or dark like the reader's system and light on paper."""
+    return _PAGE.format(title=html.escape(title), style=_asset("page.css"), body=body.strip())
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """HTML table of text; the cells are escaped."""
     head = "".join(f"<th>{html.escape(column)}" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(text)}" for text in row) for row in rows)
-    return f"<table><tr>{head}{body}</table>"
+    return f'<div class="table"><table><tr>{head}{body}</table></div>'
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown table of text."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+def html_section(title: str, *parts: str, intro: str = "") -> str:
+    """Section of a page with a title, a paragraph that introduces it and its parts; empty without parts."""
+    content = "\n".join(filter(None, parts))
+    if not content:
+        return ""
+    paragraph = f"<p>{html.escape(intro)}</p>\n" if intro else ""
+    return f"<section><h2>{html.escape(title)}</h2>\n{paragraph}{content}</section>"
+
+
+def html_list(sentences: Sequence[str]) -> str:
+    """HTML list of sentences; empty without any."""
+    return "<ul>" + "".join(f"<li>{html.escape(text)}" for text in sentences) + "</ul>" if sentences else ""
+
+
+def copyable(text: str, label: str) -> str:
+    """Text with a label, on a line of its own, with a button that copies it."""
+    return (
+        f'<div class="copyable"><span class="muted">{html.escape(label)}</span><code>{html.escape(text)}</code>'
+        '<button type="button">copy</button></div>'
+    )
+
+
+def html_charts(charts: Iterable[Chart | None]) -> str:
+    """Grid of interactive charts, which `page_script` draws; empty without any."""
+    figures = "\n".join(_chart(chart) for chart in charts if chart)
+    return f'<div class="charts">{figures}</div>' if figures else ""
+
+
+def page_script(*, has_charts: bool) -> str:
+    """Script of a page with copyable texts or charts; with charts, it contains Plotly's library, compressed."""
+    library = f'<script id="plotly" type="text/plain">{_compressed_plotly()}</script>\n' if has_charts else ""
+    return f"{library}<script>\n{_asset('page.js')}</script>"
 
 
 def inline_svg(figure: Figure) -> str:
@@ -54,6 +86,12 @@ def render_figure(figure: Figure, kind: str) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format=kind)
     return buffer.getvalue()
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown table of text."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
 def artifact_key(kind: str, run_name: str) -> str:
@@ -71,3 +109,26 @@ def mlflow_artifact_link(client: MlflowClient, run_id: str, artifact: str) -> st
     page = f"experiments/{run.info.experiment_id}/runs/{run_id}/artifacts/{artifact}"
     uri = client.tracking_uri
     return f"[MLflow]({uri.rstrip('/')}/#/{page})" if uri.startswith("http") else f"MLflow run {run_id}"
+
+
+def _chart(chart: Chart) -> str:
+    title, reading = html.escape(chart.title), html.escape(chart.reading)
+    # "</script>" in a name would end the element.
+    spec = str(chart.figure.to_json()).replace("<", "\\u003c")
+    kind = "chart wide" if chart.is_wide else "chart"
+    return (
+        f'<figure class="{kind}"><figcaption><b>{title}</b><br>{reading}</figcaption>'
+        f'<div class="plot" role="img" aria-label="{title}" style="height: {chart.figure.layout.height}px"></div>'
+        f'<script type="application/json">{spec}</script></figure>'
+    )
+
+
+def _asset(name: str) -> str:
+    return Path(__file__).with_name(name).read_text()
+
+
+@cache
+def _compressed_plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()

@@ -1,11 +1,13 @@
-"""Report of a run: one self-contained page and its charts, saved to the run's directory, MLflow and Prefect."""
+"""Report of a run: one self-contained interactive page, saved to the run's directory, MLflow and Prefect."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
@@ -14,36 +16,40 @@ from blocks.storage import RunDirectory
 from objectives.gradients.sensitivity import Gradients, factor_of_half, respond
 from objectives.term import BASE
 from tasks.common.task import retried_task
+from tasks.reports.examples import examples_section
 from tasks.reports.html import (
     artifact_key,
+    copyable,
+    html_charts,
+    html_list,
     html_page,
+    html_section,
     html_table,
-    inline_svg,
     markdown_table,
     mlflow_artifact_link,
-    render_figure,
+    page_script,
 )
-from tasks.reports.summary import summarize
+from tasks.reports.summary import RunSummary, summarize
 from tasks.reports.tables import (
     COLUMNS,
+    REWARD,
     TARGET_COLUMNS,
+    HeldOutRow,
+    History,
     TargetRow,
+    cosine_key,
     format_row,
-    held_out_rows,
     held_out_table,
+    is_headline,
+    reward_parts,
     term_rows,
 )
-from tasks.reports.term_charts import (
-    History,
-    cosine_key,
-    draw_conflicts,
-    draw_contributions,
-    draw_shares,
-    draw_targets,
-    draw_terms,
-)
+from tasks.training.examples import read_examples
 from tasks.training.held_out import read_batch_values
 from tasks.training.metrics import MetricsLog
+
+if TYPE_CHECKING:
+    from tasks.reports.charts import Chart, DrawnRun
 
 FACTORS = (0.5, 2.0, 10.0)
 WINDOW = 20
@@ -54,41 +60,109 @@ SENSITIVITY_COLUMNS = (
     *(f"cosine of the total to the base at x{factor:g}" for factor in FACTORS),
     "factor for half of the gradient",
 )
+_MAX_PARTS = 12
 
-_TARGETS = """<h2>Targets</h2>
-<p>A target is met if the mean violates it by at most 10 % of its scale, or by less than the mean's 95 % interval.</p>
-{table}
-{figure}
-"""
 
-_BODY = """<h1>{name}</h1>
+@dataclass(frozen=True, slots=True)
+class MetricChart:
+    """Metric that a report draws if a run has it.
+
+    Attributes:
+        train: key of the metric of a training step; empty for none.
+        held_out: key of the metric of an evaluation; empty for none.
+    """
+
+    title: str
+    unit: str
+    reading: str
+    train: str = ""
+    held_out: str = ""
+
+
+_RESULTS = (
+    MetricChart(
+        "Reward", "reward per episode", "Total reward of an episode; higher is better.", REWARD, f"test/{REWARD}"
+    ),
+    MetricChart(
+        "Accuracy",
+        "share of pairs",
+        "Pairs whose chosen completion is preferred; 0.5 is chance.",
+        "accuracy",
+        "test/accuracy",
+    ),
+    MetricChart(
+        "Margin", "reward", "Reward of the chosen minus that of the rejected completion.", "margin", "test/margin"
+    ),
+    MetricChart("Preference loss", "nats per pair", "Loss of the pairs; lower is better.", "dpo_loss", "test/dpo_loss"),
+    MetricChart(
+        "Distance to the teacher",
+        "KL, nats per token",
+        "Reverse KL to the teacher; 0 means that the student samples like the teacher.",
+        "teacher_kl",
+        "test/teacher_kl",
+    ),
+)
+_LIKELIHOOD = MetricChart(
+    "Negative log-likelihood",
+    "nats",
+    "Mean weighted by the data's weights: over examples if they are normalized per example, else over tokens.",
+    "train_mean_nll",
+    "test/nll",
+)
+_HEALTH = (
+    MetricChart("Entropy", "nats per token", "A fall towards 0 means that all samples become alike.", "optim/entropy"),
+    MetricChart(
+        "Sampler against trainer",
+        "KL, nats per token",
+        "Difference of the logprobs at sampling and in training; it grows with stale samples.",
+        "optim/kl_sample_train_v1",
+    ),
+    MetricChart(
+        "Effective sample size",
+        "share of the tokens",
+        "Near 1, the samples are as good as samples of the current weights; near 0, a few of them decide.",
+        "mismatch/ess",
+    ),
+    MetricChart(
+        "Masked tokens", "share of the tokens", "Tokens that the correction for old samples drops.", "mismatch/masked"
+    ),
+    MetricChart(
+        "Gradient norm", "norm by the weights", "Before clipping; a jump often precedes a collapse.", "optim/grad_norm"
+    ),
+    MetricChart(
+        "Groups with different rewards",
+        "share of groups",
+        "Only these groups train the policy; near 0, nothing is learned.",
+        "env/all/by_group/frac_mixed",
+    ),
+    MetricChart(
+        "Length of completions",
+        "tokens per turn",
+        "A steady drift without a better reward is a sign of reward hacking.",
+        "env/all/ac_tokens_per_turn",
+    ),
+    MetricChart("Truncated completions", "share of completions", "They reached the token limit.", "rollout/truncated"),
+    MetricChart(
+        "Repeated 4-grams", "share", "A rise with the reward is a sign of reward hacking.", "rollout/repetition"
+    ),
+    MetricChart(
+        "Stale groups", "share of groups", "They were too old to train on and are sampled again.", "async/stale_share"
+    ),
+    MetricChart(
+        "Failed groups", "share of groups", "Their environments failed in all attempts.", "rollout_errors/share_skipped"
+    ),
+    MetricChart(
+        "Time of environments", "seconds per group", "The rest of a rollout waits for samples.", "time/environment"
+    ),
+)
+CHART_HINT = (
+    '<p class="muted">Charts: drag to zoom, double-click to reset, click an entry of a legend to hide or show it.</p>'
+)
+_HEADER = """<h1>{name}</h1>
 <p class="verdict">{verdict}</p>
-<p><b>{note}</b></p>
-{facts}
-{held_out}
-{warnings}
-<h2>Terms</h2>
-<p>Values are from each term's last step. A share is the term's part of the summed norms of all
-weighted gradients; a cosine below zero means that the term pulls against the base loss.</p>
-{table}
-{targets}
-{terms}
-<h2>Sensitivity to the weights</h2>
-<p>Effect of changing one term's weight while all other weights stay the same: medians over the last {window} steps, and
-the range of the share. Steps at which a term has no gradient count for its share now only.</p>
-{sensitivity}
-{shares}
-{contributions}
-<div style="max-width: 650px">{conflicts}</div>
-<h2>Next</h2>
-<p>Weights: <code>{weights}</code></p>
-<pre>{commands}</pre>
-"""
-
-_HELD_OUT = """<h2>Held-out data</h2>
-{table}
-<p>±: 95 % interval of a term over the held-out batches; of a change, over paired batches.</p>
-"""
+{note}{facts}
+{cards}
+{warnings}"""
 
 
 @retried_task(name="report")
@@ -101,62 +175,145 @@ def write_report(
     targets: Sequence[TargetRow] = (),
 ) -> str:
     """Write the report of a run, with a note at its top, and return its location."""
-    last = {key: points[-1][1] for key, points in history.items()}
-    rows = term_rows(last)
-    names = [row.name for row in rows]
-    figures = {
-        "contributions": draw_contributions(history, names),
-        "shares": draw_shares(history, names),
-        "conflicts": draw_conflicts(history, names),
-        "terms": draw_terms(history, names),
-    }
-    target_table = ""
-    if targets:
-        figures["targets"] = draw_targets(history, {row.name: row.target.limit for row in targets})
-        target_table = html_table(TARGET_COLUMNS, [row.format() for row in targets])
     summary = summarize(run_name, log.client.get_run(log.run_id), directory, history)
-    measured = held_out_rows(history, read_batch_values(directory))
-    columns, cells = held_out_table(measured) if measured else ([], [])
-    terms, sensitivity = [format_row(row) for row in rows], sensitivity_cells(history, names)
-    body = _BODY.format(
-        name=html.escape(run_name),
-        verdict=html.escape(summary.verdict),
-        facts=html_table(("run", ""), [*summary.facts, ("MLflow run", log.run_id)]),
-        held_out=_HELD_OUT.format(table=html_table(columns, cells)) if measured else "",
-        warnings=_warning_list(summary.warnings),
-        weights=html.escape(summary.weights),
-        commands=html.escape("\n".join(summary.commands)),
-        window=WINDOW,
-        note=html.escape(note),
-        table=html_table(COLUMNS, terms),
-        targets=_TARGETS.format(table=target_table, figure=inline_svg(figures["targets"])) if targets else "",
-        sensitivity=html_table(SENSITIVITY_COLUMNS, sensitivity),
-        **{name: inline_svg(figure) for name, figure in figures.items() if name != "targets"},
-    )
-    page = html_page(run_name, body)
+    rows = term_rows({key: points[-1][1] for key, points in history.items()})
+    page = _page(run_name, log, summary, note, _sections(directory, history, summary, targets))
     directory.write_bytes("report.html", page.encode())
     log.client.log_text(log.run_id, page, "report.html")
-    for name, figure in figures.items():
-        directory.write_bytes(f"report_{name}.png", render_figure(figure, "png"))
-        log.client.log_figure(log.run_id, figure, f"report/{name}.png")
     location = f"{directory.location}/report.html"
     if flow_run.get_id():  # Prefect shows artifacts on the page of a flow run
-        facts = markdown_table(("run", ""), summary.facts)
-        tables = [facts, *([markdown_table(columns, cells)] if measured else [])]
-        tables += [markdown_table(COLUMNS, terms), markdown_table(SENSITIVITY_COLUMNS, sensitivity)]
-        if targets:
-            tables.insert(-1, markdown_table(TARGET_COLUMNS, [row.format() for row in targets]))
+        tables = [markdown_table(("run", ""), summary.facts)]
+        tables += [markdown_table(*held_out_table(summary.held_out))] if summary.held_out else []
+        tables.append(markdown_table(COLUMNS, [format_row(row) for row in rows]))
+        tables += [markdown_table(TARGET_COLUMNS, [row.format() for row in targets])] if targets else []
+        tables.append(markdown_table(SENSITIVITY_COLUMNS, sensitivity_cells(history, [row.name for row in rows])))
         warnings = [f"- **Warning:** {warning}" for warning in summary.warnings]
-        commands = "```\n" + "\n".join(summary.commands) + "\n```"
+        commands = "```\n" + "\n".join(command for _, command in summary.commands) + "\n```"
         parts = [summary.verdict, note, "\n".join(warnings), *tables, commands]
         _create_artifact(run_name, location, log, "\n\n".join(filter(None, parts)))
     return location
 
 
-def _warning_list(warnings: Sequence[str]) -> str:
-    if not warnings:
-        return ""
-    return "<h2>Warnings</h2><ul>" + "".join(f"<li>{html.escape(warning)}" for warning in warnings) + "</ul>"
+def _page(run_name: str, log: MetricsLog, summary: RunSummary, note: str, sections: Iterator[str]) -> str:
+    header = _HEADER.format(
+        name=html.escape(run_name),
+        verdict=html.escape(summary.verdict),
+        note=f"<p><b>{html.escape(note)}</b></p>\n" if note else "",
+        facts=_fact_list([*summary.facts, ("MLflow run", log.run_id)]),
+        cards=_cards(summary.headlines),
+        warnings=f'<div class="warnings"><b>Warnings</b>{warnings}</div>'
+        if (warnings := html_list(summary.warnings))
+        else "",
+    )
+    use = [copyable(text, label) for label, text in [("Newest weights", summary.weights), *summary.commands] if text]
+    script = page_script(has_charts=True)
+    return html_page(run_name, "\n".join([header, html_section("Use the weights", *use), *sections, script]))
+
+
+def _sections(
+    directory: RunDirectory, history: History, summary: RunSummary, targets: Sequence[TargetRow]
+) -> Iterator[str]:
+    """Sections of the page after its header."""
+    from tasks.reports.charts import (  # Plotly takes long to import
+        DrawnRun,
+        draw_conflicts,
+        draw_cosines,
+        draw_shares,
+        draw_term,
+        term_colors,
+    )
+
+    run = DrawnRun(history, read_batch_values(directory))
+    rows = term_rows({key: points[-1][1] for key, points in history.items()})
+    names = [row.name for row in rows]
+    yield CHART_HINT
+    yield from metric_sections([run])
+    yield examples_section(read_examples(directory))
+    limits = {row.name: row.target.limit for row in targets}
+    colors = term_colors(names)
+    yield html_section(
+        "What did each term do?",
+        html_charts(draw_term([run], name, colors[name], limits.get(name)) for name in names if name != BASE),
+        html_charts(draw(run, names) for draw in (draw_shares, draw_cosines, draw_conflicts) if len(names) > 1),
+        "<h3>Last step of each term</h3>",
+        html_table(COLUMNS, [format_row(row) for row in rows]),
+    )
+    yield html_section(
+        "Targets",
+        html_table(TARGET_COLUMNS, [row.format() for row in targets]) if targets else "",
+        intro="A target is met if the mean violates it by at most 10 % of its scale, or by less than the mean's 95 % "
+        "interval.",
+    )
+    yield held_out_section(summary.held_out)
+    sensitivity = sensitivity_cells(history, names)
+    yield html_section(
+        "Sensitivity to the weights",
+        html_table(SENSITIVITY_COLUMNS, sensitivity) if sensitivity else "",
+        intro="Effect of changing one term's weight while all other weights stay the same: medians over the last "
+        f"{WINDOW} steps, and the range of the share. Steps at which a term has no gradient count for its share now "
+        "only.",
+    )
+
+
+def metric_sections(runs: Sequence[DrawnRun]) -> Iterator[str]:
+    """Sections with the results of the method, the parts of its reward, its health and the user's evaluators."""
+    keys = {key for run in runs for key in run.history}
+    trains_on_text = not keys & {REWARD, "accuracy"}
+    results = [*_RESULTS, *([_LIKELIHOOD] if trains_on_text else [])]
+    yield html_section("Results", html_charts(_draw_all(runs, results)))
+    yield html_section("Parts of the reward", html_charts(_draw_all(runs, _reward_parts(keys))))
+    is_rl = REWARD in keys
+    yield html_section("Health of reinforcement learning", html_charts(_draw_all(runs, _HEALTH if is_rl else ())))
+    yield html_section("Evaluators", html_charts(_draw_all(runs, _evaluations(keys))))
+
+
+def held_out_section(rows: Sequence[HeldOutRow]) -> str:
+    """Section with a table of the held-out metrics before and after."""
+    return html_section(
+        "Held-out data",
+        html_table(*held_out_table(rows)) if rows else "",
+        intro="±: 95 % interval of a term over the held-out batches; of a change, over paired batches.",
+    )
+
+
+def _draw_all(runs: Sequence[DrawnRun], metrics: Sequence[MetricChart]) -> Iterator[Chart | None]:
+    from tasks.reports.charts import draw_metric
+
+    for metric in metrics:
+        yield draw_metric(runs, metric.title, metric.unit, metric.reading, train=metric.train, held_out=metric.held_out)
+
+
+def _reward_parts(keys: set[str]) -> list[MetricChart]:
+    parts = list(reward_parts(keys).items())[:_MAX_PARTS]
+    return [MetricChart(name, "mean per episode", "Part of the reward.", key, f"test/{key}") for key, name in parts]
+
+
+def _evaluations(keys: set[str]) -> list[MetricChart]:
+    """Metrics of the user's evaluators."""
+    drawn = {metric.held_out for metric in (*_RESULTS, _LIKELIHOOD)}
+    own = sorted(key for key in keys if is_headline(key) and key not in drawn)
+    return [MetricChart(key.removeprefix("test/"), "value", "Metric of an evaluator.", held_out=key) for key in own]
+
+
+def _fact_list(facts: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in facts)
+    return f'<dl class="facts">{items}</dl>'
+
+
+def _cards(rows: Sequence[HeldOutRow]) -> str:
+    """Main held-out metrics before and after, one card each."""
+    return f'<div class="cards">{"".join(_card(row) for row in rows)}</div>' if rows else ""
+
+
+def _card(row: HeldOutRow) -> str:
+    figures, steps = str(row.after), f"step {row.last_step} only"
+    if row.is_compared:
+        figures = f"{row.before} → {row.after}"
+        steps = f"step {row.first_step} → step {row.last_step}, change {row.change.signed()}"
+    return (
+        f'<div class="card">{html.escape(row.metric)} on held-out data'
+        f'<div class="figures">{html.escape(figures)}</div><span class="muted">{html.escape(steps)}</span></div>'
+    )
 
 
 def sensitivity_cells(history: History, names: Sequence[str]) -> list[tuple[str, ...]]:

@@ -10,11 +10,9 @@ from datetime import UTC, datetime
 from mlflow.entities import Run as MlflowRun
 
 from blocks.storage import RunDirectory, RunStorage
-from tasks.reports.tables import HeldOutRow, held_out_rows
+from tasks.reports.tables import HELD_OUT, HeldOutRow, History, held_out_rows, is_headline
 from tasks.training.checkpoints import Records, read_records, step_of
 from tasks.training.held_out import read_batch_values
-
-History = Mapping[str, Sequence[tuple[int, float]]]
 
 STOPPED_TAG = "tinker_flows.stopped"
 # Tags whose values are sentences about something that a person should know, by what they are about.
@@ -24,6 +22,9 @@ _NOTES = {
     "tinker_flows.skipped.": "An evaluation was skipped. ",
     "tinker_flows.restart.": "The run was restarted: ",
 }
+# Tag with the digest of the first batch, which tells two versions of the data apart.
+DATA_TAG = "tinker_flows.first_batch"
+_DATA_PARAMS = ("data.builder", "environment.builder", "comparisons.builder", "questions.builder", "data.path")
 _UNITS = {
     "num_train_tokens": "tokens trained",
     "num_prefill_tokens": "prompt tokens",
@@ -38,36 +39,51 @@ class RunSummary:
     Attributes:
         verdict: whether it needs attention, and its main result.
         facts: names and values, such as the model and the cost.
+        held_out: metrics of the held-out data at the first and the last evaluation.
+        headlines: the main ones of them.
         warnings: sentences.
         weights: tinker:// path of its newest weights; empty before the first checkpoint.
-        commands: what a person may do next.
+        commands: what a person may do next, each with its purpose.
     """
 
     verdict: str
     facts: tuple[tuple[str, str], ...]
+    held_out: tuple[HeldOutRow, ...]
+    headlines: tuple[HeldOutRow, ...]
     warnings: tuple[str, ...]
     weights: str
-    commands: tuple[str, ...]
+    commands: tuple[tuple[str, str], ...]
 
 
 def summarize(run_name: str, run: MlflowRun, directory: RunDirectory, history: History) -> RunSummary:
     """Summarize a run from its MLflow run, its record and its metrics."""
     records = read_records(directory)
-    warnings = run_warnings(run.data.tags)
+    warnings = run_warnings(run.data.tags, history)
+    rows = held_out_rows(history, read_batch_values(directory))
     return RunSummary(
-        verdict=_verdict(run.data.tags, warnings, held_out_rows(history, read_batch_values(directory))),
+        verdict=_verdict(run.data.tags, warnings, rows),
         facts=tuple(_facts(run, records, history)),
+        held_out=tuple(rows),
+        headlines=tuple(row for row in rows if not row.is_of_term and is_headline(f"{HELD_OUT}{row.metric}")),
         warnings=warnings,
         weights=next((path for record in records.checkpoints if (path := record.state_path)), ""),
         commands=tuple(_commands(run_name, directory, records, run.data.tags.get("prefect.flow_name", ""))),
     )
 
 
-def run_warnings(tags: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the sentences of a run's tags about warnings, guards, skipped evaluations and restarts."""
-    return tuple(
+def run_warnings(tags: Mapping[str, str], history: History) -> tuple[str, ...]:
+    """Return sentences about warnings, guards, skipped evaluations, restarts and skipped terms of a run."""
+    noted = [
         prefix + text for start, prefix in _NOTES.items() for key, text in sorted(tags.items()) if key.startswith(start)
-    )
+    ]
+    return (*noted, *(_skipped(key, points) for key, points in history.items() if key.endswith("/skipped")))
+
+
+def _skipped(key: str, points: Sequence[tuple[int, float]]) -> str:
+    steps = [str(step) for step, value in points if value]
+    named = ", ".join(steps[:5]) + (", ..." if len(steps) > 5 else "")
+    name = key.removeprefix("term/").removesuffix("/skipped")
+    return f"Term {name} was skipped at {len(steps)} step{'s' if len(steps) > 1 else ''} ({named})."
 
 
 def describe_cost(metrics: Mapping[str, float]) -> str:
@@ -76,10 +92,14 @@ def describe_cost(metrics: Mapping[str, float]) -> str:
     >>> describe_cost({"cost/hours": 0.1859, "cost/num_train_tokens": 56851.0, "cost/usd": 0.0})
     '11.2 min, 56,851 tokens trained, $0'
     """
-    parts = [f"{60 * metrics['cost/hours']:.1f} min"] if "cost/hours" in metrics else []
-    parts += [f"{metrics[f'cost/{name}']:,.0f} {unit}" for name, unit in _UNITS.items() if metrics.get(f"cost/{name}")]
-    parts.append(f"${metrics['cost/usd']:.4g}" if "cost/usd" in metrics else "price unknown")
-    return ", ".join(parts)
+    return ", ".join(filter(None, _cost_parts(metrics)))
+
+
+def _cost_parts(metrics: Mapping[str, float]) -> tuple[str, str, str]:
+    """Time, tokens and price of a run; empty if unknown."""
+    time = f"{60 * metrics['cost/hours']:.1f} min" if "cost/hours" in metrics else ""
+    tokens = [f"{metrics[f'cost/{name}']:,.0f} {unit}" for name, unit in _UNITS.items() if metrics.get(f"cost/{name}")]
+    return time, ", ".join(tokens), f"${metrics['cost/usd']:.4g}" if "cost/usd" in metrics else "price unknown"
 
 
 def storage_option(run_name: str, directory: str) -> str:
@@ -100,31 +120,37 @@ def _verdict(tags: Mapping[str, str], warnings: Sequence[str], rows: Sequence[He
 
 def _facts(run: MlflowRun, records: Records, history: History) -> list[tuple[str, str]]:
     params, last = run.data.params, {key: points[-1][1] for key, points in history.items()}
-    data = params.get("data.builder") or params.get("environment.builder") or params.get("data.path")
+    data = next((params[key] for key in _DATA_PARAMS if key in params), None)
+    digest = run.data.tags.get(DATA_TAG)
+    time, tokens, price = _cost_parts(last)
+    num_steps = max((step_of(record) for record in records.checkpoints), default=0)
     rate = f"{params.get('learning_rate')}, {params.get('lr_schedule')}" if "learning_rate" in params else None
     started = datetime.fromtimestamp(run.info.start_time / 1000, UTC)
     facts = [
         ("method", run.data.tags.get("prefect.flow_name")),
         ("model", params.get("model")),
-        ("data", data),
+        ("data", f"{data}, first batch {digest}" if data and digest else data),
         ("learning rate", rate),
         ("LoRA rank", params.get("lora_rank")),
-        ("steps", str(max((step_of(record) for record in records.checkpoints), default=0))),
-        ("cost", describe_cost(last)),
+        ("steps", str(num_steps)),
+        ("tokens", tokens),
+        ("time", time),
+        ("cost", price),
         ("started", f"{started:%Y-%m-%d %H:%M} UTC"),
         ("service", run.data.tags.get("tinker.base_url")),
     ]
     return [(name, value) for name, value in facts if value]
 
 
-def _commands(run_name: str, directory: RunDirectory, records: Records, method: str) -> list[str]:
+def _commands(run_name: str, directory: RunDirectory, records: Records, method: str) -> list[tuple[str, str]]:
     storage, name = storage_option(run_name, directory.location), shlex.quote(run_name)
     if not any(record.final for record in records.checkpoints):
-        return [f"tinker-flows resume {name}{storage}"]
+        return [("Resume", f"tinker-flows resume {name}{storage}")]
+    start = f"tinker-flows run {method} --config CONFIG run_name=NEW{storage.replace(' --storage ', ' storage=')}"
     return [
-        f'tinker-flows sample {name}@final "PROMPT"{storage}',
-        f"tinker-flows chat {name}@final{storage}",
-        f"tinker-flows export {name}@final --adapter exported{storage}",
-        f"tinker-flows run {method} --config CONFIG run_name=NEW init_from={name}@final"
-        + storage.replace(" --storage ", " storage="),
+        ("Sample", f'tinker-flows sample {name}@final "PROMPT"{storage}'),
+        ("Chat", f"tinker-flows chat {name}@final{storage}"),
+        ("Export", f"tinker-flows export {name}@final --adapter exported{storage}"),
+        ("Continue with more steps (fork)", f"{start} resume={name}@final num_steps=MORE"),
+        ("Train on with a new optimizer", f"{start} init_from={name}@final"),
     ]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from prefect.artifacts import create_table_artifact
 from prefect.runtime import flow_run
-from scipy.stats import t
+from scipy.special import stdtrit
 
 from objectives.targets import TargetSpec
+from objectives.term import BASE
 from tasks.common.task import retried_task
 from tasks.reports.html import artifact_key
 from tasks.training.held_out import BatchValues
 from tasks.training.metrics import MetricsLog
 
 Rows = Sequence[Sequence[Any]]
+# Points (step, value) of each metric, in the order of the steps.
+History = Mapping[str, Sequence[tuple[int, float]]]
 
 
 @retried_task(name="report")
@@ -73,37 +76,59 @@ def format_row(row: TermRow) -> tuple[str, ...]:
     )
 
 
+def cosine_key(first: str, second: str) -> str:
+    """Metric key of the cosine of two terms; the run logs it for one of the two orders."""
+    return f"term/{second}/cosine_to_base" if first == BASE else f"cosine/{first}/{second}"
+
+
 HELD_OUT = "test/"
 _VALUE, _ERROR = "/value", "/stderr"
+REWARD = "env/all/reward/total"
 # Shown first: of sft, of preferences, of rl.
-_HEADLINES = ("test/nll", "test/accuracy", "test/env/all/reward/total")
+_HEADLINES = ("test/nll", "test/accuracy", f"test/{REWARD}")
+# Metrics of tinker-cookbook for every environment.
+_COUNTS = {f"total_{name}" for name in ("episodes", "turns", "ac_tokens", "ob_tokens")} | {
+    *("ac_tokens_per_turn", "ob_tokens_per_turn", "turns_per_episode")
+}
+# Held-out metrics of the methods next to their headlines.
+_SIDE_METRICS = frozenset(["nll_per_token", "bits_per_byte", "dpo_loss", "chosen_reward", "rejected_reward"])
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Measured value with its standard error, NaN if it has none."""
+    """Measured value with half of its 95 % interval, NaN if that is unknown."""
 
     value: float
-    stderr: float = float("nan")
+    half_width: float = float("nan")
+
+    @classmethod
+    def of(cls, batches: BatchValues) -> Self:
+        """Mean of a term over held-out batches, with the interval of Student's t, because they are few.
+
+        >>> Estimate.of(BatchValues([1.0, 3.0], [4, 4]))
+        Estimate(value=2.0, half_width=12.706...)
+        """
+        mean, stderr = batches.mean()
+        return cls(mean, float(stdtrit(max(1, len(batches.values_B) - 1), 0.975)) * stderr)
 
     def __str__(self) -> str:
-        """Value, with its 95 % interval if the error is known.
+        """Value, with its interval if that is known.
 
-        >>> str(Estimate(0.0741, 0.0244)), str(Estimate(1.0611))
+        >>> str(Estimate(0.0741, 0.0478)), str(Estimate(1.0611))
         ('0.0741 ± 0.048', '1.061')
         """
         return f"{self.value:.4g}" + self._interval()
 
     def signed(self) -> str:
-        """Value with its sign, and its 95 % interval if the error is known.
+        """Value with its sign, and its interval if that is known.
 
-        >>> Estimate(0.0025, 0.001).signed()
+        >>> Estimate(0.0025, 0.002).signed()
         '+0.0025 ± 0.002'
         """
         return f"{self.value:+.4g}" + self._interval()
 
     def _interval(self) -> str:
-        return "" if np.isnan(self.stderr) else f" ± {1.96 * self.stderr:.2g}"
+        return "" if np.isnan(self.half_width) else f" ± {self.half_width:.2g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +146,10 @@ class HeldOutRow:
     Attributes:
         metric: name without `test/`; that of a term's value is the name of the term.
         first_step, last_step: updates in the weights of `before` and `after`; equal after a single evaluation.
-        change: mean change, with the error of paired batches if the run stored them.
+        before, after: with intervals if the run stored the values of its batches.
+        change: mean change, with the interval of paired batches.
         batches: values of the last evaluation, for comparisons with other runs; None if the run did not store them.
+        is_of_term: whether the metric is the value of a term.
     """
 
     metric: str
@@ -132,6 +159,7 @@ class HeldOutRow:
     after: Estimate
     change: Estimate
     batches: BatchValues | None = None
+    is_of_term: bool = False
 
     @property
     def is_compared(self) -> bool:
@@ -139,10 +167,51 @@ class HeldOutRow:
         return self.first_step < self.last_step
 
     def compare(self, control: Control) -> Estimate:
-        """Return the last value minus that of a control, with an error if both are of the same batches."""
-        if self.batches and control.batches and self.batches.is_paired_with(control.batches):
-            return Estimate(*self.batches.minus(control.batches))
-        return Estimate(self.after.value - control.value.value)
+        """Return the last value minus that of a control, with an interval if both are of the same batches."""
+        difference = _paired_difference(self.batches, control.batches)
+        return difference or Estimate(self.after.value - control.value.value)
+
+
+def is_bookkeeping(metric: str) -> bool:
+    """Return whether a metric of an environment counts tokens, turns or kinds of groups, without the prefix `test/`.
+
+    >>> is_bookkeeping("env/all/total_episodes"), is_bookkeeping("env/all/num_letters")
+    (True, False)
+    """
+    parts = metric.split("/")
+    return parts[0] == "env" and (parts[2:3] == ["by_group"] or parts[-1] in _COUNTS)
+
+
+def reward_parts(keys: Iterable[str]) -> dict[str, str]:
+    """Names of the parts of a reward by their keys: the named rewards, then the environment's own metrics.
+
+    >>> reward_parts(["env/all/num_letters", "env/all/reward/total", "reward/short/value", "reward/short/weight"])
+    {'reward/short/value': 'short', 'env/all/num_letters': 'num_letters'}
+    """
+    keys = sorted(keys)
+    named = {key: key.split("/")[1] for key in keys if key.startswith("reward/") and key.endswith("/value")}
+    prefix = "env/all/"
+    own = [key for key in keys if key.startswith(prefix) and key != REWARD and not is_bookkeeping(key)]
+    return named | {key: key.removeprefix(prefix) for key in own}
+
+
+def is_headline(key: str) -> bool:
+    """Return whether a metric is the main held-out metric of a method or a metric of the user's evaluators.
+
+    >>> is_headline("test/nll"), is_headline("test/exact_match"), is_headline("test/term/kl/value")
+    (True, True, False)
+    """
+    if key in _HEADLINES:
+        return True
+    parts = key.removeprefix(HELD_OUT).split("/")
+    is_known = parts[0] in ("term", "env", "reward") or parts[0] in _SIDE_METRICS
+    return key.startswith(HELD_OUT) and not is_known
+
+
+def _paired_difference(later: BatchValues | None, earlier: BatchValues | None) -> Estimate | None:
+    if later and earlier and later.is_paired_with(earlier):
+        return Estimate.of(later.minus(earlier))
+    return None
 
 
 def held_out_rows(
@@ -158,15 +227,14 @@ def held_out_rows(
     for key, points in ((key, history[key]) for key in keys):
         if not key.startswith(HELD_OUT) or not points or key.endswith(_ERROR):
             continue
-        errors = dict(history.get(key.removesuffix(_VALUE) + _ERROR, ())) if key.endswith(_VALUE) else {}
-        before, after = (Estimate(value, errors.get(step, float("nan"))) for step, value in (points[0], points[-1]))
-        name = key.removeprefix("test/term/").removesuffix(_VALUE) if key.startswith("test/term/") else key
-        name, first, last = name.removeprefix(HELD_OUT), points[0][0], points[-1][0]
-        change, by_batch = Estimate(after.value - before.value), batches.get(last, {}).get(name)
-        earlier = batches.get(first, {}).get(name)
-        if by_batch and earlier and by_batch.is_paired_with(earlier):
-            change = Estimate(*by_batch.minus(earlier))
-        rows.append(HeldOutRow(name, first, last, before, after, change, by_batch))
+        is_of_term = key.startswith("test/term/")
+        name = key.removeprefix("test/term/").removesuffix(_VALUE) if is_of_term else key
+        name, (first, before), (last, after) = name.removeprefix(HELD_OUT), points[0], points[-1]
+        earlier, later = batches.get(first, {}).get(name), batches.get(last, {}).get(name)
+        change = _paired_difference(later, earlier) or Estimate(after - before)
+        first_value = Estimate.of(earlier) if earlier else Estimate(before)
+        last_value = Estimate.of(later) if later else Estimate(after)
+        rows.append(HeldOutRow(name, first, last, first_value, last_value, change, later, is_of_term))
     return rows
 
 
@@ -180,7 +248,10 @@ def held_out_table(
     """
     first, last = min(row.first_step for row in rows), max(row.last_step for row in rows)
     columns = ["held-out data", f"before (step {first})", f"after (step {last})"]
-    cells = [[row.metric, str(row.before), str(row.after)] for row in rows]
+    cells = [
+        [row.metric, _at_step(row.before, row.first_step, first), _at_step(row.after, row.last_step, last)]
+        for row in rows
+    ]
     if control is None:
         columns.append("change")
         for line, row in zip(cells, rows, strict=True):
@@ -191,6 +262,11 @@ def held_out_table(
         other = control.get(row.metric)
         line += [str(other.value), row.compare(other).signed()] if other else ["", ""]
     return columns, cells
+
+
+def _at_step(value: Estimate, step: int, step_of_column: int) -> str:
+    """Value, with its step if that is not the step of the column."""
+    return str(value) if step == step_of_column else f"{value} (step {step})"
 
 
 TARGET_COLUMNS = ("term", "target", "mean over the last quarter", "multiplier at the end", "result")
@@ -235,24 +311,31 @@ class TargetRow:
         return self.name, str(self.target), f"{self.mean:.4g}{interval}", f"{self.multiplier:.4g}", self.result
 
 
+REWARD_PREFIX = "reward/"
+
+
 def target_rows(
     history: Mapping[str, Sequence[tuple[int, float]]], targets: Mapping[str, TargetSpec]
 ) -> list[TargetRow]:
     """Rows of the targets of a run; a term that was never evaluated has none.
+
+    Args:
+        targets: by name of the term, or ``reward/<name>`` of a named reward.
 
     The values of consecutive steps are correlated, so the interval is that of the means of five consecutive parts
     (Student's t).
     """
     rows: list[TargetRow] = []
     for name, target in targets.items():
-        values = np.array([value for _, value in history.get(f"term/{name}/value", ())])
-        multipliers = history.get(f"term/{name}/multiplier", ())
+        key = name if name.startswith(REWARD_PREFIX) else f"term/{name}"
+        values = np.array([value for _, value in history.get(f"{key}/value", ())])
+        multipliers = history.get(f"{key}/multiplier", ())
         if not len(values) or not multipliers:
             continue
         last = values[-max(1, len(values) // 4) :]
         half_width = float("nan")
         if len(last) >= _NUM_PARTS:
             means = [part.mean() for part in np.array_split(last, _NUM_PARTS)]
-            half_width = float(t.ppf(0.975, _NUM_PARTS - 1) * np.std(means, ddof=1) / np.sqrt(_NUM_PARTS))
+            half_width = float(stdtrit(_NUM_PARTS - 1, 0.975) * np.std(means, ddof=1) / np.sqrt(_NUM_PARTS))
         rows.append(TargetRow(name, target, float(last.mean()), half_width, multipliers[-1][1]))
     return rows

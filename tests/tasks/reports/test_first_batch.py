@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
+import unicodedata
 from html.parser import HTMLParser
 from typing import Any
 
@@ -15,7 +16,14 @@ from tinker_cookbook.display import colorize_example
 
 from objectives.batch import Batch, pack, pack_targets
 from objectives.labels import MEMBER, PROMPT
-from tasks.reports.first_batch import first_batch_page, first_group, print_datums, styled_text, weighted_datums
+from tasks.reports.first_batch import (
+    WeightedDatum,
+    first_batch_page,
+    first_group,
+    print_datums,
+    styled_text,
+    weighted_datums,
+)
 from tasks.training.datums import Datums, pack_datums
 
 _ANSI = re.compile(r"\x1b\[(\d+)m(.*?)\x1b\[0m", re.DOTALL)
@@ -126,6 +134,16 @@ def test_several_targets_count_with_their_sum() -> None:
     example = tinker.Datum(model_input=tinker.ModelInput.from_ints([97, 98]), loss_fn_inputs=inputs)  # pyright: ignore
     (weighted,) = weighted_datums(pack_datums([example], letters()), letters())
     assert list(weighted.weights) == [0.0, 0.75, 0.0]
+
+
+def test_control_characters_of_the_data_have_no_effect() -> None:
+    """Rich drops some C0 codes; terminals also take C1 codes, such as 0x9b, for the start of an escape sequence."""
+    codes = [*range(1, 32), *range(0x7F, 0xA0)]
+    text = styled_text(WeightedDatum("all", [*codes, 97], [1.0] * (len(codes) + 1)), letters()).plain
+    assert not [char for char in text if unicodedata.category(char) == "Cc" and char not in "\n\t"]
+    assert "\u2401" in text
+    assert "\\x9b" in text
+    assert text.endswith("a")
 
 
 def test_escape_codes_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from mlflow.entities import Param, Run, RunData, RunInfo, RunStatus, RunTag
+from scipy.stats import ttest_rel
 
 from blocks.storage import RunDirectory, RunStorage
-from tasks.reports.summary import RunSummary, summarize
+from tasks.reports.summary import RunSummary, run_warnings, summarize
 from tasks.reports.tables import Control, Estimate, held_out_rows, held_out_table
 from tasks.training.held_out import BatchValues
 
@@ -49,11 +52,12 @@ def test_finished_run(directory: RunDirectory, tmp_path: Path) -> None:
     result = summary(directory)
     assert result.verdict == "No warning; nll on held-out data went from 1.548 to 1.061."
     facts = dict(result.facts)
-    assert facts["cost"] == "30.0 min, 1,234 tokens trained, price unknown"
+    assert (facts["time"], facts["tokens"], facts["cost"]) == ("30.0 min", "1,234 tokens trained", "price unknown")
     assert facts["learning rate"] == "0.001, linear"
     assert (facts["method"], facts["data"], facts["steps"]) == ("sft", "a:B", "24")
     assert result.weights == "tinker://a/weights/24"
-    assert result.commands[0] == f'tinker-flows sample mine@final "PROMPT" --storage {tmp_path}'
+    assert result.commands[0] == ("Sample", f'tinker-flows sample mine@final "PROMPT" --storage {tmp_path}')
+    assert [row.metric for row in result.headlines] == ["nll"]
 
 
 def test_stopped_run_with_warnings(directory: RunDirectory) -> None:
@@ -63,36 +67,54 @@ def test_stopped_run_with_warnings(directory: RunDirectory) -> None:
     result = summary(directory, tinker_flows__stopped="The budget is spent.", **tags)
     assert result.verdict.startswith("The budget is spent. 2 warnings; nll on held-out data")
     assert result.warnings == ("They conflict.", "An evaluation was skipped. Step 3: no.")
-    assert [command.split()[1] for command in result.commands] == ["resume"]
+    assert [purpose for purpose, _ in result.commands] == ["Resume"]
 
 
-def test_held_out_table_has_a_column_for_the_control() -> None:
-    batches = {
-        0: {"logic": BatchValues([0.1, 0.053], [2, 2])},
-        24: {"logic": BatchValues([0.09, 0.0582], [2, 2])},
-    }
-    rows = held_out_rows(HISTORY, batches)
-    assert [row.metric for row in rows] == ["nll", "logic"]
-    control = Control(Estimate(0.0755, 0.025), BatchValues([0.1, 0.051], [2, 2]))
-    columns, cells = held_out_table(rows, {"logic": control})
-    assert columns == [
-        "held-out data",
-        "before (step 0)",
-        "after (step 24)",
-        "without the terms",
-        "effect of the terms",
-    ]
-    # Differences of the batches -0.01 and +0.0072: mean -0.0014, standard error 0.0086.
-    assert cells == [
-        ["nll", "1.548", "1.061", "", ""],
-        ["logic", "0.0765 ± 0.05", "0.0741 ± 0.048", "0.0755 ± 0.049", "-0.0014 ± 0.017"],
-    ]
-    # Differences -0.01 and +0.0052: mean -0.0024, standard error 0.0076.
+BEFORE, AFTER, WITHOUT = ([0.1, 0.053, 0.07], [0.09, 0.0582, 0.05], [0.1, 0.051, 0.08])
+
+
+def half_width(values: Sequence[float], others: Sequence[float]) -> float:
+    """Return half of scipy's interval of a paired t-test."""
+    interval = ttest_rel(values, others).confidence_interval(0.95)
+    return float(interval.high - interval.low) / 2
+
+
+def test_held_out_terms_are_compared_over_paired_batches() -> None:
+    batches = {step: {"logic": BatchValues(values, [2] * 3)} for step, values in ((0, BEFORE), (24, AFTER))}
+    nll, logic = held_out_rows(HISTORY, batches)
+    assert (nll.metric, logic.metric) == ("nll", "logic")
+    assert nll.change.value == pytest.approx(1.0611 - 1.5482)
+    assert np.isnan(nll.change.half_width)
+    assert logic.after.value == pytest.approx(np.mean(AFTER))
+    assert logic.after.half_width == pytest.approx(half_width(AFTER, [0.0] * 3))
+    assert logic.change.value == pytest.approx(np.mean(AFTER) - np.mean(BEFORE))
+    assert logic.change.half_width == pytest.approx(half_width(AFTER, BEFORE))
+    control = BatchValues(WITHOUT, [2] * 3)
+    effect = logic.compare(Control(Estimate.of(control), control))
+    assert effect.half_width == pytest.approx(half_width(AFTER, WITHOUT))
+    other_data = logic.compare(Control(Estimate(0.05), BatchValues([0.05], [6])))
+    assert other_data.value == pytest.approx(np.mean(AFTER) - 0.05)
+    assert np.isnan(other_data.half_width)
+
+
+def test_a_control_adds_two_columns() -> None:
+    rows = held_out_rows(HISTORY, {})
     columns, cells = held_out_table(rows)
-    assert columns[-1] == "change"
-    assert [line[-1] for line in cells] == ["-0.4871", "-0.0024 ± 0.015"]
-    other_data = {"logic": Control(Estimate(0.0755), BatchValues([0.1], [4]))}
-    assert held_out_table(rows, other_data)[1][1][-1] == "-0.0014"
+    assert columns == ["held-out data", "before (step 0)", "after (step 24)", "change"]
+    assert cells == [["nll", "1.548", "1.061", "-0.4871"], ["logic", "0.0765", "0.0741", "-0.0024"]]
+    columns, cells = held_out_table(rows, {"logic": Control(Estimate(0.0755))})
+    assert columns[3:] == ["without the terms", "effect of the terms"]
+    assert [line[3:] for line in cells] == [["", ""], ["0.0755", "-0.0014"]]
+
+
+def test_a_metric_of_another_step_than_its_column_names_its_step() -> None:
+    rows = held_out_rows({"test/nll": [(0, 2.0), (24, 1.0)], "test/rare": [(0, 0.5)]}, {})
+    assert held_out_table(rows)[1] == [["nll", "2", "1", "-1"], ["rare", "0.5", "0.5 (step 0)", ""]]
+
+
+def test_skipped_terms_are_warnings() -> None:
+    history = {"term/logic/skipped": [(step, 1.0) for step in range(3, 10)]}
+    assert run_warnings({}, history) == ("Term logic was skipped at 7 steps (3, 4, 5, 6, 7, ...).",)
 
 
 def test_the_main_metric_comes_first() -> None:

@@ -1,0 +1,289 @@
+"""Interactive charts of one run or of several runs, for reports.
+
+Colors are those of Okabe and Ito, which readers with any color vision can tell apart ("Color Universal Design", 2008).
+The script of the page sets the colors of text and axes, so that they follow the reader's light or dark theme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from objectives.term import BASE
+from tasks.reports.tables import Estimate, History, cosine_key
+from tasks.training.held_out import BatchValues
+
+# Okabe and Ito's colors without yellow and black, which vanish on a light or a dark page.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+_DASHES = ("solid", "dash", "dot")
+# Readable on a light and on a dark page: the base loss, and lines of reference.
+NEUTRAL = "#7f7f7f"
+_COSINES = [[0.0, "#D55E00"], [0.5, "#f2f2f2"], [1.0, "#0072B2"]]
+
+_FEWEST_TO_SMOOTH = 12
+_HEIGHT_PX, _ROW_PX = 320, 130
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Chart with its title and a sentence that says how to read it.
+
+    Attributes:
+        is_wide: whether it takes a whole row of the page.
+    """
+
+    title: str
+    reading: str
+    figure: go.Figure
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRun:
+    """Metrics of a run.
+
+    Attributes:
+        history: points (step, value) of each metric.
+        batches: values of the terms on each held-out batch, by step and term.
+        label: name in legends; empty if the page has a single run.
+    """
+
+    history: History
+    batches: Mapping[int, Mapping[str, BatchValues]] = field(default_factory=dict)
+    label: str = ""
+
+    def held_out(self, key: str) -> dict[int, Estimate]:
+        """Held-out values of a metric by step, with intervals if the run stored the values of its batches."""
+        name = key.removeprefix("test/term/").removesuffix("/value")
+        estimates: dict[int, Estimate] = {}
+        for step, value in self.history.get(key, ()):
+            batches = self.batches.get(step, {}).get(name)
+            estimates[step] = Estimate.of(batches) if batches else Estimate(value)
+        return estimates
+
+
+def term_colors(names: Sequence[str]) -> dict[str, str]:
+    """Color of each term, the same in every chart of a page; the base loss is gray."""
+    regularizers = [name for name in names if name != BASE]
+    return {BASE: NEUTRAL} | {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(regularizers)}
+
+
+def draw_metric(
+    runs: Sequence[DrawnRun], title: str, unit: str, reading: str, *, train: str = "", held_out: str = ""
+) -> Chart | None:
+    """Chart of a metric on training batches, raw and smoothed, and on held-out data; None if no run has it.
+
+    Args:
+        train: key of the metric of a training step.
+        held_out: key of the metric of an evaluation.
+    """
+    figure = go.Figure()
+    for run, color in zip(runs, _run_colors(runs), strict=True):
+        _add_values(figure, run, train, held_out, color)
+    if not figure.data:
+        return None
+    figure.update_xaxes(title_text="step")
+    figure.update_yaxes(title_text=unit)
+    return Chart(title, reading, _styled(figure, _HEIGHT_PX))
+
+
+def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limit: float | None = None) -> Chart | None:
+    """Chart of a term: its values, its weight or multiplier, and the measured effect of the updates on it.
+
+    Args:
+        color: its color if there is one run; several runs have a color each.
+        limit: limit of its target, drawn as a line.
+    """
+    rows = {"value": "value", "weight": "weight", "multiplier": "multiplier", "effect": "effect of an update"}
+    keys = {field: f"term/{name}/{field}" for field in rows}
+    with_term = [run for run in runs if run.history.get(keys["value"])]
+    is_held = bool(with_term) and all(run.history.get(keys["multiplier"]) for run in with_term)
+    hidden = {"weight"} if is_held else set[str]()
+    drawn = [row for row in rows if row not in hidden and any(run.history.get(keys[row]) for run in runs)]
+    held_out = f"test/term/{name}/value"
+    if "value" not in drawn:
+        if not any(run.history.get(held_out) for run in runs):
+            return None
+        drawn.insert(0, "value")
+    heights = [3.0 if row == "value" else 1.0 for row in drawn]
+    figure = make_subplots(
+        len(drawn),
+        1,
+        shared_xaxes=True,
+        row_heights=[height / sum(heights) for height in heights],
+        vertical_spacing=0.06,
+    )
+    colors = [color] if len(runs) == 1 else _run_colors(runs)
+    for run, run_color in zip(runs, colors, strict=True):
+        _add_values(figure, run, keys["value"], held_out, run_color, row=1)
+        for index, row in enumerate(drawn[1:], start=2):
+            _add_line(figure, run.history.get(keys[row], ()), f"{rows[row]} {run.label}", run_color, row=index)
+    if limit is not None:
+        figure.add_hline(limit, line_dash="dash", line_color=NEUTRAL, annotation_text="limit", row=1, col=1)  # pyright: ignore[reportArgumentType]
+    for index, row in enumerate(drawn, start=1):
+        figure.update_yaxes(title_text=rows[row], row=index, col=1)
+    if "effect" in drawn:
+        figure.add_hline(0, line_width=1, line_color=NEUTRAL, row=len(drawn), col=1)  # pyright: ignore[reportArgumentType]
+    figure.update_xaxes(title_text="step", row=len(drawn), col=1)
+    reading = "Thin: each training batch; thick: their running mean; points: held-out data with its 95 % interval."
+    if "effect" in drawn:
+        reading += " An effect below 0 means that the updates lower the term on their own batch."
+    return Chart(name, reading, _styled(figure, _HEIGHT_PX + _ROW_PX * (len(drawn) - 1)))
+
+
+def draw_shares(run: DrawnRun, names: Sequence[str]) -> Chart | None:
+    """Stacked chart of each term's share of the gradient; None without a step."""
+    figure, colors = go.Figure(), term_colors(names)
+    for name in names:
+        points = run.history.get(f"term/{name}/grad_share", ())
+        if points:
+            x, y = zip(*points, strict=True)
+            figure.add_scatter(x=x, y=y, name=name, stackgroup="share", line={"color": colors[name], "width": 1})
+    if not figure.data:
+        return None
+    figure.update_xaxes(title_text="step")
+    figure.update_yaxes(title_text="share of the gradient", tickformat=".0%", range=[0, 1])
+    reading = "Height of a band: the part of a term in the summed norms of all weighted gradients of a step."
+    return Chart("Share of the gradient", reading, _styled(figure, _HEIGHT_PX))
+
+
+def draw_cosines(run: DrawnRun, names: Sequence[str]) -> Chart | None:
+    """Line chart of the cosine of each pair of gradients; None for a single term."""
+    figure = go.Figure()
+    pairs = [(first, second) for index, first in enumerate(names) for second in names[index + 1 :]]
+    for index, (first, second) in enumerate(pairs):
+        points = _cosines(run.history, first, second)
+        dash = _DASHES[index // len(PALETTE) % len(_DASHES)]
+        _add_line(figure, points, f"{first}, {second}", PALETTE[index % len(PALETTE)], dash=dash)
+    if not figure.data:
+        return None
+    figure.add_hline(0, line_width=1, line_color=NEUTRAL)
+    figure.update_xaxes(title_text="step")
+    figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
+    reading = "Below 0, two terms pull against each other; at 0, neither affects the other."
+    return Chart("Cosines of the gradients", reading, _styled(figure, _HEIGHT_PX))
+
+
+def draw_conflicts(run: DrawnRun, names: Sequence[str]) -> Chart:
+    """Heat map of the mean cosine of each pair of gradients."""
+    figure = go.Figure(
+        go.Heatmap(
+            z=mean_cosines(run.history, names),
+            x=list(names),
+            y=list(names),
+            zmin=-1,
+            zmax=1,
+            colorscale=_COSINES,
+            texttemplate="%{z:+.2f}",
+            hoverongaps=False,
+            colorbar={"title": {"text": "cosine"}},
+        )
+    )
+    figure.update_xaxes(title_text="term")
+    figure.update_yaxes(title_text="term", autorange="reversed")
+    reading = "Orange pairs pull against each other, blue ones in the same direction; an empty cell has no common step."
+    return Chart("Conflicts: mean cosine of the gradients", reading, _styled(figure, _HEIGHT_PX))
+
+
+def mean_cosines(history: History, names: Sequence[str]) -> np.ndarray:
+    """Mean cosine of each pair of terms over the steps, ``(K, K)``; NaN for pairs without a common step."""
+    cosines_KK = np.full((len(names), len(names)), np.nan)
+    np.fill_diagonal(cosines_KK, 1.0)
+    for i, first in enumerate(names):
+        for j, second in enumerate(names):
+            points = _cosines(history, first, second)
+            if i != j and points:
+                cosines_KK[i, j] = np.mean([value for _, value in points])
+    return cosines_KK
+
+
+def smooth(values: Sequence[float]) -> tuple[int, list[float]]:
+    """Running mean of values, and the number of values that it averages, a tenth of them; shorter at the start.
+
+    >>> smooth([4.0, 2.0, 0.0])
+    (2, [4.0, 3.0, 1.0])
+    """
+    width = max(2, len(values) // 10)
+    return width, [float(np.mean(values[max(0, end - width) : end])) for end in range(1, len(values) + 1)]
+
+
+def _cosines(history: History, first: str, second: str) -> Sequence[tuple[int, float]]:
+    return history.get(cosine_key(first, second)) or history.get(cosine_key(second, first)) or ()
+
+
+def _run_colors(runs: Sequence[DrawnRun]) -> list[str]:
+    return [PALETTE[index % len(PALETTE)] for index in range(len(runs))]
+
+
+def _add_values(
+    figure: go.Figure, run: DrawnRun, train: str, held_out: str, color: str, row: int | None = None
+) -> None:
+    """Add the raw and the smoothed values of training batches, and the held-out values."""
+    label = f" {run.label}" if run.label else ""
+    points = run.history.get(train, ()) if train else ()
+    if len(points) < _FEWEST_TO_SMOOTH:
+        _add_line(figure, points, f"training batch{label}", color, row=row)
+    else:
+        _add_line(figure, points, f"training batch{label}", color, row=row, width=1, opacity=0.55)
+        width, means = smooth([value for _, value in points])
+        smoothed = [(step, mean) for (step, _), mean in zip(points, means, strict=True)]
+        _add_line(figure, smoothed, f"mean of {width} batches{label}", color, row=row, width=2.5)
+    estimates = run.held_out(held_out) if held_out else {}
+    if estimates:
+        half_widths = [
+            None if np.isnan(estimate.half_width) else estimate.half_width for estimate in estimates.values()
+        ]
+        bars = {"type": "data", "array": half_widths, "thickness": 1.5, "width": 4} if any(half_widths) else None
+        trace = go.Scatter(
+            x=list(estimates),
+            y=[estimate.value for estimate in estimates.values()],
+            error_y=bars,
+            name=f"held-out data{label}",
+            mode="lines+markers",
+            line={"color": color, "dash": "dot", "width": 1.5},
+            marker={"size": 9, "symbol": "diamond"},
+        )
+        figure.add_trace(trace, **_at(row))
+
+
+def _add_line(  # noqa: PLR0913 - the style of one line
+    figure: go.Figure,
+    points: Sequence[tuple[int, float]],
+    name: str,
+    color: str,
+    *,
+    row: int | None = None,
+    width: float = 2,
+    opacity: float = 1.0,
+    dash: str = "solid",
+) -> None:
+    if points:
+        x, y = zip(*points, strict=True)
+        mode = "lines+markers" if len(points) < _FEWEST_TO_SMOOTH else "lines"
+        trace = go.Scatter(x=x, y=y, name=name.strip(), mode=mode, line={"color": color, "width": width, "dash": dash})
+        trace.update(opacity=opacity, marker={"size": 5}, showlegend=row in (None, 1))
+        figure.add_trace(trace, **_at(row))
+
+
+def _at(row: int | None) -> dict[str, Any]:
+    return {} if row is None else {"row": row, "col": 1}
+
+
+def _styled(figure: go.Figure, height: int) -> go.Figure:
+    """Set what all charts share; the legend is above the plot, so that it never covers data."""
+    figure.update_layout(
+        template="none",
+        height=height,
+        margin={"l": 60, "r": 16, "t": 12, "b": 44},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        hovermode="closest" if isinstance(figure.data[0], go.Heatmap) else "x unified",
+        font={"size": 12},
+    )
+    figure.update_xaxes(automargin=True, showgrid=False, zeroline=False)
+    figure.update_yaxes(automargin=True, zeroline=False, exponentformat="power")
+    return figure

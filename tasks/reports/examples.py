@@ -1,0 +1,79 @@
+"""Section of a report with examples before and after training: completions, their scores and flagged parts."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from tasks.reports.html import html_section, html_table
+from tasks.training.examples import Example, TermFlag
+
+_INTRO = (
+    "Held-out prompts with completions before and after training. A term objects to the marked parts; the reason is in "
+    "the list below them. Scores of terms are minimized."
+)
+
+
+def examples_section(examples: Mapping[int, Sequence[Example]]) -> str:
+    """Section of the examples at the first and the last evaluation that stored them; empty without any."""
+    if not examples:
+        return ""
+    columns = [(f"step {step}", examples[step]) for step in sorted({min(examples), max(examples)})]
+    return html_section("Examples before and after", *example_rows(columns), intro=_INTRO)
+
+
+def example_rows(columns: Sequence[tuple[str, Sequence[Example]]]) -> list[str]:
+    """One block per prompt, with a column for each list of examples of the same prompts."""
+    blocks: list[str] = []
+    for shown in zip(*(examples for _, examples in columns), strict=False):
+        titles = [title for title, _ in columns]
+        first = shown[0]
+        if any(example.prompt != first.prompt for example in shown):
+            continue  # the data of the run has changed in between
+        is_same = len({example.completion for example in shown}) == 1  # as in preference pairs
+        cells = list(zip(titles, shown, strict=True))
+        if is_same:
+            cells = [("chosen" if first.other_title == "rejected" else "all steps", first)]
+        texts = "".join(f"<div><b>{html.escape(title)}</b>{_completion(example)}</div>" for title, example in cells)
+        if first.other:
+            texts += f"<div><b>{html.escape(first.other_title)}</b><pre>{html.escape(first.other)}</pre></div>"
+        blocks.append(
+            f'<div class="example"><pre class="prompt">{html.escape(first.prompt)}</pre>'
+            f'<div class="columns">{texts}</div>{_scores(titles, shown)}</div>'
+        )
+    return blocks
+
+
+def marked_text(text: str, flags: Sequence[TermFlag]) -> str:
+    """Text as HTML, with its flagged parts marked; overlapping flags share a mark."""
+    edges = sorted({0, len(text), *(edge for flag in flags for edge in (flag.start, flag.end))})
+    parts: list[str] = []
+    for start, end in pairwise(edges):
+        reasons = [_reason(flag) for flag in flags if flag.start <= start and end <= flag.end]
+        part = html.escape(text[start:end])
+        parts.append(f'<mark title="{html.escape("; ".join(reasons))}">{part}</mark>' if reasons else part)
+    return "".join(parts)
+
+
+def _completion(example: Example) -> str:
+    items = "".join(
+        f"<li><code>{html.escape(example.completion[flag.start : flag.end])}</code> {html.escape(_reason(flag))}"
+        for flag in example.flags
+    )
+    flagged = f'<ul class="muted">{items}</ul>' if items else ""
+    return f"<pre>{marked_text(example.completion, example.flags)}</pre>{flagged}"
+
+
+def _reason(flag: TermFlag) -> str:
+    return f"{flag.term}: {flag.reason}"
+
+
+def _scores(titles: Sequence[str], shown: Sequence[Example]) -> str:
+    names = list(dict.fromkeys(name for example in shown for name in example.scores))
+    rows = [[name, *(_number(example.scores.get(name)) for example in shown)] for name in names]
+    return html_table(("score", *titles), rows) if rows else ""
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

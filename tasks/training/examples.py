@@ -1,0 +1,266 @@
+"""Examples of a run: completions of held-out prompts with their scores, and the parts to which a term objects."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import islice
+
+import torch
+from prefect.logging import get_run_logger
+from tinker_cookbook.tokenizer_utils import Tokenizer
+from torch import Tensor
+
+from blocks.storage import RunDirectory
+from objectives.batch import Batch, Outputs, unpack
+from objectives.errors import ObjectiveError
+from objectives.estimators import ESTIMATORS
+from objectives.labels import find_preference_pairs, number_prompts
+from objectives.objective import Objective
+from objectives.term import Flag, Regularizer, own_params
+from tasks.common.jsonl import read_jsonl
+from tasks.common.task import call, opaque_argument
+from tasks.training.datums import Datums
+from tasks.training.held_out import EvaluatedBatch
+from tasks.training.reference import Reference, load_reference
+from tasks.training.terms import TaskTermExecutor
+
+EXAMPLES_NAME = "examples.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class TermFlag:
+    """Part of a completion to which a term objects, ``completion[start:end]``, with the reason."""
+
+    term: str
+    start: int
+    end: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Completion of a held-out prompt with its scores.
+
+    Attributes:
+        prompt: text of the prompt.
+        completion: text of the sampled completion; of the chosen one in a preference pair.
+        other: completion in the data, or the rejected one in a preference pair; empty without one.
+        other_title: title of `other`.
+        scores: value of each term on the completion, and scores of the method: reward, margin or teacher KL.
+        flags: parts of the completion.
+    """
+
+    prompt: str
+    completion: str
+    other: str = ""
+    other_title: str = ""
+    scores: dict[str, float] = field(default_factory=dict)
+    flags: tuple[TermFlag, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleInput:
+    """Datums of an example: one completion, or the chosen and the rejected one of a pair."""
+
+    evaluated: EvaluatedBatch
+    other: str = ""
+
+
+def take_datums(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Return a batch of some datums of another batch, without features."""
+
+    def taken(name: str, value: object) -> object:
+        if isinstance(value, Tensor) and name.endswith("_DT"):
+            parts = unpack(value, batch.offsets_D)
+            return torch.cat([parts[row] for row in rows])
+        if isinstance(value, tuple) and value:
+            return tuple(value[row] for row in rows)
+        if isinstance(value, Mapping):
+            return {
+                key: item[list(rows)] if isinstance(item, Tensor) else tuple(item[row] for row in rows)
+                for key, item in value.items()
+            }
+        return value
+
+    changed = {item.name: taken(item.name, getattr(batch, item.name)) for item in fields(batch)}
+    lengths = torch.tensor([0, *batch.offsets_D.diff()[list(rows)].tolist()])
+    changed |= {"offsets_D": lengths.cumsum(0), "features": None}
+    if batch.datums is not None:
+        datums = list(batch.datums)
+        changed["datums"] = Datums([datums[row] for row in rows])
+    return replace(batch, **changed)
+
+
+def first_prompts(evaluated: Sequence[EvaluatedBatch], num: int) -> list[Batch]:
+    """Return batches with one datum of each of the first `num` prompts."""
+    batches: list[Batch] = []
+    for entry in evaluated:
+        rows = _first_rows(entry.batch)[:num]
+        num -= len(rows)
+        if rows:
+            batches.append(take_datums(entry.batch, rows))
+    return batches
+
+
+def example_inputs(evaluated: Sequence[EvaluatedBatch], others: Sequence[str] = ()) -> Iterator[ExampleInput]:
+    """Yield the examples of evaluated batches: their first completion of each prompt, or their pairs.
+
+    Args:
+        others: completions of the same prompts in the data, in order.
+    """
+    remaining = iter(others)
+    for entry in evaluated:
+        is_pair = {"pair", "desirable"} <= entry.batch.labels_D.keys()
+        if is_pair:
+            chosen_P, rejected_P = find_preference_pairs(entry.batch)
+            rows_E = torch.stack([chosen_P, rejected_P], dim=1).tolist()
+        else:
+            rows_E = [[row] for row in _first_rows(entry.batch)]
+        for rows in rows_E:
+            batch = take_datums(entry.batch, rows)
+            logprobs_D = unpack(entry.logprobs_DT, entry.batch.offsets_D)
+            scores_D = tuple(entry.scores_D[row] for row in rows) if entry.scores_D else ()
+            other = batch.texts_D[1] if is_pair else next(remaining, "")
+            yield ExampleInput(EvaluatedBatch(batch, torch.cat([logprobs_D[row] for row in rows]), scores_D), other)
+
+
+def measure_examples(
+    inputs: Iterator[ExampleInput],
+    num: int,
+    objective: Objective,
+    executor: TaskTermExecutor,
+    reference: Reference | None,
+    tokenizer: Tokenizer,
+) -> list[Example]:
+    """Score the first examples by the terms of an objective, except those that compare with a reference."""
+    chosen = list(islice(inputs, num))
+    if not chosen:
+        return []
+    terms = [term for term in objective.regularizers if "ref_logprobs" not in term.term.needs]
+    batches = [entry.evaluated.batch for entry in chosen]
+    scores_E = [dict(entry.evaluated.scores_D[0]) if entry.evaluated.scores_D else {} for entry in chosen]
+    flags_E: list[list[TermFlag]] = [[] for _ in chosen]
+    data = [
+        (Outputs(entry.evaluated.logprobs_DT, None, batch.sampling_logprobs_DT), batch)
+        for entry, batch in zip(chosen, batches, strict=True)
+    ]
+    for term in terms:
+        try:
+            evaluations = executor.measure(term, data)()
+        except ObjectiveError as error:
+            get_run_logger().warning("The examples have no value of term %s: %s", term.name, error)
+            continue
+        for evaluation, scores in zip(evaluations, scores_E, strict=True):
+            scores[term.name] = evaluation.value
+        for (outputs, batch), flags in zip(data, flags_E, strict=True):
+            flags += find_flags(term, outputs, batch, tokenizer)
+    is_pairs = batches[0].num_datums == 2
+    if objective.base and is_pairs:
+        _add_margins(objective.base, chosen, scores_E, executor, reference)
+    return [
+        Example(
+            _prompt(batch, tokenizer),
+            batch.texts_D[0],
+            entry.other,
+            ("rejected" if is_pairs else "in the data") if entry.other else "",
+            scores,
+            tuple(flags),
+        )
+        for entry, batch, scores, flags in zip(chosen, batches, scores_E, flags_E, strict=True)
+    ]
+
+
+def find_flags(regularizer: Regularizer, outputs: Outputs, batch: Batch, tokenizer: Tokenizer) -> list[TermFlag]:
+    """Return the parts of the first datum's text to which a term objects."""
+    term, text = regularizer.term, batch.texts_D[0]
+    if term.flag:
+        flags = term.flag(text, **own_params(term.flag, regularizer.params))
+    elif regularizer.estimator in ESTIMATORS and ESTIMATORS[str(regularizer.estimator)].per_token:
+        flags = _token_flags(regularizer, outputs, take_datums(batch, [0]), tokenizer)
+    else:
+        flags = ()
+    return [TermFlag(regularizer.name, flag.start, flag.end, flag.reason) for flag in flags]
+
+
+def append_examples(directory: RunDirectory, step: int, examples: Sequence[Example]) -> None:
+    """Store the examples of the weights before a step with the run."""
+    record = {"step": step, "examples": [asdict(example) for example in examples]}
+    directory.append_line(EXAMPLES_NAME, json.dumps(record))
+
+
+def read_examples(directory: RunDirectory) -> dict[int, list[Example]]:
+    """Read the stored examples by step; those of a repeated evaluation replace earlier ones."""
+    return dict(
+        read_jsonl(
+            directory,
+            EXAMPLES_NAME,
+            lambda record: (
+                int(record["step"]),
+                [
+                    Example(**{**entry, "flags": tuple(TermFlag(**flag) for flag in entry["flags"])})
+                    for entry in record["examples"]
+                ],
+            ),
+        )
+    )
+
+
+def _first_rows(batch: Batch) -> list[int]:
+    """First datum of each prompt."""
+    first: dict[int, int] = {}
+    for row, number in enumerate(number_prompts(batch).tolist()):
+        first.setdefault(number, row)
+    return list(first.values())
+
+
+def _prompt(batch: Batch, tokenizer: Tokenizer) -> str:
+    mask = unpack(batch.mask_DT, batch.offsets_D)[0]
+    datum = next(iter(batch.datums))
+    tokens = [token for chunk in datum.model_input.chunks for token in getattr(chunk, "tokens", ())]
+    return str(tokenizer.decode(tokens[: int(mask.int().argmax()) + 1]))
+
+
+def _add_margins(
+    loss: Regularizer,
+    pairs: Sequence[ExampleInput],
+    scores_E: Sequence[dict[str, float]],
+    executor: TaskTermExecutor,
+    reference: Reference | None,
+) -> None:
+    """Add the margin of each pair under a preference loss; the reference has cached its logprobs."""
+    inputs: list[tuple[Outputs, Batch]] = []
+    for pair in pairs:
+        batch = pair.evaluated.batch
+        reference_DT = call(load_reference, reference, opaque_argument(batch), 0) if reference else None
+        inputs.append((Outputs(pair.evaluated.logprobs_DT, reference_DT), batch))
+    for evaluation, scores in zip(executor.measure(loss, inputs)(), scores_E, strict=True):
+        if "margin" in evaluation.metrics:
+            scores["margin"] = evaluation.metrics["margin"]
+
+
+def _token_flags(regularizer: Regularizer, outputs: Outputs, batch: Batch, tokenizer: Tokenizer) -> list[Flag]:
+    """Flags of a term whose scores are per token: consecutive tokens with a positive score."""
+    term = regularizer.term
+    if inspect.iscoroutinefunction(term.evaluate) or len(batch.texts_D) != 1:
+        return []
+    features = term.prepare(batch, **own_params(term.prepare, regularizer.params)) if term.prepare else None
+    own = Outputs(outputs.logprobs_DT[: batch.num_tokens])
+    result = term.evaluate(own, replace(batch, features=features), **own_params(term.evaluate, regularizer.params))
+    scores_DT = result[0] if isinstance(result, tuple) else result
+    if not isinstance(scores_DT, Tensor) or scores_DT.shape != (batch.num_tokens,):
+        return []
+    tokens = batch.target_tokens_DT[batch.mask_DT].tolist()
+    is_flagged = (scores_DT[batch.mask_DT] > 0).tolist()
+    flags: list[Flag] = []
+    for index, flagged in enumerate(is_flagged):
+        if not flagged:
+            continue
+        start, end = (len(str(tokenizer.decode(tokens[:length]))) for length in (index, index + 1))
+        if flags and flags[-1].end == start:
+            flags[-1] = replace(flags[-1], end=end)
+        else:
+            flags.append(Flag(start, end, "made less likely"))
+    return flags

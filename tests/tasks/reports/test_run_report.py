@@ -1,0 +1,141 @@
+"""Report of a run: its page in a browser, hostile names, and the sensitivity to the weights."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import browser, page_text
+from mlflow import MlflowClient
+from selenium.webdriver.remote.webdriver import WebDriver
+
+from blocks.storage import RunStorage
+from objectives.targets import TargetSpec
+from tasks.reports.run_report import SENSITIVITY_COLUMNS, WINDOW, sensitivity_cells, write_report
+from tasks.reports.tables import target_rows
+from tasks.training.metrics import MetricsLog
+
+HOSTILE = "</script><script>document.title='pwned'</script>"
+
+
+def rl_history() -> dict[str, list[tuple[int, float]]]:
+    steps = range(30)
+    history = {
+        "env/all/reward/total": [(step, step / 30) for step in steps],
+        "test/env/all/reward/total": [(0, 0.1), (30, 0.9)],
+        "env/all/num_letters": [(step, step / 3) for step in steps],
+        "env/all/total_episodes": [(step, 16.0) for step in steps],
+        "optim/entropy": [(step, 5 - step / 10) for step in steps],
+        "test/exact_match": [(0, 0.0), (30, 0.5)],
+        f"term/{HOSTILE}/skipped": [(3, 1.0), (4, 1.0)],
+    }
+    for name in ("base", "kl"):
+        for field in ("value", "weight", "contribution", "grad_norm_weighted", "grad_share", "cosine_to_base"):
+            history[f"term/{name}/{field}"] = [(step, 0.5) for step in steps]
+    history["term/kl/multiplier"] = [(step, 0.1 * step) for step in steps]
+    history["test/term/kl/value"] = [(0, 0.0), (30, 0.4)]
+    return history
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    experiment = client.create_experiment("x", artifact_location=str(folder / "artifacts"))
+    run = client.create_run(experiment, tags={"prefect.flow_name": "rl", "tinker_flows.warning.x": HOSTILE})
+    client.log_param(run.info.run_id, "model", "tiny")
+    history = rl_history()
+    targets = target_rows(history, {"kl": TargetSpec(at_most=0.25)})
+    with RunStorage(url=str(folder / "runs")).run_directory("mine") as directory:
+        record = {"name": "30", "batch": 30, "epoch": 0, "final": True, "state_path": "tinker://a/weights/final"}
+        directory.append_line("checkpoints.jsonl", json.dumps(record))
+        log = MetricsLog(client, run.info.run_id)
+        return Path(write_report.fn(directory, log, f"mine {HOSTILE}", history, targets=targets))
+
+
+def test_the_page_is_one_file_with_every_section(page: Path) -> None:
+    text = page.read_text()
+    titles = ["Use the weights", "Results", "Parts of the reward", "Health of reinforcement learning", "Evaluators"]
+    titles += ["What did each term do?", "Targets", "Held-out data", "Sensitivity to the weights"]
+    assert [title for title in titles if f"<h2>{title}</h2>" not in text] == []
+    assert "src=" not in text
+    assert len(text) < 3e6
+    assert HOSTILE not in text
+    assert "tinker-flows run rl --config CONFIG run_name=NEW" in text
+    assert "was skipped at 2 steps (3, 4)." in text
+
+
+@pytest.fixture
+def driver() -> Iterator[WebDriver]:
+    with browser(1280, 1000) as driver:
+        yield driver
+
+
+def open_page(driver: WebDriver, page: Path, scheme: str) -> None:
+    scheme_feature = {"name": "prefers-color-scheme", "value": scheme}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": [scheme_feature]})
+    driver.get(page.as_uri())
+    deadline = time.monotonic() + 60
+    while not driver.execute_script("return document.body.dataset.drawn"):
+        assert time.monotonic() < deadline, page_text(driver)[-2000:]
+        time.sleep(0.1)
+
+
+@pytest.mark.process
+def test_the_page_draws_its_charts_without_a_network(page: Path, driver: WebDriver) -> None:
+    fonts: dict[str, str] = {}
+    for scheme in ("light", "dark"):
+        open_page(driver, page, scheme)
+        assert driver.get_log("browser") == []
+        assert driver.title.startswith("mine ")
+        num_plots = driver.execute_script("return document.querySelectorAll('.plot').length")
+        drawn = driver.execute_script("return document.querySelectorAll('.plot .main-svg .subplot').length")
+        assert drawn >= num_plots >= 6
+        assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
+        fonts[scheme] = driver.execute_script("return document.querySelector('.plot').layout.font.color")
+    assert fonts == {"light": "#1f2328", "dark": "#e6edf3"}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("width", [1280, 1920])
+def test_the_page_fits_the_window_and_legends_are_outside_of_the_plots(
+    page: Path, driver: WebDriver, width: int
+) -> None:
+    driver.set_window_size(width, 1000)
+    open_page(driver, page, "light")
+    assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    edges = driver.execute_script("""
+        return [...document.querySelectorAll(".plot")].filter(plot => plot.querySelector(".legend")).map(plot => [
+          plot.querySelector(".legend").getBoundingClientRect().bottom,
+          plot.getBoundingClientRect().top + plot._fullLayout._size.t,
+        ])""")
+    assert len(edges) >= 4
+    assert [(legend, area) for legend, area in edges if legend > area + 1] == []
+
+
+def test_sensitivity_of_two_orthogonal_gradients() -> None:
+    history = {
+        "term/base/grad_norm_weighted": [(0, 3.0)],
+        "term/a/grad_norm_weighted": [(0, 1.0)],
+        "term/a/cosine_to_base": [(0, 0.0)],
+        "term/monitor/grad_norm_weighted": [(0, 0.0)],
+    }
+    (row,) = sensitivity_cells(history, ("base", "a", "monitor"))
+    assert len(row) == len(SENSITIVITY_COLUMNS)
+    assert row == ("a", "25.0% (25.0% to 25.0%)", "14.3%", "40.0%", "76.9%", "+0.986", "+0.832", "+0.287", "x3")
+
+
+def test_sensitivity_is_the_median_over_the_last_steps() -> None:
+    """The last step alone has no gradient of the term, and the first is outside of the window."""
+    norms = [9.0, *[1.0] * (WINDOW - 3), 3.0, 3.0, 0.0]
+    history = {
+        "term/base/grad_norm_weighted": [(step, 3.0) for step in range(len(norms))],
+        "term/a/grad_norm_weighted": list(enumerate(norms)),
+        "term/a/cosine_to_base": [(step, 0.0) for step in range(len(norms))],
+    }
+    (row,) = sensitivity_cells(history, ("base", "a"))
+    assert row[:2] == ("a", "25.0% (0.0% to 50.0%)")
+    assert row[-1] == "x3"
