@@ -17,6 +17,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from torch import Tensor
 
 from objectives.batch import Batch
+from objectives.reductions import mean_by_datum
 from tasks.common.task import call, opaque_argument
 from tasks.distillation.mixture import Mixture
 from tasks.distillation.prompts import PromptGroup
@@ -168,13 +169,15 @@ class TeacherKL(SamplingClientEvaluator):
             return {}
         batch = pack_groups([Group((), group, ()) for group in groups], self._settings.shape, self._tokenizer)
         assert batch.sampling_logprobs_DT is not None
-        self.evaluated = [EvaluatedBatch(batch, batch.sampling_logprobs_DT)]
         groups_D = [sources[index] for index in batch.labels_D["group"].tolist()]
         requests_D = [
             TeacherRequest(teacher, datum_for_teacher(builder, datum))
             for (teacher, builder), datum in zip(groups_D, batch.datums, strict=True)
         ]
-        return {"test/teacher_kl": -_logprob_gap(batch, await score_all(requests_D))[batch.mask_DT].mean().item()}
+        kl_DT = -_logprob_gap(batch, await score_all(requests_D))
+        scores_D = tuple({"teacher_kl": value} for value in mean_by_datum(kl_DT, batch).tolist())
+        self.evaluated = [EvaluatedBatch(batch, batch.sampling_logprobs_DT, scores_D)]
+        return {"test/teacher_kl": kl_DT[batch.mask_DT].mean().item()}
 
 
 class _MixtureDataset(RLDataset):

@@ -147,7 +147,7 @@ class TeacherDataSource(BatchSource):
 
     def _hard_sequences(self, items: Sequence[Item[TeacherInput]], step: int) -> list[list[TeacherSequence]]:
         """Hard sequences of the items: given sequences, and the teachers' completions of groups."""
-        is_unbiased = self._settings.rollout.temperature == 1
+        is_unbiased = self._settings.rollout.distribution.is_plain
         pending = [self._start(item, step, index) for index, item in enumerate(items)]
         return [
             [

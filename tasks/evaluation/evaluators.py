@@ -36,7 +36,7 @@ from tasks.common.task import retried_task
 from tasks.common.tokenizers import TokenizedEvaluator
 from tasks.training.datums import pack_datums
 from tasks.training.held_out import EvaluatedBatch
-from tasks.training.metrics import safe_name
+from tasks.training.metric_names import safe_name
 
 OnEvaluatorError = Literal["raise", "skip"]
 

@@ -17,7 +17,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from objectives.labels import PREFIX
-from tasks.common.builders import build
+from tasks.common.builders import NO_RESOURCES, build
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,12 @@ class Comparisons:
 
 
 def build_comparisons(
-    builder: str, params: Mapping[str, Any], tokenizer: Tokenizer
+    builder: str, params: Mapping[str, Any], tokenizer: Tokenizer, resources: Mapping[str, Any] = NO_RESOURCES
 ) -> tuple[Comparisons, Comparisons | None]:
     """Construct a `ComparisonDatasetBuilder` by import path; return its training and, if any, held-out comparisons.
+
+    Args:
+        resources: open resources of the run for builders with matching parameters; see `build`.
 
     Raises:
         ConfigError: the builder does not exist, rejects its parameters, cannot read its data, or has no comparisons.
@@ -71,7 +74,7 @@ def build_comparisons(
         train, test = instance.get_train_and_test_datasets()
         return Comparisons(instance, train), None if test is None else Comparisons(instance, test)
 
-    train, test = build("comparisons", builder, params, tokenizer, read)
+    train, test = build("comparisons", builder, params, tokenizer, read, resources)
     if test is not None and len(test) == 0:
         raise ConfigError(
             f"The held-out rows of {builder} have no comparison: check comparisons.params, or drop the held-out rows."

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition
 from typing import Any, NamedTuple
 
 import tinker
+import torch
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from objectives.batch import Batch
-from tasks.common.sampling import wait_for_snapshot
 from tasks.common.task import Pending, call, opaque_argument
 from tasks.rl.group_batches import split
 from tasks.rl.group_rollout import Group, rollout
+from tasks.rl.mismatch import STALENESS
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
-from tasks.rl.trajectories import count_tokens
+from tasks.rl.trajectories import GROUP_INDEX, count_tokens
 from tasks.training.batch_source import TrainedBatch
 
 
@@ -125,24 +126,36 @@ class AsyncRolloutSource(RolloutSource):
 
         def wait(part: range) -> list[Group]:
             if part.start == 0:
-                weights = Weights(step, wait_for_snapshot(snapshot))
+                weights = Weights(step, self.wait_for_sampler(snapshot))
                 with self._changed:
                     self._weights = weights
             return self._take(step, len(part))
 
-        return [self.start_gathering(step, partial(wait, part)) for part in split(self._size, self.num_parts)]
+        return self.start_gathering(step, [partial(wait, part) for part in split(self._size, self.num_parts)])
+
+    def gather(self, step: int, groups: Sequence[Group]) -> Batch:
+        """Build a minibatch, whose label `STALENESS` is the age of the weights that sampled each datum."""
+        batch = super().gather(step, groups)
+        with self._changed:
+            versions = {id(completed.group): completed.version for completed in self._taken[step]}
+        ages_G = torch.tensor([step - versions[id(group)] for group in groups])
+        return replace(batch, labels_D={**batch.labels_D, STALENESS: ages_G[batch.labels_D[GROUP_INDEX]]})
 
     def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
         with self._changed:
             ages = [step - completed.version for completed in self._taken[step]]
             failed, self._failed = self._failed, []
             stale, self._stale = self._stale, []
+            num_ready, num_running = len(self._completed), len(self._running)
         self._groups[step].append(failed)
         self._sampled += count_tokens(stale)
         return super().metrics(step, trained, terms) | {
             "async/staleness_mean": sum(ages) / len(ages),
             "async/staleness_max": float(max(ages)),
             "async/groups_replayed": float(len(stale)),
+            "async/stale_share": len(stale) / (len(stale) + len(ages)),
+            "async/groups_ready": float(num_ready),
+            "async/groups_running": float(num_running),
         }
 
     def close(self) -> None:

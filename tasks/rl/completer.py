@@ -11,16 +11,17 @@ import asyncio
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from time import perf_counter
 from typing import NamedTuple
 
 import tinker
-from tinker import types
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 
 from tasks.common.service_errors import service_errors
 from tasks.rl.custom_completer import CheckedCompleter, CompleterSpec
+from tasks.rl.sampling_distribution import SamplingDistribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class SnapshotCompleter(TokenCompleter):
     Attributes:
         sampler: client of the snapshot.
         max_tokens: maximum tokens per turn.
-        temperature: sampling temperature.
+        distribution: temperature, top-k and top-p of the samples.
         key: run's seed, step and group; with the attempt, member and turn, it determines the seed of a request.
         by_prompt: True if the seed also depends on the prompt, for groups that share a key.
         custom: completer of the user, which samples in place of this one; None for none.
@@ -38,7 +39,7 @@ class SnapshotCompleter(TokenCompleter):
 
     sampler: tinker.SamplingClient
     max_tokens: int
-    temperature: float
+    distribution: SamplingDistribution
     key: tuple[int, ...]
     by_prompt: bool = False
     custom: CompleterSpec | None = None
@@ -49,7 +50,7 @@ class SnapshotCompleter(TokenCompleter):
             offered = {
                 "sampling_client": self.sampler,
                 "max_tokens": self.max_tokens,
-                "temperature": self.temperature,
+                "temperature": self.distribution.temperature,
             }
             return [
                 CheckedCompleter(self.custom, partial(self._seed_of_member, attempt, index), **offered)
@@ -135,19 +136,18 @@ class _Requests:
 
     async def _sample(self, batch: Sequence[_Waiter]) -> None:
         first, turn, _ = batch[0]
-        params = types.SamplingParams(
-            stop=turn.stop,
-            max_tokens=turn.max_tokens,
-            temperature=self.policy.temperature,
-            seed=self.policy.seed(self._attempt, turn) + first,
-        )
+        distribution, seed = self.policy.distribution, self.policy.seed(self._attempt, turn) + first
+        params = distribution.params(max_tokens=turn.max_tokens, seed=seed, stop=turn.stop)
+        began = perf_counter()
         try:
             with service_errors("sample a rollout"):
-                response = await self.policy.sampler.sample(turn.prompt, len(batch), params)
+                response = await self.policy.sampler.sample(
+                    turn.prompt, len(batch), params, topk_sample_logprobs=distribution.num_requested
+                )
             for waiter, sequence in zip(batch, response.sequences, strict=True):
                 if not waiter.completion.done():
-                    completion = TokensWithLogprobs(sequence.tokens, sequence.logprobs, sequence.stop_reason)
-                    waiter.completion.set_result(completion)
+                    completion = distribution.completion(sequence)
+                    waiter.completion.set_result(replace(completion, duration_s=perf_counter() - began))
         except Exception as error:  # noqa: BLE001 - each member raises it again
             for waiter in batch:
                 if not waiter.completion.done():

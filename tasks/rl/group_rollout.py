@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TypeVar
 
 from tinker_cookbook.completers import TokenCompleter
@@ -37,12 +38,14 @@ class Group:
         trajectories: trajectories in the order of the members; None if too few members succeeded.
         errors: errors of its environments and rewards in all attempts, and replies of judges without a verdict.
         text_labels_G: text labels of each trajectory, by name: the attribute ``text_labels`` of its environment.
+        duration_s: duration of all attempts.
     """
 
     tags: tuple[str, ...]
     trajectories: TrajectoryGroup | None
     errors: tuple[RolloutError, ...]
     text_labels_G: tuple[Mapping[str, str], ...] = ()
+    duration_s: float = field(default=0.0, compare=False)
 
 
 @dataclass
@@ -83,13 +86,13 @@ class RewardedGroup(EnvGroupBuilder):
         assert trajectory_group is self._trajectories, "the strategy computes the rewards first"
         return self._rewards
 
-    def take_group(self) -> TrajectoryGroup | None:
-        """Return the trajectories with their rewards, once; None if no attempt has succeeded since the last call."""
+    def take_group(self) -> Group | None:
+        """Return the group with its rewards, once; None if no attempt has succeeded since the last call."""
         trajectories, self._trajectories = list(self._trajectories), ()
         if not trajectories:
             return None
         rewards, metrics = zip(*self._rewards, strict=True)
-        return TrajectoryGroup(trajectories, list(rewards), list(metrics))
+        return Group((), TrajectoryGroup(trajectories, list(rewards), list(metrics)), (), self.text_labels_G)
 
     async def cleanup(self) -> None:
         await self.builder.cleanup()
@@ -197,16 +200,17 @@ def rollout(
         ServiceError: the service failed to sample.
     """
     tags = tuple(builder.logging_tags())
-    group = RewardedGroup(builder)
+    group, began = RewardedGroup(builder), perf_counter()
     try:
         trajectories = run_coroutine(do_group_rollout(group, policy, strategy))
     except TinkerFlowsError:
         raise
     except _AllAttemptsFailedError as error:
-        return Group(tags, None, error.errors)
+        return Group(tags, None, error.errors, duration_s=perf_counter() - began)
     except Exception as error:  # noqa: BLE001 - third-party environments
-        return Group(tags, None, (_rollout_error(error),))
-    return Group(tags, trajectories, tuple(trajectories.rollout_errors), group.text_labels_G)
+        return Group(tags, None, (_rollout_error(error),), duration_s=perf_counter() - began)
+    duration_s = perf_counter() - began
+    return Group(tags, trajectories, tuple(trajectories.rollout_errors), group.text_labels_G, duration_s)
 
 
 class RolloutThreads:

@@ -17,13 +17,12 @@ import torch
 from tinker_cookbook.rl.types import Metrics, TrajectoryGroup
 from torch import Tensor
 
-from blocks.errors import ConfigError
 from objectives.gradients.diagnostics import compare_gradients, scalar_products
 from objectives.schedule import Constant, WeightSchedule
 from objectives.targets import Targets, TargetSpec
 from tasks.rl.advantages import AdvantageSettings, TokenAdvantages, compute_token_advantages
 from tasks.rl.group_rollout import Group
-from tasks.training.metrics import safe_name
+from tasks.training.metric_names import safe_name
 
 # Name of the environment's own total reward.
 TOTAL = "total"
@@ -154,6 +153,7 @@ class NamedRewards:
         self._normalization: Normalization = normalization
         self._targets = Targets({name: spec.target for name, spec in specs.items() if spec.target})
         self._num_steps = 0
+        self._reported: set[str] = set()
         self._is_checked = False
         self._lock = Lock()  # minibatches are gathered in threads
         self._values: dict[int, list[Mapping[str, Sequence[float]]]] = {}
@@ -161,10 +161,16 @@ class NamedRewards:
         self._observed: dict[int, dict[str, float]] = {}
         self._states: dict[int, dict[str, Any]] = {}
 
+    @property
+    def targets(self) -> dict[str, TargetSpec]:
+        """Targets of the rewards by ``reward/<name>``, the prefix of their metrics."""
+        return {safe_name(f"reward/{name}"): target for name, target in self._targets.specs.items()}
+
     def begin(self, num_steps: int, state: Mapping[str, Any]) -> None:
         """Prepare for a new or resumed run."""
         self._num_steps = num_steps
         self._targets.restore(state.get("targets", {}))
+        self._reported = set(state.get("reported", ()))
 
     def start(self, step: int) -> None:
         """Fix the weights of a step, by the rewards of all steps before it."""
@@ -174,37 +180,37 @@ class NamedRewards:
             for name, spec in self._specs.items()
         }
         self._weights[step] = RewardWeights(weights, self._normalization)
-        self._states = {step: {"targets": dict(self._targets.state())}}
+        self._states = {step: self._state()}
 
     def take(self, step: int, groups: Sequence[Group]) -> RewardWeights:
-        """Note the rewards of a minibatch of a step, and return the weights of the step.
-
-        Raises:
-            ConfigError: the environment does not report a name.
-        """
+        """Note the rewards of a minibatch of a step, and return the weights of the step."""
         completed = [group.trajectories for group in groups if group.trajectories is not None]
-        if completed:
-            self._check_names(completed)
         values = {
             name: [reward for group in completed for reward in _weighted(group, {name: 1.0}).get_total_rewards()]
             for name in self._specs
         }
         with self._lock:
+            if completed:
+                self._reported |= reported_names(completed)
             self._values.setdefault(step, []).append(values)
         return self._weights[step]
 
-    def _check_names(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Refuse unknown names by the first groups; later ones may lack a metric, which then counts 0."""
+    def pop_warnings(self) -> dict[str, str]:
+        """Return a warning by name for each reward that no completion has reported by the end of the first step.
+
+        It may be misspelled, or a metric that few completions report.
+        """
         with self._lock:
-            if self._is_checked:
-                return
-            reported = reported_names(groups)
-            if unknown := [name for name in self._specs if name not in reported]:
-                raise ConfigError(
-                    f"rewards names {unknown[0]!r}, which the environment does not report: use one of "
-                    f"{', '.join(sorted(reported))}."
-                )
+            if self._is_checked or not self._reported:
+                return {}
             self._is_checked = True
+            reported = ", ".join(sorted(self._reported))
+            return {
+                name: f"rewards names {name!r}, which no completion has reported so far: it counts 0 until one does. "
+                f"If it is misspelled, use one of {reported}."
+                for name in self._specs
+                if name not in self._reported
+            }
 
     def metrics(
         self, step: int, minibatches: Sequence[Sequence[Group]], settings: AdvantageSettings
@@ -239,7 +245,11 @@ class NamedRewards:
         if step in self._states:
             return self._states[step]
         self._observe(step)
-        return {"targets": dict(self._targets.state())}
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        with self._lock:
+            return {"targets": dict(self._targets.state()), "reported": sorted(self._reported & self._specs.keys())}
 
     def _observe(self, before: int) -> None:
         """Update the targets with the rewards of all steps before a step that they have not seen yet."""

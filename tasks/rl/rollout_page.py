@@ -20,7 +20,7 @@ from tasks.training.metrics import MetricsLog
 _DARKEST = 6.0
 
 _BODY = """<style>
-pre {{ white-space: pre-wrap; text-align: left; background: #f6f6f6; padding: .5rem }}
+pre {{ white-space: pre-wrap; text-align: left }}
 span {{ white-space: pre-wrap }} summary {{ cursor: pointer; margin: .4rem 0 }}
 </style>
 <h1>Step {step}</h1>

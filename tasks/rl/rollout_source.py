@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from math import fsum
-from typing import Any
+from typing import Any, TypeVar
 
 import tinker
 import torch
@@ -22,6 +22,9 @@ from torch import Tensor
 from blocks.errors import ConfigError
 from blocks.tinker_internals import BackcompatSamplingClientFuture
 from objectives.batch import Batch, unpack
+from objectives.labels import MEMBER
+from objectives.losses.policy.correction import Correction
+from objectives.targets import TargetSpec
 from objectives.term import BASE
 from tasks.common.builders import NO_RESOURCES, build
 from tasks.common.sampling import wait_for_snapshot
@@ -31,22 +34,32 @@ from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.custom_completer import CompleterSpec
 from tasks.rl.group_batches import GroupBatches, split
 from tasks.rl.group_rollout import Group, RetryWholeGroup, RewardedGroup, RolloutThreads
+from tasks.rl.health import HealthWatch
+from tasks.rl.mismatch import compute_mismatch_metrics
 from tasks.rl.named_rewards import NamedRewards, RewardWeights
 from tasks.rl.rollout_log import Transcript, make_transcript
+from tasks.rl.sampling_distribution import MAX_MEAN_ERROR, SamplingDistribution, check_service
 from tasks.rl.trajectories import (
     apply_kl_penalty,
     compute_critic_metrics,
     compute_group_metrics,
+    compute_logprob_errors,
+    compute_mean_kl,
     compute_policy_metrics,
     compute_post_kl,
     count_tokens,
     pack_groups,
 )
-from tasks.training.batch_source import BatchSource, SampledTokens, TrainedBatch
+from tasks.training.batch_source import BatchSource, HealthWarning, SampledTokens, TrainedBatch
 from tasks.training.held_out import EvaluatedBatch
+from tasks.training.metric_names import safe_name
 from tasks.training.reference import Reference, load_reference, score_sequences, scored_tokens
 
+T = TypeVar("T")
+
 _CLIPPED = f"term/{BASE}/clip_fraction"
+# Policy part of a base loss with further parts, such as an entropy or a penalty.
+_POLICY_PART = f"term/{BASE}/policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,7 @@ class RolloutSettings:
     Attributes:
         seed: seed of the run.
         max_tokens: maximum tokens per turn.
-        temperature: sampling temperature.
+        distribution: temperature, top-k and top-p of the samples.
         strategy: retries of failed rollouts.
         shape: settings of advantages.
         completer: completer of the user; None for the service's sampling.
@@ -64,14 +77,18 @@ class RolloutSettings:
 
     seed: int
     max_tokens: int
-    temperature: float
+    distribution: SamplingDistribution
     strategy: RetryWholeGroup
     shape: AdvantageSettings
     completer: CompleterSpec | None = None
 
+    def with_service_logprobs(self) -> RolloutSettings:
+        """Return the settings with the logprobs that the service returns, whatever the distribution."""
+        return replace(self, distribution=replace(self.distribution, logprobs="service"))
+
     def policy(self, sampler: tinker.SamplingClient, *key: int) -> SnapshotCompleter:
         """Completer of a snapshot; the run's seed and `key` determine its seeds."""
-        return SnapshotCompleter(sampler, self.max_tokens, self.temperature, (self.seed, *key), custom=self.completer)
+        return SnapshotCompleter(sampler, self.max_tokens, self.distribution, (self.seed, *key), custom=self.completer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +119,8 @@ class RolloutSource(BatchSource):
         test: held-out groups, or None.
         reference: reference of the KL penalty, or None for no penalty.
         rewards: named rewards, or None to train on the environments' total reward.
+        health: watch of the metrics, or None for no warnings.
+        correction: correction of the base loss, for its metrics; None for none.
         show: callback that gets the step and its transcript after the step, or None.
         measures_post_kl: score the sampled tokens again after the update of their step.
     """
@@ -109,6 +128,8 @@ class RolloutSource(BatchSource):
     sampled = True
     reference: Reference | None = None
     rewards: NamedRewards | None = None
+    health: HealthWatch | None = None
+    correction: Correction | None = None
     show: Callable[[int, Transcript], None] | None = None
     measures_post_kl: bool = False
 
@@ -132,6 +153,8 @@ class RolloutSource(BatchSource):
         self._groups: dict[int, list[list[Group]]] = {}
         self._distances: dict[int, list[float]] = {}
         self._sampled = SampledTokens()
+        self._is_checked = False
+        self._first_step = 0
         # Client of the run, and the newest snapshot with the step that starts from its weights.
         self._client: tinker.TrainingClient | None = None
         self._snapshot: tuple[int, BackcompatSamplingClientFuture] | None = None
@@ -141,11 +164,18 @@ class RolloutSource(BatchSource):
         return self.problems.num_steps
 
     def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
+        self._first_step = step
         if self.rewards:
             self.rewards.begin(num_steps, state.get("rewards", {}))
+        if self.health:
+            self.health.restore(state.get("health", {}))
 
     def state(self, step: int) -> dict[str, Any]:
-        return {"rewards": self.rewards.state(step)} if self.rewards else {}
+        rewards = {"rewards": self.rewards.state(step)} if self.rewards else {}
+        return rewards | ({"health": self.health.state()} if self.health else {})
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[HealthWarning]:
+        return self.health.observe(step, metrics) if self.health else ()
 
     def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
         """Take a snapshot of the weights and roll out the groups of a step, each as a task.
@@ -158,7 +188,7 @@ class RolloutSource(BatchSource):
         parts = split(len(builders), self.num_parts)
 
         def start() -> list[Pending[Group]]:
-            sampler = wait_for_snapshot(snapshot)
+            sampler = self.wait_for_sampler(snapshot)
             return [
                 self._threads.start(
                     builder, self.settings.policy(sampler, step, index), self.settings.strategy, step, index
@@ -171,7 +201,7 @@ class RolloutSource(BatchSource):
         def wait(part: range) -> list[Group]:
             return [rollouts.result()[index].result() for index in part]
 
-        return [self.start_gathering(step, partial(wait, part)) for part in parts]
+        return self.start_gathering(step, [partial(wait, part) for part in parts])
 
     def take_snapshot(self, step: int, client: tinker.TrainingClient) -> BackcompatSamplingClientFuture:
         """Request a snapshot of the weights after all updates before a step."""
@@ -179,33 +209,78 @@ class RolloutSource(BatchSource):
         self._snapshot = (step, snapshot)
         return snapshot
 
+    def wait_for_sampler(self, snapshot: BackcompatSamplingClientFuture) -> tinker.SamplingClient:
+        """Wait for a snapshot; check the service's logprobs with the first one of the run.
+
+        Raises:
+            ConfigError: the logprobs of samples cannot be computed; see `check_service`.
+            ServiceError: the service failed.
+        """
+        sampler = wait_for_snapshot(snapshot)
+        if not self._is_checked and self.settings.completer is None:
+            check_service(sampler, self.tokenizer, self.settings.distribution)
+        self._is_checked = True
+        return sampler
+
     def start_rewards(self, step: int) -> None:
         """Fix the weights of the named rewards of a step; the groups of the step before are complete."""
         if self.rewards:
             self.rewards.start(step)
 
-    def start_gathering(self, step: int, wait: Callable[[], list[Group]]) -> Pending[Batch]:
-        """Start to build a minibatch from the groups that `wait` returns."""
-        minibatch_groups: list[Group] = []
-        self._groups.setdefault(step, []).append(minibatch_groups)
+    def start_gathering(self, step: int, waits: Sequence[Callable[[], list[Group]]]) -> list[Pending[Batch]]:
+        """Start to build the minibatches of a step, each from the groups that one of `waits` returns.
 
-        def gather_groups() -> Batch:
-            groups = wait()
-            minibatch_groups.extend(groups)
+        A KL penalty is relative to the mean of the step, for which its updates wait, or to that of a minibatch if a
+        step is a stream of minibatches, as in tinker-cookbook.
+        """
+        self._groups[step] = minibatches_groups = [list[Group]() for _ in waits]
+
+        def gather_groups(index: int) -> Batch:
+            groups = waits[index]()
+            minibatches_groups[index].extend(groups)
             return self.gather(step, groups)
 
-        return self._gathering.submit(copy_context().run, gather_groups)
+        def gather_alone(index: int) -> Batch:
+            return self._penalize(step, [self._score(step, gather_groups(index))])[0]
+
+        if self.reference is None:
+            return [self._submit(gather_groups, index) for index in range(len(waits))]
+        if self.num_minibatches > 1 or len(waits) == 1:
+            return [self._submit(gather_alone, index) for index in range(len(waits))]
+        scored = [
+            self._submit(lambda index: self._score(step, gather_groups(index)), index) for index in range(len(waits))
+        ]
+        penalized = self._submit(lambda: self._penalize(step, [part.result() for part in scored]))
+        return [self._submit(lambda index: penalized.result()[index], index) for index in range(len(waits))]
+
+    def _submit(self, function: Callable[..., T], *arguments: object) -> Future[T]:
+        return self._gathering.submit(copy_context().run, function, *arguments)
 
     def gather(self, step: int, groups: Sequence[Group]) -> Batch:
-        """Build a minibatch of a step from its groups, with the KL penalty if there is a reference."""
+        """Build a minibatch of a step from its groups.
+
+        Raises:
+            ConfigError: see `pack_groups` and `check_errors`.
+        """
+        if step == self._first_step:
+            check_errors(groups, self.settings.distribution)
         mix = self.rewards.take(step, groups) if self.rewards else None
-        batch = call(gather, opaque_argument(groups), self.settings.shape, self.tokenizer, mix)
-        if self.reference is None:
-            return batch
-        shape, reference_DT = self.settings.shape, call(load_reference, self.reference, opaque_argument(batch), step)
-        batch, distance = apply_kl_penalty(batch, reference_DT, shape.kl_coefficient, shape.kl_discount_factor)
-        self._distances.setdefault(step, []).append(distance)
-        return batch
+        return call(gather, opaque_argument(groups), self.settings.shape, self.tokenizer, mix)
+
+    def _score(self, step: int, batch: Batch) -> tuple[Batch, Tensor]:
+        """Return a minibatch with the reference's logprobs."""
+        assert self.reference is not None
+        return batch, call(load_reference, self.reference, opaque_argument(batch), step)
+
+    def _penalize(self, step: int, scored: Sequence[tuple[Batch, Tensor]]) -> list[Batch]:
+        """Add the KL penalty to minibatches with the reference's logprobs, relative to their common mean."""
+        shape = self.settings.shape
+        mean = compute_mean_kl([batch for batch, _ in scored], [reference_DT for _, reference_DT in scored])
+        self._distances.setdefault(step, []).append(mean)
+        return [
+            apply_kl_penalty(batch, reference_DT, shape.kl_coefficient, shape.kl_discount_factor, mean)[0]
+            for batch, reference_DT in scored
+        ]
 
     def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
         parts = self._groups.pop(step)
@@ -222,12 +297,21 @@ class RolloutSource(BatchSource):
             | (self._measure_post_kl(step, trained) if self.measures_post_kl else {})
         )
 
+    @property
+    def targets(self) -> Mapping[str, TargetSpec]:
+        return self.rewards.targets if self.rewards else {}
+
+    def pop_warnings(self) -> dict[str, str]:
+        warnings = self.rewards.pop_warnings() if self.rewards else {}
+        return {f"rewards.{safe_name(name)}": text for name, text in warnings.items()}
+
     def policy_metrics(self, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of the trained policy and of the value baseline."""
         return (
             compute_policy_metrics(trained)
+            | compute_mismatch_metrics(trained, self.correction)
             | compute_critic_metrics(trained)
-            | {"policy_loss": terms["loss/base"]}
+            | {"policy_loss": terms.get(_POLICY_PART, terms["loss/base"])}
             | ({"clip_fraction": terms[_CLIPPED]} if _CLIPPED in terms else {})
         )
 
@@ -272,16 +356,29 @@ class HeldOutEnvironments(SamplingClientEvaluator):
         metrics = await self._evaluator.eval_token_completer(
             replace(self._settings.policy(sampling_client), by_prompt=True)
         )
-        groups = [trajectories for group in self._groups if (trajectories := group.take_group())]
+        groups = [group for builder in self._groups if (group := builder.take_group())]
         batches = [groups[start : start + self._batch_size] for start in range(0, len(groups), self._batch_size)]
         self.evaluated = [self._pack(batch) for batch in batches]
         return metrics
 
-    def _pack(self, groups: Sequence[TrajectoryGroup]) -> EvaluatedBatch:
+    def _pack(self, groups: Sequence[Group]) -> EvaluatedBatch:
         shape = replace(self._settings.shape, drop_constant=False)
-        batch = pack_groups([Group((), trajectories, ()) for trajectories in groups], shape, self._tokenizer)
+        batch = pack_groups(groups, shape, self._tokenizer)
         assert batch.sampling_logprobs_DT is not None
-        return EvaluatedBatch(batch, batch.sampling_logprobs_DT)
+        members_D = zip(batch.labels_D["group"].tolist(), batch.labels_D[MEMBER].tolist(), strict=True)
+        trained = [group.trajectories for group in groups if group.trajectories]
+        scores_D = tuple(_scores(trained[group], member) for group, member in members_D)
+        return EvaluatedBatch(batch, batch.sampling_logprobs_DT, scores_D)
+
+
+def _scores(group: TrajectoryGroup, member: int) -> dict[str, float]:
+    """Reward of a trajectory and its parts: the metrics of its group and the sums over its turns."""
+    parts: dict[str, float] = {}
+    turns = [turn.metrics for turn in group.trajectories_G[member].transitions]
+    for metrics in (*turns, group.metrics_G[member]):
+        for name, value in metrics.items():
+            parts[name] = parts.get(name, 0.0) + float(value)
+    return {"reward": group.get_total_rewards()[member], **parts}
 
 
 def build_environments(
@@ -304,6 +401,22 @@ def build_environments(
 def _datums_of(batch: Batch) -> Iterator[tuple[tinker.Datum, Tensor]]:
     """Datums of a batch with their targets."""
     return zip(batch.datums, unpack(batch.target_tokens_DT, batch.offsets_D), strict=True)
+
+
+def check_errors(groups: Sequence[Group], distribution: SamplingDistribution) -> None:
+    """Check that the logprobs of the samples are exact enough to train on.
+
+    Raises:
+        ConfigError: the bound of their error is too large in the mean.
+    """
+    error = compute_logprob_errors(groups).get("rollout/logprob_error", 0.0)
+    if error > MAX_MEAN_ERROR:
+        raise ConfigError(
+            f"The logprobs of samples of {distribution.describe()} have an error of up to {error:.2g} nats in the "
+            f"mean, because the {distribution.num_requested} likeliest tokens have too little of the probability: "
+            "raise rollout.num_candidates, sample with temperature 1, or set rollout.logprobs to service to train on "
+            "biased logprobs."
+        )
 
 
 @retried_task(name="post_kl")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import tinker
 import torch
 from tinker import types
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
+from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from torch import Tensor
 
@@ -22,9 +24,10 @@ from tasks.rl.advantages import AdvantageSettings, compute_token_advantages
 from tasks.rl.group_rollout import Group
 from tasks.rl.hooks import count_actions
 from tasks.rl.named_rewards import RewardWeights, combine_advantages, is_constant
+from tasks.rl.sampling_distribution import Completion
 from tasks.training.batch_source import SampledTokens, TrainedBatch
 from tasks.training.datums import Datums
-from tasks.training.metrics import safe_name
+from tasks.training.metric_names import safe_name
 
 # Label of a datum: index of its group among all groups of the step, dropped ones included.
 GROUP_INDEX = "played"
@@ -111,34 +114,112 @@ def compute_group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     errors = Counter(error.error_type for group in groups for error in group.errors)
     return (
         {safe_name(key): value for key, value in metrics.items()}
+        | compute_logprob_errors(groups)
+        | compute_durations(groups)
+        | (compute_completion_metrics(trajectories) if completed else {})
         | (count_actions(trajectories) if completed else {})
         | {
             "rollout_errors/total": float(errors.total()),
             "rollout_errors/groups_skipped": float(len(groups) - len(completed)),
+            "rollout_errors/share_skipped": (len(groups) - len(completed)) / len(groups),
             **{f"rollout_errors/{name}": float(count) for name, count in errors.items()},
         }
     )
 
 
+def compute_completion_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Compute shares over the completions of all turns: those that reached the token limit, and repeated 4-grams."""
+    turns = [turn.ac for group in groups for trajectory in group.trajectories_G for turn in trajectory.transitions]
+    if not turns:
+        return {}
+    return {
+        "rollout/truncated": fmean(turn.stop_reason == "length" for turn in turns),
+        "rollout/repetition": fmean(_repeated_share(turn.tokens) for turn in turns),
+    }
+
+
+def _repeated_share(tokens: Sequence[int]) -> float:
+    """Share of the 4-grams that occur earlier in the same completion.
+
+    >>> _repeated_share([1, 2, 1, 2, 1, 2, 1]), _repeated_share([1, 2])
+    (0.5, 0.0)
+    """
+    grams = [tuple(tokens[start : start + 4]) for start in range(len(tokens) - 3)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def compute_durations(groups: Sequence[Group]) -> dict[str, float]:
+    """Compute the mean durations of the groups, in seconds, and the number of tokens sampled for them.
+
+    `time/sampling` is the longest time that a member of a group waited for the service, and `time/environment` is the
+    rest of `time/rollout`: environments, rewards, failed attempts and the run itself. A completer of the user is not
+    measured and counts as environment.
+    """
+    completed = [(group.duration_s, group.trajectories) for group in groups if group.trajectories is not None]
+    if not completed:
+        return {}
+    total = fmean(duration_s for duration_s, _ in completed)
+    sampling = fmean(max(map(_sampling_time, trajectories.trajectories_G)) for _, trajectories in completed)
+    return {
+        "time/rollout": total,
+        "time/sampling": sampling,
+        "time/environment": max(0.0, total - sampling),
+        "rollout/num_sampled_tokens": float(count_tokens(groups).num_sample_tokens),
+    }
+
+
+def _sampling_time(trajectory: Trajectory) -> float:
+    return sum(turn.ac.duration_s for turn in trajectory.transitions if isinstance(turn.ac, Completion))
+
+
+def compute_logprob_errors(groups: Sequence[Group]) -> dict[str, float]:
+    """Compute mean and maximum of the bounds of the errors of the sampled logprobs, nats; empty for exact logprobs."""
+    errors = [
+        error
+        for group in groups
+        if group.trajectories is not None
+        for trajectory in group.trajectories.trajectories_G
+        for turn in trajectory.transitions
+        if isinstance(turn.ac, Completion)
+        for error in turn.ac.errors
+    ]
+    if not errors:
+        return {}
+    return {"rollout/logprob_error": sum(errors) / len(errors), "rollout/logprob_error_max": max(errors)}
+
+
+def compute_mean_kl(batches: Sequence[Batch], references: Sequence[Tensor]) -> float:
+    """Compute the mean of ``log p - log p_ref`` over the sampled tokens of batches, in nats."""
+    pairs = zip(batches, references, strict=True)
+    total = torch.stack([_kl_distance(batch, reference_DT).sum() for batch, reference_DT in pairs]).sum()
+    return (total / sum(batch.mask_DT.sum() for batch in batches)).item()
+
+
+def _kl_distance(batch: Batch, reference_DT: Tensor) -> Tensor:
+    assert batch.sampling_logprobs_DT is not None
+    return torch.where(batch.mask_DT, batch.sampling_logprobs_DT - reference_DT, 0.0)
+
+
 def apply_kl_penalty(
-    batch: Batch, reference_DT: Tensor, coefficient: float, discount: float = 0.0
+    batch: Batch, reference_DT: Tensor, coefficient: float, discount: float = 0.0, mean: float | None = None
 ) -> tuple[Batch, float]:
     """Subtract a KL penalty from the advantages; return the new batch and the mean KL in nats per sampled token.
 
-    The penalty of a token is ``coefficient`` times the amount by which its ``log p - log p_ref`` exceeds the batch's
-    mean, as in tinker-cookbook's `incorporate_kl_penalty`.
+    The penalty of a token is ``coefficient`` times the amount by which its ``log p - log p_ref`` exceeds the mean, as
+    in tinker-cookbook's `incorporate_kl_penalty`.
 
     Args:
         reference_DT: reference's logprobs of the targets, in nats.
         discount: see `add_later_tokens`.
+        mean: mean KL of the step, if the batch is a part of it; None for the mean of the batch.
     """
-    assert batch.sampling_logprobs_DT is not None
     assert batch.advantages_DT is not None
-    distance_DT = torch.where(batch.mask_DT, batch.sampling_logprobs_DT - reference_DT, 0.0)
-    mean = distance_DT.sum() / batch.mask_DT.sum()
+    distance_DT = _kl_distance(batch, reference_DT)
+    if mean is None:
+        mean = compute_mean_kl([batch], [reference_DT])
     penalty_DT = torch.where(batch.mask_DT, coefficient * (mean - distance_DT), 0.0)
     penalty_DT = add_later_tokens(batch, penalty_DT, discount)
-    return replace(batch, advantages_DT=batch.advantages_DT + penalty_DT), mean.item()
+    return replace(batch, advantages_DT=batch.advantages_DT + penalty_DT), mean
 
 
 def add_later_tokens(batch: Batch, values_DT: Tensor, discount: float) -> Tensor:

@@ -17,7 +17,8 @@ from flows.config.base import EvaluatorConfig
 from flows.monitoring.run_tags import note_evaluation
 from tasks.evaluation import evaluators
 from tasks.evaluation.evaluators import EvaluationResult, build_evaluators
-from tasks.training.metrics import MetricsLog, safe_name
+from tasks.training.metric_names import safe_name
+from tasks.training.metrics import MetricsLog
 
 
 def test_safe_names_are_accepted_by_mlflow_and_distinct() -> None:

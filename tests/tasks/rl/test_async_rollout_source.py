@@ -24,9 +24,10 @@ from tasks.rl.async_rollout_source import AsyncRolloutSource
 from tasks.rl.group_batches import GroupBatches, split
 from tasks.rl.group_rollout import RetryWholeGroup
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings
+from tasks.rl.sampling_distribution import SamplingDistribution
 from tasks.training.batch_source import TrainedBatch
 
-SETTINGS = RolloutSettings(0, 2, 1.0, RetryWholeGroup(max_retries=0), AdvantageSettings())
+SETTINGS = RolloutSettings(0, 2, SamplingDistribution(), RetryWholeGroup(max_retries=0), AdvantageSettings())
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, cast
 from tinker import types
 
 from tasks.rl.completer import SnapshotCompleter
+from tasks.rl.sampling_distribution import SamplingDistribution
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 
@@ -19,7 +20,9 @@ class RecordingSampler:
     def __init__(self) -> None:
         self.requests: list[tuple[int, int]] = []
 
-    async def sample(self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams) -> SimpleNamespace:
+    async def sample(
+        self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams, **_: Any
+    ) -> SimpleNamespace:
         self.requests.append((num_samples, params.seed or 0))
         sequences = [SimpleNamespace(tokens=[n], logprobs=[0.0], stop_reason="stop") for n in range(num_samples)]
         return SimpleNamespace(sequences=sequences)
@@ -28,7 +31,7 @@ class RecordingSampler:
 def sample(order: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """Let members sample in an order; return their tokens, and the number of samples and the seed of each request."""
     sampler = RecordingSampler()
-    completer = SnapshotCompleter(cast(Any, sampler), max_tokens=8, temperature=1.0, key=(0, 1, 2))
+    completer = SnapshotCompleter(cast(Any, sampler), max_tokens=8, distribution=SamplingDistribution(), key=(0, 1, 2))
     members = completer.members(attempt=0, num_members=len(order))
 
     async def run() -> dict[int, int]:

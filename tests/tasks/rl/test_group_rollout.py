@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tinker
@@ -23,6 +23,7 @@ from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.environments.groups import Groups
 from tasks.rl.group_rollout import Group, RetryWholeGroup, rollout
 from tasks.rl.rollout_source import HeldOutEnvironments, RolloutSettings
+from tasks.rl.sampling_distribution import SamplingDistribution
 from tasks.rl.trajectories import compute_group_metrics, compute_policy_metrics, pack_groups
 from tasks.training.batch_source import TrainedBatch
 
@@ -103,7 +104,7 @@ def sampler(engine_url: str) -> Iterator[tinker.SamplingClient]:
 
 
 def roll_out(sampler: tinker.SamplingClient, builder: Guesses, index: int = 0, **strategy: Any) -> Group:
-    policy = SnapshotCompleter(sampler, max_tokens=4, temperature=1.0, key=(0, 0, index))
+    policy = SnapshotCompleter(sampler, max_tokens=4, distribution=SamplingDistribution(), key=(0, 0, index))
     return rollout.fn(builder, policy, RetryWholeGroup(**strategy), 0, index)
 
 
@@ -123,7 +124,9 @@ def test_seeds_can_depend_on_the_prompt() -> None:
     seeds: list[int] = []
 
     class Sampler:
-        async def sample(self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams) -> Any:
+        async def sample(
+            self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams, **_: Any
+        ) -> Any:
             assert params.seed is not None
             seeds.append(params.seed)
             return SimpleNamespace(sequences=[SimpleNamespace(tokens=[1], logprobs=[0.0], stop_reason="stop")])
@@ -131,7 +134,7 @@ def test_seeds_can_depend_on_the_prompt() -> None:
     async def sample(by_prompt: bool) -> None:
         for prompt in (PROMPT, PROMPT, types.ModelInput.from_ints([5])):
             sampler: Any = Sampler()
-            (member,) = SnapshotCompleter(sampler, 4, 1.0, (0,), by_prompt).members(0, 1)
+            (member,) = SnapshotCompleter(sampler, 4, SamplingDistribution(), (0,), by_prompt).members(0, 1)
             await member(prompt, [])
 
     run_coroutine(sample(by_prompt=True))
@@ -146,13 +149,15 @@ def test_equal_prompts_of_consecutive_members_are_merged_into_one_request(sample
     requests: list[int] = []
 
     class CountingSampler:
-        async def sample(self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams) -> Any:
+        async def sample(
+            self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams, **_: Any
+        ) -> Any:
             requests.append(num_samples)
             return await sampler.sample(prompt, num_samples, params)
 
     async def sample(concurrently: bool) -> list[list[int]]:
         counting: Any = CountingSampler()
-        members = SnapshotCompleter(counting, 8, 1.0, (0,)).members(0, 4)
+        members = SnapshotCompleter(counting, 8, SamplingDistribution(), (0,)).members(0, 4)
         prompts = [PROMPT, PROMPT, types.ModelInput.from_ints([5]), PROMPT]
         pending = [member(prompt, []) for member, prompt in zip(members, prompts, strict=True)]
         completions = await asyncio.gather(*pending) if concurrently else [await completion for completion in pending]
@@ -172,7 +177,9 @@ def test_request_is_cancelled_with_the_last_member_that_waits_for_it() -> None:
         sent = asyncio.Event()
 
         class HangingSampler:
-            async def sample(self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams) -> Any:
+            async def sample(
+                self, prompt: types.ModelInput, num_samples: int, params: types.SamplingParams, **_: Any
+            ) -> Any:
                 sent.set()
                 try:
                     await asyncio.Event().wait()
@@ -180,7 +187,7 @@ def test_request_is_cancelled_with_the_last_member_that_waits_for_it() -> None:
                     cancelled.set()
 
         hanging: Any = HangingSampler()
-        members = SnapshotCompleter(hanging, 4, 1.0, (0,)).members(0, 2)
+        members = SnapshotCompleter(hanging, 4, SamplingDistribution(), (0,)).members(0, 2)
         waiting = [asyncio.ensure_future(member(PROMPT, [])) for member in members]
         await sent.wait()
         waiting[0].cancel()
@@ -231,7 +238,7 @@ def test_group_whose_judge_fails_is_retried(sampler: tinker.SamplingClient) -> N
     """A judge of the user may need a network; its own error is counted."""
     judge = build_judge(f"{__name__}:failing_judge", {})
     with pytest.raises(UserCodeError, match=r"failed .TimeoutError: the judge is busy") as raised:
-        asyncio.run(judge({}, "a", "b"))
+        asyncio.run(cast(Any, judge({}, "a", "b")))
     builder = Guesses([["ends"] * 3], num_reward_errors=1, reward_error=raised.value)
     group = roll_out(sampler, builder, max_retries=1)
     assert len(tokens_of(group)) == 3
@@ -239,14 +246,16 @@ def test_group_whose_judge_fails_is_retried(sampler: tinker.SamplingClient) -> N
 
 
 def test_held_out_group_whose_rewards_fail_is_retried(engine_url: str, sampler: tinker.SamplingClient) -> None:
-    builder = Guesses([["ends"] * 3], num_reward_errors=1)
-    settings = RolloutSettings(0, 4, 1.0, RetryWholeGroup(), SHAPE)
+    builder = Guesses([["ends"] * 3], num_reward_errors=1, rules=("a", "b", "c"))
+    settings = RolloutSettings(0, 4, SamplingDistribution(), RetryWholeGroup(), SHAPE)
     with tinker.ServiceClient(base_url=engine_url, api_key="tml-test") as service:
         tokenizer = service.create_lora_training_client("tiny", rank=1).result().get_tokenizer()
     held_out = HeldOutEnvironments(Groups([builder], 1), settings, tokenizer)
     metrics = run_coroutine(held_out(sampler))
     (evaluated,) = held_out.evaluated
     assert evaluated.batch.num_datums == 3
+    assert evaluated.batch.text_labels_D == {"rules": ("a", "b", "c")}, "terms read the labels of the environments"
+    assert evaluated.batch.sampling_logprobs_DT is not None
     assert torch.equal(evaluated.logprobs_DT, evaluated.batch.sampling_logprobs_DT)
     assert builder.graded == [3, 3]
     assert metrics["test/env/all/total_episodes"] == 3
@@ -287,7 +296,7 @@ def test_failed_group_does_not_affect_other_groups(sampler: tinker.SamplingClien
 
 def test_service_error_is_not_retried_as_an_environment_error(sampler: tinker.SamplingClient) -> None:
     builder = Guesses([["ends"] * 3])
-    policy = SnapshotCompleter(sampler, max_tokens=10**6, temperature=1.0, key=(0,))
+    policy = SnapshotCompleter(sampler, max_tokens=10**6, distribution=SamplingDistribution(), key=(0,))
     with pytest.raises(ServiceError, match="could not sample a rollout"):
         rollout.fn(builder, policy, RetryWholeGroup(), 0, 0)
     assert builder.num_attempts == 1

@@ -21,6 +21,7 @@ from blocks.errors import ConfigError
 from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.custom_completer import CompleterSpec, check_completion
 from tasks.rl.hooks import HookAction, HookSpec, count_actions
+from tasks.rl.sampling_distribution import SamplingDistribution
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 
@@ -138,7 +139,7 @@ class Scores:
 
 def completions(attempt: int = 0, *, by_prompt: bool = False, prompt: types.ModelInput = PROMPT) -> Sequence[Any]:
     custom = CompleterSpec.load("rollout_parts:OneOf", {"tokens": [10, 20, 30, 40]})
-    policy = SnapshotCompleter(cast(Any, Scores()), 8, 1.0, (0, 1, 2), custom=custom)
+    policy = SnapshotCompleter(cast(Any, Scores()), 8, SamplingDistribution(), (0, 1, 2), custom=custom)
     members = replace(policy, by_prompt=by_prompt).members(attempt, 40)
 
     async def run() -> list[TokensWithLogprobs]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
-from random_groups import RandomScores, advantages_of, cookbook_data, packed, random_groups, reference_of
+from random_groups import Decoder, RandomScores, advantages_of, cookbook_data, packed, random_groups, reference_of
 from tinker_cookbook.distillation.train_on_policy import incorporate_kl_penalty as cookbook_teacher_penalty
 from tinker_cookbook.rl.metrics import compute_post_kl as cookbook_post_kl
 from tinker_cookbook.rl.metrics import incorporate_kl_penalty
 from tinker_cookbook.rl.types import Trajectory
 
+from objectives.batch import Batch
+from tasks.common.task import inline_tasks
 from tasks.distillation.on_policy import TeacherTargets, add_teacher_advantages
+from tasks.rl.advantages import AdvantageSettings
+from tasks.rl.group_rollout import Group, RetryWholeGroup
+from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
 from tasks.rl.trajectories import apply_kl_penalty, compute_post_kl
 from tasks.training.batch_source import TrainedBatch
 
@@ -34,6 +40,45 @@ def test_penalty_equals_the_cookbooks(discount: float) -> None:
     plain, _ = apply_kl_penalty(before, reference_of(before), 0.3)
     assert plain.advantages_DT is not None
     assert torch.equal(plain.advantages_DT, batch.advantages_DT) == (discount == 0)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 3])
+def test_penalties_of_a_step_with_several_parts_equal_the_cookbooks(num_minibatches: int) -> None:
+    """The cookbook takes the mean over a step and then splits it into updates; a stream has the mean of a minibatch."""
+    groups = random_groups(seed=3)
+    streamed = [[group] for group in groups] if num_minibatches > 1 else [groups]
+    expected = []
+    for together in streamed:
+        data = cookbook_data(together)
+        asyncio.run(incorporate_kl_penalty(data, cast(Any, RandomScores()), 0.3, 0.9))
+        expected.append(advantages_of(data))
+    shape = AdvantageSettings(kl_coefficient=0.3, kl_discount_factor=0.9)
+    settings = RolloutSettings(0, 8, 1.0, RetryWholeGroup(0), shape)
+    minibatches = MinibatchSettings(3, num_substeps=3 // num_minibatches, num_minibatches=num_minibatches)
+    with closing(RolloutSource(cast(Any, ThreeGroups()), None, cast(Any, Decoder()), settings, minibatches)) as source:
+        source.reference = cast(Any, RandomReference())
+        with inline_tasks():
+            waits = [lambda group=group: [Group((), group, ())] for group in groups]
+            batches = [pending.result() for pending in source.start_gathering(0, waits)]
+    advantages = [batch.advantages_DT[batch.mask_DT] for batch in batches if batch.advantages_DT is not None]
+    torch.testing.assert_close(torch.cat(advantages), torch.cat(expected))
+
+
+class ThreeGroups:
+    """Dataset of one batch of three groups."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def get_batch(self, index: int) -> list[None]:
+        return [None] * 3
+
+
+class RandomReference:
+    """Reference with the logprobs of `RandomScores`."""
+
+    def logprobs(self, batch: Batch, step: int) -> torch.Tensor:
+        return reference_of(batch)
 
 
 def test_post_kl_equals_the_cookbooks() -> None:

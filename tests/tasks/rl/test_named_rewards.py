@@ -12,7 +12,6 @@ from tinker import types
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
 
-from blocks.errors import ConfigError
 from objectives.schedule import Linear
 from objectives.targets import TargetController, TargetSpec
 from tasks.rl.advantages import AdvantageSettings, compute_token_advantages
@@ -198,12 +197,26 @@ def test_a_target_raises_the_weight_of_a_reward_that_is_too_low() -> None:
         assert [run_step(resumed, step, [groups()]) for step in range(3, 6)] == history[3:]
 
 
-def test_a_name_that_the_environment_does_not_report_is_refused() -> None:
-    rewards = NamedRewards({"corect": RewardSpec()}, "sum")
+def test_a_reward_that_few_completions_report_counts_zero_until_then() -> None:
+    """It is announced once, and not again in a resumed run that has seen it before."""
+    specs = {"correct": RewardSpec(), "rare": RewardSpec(2.0)}
+    rewards = NamedRewards(specs, "sum")
     rewards.begin(9, {})
-    rewards.start(0)
-    with pytest.raises(ConfigError, match=r"'corect'.* use one of correct, format, length, total, unused"):
-        rewards.take(0, [Group((), groups()[0], ())])
+    _, metrics = run_step(rewards, 0, [groups()])
+    assert metrics["reward/rare/value"] == 0
+    (warning,) = rewards.pop_warnings().items()
+    assert warning[0] == "rare"
+    assert warning[1].endswith("If it is misspelled, use one of correct, format, length, total, unused.")
+    with_rare = groups()
+    with_rare[0].metrics_G[0]["rare"] = 3.0
+    _, metrics = run_step(rewards, 1, [with_rare])
+    assert metrics["reward/rare/value"] == 3 / 6
+    assert rewards.pop_warnings() == {}
+
+    resumed = NamedRewards(specs, "sum")
+    resumed.begin(9, json.loads(json.dumps(rewards.state(2))))
+    run_step(resumed, 2, [groups()])
+    assert resumed.pop_warnings() == {}
 
 
 def test_metrics_have_names_that_mlflow_accepts() -> None:
