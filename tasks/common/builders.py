@@ -9,7 +9,7 @@ from typing import Any
 
 import chz
 from chz.blueprint import Castable, ExtraneousBlueprintArg
-from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
+from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from objectives.import_path import import_path
@@ -45,9 +45,6 @@ def build(
         ConfigError: the builder does not exist, rejects its parameters or cannot read its data.
     """
     lock_tokenizers()
-    if model := resources.get("base_model"):
-        # Builders open tokenizers by the service's name of a model, which may be unknown to Hugging Face.
-        register_tokenizer(model, lambda: tokenizer)
     target = import_object(builder, f"{field}.builder")
     try:
         blueprint = chz.Blueprint(target).apply(_expand_lists(target, _flatten(params)), layer_name=f"{field}.params")
@@ -63,6 +60,26 @@ def build(
             f"The data source {builder} could not be read ({type(error).__name__}: {one_line(error)}): "
             f"check {field}.params and the file it names."
         ) from error
+
+
+def takes(field: str, builder: str, params: Mapping[str, Any], name: str) -> bool:
+    """Return whether a builder or one of its nested builders has a parameter that `params` leave out.
+
+    Raises:
+        ConfigError: the builder does not exist.
+    """
+    target = import_object(builder, f"{field}.builder")
+    try:
+        blueprint = chz.Blueprint(target).apply(_expand_lists(target, _flatten(params)))
+    except Exception:  # noqa: BLE001  # `build` reports the error
+        return False
+    try:
+        blueprint.apply({f"...{name}": None}, strict=True)
+    except ExtraneousBlueprintArg:
+        return False
+    except TypeError:  # None is of another type than the parameter
+        return True
+    return True
 
 
 def import_object(path: str, field: str) -> Any:

@@ -41,7 +41,7 @@ def parse_rows(path: str, parse: Callable[[Any], T], content: str, limit: int | 
         ConfigError: the file cannot be read, has no rows, or a row cannot be parsed.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = _lines(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The data file {path} could not be read ({reason(error)}): check its path.") from error
 
@@ -62,7 +62,7 @@ def read_jsonl(directory: RunDirectory, name: str, parse: Callable[[Any], T]) ->
 
     A crash can tear a line, so a line that `parse` cannot read is skipped with a warning.
     """
-    lines = (directory.read_bytes(name) or b"").decode(errors="replace").splitlines()
+    lines = _lines((directory.read_bytes(name) or b"").decode(errors="replace"))
     records: list[T] = []
     for number, record in _parse_lines(lines, parse):
         if isinstance(record, Exception):
@@ -72,12 +72,17 @@ def read_jsonl(directory: RunDirectory, name: str, parse: Callable[[Any], T]) ->
     return records
 
 
+def _lines(text: str) -> list[str]:
+    """Split at line feeds only: JSON strings may contain other separators, such as U+2028."""
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 def _parse_lines(lines: Sequence[str], parse: Callable[[Any], T]) -> Iterator[tuple[int, T | Exception]]:
     """Line numbers from 1, each with the parsed line or the error of parsing it."""
     for number, line in enumerate(lines, start=1):
         try:
             yield number, parse(json.loads(line))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             yield number, error
 
 

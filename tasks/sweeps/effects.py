@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import t
+from scipy.special import stdtrit
 
 from tasks.sweeps.store import Trial
 from tasks.sweeps.table import CONFIDENCE, PointRow, dimensions
@@ -88,7 +88,7 @@ def fit_least_squares(x_NC: np.ndarray, y_N: np.ndarray) -> tuple[np.ndarray, np
     widths_C = undetermined_C
     if num_free > 0:
         variance = float(((y_N - x_NC @ coefficients_C) ** 2).sum()) / num_free
-        widths_C = t.ppf((1 + CONFIDENCE) / 2, num_free) * np.sqrt(variance * (inverse_CN**2).sum(axis=1))
+        widths_C = stdtrit(num_free, (1 + CONFIDENCE) / 2) * np.sqrt(variance * (inverse_CN**2).sum(axis=1))
     return np.where(determined_C, coefficients_C, math.nan), np.where(determined_C, widths_C, math.nan)
 
 

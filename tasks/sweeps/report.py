@@ -130,13 +130,14 @@ def _body(summary: SweepSummary, effects: Sequence[Effect], figures: Mapping[str
     if effects:
         parts += [
             "<h2>Effect of each regularizer</h2>",
-            "<p>Change of a metric when the regularizer is trained, and when its weight grows tenfold. A linear fit "
-            "over all completed trials estimates both; it accounts for the other dimensions and for the seeds.</p>",
+            "<p>Change of a metric when the model is trained with the regularizer, and when its weight grows tenfold. "
+            "A linear fit over all completed trials estimates both; it accounts for the other dimensions and for the "
+            "seeds.</p>",
             html_table(*effect_table(effects)),
         ]
     headings = {
         "effects": "",
-        "pareto": "<h2>Base loss against each term</h2><p>Means over the seeds, labeled with point numbers.",
+        "pareto": "<h2>Base loss against each term</h2><p>Means over the seeds, labeled with point numbers.</p>",
         "maps": f"<h2>{html.escape(summary.metric)} over each pair of dimensions</h2>",
         "parallel": "<h2>Parallel coordinates</h2>",
     }

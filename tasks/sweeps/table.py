@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
 
-from scipy.stats import t
+from scipy.special import stdtrit
 
 from tasks.sweeps.store import Point, Trial, Trials
 
@@ -61,7 +61,7 @@ def interval(values: Sequence[float]) -> float | None:
     """
     if len(values) < 2:
         return None
-    return float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
+    return float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * stdev(values) / math.sqrt(len(values))
 
 
 def dimensions(rows: Sequence[PointRow]) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import tinker
 from torch import Tensor
 
 from objectives.batch import Batch
+from objectives.targets import TargetSpec
 from tasks.common.task import Pending
 
 
@@ -27,6 +28,22 @@ class TrainedBatch:
     batch: Batch
     logprobs_DT: Tensor
     by_datum: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class HealthWarning(NamedTuple):
+    """Failure of training that has lasted several steps.
+
+    Attributes:
+        check: name of the check.
+        step: last step.
+        figure: value of the metric at this step.
+        text: one sentence for the user.
+    """
+
+    check: str
+    step: int
+    figure: float
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +89,19 @@ class BatchSource(ABC):
             terms: logged metrics of the objective's terms.
         """
         return {}
+
+    @property
+    def targets(self) -> Mapping[str, TargetSpec]:
+        """Targets that the source controls, by the prefix of their metrics."""
+        return {}
+
+    def pop_warnings(self) -> dict[str, str]:
+        """Return the warnings since the last call, each with the suffix of its MLflow tag; called after each step."""
+        return {}
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[HealthWarning]:
+        """Check all metrics of a step; return warnings about failures that have lasted."""
+        return ()
 
     def take_sampled(self) -> SampledTokens:
         """Return the tokens sampled since the last call."""

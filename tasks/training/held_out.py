@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from blocks.storage import RunDirectory
-from objectives.batch import Batch, Outputs
+from objectives.batch import Batch, Outputs, unpack
 from objectives.errors import ObjectiveError
 from objectives.estimators import num_compared
 from objectives.term import Regularizer
@@ -22,6 +23,7 @@ from tasks.training.reference import Reference, load_reference
 from tasks.training.terms import TaskTermExecutor
 
 HELD_OUT_NAME = "held_out_terms.jsonl"
+_DIGEST_LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,12 @@ class EvaluatedBatch:
     Attributes:
         batch: the packed datums.
         logprobs_DT: logprobs of the batch's targets under the evaluated weights, in nats.
+        scores_D: the method's own scores of each datum, such as its reward; empty without any.
     """
 
     batch: Batch
     logprobs_DT: Tensor
+    scores_D: tuple[Mapping[str, float], ...] = ()
 
 
 @runtime_checkable
@@ -54,19 +58,36 @@ class BatchValues:
     Attributes:
         values_B: the values.
         num_datums_B: number of datums of each batch, which weights its value.
+        digest: digest of the batches (`digest_batches`); empty in files that were written without it.
     """
 
     values_B: list[float]
     num_datums_B: list[int]
+    digest: str = ""
 
     def is_paired_with(self, other: BatchValues | None) -> bool:
-        """Return whether other values are of batches of the same sizes."""
-        return other is not None and self.num_datums_B == other.num_datums_B
+        """Return whether other values are of the same batches; without a digest, of batches of the same sizes."""
+        if other is None or self.num_datums_B != other.num_datums_B:
+            return False
+        return self.digest == other.digest or not (self.digest and other.digest)
 
-    def minus(self, other: BatchValues) -> tuple[float, float]:
-        """Mean difference of paired batches and its standard error."""
-        differences = [a - b for a, b in zip(self.values_B, other.values_B, strict=True)]
-        return weighted_mean(differences, self.num_datums_B)
+    def minus(self, other: BatchValues) -> BatchValues:
+        """Differences of paired batches."""
+        return replace(self, values_B=[a - b for a, b in zip(self.values_B, other.values_B, strict=True)])
+
+    def mean(self) -> tuple[float, float]:
+        """Weighted mean and its standard error, NaN for a single batch; batches are independent samples.
+
+        >>> BatchValues([1.0, 3.0], [4, 4]).mean()
+        (2.0, 1.0)
+        """
+        value_B = torch.tensor(self.values_B, dtype=torch.float64)
+        weight_B = torch.tensor(self.num_datums_B, dtype=torch.float64) / sum(self.num_datums_B)
+        mean, num_batches = float(weight_B @ value_B), len(self.values_B)
+        if num_batches < 2:
+            return mean, math.nan
+        variance = float((weight_B**2) @ (value_B - mean) ** 2) * num_batches / (num_batches - 1)
+        return mean, math.sqrt(variance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,23 +147,44 @@ def measure_held_out(
         if regularizer.name not in constant
     ]
     num_datums_B = [entry.batch.num_datums for entry in evaluated]
+    digest = digest_batches([entry.batch for entry in evaluated])
     for name, wait in pending:
         try:
             evaluations = wait()
         except ObjectiveError as error:
             measured.failed[name] = str(error)
         else:
-            values_B = [evaluation.value for evaluation in evaluations]
-            measured.by_batch[name] = BatchValues(values_B, num_datums_B)
-            mean, stderr = weighted_mean(values_B, num_datums_B)
+            values = BatchValues([evaluation.value for evaluation in evaluations], num_datums_B, digest)
+            measured.by_batch[name] = values
+            mean, stderr = values.mean()
             measured.metrics[f"test/term/{name}/value"] = mean
             if not math.isnan(stderr):
                 measured.metrics[f"test/term/{name}/stderr"] = stderr
     return measured
 
 
+def digest_batches(batches: Sequence[Batch]) -> str:
+    """Compute a digest of held-out batches that is the same in every evaluation of the same data.
+
+    Of sampled batches it covers the prompts, because the completions differ; of others all targets and their weights.
+    """
+    digest = hashlib.sha256()
+    for batch in batches:
+        digest.update(batch.num_datums.to_bytes(8, "big"))
+        targets_D = unpack(batch.target_tokens_DT, batch.offsets_D)
+        for targets, weights in zip(targets_D, unpack(batch.weights_DT, batch.offsets_D), strict=True):
+            if batch.sampling_logprobs_DT is not None:
+                prompt = targets[: int((weights != 0).int().argmax())]
+                digest.update(prompt.numpy().tobytes() + b"|")
+            else:
+                digest.update(targets.numpy().tobytes() + weights.numpy().tobytes() + b"|")
+    return digest.hexdigest()[:_DIGEST_LENGTH]
+
+
 def append_batch_values(directory: RunDirectory, step: int, by_batch: Mapping[str, BatchValues]) -> None:
-    """Store the values of an evaluation with the run."""
+    """Store the values of an evaluation with the run, if there are any."""
+    if not by_batch:
+        return
     record = {"step": step, "terms": {name: asdict(values) for name, values in by_batch.items()}}
     directory.append_line(HELD_OUT_NAME, json.dumps(record))
 
@@ -162,19 +204,3 @@ def _is_constant(regularizer: Regularizer, evaluated: Sequence[EvaluatedBatch]) 
     if regularizer.estimator not in ("minimum_risk", "minimum_risk_mean"):
         return False
     return not any(num_compared(entry.batch) for entry in evaluated)
-
-
-def weighted_mean(values_B: Sequence[float], weights_B: Sequence[float]) -> tuple[float, float]:
-    """Weighted mean of values and its standard error, NaN for a single value; the values are independent samples.
-
-    >>> weighted_mean([1.0, 3.0], [1, 1])
-    (2.0, 1.0)
-    """
-    value_B = torch.tensor(values_B, dtype=torch.float64)
-    weight_B = torch.tensor(weights_B, dtype=torch.float64) / sum(weights_B)
-    mean = float(weight_B @ value_B)
-    num_values = len(values_B)
-    if num_values < 2:
-        return mean, math.nan
-    variance = float((weight_B**2) @ (value_B - mean) ** 2) * num_values / (num_values - 1)
-    return mean, math.sqrt(variance)

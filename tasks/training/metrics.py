@@ -1,25 +1,23 @@
-"""Metrics of a run in MLflow: asynchronous, batched writes; each step is logged once."""
+"""Metrics of a run in MLflow: batched writes in the background; each step is logged once."""
 
 from __future__ import annotations
 
-import hashlib
-import posixpath
-import re
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
+from tqdm import tqdm
 
-from blocks.errors import ServiceError
-from blocks.mlflow_internals import RunOperations
+from blocks.errors import ServiceError, StorageError
 from tasks.common.task import step_task
 from tasks.training.metrics_file import MetricsFile
 
-# Metric that every step logs, which shows the steps that a run has logged.
+# Metric that every step logs last, which shows the steps that are logged completely.
 STEP_KEY = "progress/batch"
 
 # One batched write takes half the processor time of separate ones; steps slower than this are written at once.
@@ -27,90 +25,84 @@ _WRITE_EVERY_S = 0.5
 _MAX_POINTS = 1000  # MLflow's limit per write
 
 
-# A character that MLflow rejects in names, and a hyphen that would read as the start of an escape sequence.
-_FORBIDDEN = r"[^/\w.\- :]"
-_ESCAPED = re.compile(rf"{_FORBIDDEN}|-(?=x[0-9a-f]*(?:-|{_FORBIDDEN}))")
-# The same for names that are no normal path.
-_FORBIDDEN_IN_PATH = r"(?:[^\w.\- :]|^\.)"
-_ESCAPED_IN_PATH = re.compile(rf"{_FORBIDDEN_IN_PATH}|-(?=x[0-9a-f]*(?:-|{_FORBIDDEN_IN_PATH}))")
-_MAX_NAME = 210  # MLflow's limit is 250; the rest is for prefixes such as `baseline/`
-
-
-def safe_name(name: str) -> str:
-    """Return the name under which MLflow stores a metric or tag of any name; distinct names stay distinct.
-
-    A name that MLflow accepts is unchanged. Other characters become `-xHEX-`, with their code point in hexadecimal. In
-    a name that is no normal path, such as `/a` or `a//b`, slashes are such characters. A long name is cut, and ends
-    with a hash of the whole name.
-
-    >>> safe_name("test/accuracy"), safe_name("pass@1"), safe_name("acc (%)")
-    ('test/accuracy', 'pass-x40-1', 'acc -x28--x25--x29-')
-    """
-    is_path = posixpath.normpath(name) == name and name != "." and not name.startswith(("..", "/"))
-    pattern = _ESCAPED if is_path else _ESCAPED_IN_PATH
-    escaped = pattern.sub(lambda match: f"-x{ord(match[0]):x}-", name) or "-x-"
-    if len(escaped) <= _MAX_NAME:
-        return escaped
-    digest = hashlib.sha256(name.encode()).hexdigest()[:32]
-    return f"{escaped[: _MAX_NAME - len(digest) - 1]}-{digest}"
-
-
 class MetricsLog:
     """Metrics of one MLflow run; a step that a crashed run has already logged is not logged again.
+
+    A background thread writes in the order of the calls. What the store has not confirmed is kept and written again.
 
     Attributes:
         file: metrics.jsonl in the directory of the run, if the run has one.
     """
 
-    __slots__ = ("_lock", "_pending", "_steps", "_unsent", "_wrote_at", "client", "file", "run_id")
+    __slots__ = (
+        "_check_writer",
+        "_has_metrics",
+        "_is_failing",
+        "_lock",
+        "_steps",
+        "_stored",
+        "_tags",
+        "_unwritten",
+        "_writer",
+        "_writing",
+        "_wrote_at",
+        "client",
+        "file",
+        "run_id",
+    )
 
-    def __init__(self, client: MlflowClient, run_id: str) -> None:
-        self.client, self.run_id = client, run_id
+    def __init__(self, client: MlflowClient, run_id: str, check_writer: Callable[[], None] = lambda: None) -> None:
+        """Read which steps are logged.
+
+        Args:
+            check_writer: raises StorageError if another process has taken over the run; called before each write.
+        """
+        self.client, self.run_id, self._check_writer = client, run_id, check_writer
         self.file: MetricsFile | None = None
-        # MLflow's writers may store a later step before an earlier one, so a maximum does not suffice.
+        self._has_metrics = bool(client.get_run(run_id).data.metrics)
         self._steps = {metric.step for metric in client.get_metric_history(run_id, STEP_KEY)}
-        self._pending: list[tuple[RunOperations, Callable[..., object]]] = []
-        self._unsent: list[Metric] = []
+        self._stored: dict[str, set[int]] = {}
+        self._unwritten: deque[list[Metric]] = deque()  # the points of each step
+        self._tags: dict[str, str] = {}
+        self._writer: threading.Thread | None = None
+        self._is_failing = False
         self._wrote_at = -_WRITE_EVERY_S
-        self._lock = threading.RLock()  # a checkpoint is recorded while the next steps log
+        self._lock, self._writing = threading.Lock(), threading.Lock()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Enqueue the metrics of a step without waiting; fast steps share a write."""
-        values = {STEP_KEY: step, **metrics}
         if self.file:
-            self.file.log(step, values)
+            self.file.log(step, {STEP_KEY: step, **metrics})
         if step in self._steps:
             return
         now = int(time.time() * 1000)
+        points = [Metric(key, float(value), now, step) for key, value in metrics.items() if key != STEP_KEY]
         with self._lock:
-            self._unsent += [Metric(key, float(value), now, step) for key, value in values.items()]
+            self._unwritten.append([*points, Metric(STEP_KEY, float(step), now, step)])
             self._steps.add(step)
-            if time.monotonic() - self._wrote_at >= _WRITE_EVERY_S:
-                self._send()
+        self._start_to_write()
 
     def tag(self, key: str, value: str) -> None:
         """Enqueue a tag of the run without waiting."""
-        self._enqueue(partial(self.client.set_tag, self.run_id, key, value))
+        with self._lock:
+            self._tags[key] = value
+        self._start_to_write()
 
     def flush(self) -> None:
         """Wait until all metrics and tags logged so far are stored; failed writes are retried once.
 
         Raises:
-            ServiceError: MLflow did not store a write.
-            StorageError: metrics.jsonl cannot be written.
+            ServiceError: MLflow did not store a write, which the next call tries again.
+            StorageError: metrics.jsonl cannot be written, or another process has taken over the run.
         """
         try:
-            with self._lock:
-                self._send()
-                pending, self._pending = self._pending, []
-            for operations, write in pending:
-                try:
-                    operations.wait()
-                except MlflowException:
-                    write(synchronous=True)  # MLflow ignores points that it has already stored
+            try:
+                self._write()
+            except MlflowException:
+                self._write()
         except MlflowException as error:
             raise ServiceError(
-                f"MLflow did not store the metrics of run {self.run_id} ({str(error).splitlines()[0][:200]}): "
+                f"MLflow did not store the metrics of run {self.run_id} ({_first_line(error)}): "
                 "fix the tracking server or its disk and start the same command again."
             ) from error
         finally:
@@ -118,27 +110,81 @@ class MetricsLog:
                 self.file.flush()
 
     def values(self, key: str) -> dict[int, float]:
-        """Values of a metric by step."""
-        return {metric.step: metric.value for metric in self.client.get_metric_history(self.run_id, key)}
+        """Values of a metric by step.
+
+        A step has one value, the newest: a write that was on its way when another process took over the run may have
+        left a second one.
+        """
+        points = sorted(self.client.get_metric_history(self.run_id, key), key=lambda point: point.timestamp)
+        return {point.step: point.value for point in points}
 
     def history(self) -> dict[str, list[tuple[int, float]]]:
         """Points (step, value) of every metric, in the order of steps."""
         keys = self.client.get_run(self.run_id).data.metrics
-        return {
-            key: sorted((m.step, m.value) for m in self.client.get_metric_history(self.run_id, key)) for key in keys
-        }
+        return {key: sorted(self.values(key).items()) for key in keys}
 
-    def _send(self) -> None:
-        unsent, self._unsent, self._wrote_at = self._unsent, [], time.monotonic()
-        for start in range(0, len(unsent), _MAX_POINTS):
-            points = unsent[start : start + _MAX_POINTS]
-            self._enqueue(partial(self.client.log_batch, self.run_id, metrics=points))
+    def _start_to_write(self) -> None:
+        is_busy = self._writer is not None and self._writer.is_alive()
+        if not is_busy and time.monotonic() - self._wrote_at >= _WRITE_EVERY_S:
+            self._writer = threading.Thread(target=self._try_to_write, name="metrics-log", daemon=True)
+            self._writer.start()
 
-    def _enqueue(self, write: Callable[..., RunOperations | None]) -> None:
-        operations = write(synchronous=False)
-        if operations is not None:
+    def _try_to_write(self) -> None:
+        try:
+            self._write()
+        except MlflowException as error:  # `flush` tries again and raises the error
+            if not self._is_failing:
+                tqdm.write(f"MLflow did not store metrics ({_first_line(error)}); trying again.", file=sys.stderr)
+            self._is_failing = True
+        except StorageError:
+            return  # `flush` raises it
+
+    def _write(self) -> None:
+        """Write everything enqueued; what fails stays enqueued."""
+        with self._writing:  # one write at a time, so that a step counts as logged after all of its points
+            while self._unwritten or self._tags:
+                self._check_writer()
+                self._wrote_at = time.monotonic()
+                self._write_tags()
+                self._write_steps()
+                self._is_failing = False
+
+    def _write_tags(self) -> None:
+        for key, value in list(self._tags.items()):
+            self.client.set_tag(self.run_id, key, value)
             with self._lock:
-                self._pending.append((operations, write))
+                if self._tags.get(key) == value:
+                    del self._tags[key]
+
+    def _write_steps(self) -> None:
+        """Write the first steps that fit into one write, or the parts of one large step."""
+        with self._lock:
+            steps = list(self._unwritten)
+        points: list[Metric] = []
+        num_steps = 0
+        while num_steps < len(steps) and (not points or len(points) + len(steps[num_steps]) <= _MAX_POINTS):
+            points += steps[num_steps]
+            num_steps += 1
+        if len(points) > _MAX_POINTS:
+            points = self._without_stored(points)
+        for start in range(0, len(points), _MAX_POINTS):
+            self._check_writer()
+            self.client.log_batch(self.run_id, metrics=points[start : start + _MAX_POINTS])
+        with self._lock:
+            for _ in range(num_steps):
+                self._unwritten.popleft()
+
+    def _without_stored(self, points: list[Metric]) -> list[Metric]:
+        """Leave out the points of a large step that a killed process has stored, whose last part is missing."""
+        if not self._has_metrics:
+            return points
+        for key in {point.key for point in points} - self._stored.keys():
+            self._stored[key] = {metric.step for metric in self.client.get_metric_history(self.run_id, key)}
+        return [point for point in points if point.step not in self._stored[point.key]]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
 
 
 @step_task(name="metrics", task_run_name="metrics-{step}")

@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run: one line per step in tinker-cookbook's format, written beside MLflow."""
+"""metrics.jsonl of a run: one line per step in tinker-cookbook's format, written next to MLflow."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ class MetricsFile:
     def _cut(self) -> None:
         """Remove the lines of the steps that run again, once."""
         if not self._is_cut and (content := self._directory.read_bytes(METRICS_NAME)):
-            kept = [
+            earlier_lines = [
                 line for line in read_jsonl(self._directory, METRICS_NAME, _with_step) if line["step"] < self._first
             ]
-            lines = "".join(f"{json.dumps(line)}\n" for line in kept).encode()
+            lines = "".join(f"{json.dumps(line)}\n" for line in earlier_lines).encode()
             if lines != content:
                 self._directory.write_bytes(METRICS_NAME, lines)
         self._is_cut = True

@@ -24,7 +24,7 @@ class KeepPolicy:
 
     Attributes:
         last: number of newest checkpoints to keep; None keeps all.
-        metric: metric of the best checkpoint, which is kept as well; empty for none.
+        metric: name in MLflow of the metric of the best checkpoint, which is kept as well; empty for none.
         mode: `min` if smaller values of the metric are better, `max` otherwise.
         ttl_seconds: lifetime of checkpoints that are neither best nor final; None means forever.
     """
@@ -47,6 +47,7 @@ def keep_checkpoints(rest: tinker.RestClient, directory: RunDirectory, log: Metr
     own = [record for record in records.checkpoints if not record.has("parent")]
     best = str(records.best.get("best", ""))
     if policy.metric and (new_best := find_best(own, log.values(policy.metric), policy.mode)):
+        directory.check_writer()
         if new_best[0].state_path != best:
             _record_best(rest, directory, new_best, policy)
             if best not in records.dropped:
@@ -58,6 +59,7 @@ def keep_checkpoints(rest: tinker.RestClient, directory: RunDirectory, log: Metr
         if record.final or (record.state_path and record.state_path == best):
             continue
         for path in _paths(record):
+            directory.check_writer()
             with service_errors(f"delete the checkpoint {path}"), suppress(tinker.NotFoundError):
                 rest.delete_checkpoint_from_tinker_path(path).result()
             append_record(directory, {"name": record.name, "dropped": path})
@@ -89,7 +91,7 @@ def _record_best(
     """Make the service keep the best checkpoint, then record it; record it as dropped if it has already expired."""
     record, value = new_best
     path = record.state_path or ""
-    if all(_set_ttl(rest, kept, None, policy) for kept in _paths(record)):
+    if all(_set_ttl(rest, weights, None, policy) for weights in _paths(record)):
         line = {"name": "best", "best": path, "best_step": step_of(record), "metric": policy.metric, "value": value}
         append_record(directory, line)
     else:

@@ -14,12 +14,14 @@ from pydantic import SecretStr
 from tinker import types
 from tinker_cookbook.recipes.rubric.data import Rubric, RubricBasedDatapoint
 from tinker_cookbook.renderers import Message
+from tinker_cookbook.tokenizer_utils import register_tokenizer
 
 from blocks import TinkerService
 from blocks.errors import ConfigError
 from blocks.processes import free_port
+from blocks.storage import RunDirectory
 from engine.tiny import byte_tokenizer
-from tasks.common.builders import build
+from tasks.common.builders import build, takes
 from tasks.rl.rollout_source import build_environments
 
 TOKENIZER: Any = byte_tokenizer()
@@ -104,6 +106,24 @@ def test_wrong_items_of_lists_are_reported() -> None:
         made("Everything", mixtures=[], names=["a", 3])
 
 
+def test_parameters_that_a_builder_takes_from_the_run() -> None:
+    for name, params, expected in (
+        ("Source", {"path": "a"}, (True, False)),
+        ("Mixture", {"sources": [{"path": "a"}]}, (True, False)),
+        ("Everything", {"mixtures": [{"sources": [{"path": "a"}]}]}, (True, False)),
+        ("Everything", {"mixtures": []}, (False, False)),
+        ("Opened", {}, (False, False)),
+        ("Stored", {}, (False, True)),
+    ):
+        builder = f"{__name__}:{name}"
+        assert tuple(takes("data", builder, params, key) for key in ("session", "directory")) == expected, name
+
+
+@chz.chz
+class Stored:
+    directory: RunDirectory = chz.field(meta_factory=None)
+
+
 @chz.chz
 class Opened:
     """Builder that opens its own client and tokenizer, as recipes do."""
@@ -164,6 +184,7 @@ def test_rubric_recipe_runs_on_the_service_of_the_run(tmp_path: Path, engine_url
     }
     with TinkerService(base_url=engine_url, api_key=SecretStr("tml-test")).session() as session:
         resources = {"session": session, "base_model": "tiny"}
+        register_tokenizer("tiny", lambda: TOKENIZER)  # as a run does
         builder = "tinker_cookbook.recipes.rubric.env:RubricGradedDatasetBuilder"
         train, _ = build_environments(builder, params, TOKENIZER, resources)
         (env, _) = asyncio.run(train.get_batch(0)[0].make_envs())
