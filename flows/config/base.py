@@ -7,11 +7,13 @@ from typing import Any, Literal, Self
 
 from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic.json_schema import JsonSchemaValue
 from tinker import types
 
+from blocks.urls import has_credentials
 from flows.config.promotion import check_promote_if
 from objectives.aliases import with_current_paths
-from objectives.json_schema import move_limits_out_of_unions
+from objectives.json_schema import form_fields, put_first
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 START = "{start}"
@@ -21,16 +23,38 @@ BASE = "base"
 SERVICE_PATH = "tinker://"
 CHECKPOINT = rf"^({BASE}|tinker://\S+|{NAME}(@(\d+|best|final))?)$"
 CheckpointKind = Literal["state", "sampler", "both"]
+# Kinds of content whose digests a checkpoint records.
+ContentKind = Literal["data", "terms", "evaluators", "environment", "model", "tokenizer"]
 CHECKPOINT_HELP = (
     "`RUN`, `RUN@STEP`, `RUN@best` or `RUN@final` of a run in the storage, a `tinker://` path, or `base`, the model "
     "without an adapter."
 )
 
 
+_CREDENTIALS_OF = {
+    "base_url": "set TINKER_API_KEY, or name a Tinker Service block",
+    "storage": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a Run Storage block",
+    "tracking": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI for a database",
+}
+# Fields that a form shows first: what is trained, on what, by which objective and for how long.
+BASICS = (
+    *("run_name", "model", "checkpoint", "baseline", "against", "flow", "base", "space"),
+    *("data", "comparisons", "environment", "teachers", "teacher", "questions", "renderer_name"),
+    *("learning_rate", "num_steps", "num_epochs", "batch_size", "lora_rank", "objective", "rollout"),
+    *("eval_every", "evaluators", "checkpoint_every"),
+)
+
+
+def _form(schema: JsonSchemaValue) -> None:
+    """Adapt a schema to Prefect's form."""
+    form_fields(schema)
+    put_first(schema, BASICS)
+
+
 class Config(BaseModel):
     """Frozen config that rejects unknown fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=move_limits_out_of_unions)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, json_schema_extra=_form)
 
     @model_validator(mode="before")
     @classmethod
@@ -84,6 +108,9 @@ class EngineConfig(Config):
     )
 
 
+_NEVER_CLIPS = 1e12
+
+
 class AdamConfig(Config):
     """AdamW parameters other than the learning rate."""
 
@@ -100,8 +127,13 @@ class AdamConfig(Config):
     )
 
     def params(self, learning_rate: float) -> types.AdamParams:
-        """Return the service's optimizer parameters for one step."""
-        return types.AdamParams(learning_rate=learning_rate, **self.model_dump())
+        """Return the service's optimizer parameters for one step.
+
+        A service reports the norm of the gradient only if it may be clipped, so no clipping is a norm that is never
+        reached.
+        """
+        fields = self.model_dump() | {"grad_clip_norm": self.grad_clip_norm or _NEVER_CLIPS}
+        return types.AdamParams(learning_rate=learning_rate, **fields)
 
 
 class KeepBestConfig(Config):
@@ -171,6 +203,14 @@ class ServiceConfig(Config):
         description="Directory, s3://bucket/prefix or `block:NAME`. Empty: `runs` in the project's home directory.",
     )
 
+    @field_validator("base_url", "storage", "tracking", check_fields=False)
+    @classmethod
+    def _check_credentials(cls, url: str, info: ValidationInfo) -> str:
+        if has_credentials(url):
+            fix = _CREDENTIALS_OF[str(info.field_name)]
+            raise ValueError(f"it has a user name or password, which would be recorded: remove it and {fix}")
+        return url
+
 
 class TrackedConfig(ServiceConfig):
     """Settings of a flow that logs to MLflow."""
@@ -211,6 +251,13 @@ class RunConfig(TrackedConfig, NamedConfig):
         "deletes its files and its MLflow run and starts anew, at every start; `ask` asks in the terminal. A run "
         "that is in progress is never deleted, and a flow run that Prefect restarts resumes its own run. For an "
         "error instead, set `resume` to `never`.",
+    )
+    accept_changes: tuple[ContentKind, ...] = Field(
+        default=(),
+        title="Accept changes",
+        description="Kinds of content that may have changed since the last checkpoint when the run resumes: `data`, "
+        "`terms`, `evaluators`, `environment` (with its rewards, hooks and completers), `model` or `tokenizer` (with "
+        "the renderer). Each accepted change is recorded. Changed content of other kinds is refused.",
     )
     init_from: str = Field(
         default=BASE,

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from blocks.errors import ConfigError
+from blocks.urls import hide_credentials
 from flows.config.base import Config
+from flows.config.yaml_reader import parse_yaml, read_yaml
 from objectives.errors import did_you_mean
 
 C = TypeVar("C", bound=Config)
@@ -23,12 +24,21 @@ def load_config(config_type: type[C], path: Path | None, overrides: Sequence[str
         ConfigError: The file is unreadable, or a field is unknown or invalid.
     """
     fields: dict[str, Any] = read_yaml(path) if path else {}
+    set_overrides(fields, overrides)
+    return validate_fields(config_type, fields)
+
+
+def set_overrides(fields: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Set fields by `field=value` arguments, in place; the values are YAML.
+
+    Raises:
+        ConfigError: an argument has another form, its value is not YAML, or its path does not exist.
+    """
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"The argument {override!r} must have the form field=value, as in learning_rate=1e-4.")
-        set_field(fields, key, yaml.safe_load(value))
-    return validate_fields(config_type, fields)
+        set_field(fields, key, parse_yaml(value, f"The argument {override[:100]!r}"))
 
 
 def validate_fields(config_type: type[C], fields: Mapping[str, Any]) -> C:
@@ -121,7 +131,7 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
         known = _fields_beside(config_type, first["loc"])
         others = f"; the fields are {', '.join(known)}" if known else ""
         return f"the field {path!r} is unknown{did_you_mean(parts[-1], known).removesuffix('?') or others}"
-    return f"{path!r} is {first['input']!r}, but {first['msg'][:1].lower()}{first['msg'][1:]}"
+    return f"{path!r} is {hide_credentials(repr(first['input']))}, but {first['msg'][:1].lower()}{first['msg'][1:]}"
 
 
 def _fields_beside(config_type: type[BaseModel], location: Sequence[str | int]) -> list[str]:
@@ -143,27 +153,6 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield annotation
     for argument in get_args(annotation):
         yield from _models_in(argument)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read the fields of a YAML file.
-
-    Raises:
-        ConfigError: The file is unreadable or contains no mapping.
-    """
-    try:
-        fields = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"The config file {path} could not be read ({error.strerror}): check --config.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"The config file {path} is not valid YAML ({' '.join(str(error).split())}): fix it."
-        ) from error
-    if not isinstance(fields, dict):
-        raise ConfigError(
-            f"The config file {path} contains a {type(fields).__name__}; it must contain a mapping of fields."
-        )
-    return fields
 
 
 def _set(fields: Any, path: Sequence[str], value: Any, key: str) -> None:

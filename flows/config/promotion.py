@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from blocks.errors import ConfigError
+from tasks.training.metric_names import logged_name
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _GATE = re.compile(
-    rf"\s*(?P<metric>[A-Za-z][\w./: -]*?)\s*(?P<sign><=|>=|<|>)\s*"
+    rf"\s*(?P<metric>[A-Za-z][^<>=]*?)\s*(?P<sign><=|>=|<|>)\s*"
     rf"(?:(?P<number>{_NUMBER})|(?:(?P<factor>{_NUMBER})\s*\*\s*)?(?P<baseline>baseline))\s*"
 )
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
@@ -35,7 +36,7 @@ class PromoteIf:
     """Condition on a metric.
 
     Attributes:
-        metric: Name of the metric.
+        metric: Name of the metric in MLflow.
         sign: `<`, `<=`, `>` or `>=`.
         factor: Limit of the metric, or the multiple of the baseline if `of_baseline` is set.
         of_baseline: Whether the limit is relative to the baseline.
@@ -52,8 +53,8 @@ class PromoteIf:
 
         >>> PromoteIf.parse("test/nll < 0.98 * baseline")
         PromoteIf(metric='test/nll', sign='<', factor=0.98, of_baseline=True)
-        >>> PromoteIf.parse("test/acc -x25- > 0.5").metric
-        'test/acc -x25-'
+        >>> PromoteIf.parse("test/pass@1 > 0.5").metric
+        'test/pass-x40-1'
 
         Raises:
             ValueError: The text is no valid condition.
@@ -66,7 +67,7 @@ class PromoteIf:
         number = float(match["number"] or match["factor"] or 1.0)
         if not math.isfinite(number):
             raise ValueError("use a finite number")
-        return cls(match["metric"], match["sign"], number, match["baseline"] is not None)
+        return cls(logged_name(match["metric"]), match["sign"], number, match["baseline"] is not None)
 
     def rejection(self, value: float | None, baseline: float | None) -> str:
         """Return the reason not to promote a checkpoint with this metric value; empty if the condition holds.

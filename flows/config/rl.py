@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -10,10 +9,16 @@ from pydantic import Field, model_validator
 from flows.config.base import BuilderConfig, Config
 from flows.config.rollout import POLICY_LOSS, RolloutConfig
 from flows.config.train import TrainConfig
+from objectives.losses.policy.correction import CORRECTABLE, Bound, Correction, RatioOf
 from objectives.schedule import Weight
 from objectives.spec import ObjectiveSpec
-from objectives.targets import TargetSpec
+from objectives.targets import TargetSpec, check_weight, unset_weight
 from tasks.rl.named_rewards import NamedRewards, Normalization, RewardSpec
+
+# Corrections of `auto` in the modes `stream` and `async`, chosen by `python -m benchmarks off_policy`: of losses that
+# bound their own ratios, and of importance_sampling, whose ratios are unbounded.
+BOUNDED_CORRECTION = Correction(off_policy_above=0.05)
+UNBOUNDED_CORRECTION = Correction(ratio="token", high=2.0, off_policy_above=0.05)
 
 
 class AdvantageConfig(Config):
@@ -90,20 +95,11 @@ class NamedRewardConfig(Config):
         description="Limit of the mean reward, such as `{at_least: 0.9}`; a controller finds the weight.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _unset_weight(cls, fields: object) -> object:
-        """Leave the weight unset if there is a target; an explicit weight is checked below."""
-        if isinstance(fields, Mapping) and fields.get("target") is not None:
-            return {"weight": None, **fields}
-        return fields
+    _unset_weight = model_validator(mode="before")(unset_weight)
+    _check_weight = model_validator(mode="after")(check_weight)
 
     @model_validator(mode="after")
-    def _check_weight(self) -> Self:
-        if self.target is not None and self.weight is not None:
-            raise ValueError("it has both a weight and a target, which finds the weight: remove one of them")
-        if self.target is None and self.weight is None:
-            raise ValueError("it has neither a weight nor a target: set one of them")
+    def _check_target(self) -> Self:
         if self.target is not None and self.target.metric is not None:
             raise ValueError("the target of a reward has no metric: remove it, and name the metric as the reward")
         return self
@@ -160,6 +156,116 @@ class ModeConfig(Config):
         return self
 
 
+class CorrectionConfig(Config):
+    """Correction of the base loss for samples of other weights, or of another engine, than the trainer's.
+
+    With ``r`` for the ratio of the trainer's probability of a token to the sampler's.
+    """
+
+    ratio: RatioOf = Field(
+        default="loss",
+        title="Ratio",
+        description="`loss`: the importance ratios of the base loss. Otherwise the base loss takes the "
+        "log-probabilities that the trainer recomputes as those of the sampler, and the advantages are multiplied by 1 "
+        "(`none`), by `r` of each `token`, or by the product of `r` over the `sequence`.",
+    )
+    bound: Bound = Field(
+        default="truncate",
+        title="Bound",
+        description="`truncate` clamps the multiplier to `low` and `high`, as TIS does; `mask` sets it to 0 outside, "
+        "as IcePop does.",
+    )
+    low: float = Field(default=0.0, ge=0, title="Low", description="Lower bound of the multiplier.")
+    high: float = Field(default=2.0, gt=0, title="High", description="Upper bound of the multiplier.")
+    sequence_low: float | None = Field(
+        default=None,
+        ge=0,
+        title="Sequence low",
+        description="Drop sequences with a lower geometric mean of `r`. Unset: none.",
+    )
+    sequence_high: float | None = Field(
+        default=None,
+        gt=0,
+        title="Sequence high",
+        description="Drop sequences with a higher geometric mean of `r`. Unset: none.",
+    )
+    off_policy_above: float | None = Field(
+        default=None,
+        ge=0,
+        title="Off-policy above",
+        description="Drop sequences of negative advantage whose mean of `-log r` is above this many nats, as "
+        "DeepSeek-V3.2 does. Unset: none.",
+    )
+    trust_region: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        title="Trust region",
+        description="Drop tokens whose probability differs by more than this from the sampler's, if the update would "
+        "increase the difference (total variation, as in DPPO). Unset: none.",
+    )
+
+    @model_validator(mode="after")
+    def _check_effect(self) -> Self:
+        bounds = {"bound", "low", "high"} & self.model_fields_set
+        if bounds and self.ratio not in ("token", "sequence"):
+            raise ValueError(
+                f"{sorted(bounds)[0]} bounds the multiplier of the ratio token or sequence: set ratio, or remove it"
+            )
+        if self.correction() == Correction():
+            raise ValueError("it has no field that changes the loss: set one of them, or set correction to none")
+        return self
+
+    def correction(self) -> Correction:
+        """Return the correction of a base loss."""
+        return Correction(**self.model_dump())
+
+
+class HealthConfig(Config):
+    """Limits beyond which a run warns."""
+
+    patience: int = Field(
+        default=5,
+        ge=1,
+        title="Patience",
+        description="Consecutive steps beyond a limit until a warning, and steps at the start that later ones are "
+        "compared with.",
+    )
+    entropy_below: float = Field(
+        default=0.1, ge=0, title="Entropy below", description="Entropy of the samples as a share of that at the start."
+    )
+    mismatch_above: float = Field(
+        default=0.1, ge=0, title="Mismatch above", description="`mismatch/kl_k3`, in nats per token."
+    )
+    truncated_above: float = Field(
+        default=0.5, ge=0, title="Truncated above", description="Share of completions that reached the token limit."
+    )
+    constant_above: float = Field(
+        default=0.9, ge=0, title="Constant above", description="Share of groups with one reward for all members."
+    )
+    length_factor: float = Field(
+        default=3.0,
+        gt=1,
+        title="Length factor",
+        description="Growth or shrinkage of the completions since the start while the reward rises.",
+    )
+    repetition_above: float = Field(
+        default=0.5, ge=0, title="Repetition above", description="Share of repeated 4-grams while the reward rises."
+    )
+    stale_above: float = Field(
+        default=0.5, ge=0, title="Stale above", description="Share of groups that were too old to train on."
+    )
+    skipped_above: float = Field(
+        default=0.1, ge=0, title="Skipped above", description="Share of groups whose environments failed."
+    )
+    environment_above: float = Field(
+        default=0.9, ge=0, title="Environment above", description="Share of the rollouts' time, from one second on."
+    )
+    logprob_error_above: float = Field(
+        default=0.05, ge=0, title="Error of log-probabilities above", description="`rollout/logprob_error`, in nats."
+    )
+
+
 class RlConfig(TrainConfig):
     """Reinforcement learning run."""
 
@@ -186,6 +292,18 @@ class RlConfig(TrainConfig):
     )
     schedule: ModeConfig = Field(
         default=ModeConfig(), title="Schedule", description="Order of rollouts and updates within a step."
+    )
+    correction: Literal["auto", "none"] | CorrectionConfig = Field(
+        default="auto",
+        title="Correction",
+        description="Correction between sampler and trainer. `auto`: in the modes `stream` and `async`, "
+        "`{off_policy_above: 0.05}` and, for the base loss `importance_sampling`, also `{ratio: token, high: 2.0}`; "
+        "none in `sync`, and none for losses with parts relative to the sampler.",
+    )
+    health: HealthConfig | None = Field(
+        default=HealthConfig(),
+        title="Health",
+        description="Limits of metrics beyond which the run warns; unset disables the warnings.",
     )
     transcripts_every: int = Field(
         default=20,
@@ -216,6 +334,19 @@ class RlConfig(TrainConfig):
                 f"{self.advantage.estimator}: use the estimator group_mean, or the normalization sum"
             )
         return self
+
+    def base_correction(self) -> Correction | None:
+        """Return the correction of the base loss; None for none."""
+        match self.correction:
+            case CorrectionConfig() as config:
+                return config.correction()
+            case "auto" if self.schedule.mode != "sync":
+                base = self.objective.base_loss
+                name = base if isinstance(base, str) else base.name
+                if name == "importance_sampling":
+                    return UNBOUNDED_CORRECTION
+                return BOUNDED_CORRECTION if name in CORRECTABLE else None
+        return None
 
     def named_rewards(self) -> NamedRewards | None:
         """Return the named rewards; None to train on the environments' total reward."""

@@ -83,7 +83,7 @@ class RlhfConfig(TrackedConfig, NamedConfig):
         title="Renderer",
         description="Chat format of tinker-cookbook. Unset: the format recommended for the model.",
     )
-    lora_rank: int = Field(default=32, ge=1, title="LoRA rank", description="Rank of the adapters.")
+    lora_rank: int = Field(default=32, ge=1, le=4096, title="LoRA rank", description="Rank of the adapters.")
     seed: int = Field(
         default=0, ge=0, title="Seed", description="Seed of the adapters' initialization and of the data order."
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flows.config.base import BuilderConfig, Config
 from objectives.spec import ObjectiveSpec
@@ -14,6 +14,7 @@ from tasks.rl.custom_completer import CompleterSpec
 from tasks.rl.group_rollout import RetryWholeGroup
 from tasks.rl.hooks import HookSpec
 from tasks.rl.rollout_source import RolloutSettings
+from tasks.rl.sampling_distribution import LogprobsOf, SamplingDistribution
 
 POLICY_LOSS = ObjectiveSpec.model_validate({"base_loss": "importance_sampling"})
 
@@ -23,6 +24,29 @@ class RolloutConfig(Config):
 
     max_tokens: int = Field(default=256, ge=1, title="Tokens", description="Maximum tokens per turn.")
     temperature: float = Field(default=1.0, gt=0, le=10, title="Temperature", description="Sampling temperature.")
+    top_k: int | None = Field(
+        default=None, ge=1, title="Top k", description="Sample from this number of likeliest tokens. Unset: from all."
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        title="Top p",
+        description="Sample from the likeliest tokens up to this probability, counted after the temperature.",
+    )
+    logprobs: LogprobsOf = Field(
+        default="sampled",
+        title="Log-probabilities",
+        description="Log-probabilities of the samples that losses read. `sampled`: those of the distribution with "
+        "`temperature`, `top_k` and `top_p`, computed from the likeliest tokens at each position. `service`: as the "
+        "service returns them, which are those of the model itself; losses are then biased.",
+    )
+    num_candidates: int = Field(
+        default=20,
+        ge=1,
+        title="Candidates",
+        description="Likeliest tokens to request at each position if they are needed for `logprobs`.",
+    )
     max_retries: int = Field(
         default=2,
         ge=0,
@@ -55,8 +79,21 @@ class RolloutConfig(Config):
     )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        # The cache key of a run's teacher data contains this repr: leave out unset fields that 0.1 did not have.
-        return (pair for pair in super().__repr_args__() if pair[0] not in ("completer", "hook") or pair[1] is not None)
+        # The cache key of a run's teacher data contains this repr: leave out fields that 0.1 did not have at their
+        # defaults.
+        fields = type(self).model_fields
+        new = {"top_k", "top_p", "logprobs", "num_candidates", "completer", "hook"}
+        return (
+            (name, value) for name, value in super().__repr_args__() if name not in new or value != fields[name].default
+        )
+
+    @model_validator(mode="after")
+    def _check_distribution(self) -> Self:
+        if self.top_k is not None and self.top_p < 1:
+            raise ValueError(
+                "top_k and top_p are both set, and services differ in which one they apply first: remove one of them"
+            )
+        return self
 
     def settings(self, seed: int, shape: AdvantageSettings) -> RolloutSettings:
         """Return the settings of a rollout source.
@@ -71,4 +108,8 @@ class RolloutConfig(Config):
         hook = HookSpec.load(self.hook.builder, self.hook.params) if self.hook else None
         completer = CompleterSpec.load(self.completer.builder, self.completer.params) if self.completer else None
         strategy = RetryWholeGroup(self.max_retries, self.min_successful, self.timeout_s, hook)
-        return RolloutSettings(seed, self.max_tokens, self.temperature, strategy, shape, completer)
+        return RolloutSettings(seed, self.max_tokens, self.distribution(), strategy, shape, completer)
+
+    def distribution(self) -> SamplingDistribution:
+        """Return the distribution that rollouts are sampled from."""
+        return SamplingDistribution(self.temperature, self.top_k, self.top_p, self.num_candidates, self.logprobs)

@@ -94,6 +94,19 @@ class AdapterSettings(TypedDict):
     train_unembed: bool
 
 
+class ReportConfig(Config):
+    """Examples of held-out prompts in the report of a run, from the first and the final weights."""
+
+    num_examples: int = Field(
+        default=4,
+        ge=0,
+        title="Examples",
+        description="Held-out prompts whose completions are shown before and after training; 0: none. Supervised runs "
+        "sample them, which counts towards the cost; other methods show completions that the evaluation has anyway.",
+    )
+    max_tokens: int = Field(default=256, ge=1, title="Tokens", description="Maximum tokens of a sampled completion.")
+
+
 class TrainConfig(RunConfig):
     """Run that trains an adapter on the batches of a data source."""
 
@@ -108,7 +121,7 @@ class TrainConfig(RunConfig):
         "the same tokenizer. The run computes its log-probabilities once per datum, at the price of prompt tokens.",
         min_length=1,
     )
-    lora_rank: int = Field(default=32, ge=1, title="LoRA rank", description="Rank of the trained adapter.")
+    lora_rank: int = Field(default=32, ge=1, le=4096, title="LoRA rank", description="Rank of the trained adapter.")
     train_attn: bool = Field(
         default=True, title="Train attention", description="Train an adapter on the attention layers."
     )
@@ -167,6 +180,7 @@ class TrainConfig(RunConfig):
         description="Evaluators with a period of their own, for measurements that are too slow or too expensive for "
         "every evaluation.",
     )
+    report: ReportConfig = Field(default=ReportConfig(), title="Report", description="Examples in the report.")
     granularity: Granularity = Field(
         default="task",
         title="Granularity",

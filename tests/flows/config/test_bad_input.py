@@ -63,6 +63,10 @@ def regularizers(*entries: Fields) -> Fields:
         ({"learning_rate": -1}, r"'learning_rate' is -1"),
         ({"run_name": "../x"}, r"'run_name' is '../x'"),
         ({"num_steps": 0}, r"'num_steps' is 0"),
+        (
+            {"keep_best": "test/nll"},
+            r"'keep_best' .*it has the fields metric and mode: write keep_best.metric=test/nll on the command line",
+        ),
         ({"objective": regularizers({"name": "topolgy"})}, r"'topolgy'.*topology"),
         (
             {"objective": regularizers({"name": "logic", "weight": -0.1})},

@@ -1,0 +1,85 @@
+"""YAML of configs, overrides and price tables, with one-sentence errors and a limit on what aliases expand to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from blocks.errors import ConfigError
+
+_MAX_NODES = 100_000
+_MAX_DEPTH = 100
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read the fields of a YAML file, in UTF-8 or UTF-16.
+
+    Raises:
+        ConfigError: the file is unreadable, invalid, or contains no mapping.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"The config file {path} could not be read ({error.strerror}): check --config.") from error
+    fields = parse_yaml(content, f"The config file {path}")
+    if not isinstance(fields, dict):
+        raise ConfigError(
+            f"The config file {path} contains a {type(fields).__name__}; it must contain a mapping of fields."
+        )
+    return fields
+
+
+def parse_yaml(content: str | bytes, source: str) -> Any:
+    """Parse a YAML document.
+
+    Args:
+        source: start of the error message, such as ``The config file sft.yaml``.
+
+    Raises:
+        ConfigError: it is not valid YAML, repeats a key, is nested too deeply, or is too large without aliases.
+
+    >>> parse_yaml("[1, {a: b}]", "The list")
+    [1, {'a': 'b'}]
+    """
+    try:
+        loader = yaml.SafeLoader(content)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _check(node, source, depth=1, num_nodes=0)
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except ConfigError:
+        raise
+    except RecursionError as error:
+        raise ConfigError(f"{source} is nested too deeply for YAML: remove brackets.") from error
+    except yaml.reader.ReaderError as error:
+        raise ConfigError(f"{source} is not text in UTF-8 ({error.reason}): save it as UTF-8.") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{source} is not valid YAML ({' '.join(str(error).split())}): fix it.") from error
+
+
+def _check(node: yaml.Node, source: str, depth: int, num_nodes: int) -> int:
+    """Check a node and all below it; return the number of nodes so far, with aliases replaced by what they name."""
+    num_nodes += 1
+    if depth > _MAX_DEPTH:
+        raise ConfigError(
+            f"{source} is nested more than {_MAX_DEPTH} levels deep, or an alias contains itself: fix it."
+        )
+    if num_nodes > _MAX_NODES:
+        raise ConfigError(f"{source} has more than {_MAX_NODES:,} values, with its aliases replaced: shorten it.")
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            num_nodes = _check(item, source, depth + 1, num_nodes)
+    elif isinstance(node, yaml.MappingNode):
+        keys: dict[str, yaml.ScalarNode] = {}
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and keys.setdefault(key.value, key) is not key:
+                lines = " and ".join(str(entry.start_mark.line + 1) for entry in (keys[key.value], key))
+                raise ConfigError(f"{source} has the key {key.value!r} twice, in lines {lines}: remove one.")
+            num_nodes = _check(value, source, depth + 1, num_nodes)
+    return num_nodes

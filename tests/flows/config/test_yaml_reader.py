@@ -1,0 +1,78 @@
+"""YAML that is not what it seems: one sentence each, and no config that takes all memory."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+
+import pytest
+
+from blocks.errors import ConfigError
+from flows.config.loader import load_config
+from flows.config.train import SftConfig
+from flows.config.yaml_reader import parse_yaml, read_yaml
+
+FIELDS = "run_name: odd\nmodel: tiny\ndata: {builder: 'a:B'}\n"
+# Each level lists the level before nine times: 9**9 values.
+BILLION_LAUGHS = "a: &a [ha, ha, ha, ha, ha, ha, ha, ha, ha]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"run_name: caf\xe9\n", "is not text in UTF-8 (invalid continuation byte): save it as UTF-8."),
+        (b"model: " + b"[" * 5000 + b"]" * 5000, "is nested too deeply for YAML: remove brackets."),
+        (b"model: " + b"[" * 150 + b"]" * 150, "is nested more than 100 levels deep, or an alias contains itself"),
+        (b"model: &x [*x]\n", "is nested more than 100 levels deep, or an alias contains itself"),
+        (BILLION_LAUGHS.encode(), "has more than 100,000 values, with its aliases replaced: shorten it."),
+        (b"model: a\nseed: 1\nmodel: b\n", "has the key 'model' twice, in lines 1 and 3: remove one."),
+        (b"data: {seed: 1, seed: 2}\n", "has the key 'seed' twice, in lines 1 and 1: remove one."),
+        (b"model: [1,\n", "is not valid YAML (while parsing a flow node"),
+        (b"date: 2026-02-31\n", "is not valid YAML (day is out of range for month): fix it."),
+        (b"- tiny\n", "contains a list; it must contain a mapping of fields."),
+        (b"", "contains a NoneType; it must contain a mapping of fields."),
+    ],
+)
+def test_odd_files_are_refused_in_one_sentence(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(path)
+    assert str(caught.value).startswith(f"The config file {path} {expected}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_files_with_a_byte_order_mark_are_read(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "mark.yaml"
+    path.write_text(FIELDS, encoding=encoding)
+    assert path.read_bytes().startswith((codecs.BOM_UTF8, codecs.BOM_UTF16, b"run"))
+    assert read_yaml(path)["model"] == "tiny"
+
+
+def test_anchors_and_merge_keys_are_kept() -> None:
+    content = "base: &base {rank: 8, seed: 0}\nfirst: {<<: *base, seed: 1}\nsecond: *base\n"
+    fields = parse_yaml(content, "It")
+    assert fields["first"] == {"rank": 8, "seed": 1}
+    assert fields["second"] == {"rank": 8, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("objective=[1,", r"^The argument 'objective=\[1,' is not valid YAML"),
+        ("model=&x [*x]", "an alias contains itself"),
+        ("learning_rate=.inf", "'learning_rate' is inf, but input should be a finite number"),
+        ("learning_rate=.nan", "'learning_rate' is nan, but input should be a finite number"),
+        ("lora_rank=10000000000", "'lora_rank' is 10000000000, but input should be less than or equal to 4096"),
+        ("objective={regularizers: [{name: kl, weight: .inf}]}", r"weight.* is inf"),
+    ],
+)
+def test_odd_overrides_are_refused_in_one_sentence(tmp_path: Path, override: str, expected: str) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text(FIELDS)
+    with pytest.raises(ConfigError, match=expected) as caught:
+        load_config(SftConfig, path, [override])
+    assert "\n" not in str(caught.value)
