@@ -30,6 +30,7 @@ from tasks.training.checkpoints import (
     resumable,
     step_of,
 )
+from tasks.training.metric_names import logged_name
 from tasks.training.model_registry import Promotion, promote
 from tasks.training.retention import KeepPolicy, keep_checkpoints
 
@@ -49,7 +50,10 @@ class Checkpoints:
         self._rest = tinker.RestClient(run.session.holder)
         best = config.keep_best
         self._policy = KeepPolicy(
-            config.keep_last, best.metric if best else "", best.mode if best else "min", config.ttl_seconds
+            config.keep_last,
+            logged_name(best.metric) if best else "",
+            best.mode if best else "min",
+            config.ttl_seconds,
         )
         self._last = start
         self.rejection = ""
@@ -96,6 +100,7 @@ class Checkpoints:
             records = read_records(self._run.directory)
             best = records.best.get("best") if self._policy.metric else None
             chosen = next((record for record in records.checkpoints if record.state_path == best), last)
+            self._run.directory.check_writer()
             self.rejection = self._rejection(chosen)
             if self.rejection:
                 note_rejection(self._run.log, self._config.run_name, name, self.rejection)

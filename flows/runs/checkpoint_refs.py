@@ -36,21 +36,33 @@ class NamedCheckpoint:
 
 
 def find_checkpoint(name: str, storage: RunStorage) -> NamedCheckpoint:
-    """Look weights up by their name.
+    """Look weights up by their name; the newest weights of a run if the name has no `@`.
+
+    Raises:
+        ConfigError: The run or the checkpoint does not exist.
+    """
+    return find_checkpoints(name, storage)[0]
+
+
+def find_checkpoints(name: str, storage: RunStorage) -> list[NamedCheckpoint]:
+    """Look weights up by their name; return the preferred ones first.
 
     Raises:
         ConfigError: The run or the checkpoint does not exist.
     """
     if name == BASE:
-        return NamedCheckpoint(name, "")
+        return [NamedCheckpoint(name, "")]
     if name.startswith(SERVICE_PATH):
-        return NamedCheckpoint(name, name)
+        return [NamedCheckpoint(name, name)]
     run_name, _, at = name.partition("@")
     directory = storage.run_directory(run_name)
     records = read_records(directory)
-    matches = select_checkpoints(records, at) or [
-        record for record in records.samplers if not at or at == str(step_of(record))
-    ]
+    matches = select_checkpoints(records, at)
+    if not at:
+        # The sort is stable: of weights of the same step, those with a state come first.
+        matches = sorted([*matches, *records.samplers], key=step_of, reverse=True)
+    elif not matches:
+        matches = [record for record in records.samplers if at == str(step_of(record))]
     if not matches:
         saved = (*records.checkpoints, *records.samplers)
         steps = ", ".join(str(step) for step in sorted({step_of(record) for record in saved}))
@@ -63,7 +75,8 @@ def find_checkpoint(name: str, storage: RunStorage) -> NamedCheckpoint:
             f"The checkpoint {name!r} does not exist: the run {run_name!r} {problem}. Use another checkpoint or a "
             "tinker:// path."
         )
-    return _of_record(name, run_name, matches[0], directory.read_bytes(CONFIG))
+    config = directory.read_bytes(CONFIG)
+    return [_of_record(name, run_name, record, config) for record in matches]
 
 
 def select_checkpoints(records: Records, at: str) -> list[CheckpointRecord]:

@@ -7,6 +7,7 @@ import logging
 import math
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,16 +21,17 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from rich.console import Console
 from rich.table import Table
 
-from blocks.errors import ServiceError, TinkerFlowsError, reason
+from blocks.errors import ServiceError, TinkerFlowsError, reason, traceback_is_requested
 from blocks.processes import local_prefect_server, prefect_server_env
 from flows.config.base import Config, RunConfig
 from flows.config.loader import describe_fields, load_config
 from flows.monitoring.drain import deliver_events, wait_until_recorded
 from flows.monitoring.events import heartbeats
+from flows.monitoring.progress import method_figures
 from flows.runs.result import TrainResult
 from objectives.errors import ObjectiveError
 from tasks.reports.summary import describe_cost, storage_option
-from tasks.reports.tables import COLUMNS, Control, format_row, held_out_table, term_rows
+from tasks.reports.tables import COLUMNS, Control, format_row, held_out_table, is_bookkeeping, term_rows
 
 R = TypeVar("R")
 
@@ -64,6 +66,8 @@ def exit_on_error(action: Callable[[], None]) -> None:
     try:
         action()
     except (TinkerFlowsError, ObjectiveError) as error:
+        if traceback_is_requested():
+            traceback.print_exc()
         sys.exit(f"error: {error}")
     except (KeyboardInterrupt, CancelledRun):
         print("Stopped. Run the same command again to resume from the last checkpoint.", file=sys.stderr)
@@ -128,6 +132,8 @@ def silence_console_logs() -> None:
         if isinstance(handler, PrefectConsoleHandler):
             handler.setLevel(logging.CRITICAL)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
+    # MLflow's client retries requests for minutes; the run itself says that the store does not respond.
+    logging.getLogger("urllib3").setLevel(logging.ERROR)
 
 
 def show_result(result: TrainResult, control: Mapping[str, Control] | None = None) -> None:
@@ -139,9 +145,10 @@ def show_result(result: TrainResult, control: Mapping[str, Control] | None = Non
     console = Console(highlight=False, soft_wrap=True)
     title = f"{result.run_name}: {result.num_steps} steps"
     console.print(_table(title, COLUMNS, [format_row(row) for row in term_rows(result.metrics)]))
-    if result.held_out:
-        console.print(_table("", *held_out_table(result.held_out, control)))
-        if any(not math.isnan(row.after.stderr) for row in result.held_out):
+    held_out = [row for row in result.held_out if not is_bookkeeping(row.metric)]
+    if held_out:
+        console.print(_table("", *held_out_table(held_out, control)))
+        if any(not math.isnan(row.after.half_width) for row in result.held_out):
             console.print("±: 95 % interval over the held-out batches; of a change or an effect, over paired batches")
     if result.stopped:
         console.print(result.stopped)
@@ -149,18 +156,24 @@ def show_result(result: TrainResult, control: Mapping[str, Control] | None = Non
         console.print(result.not_promoted)
     elif result.resumed_from == result.num_steps:
         console.print("This run had already finished; choose another run_name to train again.")
-    for key in sorted(result.metrics):
-        if key.endswith("/skipped"):
-            console.print(f"{key:12} {result.metrics[key]:.4f}")
+    figures = [figure for figure in method_figures(result.metrics) if not figure.startswith("$")]
+    if figures:
+        console.print(f"last batch   {', '.join(figures)}")
     for warning in result.warnings:
         console.print(f"warning      {warning}", markup=False)
-    console.print(f"cost         {describe_cost(result.metrics)}")
+    console.print(f"cost         {describe_cost(result.metrics)}{_pace(result)}")
     console.print(f"weights      {result.state_path}")
     console.print(f"report       {result.report}")
     console.print(f"Prefect UI   {_prefect_ui(result)}")
     console.print(f"MLflow UI    {_mlflow_ui(result)}")
     storage = storage_option(result.run_name, result.directory)
     console.print(f'sample       tinker-flows sample {shlex.quote(result.run_name)}@final "PROMPT"{storage}')
+
+
+def _pace(result: TrainResult) -> str:
+    """Steps per minute of the whole run; empty if unknown."""
+    minutes = 60 * result.metrics.get("cost/hours", 0.0)
+    return f", {result.num_steps / minutes:.3g} steps per minute" if minutes else ""
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

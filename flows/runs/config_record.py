@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,16 @@ from objectives.aliases import with_current_paths
 from tasks.training.checkpoints import step_of
 
 # Version of config.json. Release 0.1 wrote no version, which counts as 1.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # First format whose runs scale terms by the batch (`objectives.scale`) and compare completions within prompts.
 FORMAT_OF_SCALES = 2
+# First format whose runs correct for the sampler: importance ratios in the term `kl`, logprobs of the distribution that
+# was sampled from.
+FORMAT_OF_CORRECTIONS = 3
 _FORMAT_KEY = "format_version"
 
 # Fields that may change when a run resumes: where it runs and how often it evaluates, never what it trains.
-_MAY_CHANGE = {
+MAY_CHANGE = {
     "base_url",
     "tracking",
     "experiment",
@@ -31,8 +35,10 @@ _MAY_CHANGE = {
     "storage",
     "resume",
     "if_exists",
+    "accept_changes",
     "max_restarts",
     "guards",
+    "health",
     "budget",
     "checkpoint_every",
     "checkpoint_every_seconds",
@@ -46,8 +52,12 @@ _MAY_CHANGE = {
     "keep_best",
     "ttl_seconds",
     "register_as",
+    "report",
     "promote_if",
 }
+
+# Those that say where a run is and how it starts; a change of the others is announced.
+_NO_EFFECT = {"base_url", "tracking", "experiment", "mlflow_tags", "storage", "resume", "if_exists", "accept_changes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +128,29 @@ def check_config(
             f"{', '.join(changed)}: restore it or choose another run_name; the first config is "
             f"{directory.location}/{CONFIG}."
         )
+    if not restarts:
+        _announce_changes(directory, config)
+
+
+def _announce_changes(directory: RunDirectory, config: RunConfig) -> None:
+    """Print the fields that take effect from now on with other values than at the start of the run."""
+    changes = _changes(directory, config)
+    changed = [f"{key} {now} (was {before})" for key, (before, now) in sorted(changes.items()) if key not in _NO_EFFECT]
+    if changed:
+        print(f"{config.run_name} continues with another {', '.join(changed)}.", file=sys.stderr)
 
 
 def changed_fields(directory: RunDirectory, config: RunConfig) -> list[str]:
     """Return the immutable fields in which a config differs from the recorded one; empty without a record."""
+    return sorted(_changes(directory, config).keys() - MAY_CHANGE)
+
+
+def _changes(directory: RunDirectory, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the recorded and the present value of each field in which they differ."""
     recorded = directory.read_bytes(CONFIG)
     if recorded is None:
-        return []
+        return {}
     # Validation fills in fields that later releases added.
     fields = RecordedConfig.parse(recorded, directory.location).fields
-    before, now = type(config).model_validate(fields).model_dump(), config.model_dump()
-    return sorted(key for key in now.keys() - _MAY_CHANGE if now[key] != before[key])
+    before, now = (model.model_dump(mode="json") for model in (type(config).model_validate(fields), config))
+    return {key: (before[key], value) for key, value in now.items() if value != before[key]}

@@ -14,6 +14,7 @@ from tinker_cookbook.checkpoint_utils import CHECKPOINTS_BASE_NAME
 from blocks.errors import ConfigError
 from blocks.storage import CONFIG, RunDirectory
 from flows.config.base import RunConfig
+from flows.config.loader import field_values
 from flows.runs.blocks import storage_of, tracking_at
 from flows.runs.config_record import RecordedConfig
 from flows.runs.fork import starts_of
@@ -65,7 +66,7 @@ def _delete(config: RunConfig, directory: RunDirectory) -> None:
     _check_origin(config)
     with directory:  # fails if another process is writing the run
         steps = _steps_of_checkpoints(directory)
-        kept = f" The weights of its checkpoints at {steps} stay on the service." if steps else ""
+        weights_left = f" The weights of its checkpoints at {steps} stay on the service." if steps else ""
         mlflow = _delete_mlflow_run(config, directory)
         # The records of checkpoints come first: a run whose deletion was interrupted must not resume.
         names = sorted(directory.names(), key=lambda name: (name != CHECKPOINTS_BASE_NAME, name))
@@ -73,24 +74,28 @@ def _delete(config: RunConfig, directory: RunDirectory) -> None:
             directory.remove(name)
     text = (
         f"Deleted the earlier run {config.run_name!r}, as if_exists says: {len(names)} files in {directory.location} "
-        f"({', '.join(names)}){mlflow}.{kept}"
+        f"({', '.join(names)}){mlflow}.{weights_left}"
     )
     get_run_logger().warning("%s", text)
     print(text, file=sys.stderr)
 
 
 def _check_origin(config: RunConfig) -> None:
-    """Check that the weights that the new run starts from exist, and are not those of the run to delete.
+    """Check that the weights that the new run starts from exist, and that it uses none of the run to delete.
+
+    A `tinker://` path, such as that of a reference, is found without the record of its run.
 
     Raises:
-        ConfigError: They do not exist, or the run to delete has them.
+        ConfigError: They do not exist, or the run to delete has them or those of a teacher.
     """
     starts_of(config, storage_of(config))
-    if config.init_from.partition("@")[0] == config.run_name:
-        raise ConfigError(
-            f"init_from is {config.init_from!r}, a checkpoint of the run that if_exists would delete: choose another "
-            "run_name."
-        )
+    sources = [("init_from", config.init_from)]
+    sources += [("a teacher's checkpoint", name) for name in field_values(config.model_dump(), "checkpoint")]
+    for field, name in sources:
+        if isinstance(name, str) and name.partition("@")[0] == config.run_name:
+            raise ConfigError(
+                f"{field} is {name!r}, a checkpoint of the run that if_exists would delete: choose another run_name."
+            )
 
 
 def _delete_mlflow_run(config: RunConfig, directory: RunDirectory) -> str:

@@ -10,7 +10,7 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from blocks import RunStorage
 from blocks.errors import ConfigError
 from flows.config.base import BASE, SERVICE_PATH, RunConfig
-from flows.runs.checkpoint_refs import describe_missing, find_checkpoint, select_checkpoints
+from flows.runs.checkpoint_refs import NamedCheckpoint, describe_missing, find_checkpoints, select_checkpoints
 from tasks.training.checkpoints import read_records, step_of
 
 # Key of a record whose weights are loaded without the moments of the optimizer.
@@ -38,7 +38,9 @@ def starts_of(config: RunConfig, storage: RunStorage) -> list[CheckpointRecord]:
     """
     if is_fork(config):
         return _starts_of_fork(config, storage)
-    return [] if config.init_from == BASE else [_initial_weights(config, storage)]
+    if config.init_from == BASE:
+        return []
+    return [_initial_weights(config, checkpoint) for checkpoint in find_checkpoints(config.init_from, storage)]
 
 
 def check_lineage(config: RunConfig, records: Sequence[CheckpointRecord]) -> None:
@@ -61,8 +63,7 @@ def check_lineage(config: RunConfig, records: Sequence[CheckpointRecord]) -> Non
         )
 
 
-def _initial_weights(config: RunConfig, storage: RunStorage) -> CheckpointRecord:
-    checkpoint = find_checkpoint(config.init_from, storage)
+def _initial_weights(config: RunConfig, checkpoint: NamedCheckpoint) -> CheckpointRecord:
     parent = {"init_from": config.init_from, "state_path": checkpoint.path}
     if checkpoint.run_name:
         parent |= {"run_name": checkpoint.run_name, "step": checkpoint.step}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ _MAX_PARAM_LENGTH = 6000  # MLflow's limit
 
 
 @contextmanager
-def open_mlflow_run(
+def open_mlflow_run(  # noqa: PLR0913 - three of a run, four of its record
     tracking: MLflowTracking,
     run_name: str,
     record: str,
@@ -40,6 +40,7 @@ def open_mlflow_run(
     params: Mapping[str, object],
     tags: Mapping[str, str],
     run_id: str | None = None,
+    check_writer: Callable[[], None] = lambda: None,
 ) -> Iterator[MetricsLog]:
     """Open an MLflow run, and mark it FINISHED, FAILED or KILLED at the end; after a kill -9 it stays RUNNING.
 
@@ -48,6 +49,8 @@ def open_mlflow_run(
         params: params of the run, logged only if it has none yet.
         tags: tags of the run, set at every start.
         run_id: id of the MLflow run of an earlier start, or None; ignored if the tracking store has no such run.
+        check_writer: raises StorageError if another process has taken over the run, to which its MLflow run then
+            belongs: this process neither logs to it nor ends it.
 
     Raises:
         ServiceError: MLflow does not respond or rejects a request.
@@ -61,7 +64,7 @@ def open_mlflow_run(
         for key, value in tags.items():
             client.set_tag(run.info.run_id, key, value)
         client.update_run(run.info.run_id, status="RUNNING")
-        log = MetricsLog(client, run.info.run_id)
+        log = MetricsLog(client, run.info.run_id, check_writer)
     status = "FAILED"
     try:
         yield log
@@ -74,7 +77,8 @@ def open_mlflow_run(
         # If the tracking store or the storage failed, raise its first error and suppress those of this cleanup.
         with suppress(ServiceError, StorageError), tracking.failures():
             log.flush()
-        with suppress(ServiceError), tracking.failures():
+        with suppress(ServiceError, StorageError), tracking.failures():
+            check_writer()
             client.set_terminated(log.run_id, status=status)
 
 
@@ -94,6 +98,7 @@ def open_log(
         params=flatten(config.model_dump(mode="json")),
         tags={**config.mlflow_tags, **origin_tags(service.resolved_url), **reasons},
         run_id=next((str(record.extra["mlflow_run_id"]) for record in records if record.has("mlflow_run_id")), None),
+        check_writer=directory.check_writer,
     )
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
-
 from blocks.errors import ConfigError
+from flows.config.yaml_reader import parse_yaml
 from tasks.training.batch_source import SampledTokens
 
 TABLE = Path(__file__).with_name("prices.yaml")
@@ -82,7 +81,7 @@ def priced_models() -> dict[str, Price]:
 
 def _read(path: Path) -> dict[str, Price]:
     try:
-        rows = yaml.safe_load(path.read_text())
+        rows = parse_yaml(path.read_bytes(), f"The price table {path}")
         return {
             row["tinker_id"]: Price(*(_dollars(row[key]) for key in ("prefill", "sample", "train"))) for row in rows
         }
@@ -90,7 +89,7 @@ def _read(path: Path) -> dict[str, Price]:
         raise ConfigError(
             f"The price table {path} could not be read ({error.strerror}): set budget.prices to a readable file."
         ) from error
-    except (yaml.YAMLError, TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError) as error:
         raise ConfigError(
             f"The price table {path} is invalid ({type(error).__name__}: {' '.join(str(error).split())[:200]}): use a "
             "list of {tinker_id, prefill, sample, train}, in dollars per million tokens, as in https://tinker-docs."

@@ -11,6 +11,7 @@ from prefect.states import Completed
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.errors import StorageError
+from blocks.urls import hide_credentials
 from flows.monitoring.run_tags import note_targets
 from flows.runs.run import Run
 from objectives.targets import TargetSpec
@@ -105,11 +106,11 @@ def finish(
         directory=run.directory.location,
         report=write_report(run.directory, run.log, run_name, history, reasons.not_promoted, rows),
         flow_run_id=flow_run.get_id() or "",
-        tracking_uri=run.log.client.tracking_uri,
+        tracking_uri=hide_credentials(run.log.client.tracking_uri),
         experiment_id=mlflow_run.info.experiment_id,
         mlflow_run_id=run.log.run_id,
         metrics={key: points[-1][1] for key, points in history.items()},
-        warnings=run_warnings(mlflow_run.data.tags),
+        warnings=run_warnings(mlflow_run.data.tags, history),
         held_out=tuple(held_out_rows(history, read_batch_values(run.directory))),
         stopped=reasons.stopped,
         not_promoted=reasons.not_promoted,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import tinker
+from prefect.logging import get_run_logger
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.errors import ConfigError
@@ -31,7 +33,7 @@ def resolve_start(run: Run, config: TrainConfig, steps_per_epoch: int, num_steps
         return replace(start, extra={**start.extra, "step": step})
     if start.has("parent") and not resumable(run.directory):
         _check_origin(run, config, start, num_steps)
-        return _record_origin(run, start, steps_per_epoch)
+        return _record_origin(run, config, start, steps_per_epoch)
     return start
 
 
@@ -70,8 +72,13 @@ def _check_origin(run: Run, config: TrainConfig, start: CheckpointRecord, num_st
             )
 
 
-def _record_origin(run: Run, start: CheckpointRecord, steps_per_epoch: int) -> CheckpointRecord:
-    for key, value in start.extra["parent"].items():
+def _record_origin(run: Run, config: TrainConfig, start: CheckpointRecord, steps_per_epoch: int) -> CheckpointRecord:
+    parent = start.extra["parent"]
+    of_run = f", step {parent['step']} of the run {parent['run_name']}" if "run_name" in parent else ""
+    text = f"{config.run_name} starts from {start.state_path}{of_run}."
+    get_run_logger().info("%s", text)
+    print(text, file=sys.stderr)
+    for key, value in parent.items():
         run.log.tag(f"tinker_flows.parent.{key}", str(value))
     run.log.flush()
     epoch, batch = divmod(step_of(start), steps_per_epoch)

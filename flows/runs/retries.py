@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
@@ -12,6 +13,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
+from tqdm import tqdm
 
 from blocks.errors import RolledBackError, ServiceLostError, UnreachableError
 from flows.config.base import RunConfig
@@ -54,6 +56,7 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T]) 
             return cast(T, Cancelled(message=str(cancelled)))
         except RolledBackError as error:  # terminates, because each rollback skips another step
             reasons.append(str(error))
+            tqdm.write(f"Restarting {config.run_name}: {error}", file=sys.stderr)
         except (UnreachableError, ServiceLostError) as error:
             if isinstance(error, UnreachableError) and not reasons:
                 raise  # in the first attempt, a wrong address is more likely than a restarting server
@@ -63,7 +66,9 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T]) 
                 raise
             reasons.append(f"after step {step}: {error}")
             pause_s = min(2.0**num_in_a_row, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
-            get_run_logger().warning("%s Resuming from the last checkpoint in %.0f s.", error, pause_s)
+            text = f"{error} Resuming {config.run_name} from the last checkpoint in {pause_s:.0f} s."
+            get_run_logger().warning("%s", text)
+            tqdm.write(text, file=sys.stderr)
             time.sleep(pause_s)
 
 

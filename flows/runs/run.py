@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,14 @@ from tinker_cookbook.tokenizer_utils import register_tokenizer
 
 from blocks.errors import ServiceError, ServiceLostError, reason
 from blocks.storage import RunDirectory
-from flows.config.base import RunConfig
+from flows.config.base import BuilderConfig, RunConfig, ServiceConfig
 from flows.config.loader import renderer_names
 from flows.config.train import AdapterSettings
 from flows.runs.blocks import open_service, service_slot, storage_of
 from flows.runs.config_record import check_config
 from flows.runs.fork import FRESH_OPTIMIZER, check_lineage, starts_of
 from flows.runs.mlflow_run import open_log
+from tasks.common.builders import takes
 from tasks.common.event_loop import open_workers
 from tasks.common.service_errors import service_errors
 from tasks.common.tokenizers import lock_tokenizers
@@ -85,9 +86,23 @@ def open_run(config: RunConfig, restarts: Sequence[str], adapter: AdapterSetting
                     client, start = _resumed_client(session, config, starts)
                 else:
                     client, start = _new_client(session, config, adapter), None
-                # Evaluators, too, may open the tokenizer by the service's name of the model.
+                # Builders and evaluators open the tokenizer by the service's name of the model.
                 register_tokenizer(config.model, client.get_tokenizer)
                 yield Run(directory, session, client, log, start, config.model)
+
+
+@contextmanager
+def open_builder_arguments(
+    config: ServiceConfig, run_name: str, session: tinker.ServiceClient, field: str, data: BuilderConfig
+) -> Iterator[dict[str, Any]]:
+    """Open the optional arguments of a data builder outside of a run.
+
+    The directory is that of `run_name`; it is locked only if the builder takes it, as builders of generated data do.
+    """
+    directory = storage_of(config).run_directory(run_name)
+    is_taken = takes(field, data.builder, data.params, "directory")
+    with open_workers(), directory if is_taken else nullcontext():
+        yield {"session": session, "directory": directory, "base_model": config.model}
 
 
 @contextmanager
@@ -122,7 +137,10 @@ def _resumed_client(
                 )
                 return load(path, user_metadata=_metadata(config)).result(), record
         except ServiceError as error:
-            if not isinstance(error.__cause__, tinker.RequestFailedError | tinker.NotFoundError):
+            is_gone = isinstance(error.__cause__, tinker.RequestFailedError | tinker.NotFoundError)
+            # A service may refuse to train sampler weights.
+            is_refused = "/sampler_weights/" in path and isinstance(error.__cause__, tinker.BadRequestError)
+            if not (is_gone or is_refused):
                 raise
             if number < len(records):
                 print(f"{error} Trying the previous checkpoint.", file=sys.stderr)

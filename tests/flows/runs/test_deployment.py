@@ -13,6 +13,8 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import PrefectHTTPStatusError
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import ValidationError, validate
 from sft_config import sft_fields
 
 from flows.config.train import SftConfig
@@ -31,6 +33,21 @@ def test_every_field_has_a_title_and_a_description() -> None:
         for field, properties in model.get("properties", {}).items():
             assert properties.get("title"), (name, field)
             assert properties.get("description"), (name, field)
+
+
+def test_the_server_accepts_a_whole_config_and_the_form_shows_the_basics_first() -> None:
+    """Fields that are None are no union with null in the form, and a caller may pass None for them anyway."""
+    schema = parameter_schema(sft).model_dump()
+    fields = sft_fields(Path("there"), "whole", "")
+    validate({"config": SftConfig.model_validate(fields).model_dump(mode="json")}, schema, raise_on_error=True)
+    config = schema["definitions"]["SftConfig"]
+    basics = ["run_name", "model", "data", "learning_rate", "num_steps", "num_epochs", "lora_rank", "objective"]
+    assert list(config["properties"])[: len(basics)] == basics
+    assert list(config["properties"])[-2:] == ["guards", "budget"]
+    assert config["properties"]["num_steps"]["type"] == "integer"
+    assert "default" not in config["properties"]["num_steps"]
+    with pytest.raises(ValidationError, match="less than the minimum of 1"):
+        validate({"config": fields | {"num_steps": 0}}, schema, raise_on_error=True)
 
 
 def test_run_from_a_deployment(tmp_path: Path, prefect_server: str, engine_url: str, mlflow_uri: str) -> None:

@@ -20,9 +20,11 @@ from sft_config import sft_fields
 from blocks import RunStorage
 from blocks.errors import ConfigError, StorageError
 from deployments.run_lookup import find_run, resume_config
+from flows.config.distill import OnPolicyConfig
 from flows.config.loader import validate_fields
 from flows.config.rlhf import RlhfConfig
 from flows.config.train import SftConfig
+from flows.distill import on_policy_distillation
 from flows.monitoring.progress import step_callback
 from flows.runs import cli
 from flows.runs.result import TrainResult
@@ -153,6 +155,12 @@ def test_origin_is_checked_before_anything_is_deleted(earlier: TrainResult, fiel
     }.items():
         with pytest.raises(ConfigError, match=message):
             train(fields, if_exists="delete", init_from=origin)
+    places = {key: fields[key] for key in ("run_name", "model", "base_url", "engine", "storage", "tracking")}
+    environment = {"builder": "examples.letters:LettersBuilder"}
+    datasets = [{"environment": environment, "teacher": {"checkpoint": "run@final"}}]
+    config = OnPolicyConfig.model_validate({**places, "if_exists": "delete", "datasets": datasets})
+    with pytest.raises(ConfigError, match="a teacher's checkpoint is 'run@final', a checkpoint of the run that"):
+        on_policy_distillation(config)
     assert contents(earlier.directory) == before
 
 

@@ -98,6 +98,31 @@ def test_run_name_sampler_weights_and_restart(tmp_path: Path, fields: dict[str, 
         SftConfig.model_validate(fields | {"init_from": "warm", "resume": "warm@2"})
 
 
+def test_run_name_means_its_newest_weights(
+    tmp_path: Path, fields: dict[str, Any], engine: EngineProcess, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Sampler weights that are newer than the last state are preferred, unless the service no longer has them."""
+    train(fields, "mixed", checkpoint_every=1, checkpoint_kind="both")
+    records = lines(tmp_path, "mixed")
+    for record in records[1:]:
+        del record["state_path"]  # as after a stop at step 1 and a resume with checkpoint_kind: sampler
+    file = tmp_path / "runs" / "mixed" / "checkpoints.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    newest = train(fields, "newest", init_from="mixed")
+    parent = lines(tmp_path, "newest")[0]["parent"]
+    assert (parent["step"], parent["state_path"]) == (NUM_STEPS, records[-1]["sampler_path"])
+    assert f"starts from {records[-1]['sampler_path']}, step {NUM_STEPS} of the run mixed" in capfd.readouterr().err
+    by_path = train(fields, "by-path", init_from=records[-1]["sampler_path"])
+    assert saved_weights(engine.state, newest.state_path) == saved_weights(engine.state, by_path.state_path)
+
+    rest = tinker.RestClient(base_url=engine.url, api_key=API_KEY)
+    for record in records[1:]:
+        rest.delete_checkpoint_from_tinker_path(record["sampler_path"]).result()
+    train(fields, "older", init_from="mixed")
+    parent = lines(tmp_path, "older")[0]["parent"]
+    assert (parent["step"], parent["state_path"]) == (1, records[0]["state_path"])
+
+
 @pytest.mark.parametrize("field", ["init_from", "resume"])
 def test_weights_of_another_model(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     with tinker.ServiceClient() as service:

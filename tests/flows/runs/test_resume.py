@@ -242,7 +242,7 @@ def run_with_and_without_kills(
     client = MlflowClient(mlflow_uri)
 
     def is_timing(key: str) -> bool:
-        return key.startswith(("time/", "cost/")) or "duration_s" in key
+        return key.startswith(("time/", "throughput/", "cost/")) or "duration_s" in key
 
     def lines(name: str) -> list[dict[str, float]]:
         content = (tmp_path / "runs" / name / "metrics.jsonl").read_text()
@@ -303,6 +303,7 @@ def test_stop_saves_the_current_step_and_leaves_no_processes(
     assert process.returncode == 130, output.decode()
     assert "Run the same command again to resume from the last checkpoint." in output.decode()
     assert "Traceback" not in output.decode()
+    assert f"Continue with: tinker-flows resume {run_name} --storage {tmp_path / 'runs'}" in output.decode()
     (run,) = find_run(run_name, mlflow_uri)
     assert run.info.status == "KILLED"
     (record,) = (tmp_path / "runs" / run_name / "checkpoints.jsonl").read_text().splitlines()

@@ -37,12 +37,17 @@ def attempts_of(config: SftConfig, errors: list[Exception]) -> int:
     return flow(name="segments")(lambda: run_with_restarts(config, attempt))()
 
 
-def test_unreachable_server_is_awaited_only_after_a_first_contact(tmp_path: Path, mlflow_uri: str) -> None:
-    """After the engine was lost, the engine or MLflow may still be unreachable."""
+def test_unreachable_server_is_awaited_only_after_a_first_contact(
+    tmp_path: Path, mlflow_uri: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """After the engine was lost, the engine or MLflow may still be unreachable; the terminal shows each reason."""
     config = SftConfig.model_validate(sft_fields(tmp_path, "away", mlflow_uri))
     with pytest.raises(UnreachableError, match="does not respond") as unreachable:
         check_reachable("The MLflow server", "http://127.0.0.1:9/health", 1, "start it")
     assert attempts_of(config, [LOST, unreachable.value]) == 3
+    lines = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("prefect.")]
+    for reason in (LOST, unreachable.value):
+        assert any(line.startswith(f"{reason} Resuming away from the last checkpoint in") for line in lines)
     with pytest.raises(UnreachableError):
         attempts_of(config, [unreachable.value])
 

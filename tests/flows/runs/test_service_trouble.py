@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,10 +25,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from s3_server import ACCESS_KEY, SECRET_KEY, running_s3
 from sft_config import sft_fields
 
-from blocks import RunStorage
+from blocks import RunStorage, lease
 from blocks.errors import ServiceError, StorageError
 from blocks.processes import free_port
 from flows.config.train import SftConfig
+from flows.monitoring.progress import step_callback
 from flows.runs.cli import main
 from flows.runs.result import TrainResult
 from flows.sft import sft
@@ -38,7 +42,7 @@ def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
 
 
-def rejection(tmp_path: Path, fields: dict[str, object]) -> str:
+def rejection(tmp_path: Path, fields: Mapping[str, object]) -> str:
     """Return the one-sentence error of the command line."""
     config = tmp_path / "sft.yaml"
     config.write_text(yaml.safe_dump(fields))
@@ -148,8 +152,83 @@ def test_record_in_s3(tmp_path: Path, mlflow_uri: str, engine_url: str, prefect_
         with storage.run_directory("bucket") as directory:
             lines = (directory.read_bytes("checkpoints.jsonl") or b"").splitlines()
             assert [json.loads(line)["batch"] for line in lines] == [2, 4]
-            assert b"<svg" in (directory.read_bytes("report.html") or b"")
+            assert b"Negative log-likelihood" in (directory.read_bytes("report.html") or b"")
         assert sft(SftConfig.model_validate(fields)).resumed_from == 4
+
+
+_SHORT_LEASE = """
+from blocks import lease
+lease.LEASE_S = 3.0
+from flows.config.train import SftConfig
+from flows.runs.cli import main
+from flows.sft import sft
+main(sft, SftConfig)
+"""
+
+
+def test_suspended_run_that_was_taken_over(
+    tmp_path: Path, mlflow_uri: str, engine_url: str, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops in one sentence when it continues, and neither logs to the MLflow run nor ends it."""
+    monkeypatch.setattr(lease, "LEASE_S", 3.0)
+    with running_s3(tmp_path / "s3") as s3:
+        secrets = {"access_key": ACCESS_KEY, "secret_key": SECRET_KEY, "endpoint_url": s3.endpoint_url}
+        storage = RunStorage.model_validate({"url": f"s3://{s3.bucket}/runs", **secrets})
+        storage.save("taken-over", overwrite=True)
+        fields = sft_fields(tmp_path, "frozen", mlflow_uri, engine_url) | {"storage": "block:taken-over"}
+        fields |= {"num_steps": 60, "eval_every": 0, "objective": {}}
+        (tmp_path / "frozen.yaml").write_text(yaml.safe_dump(fields))
+        command = [sys.executable, "-c", _SHORT_LEASE, "--config", str(tmp_path / "frozen.yaml")]
+        environment = {**os.environ, "PREFECT_API_URL": prefect_server}
+        watched = storage.run_directory("frozen")
+        with subprocess.Popen(
+            command, env=environment, cwd=Path(__file__).parents[3], stderr=subprocess.PIPE, text=True
+        ) as first:
+            while not watched.read_bytes("checkpoints.jsonl"):
+                assert first.poll() is None, first.stderr and first.stderr.read()
+                time.sleep(0.05)
+            first.send_signal(signal.SIGSTOP)
+            started: list[int] = []
+
+            def go_on(step: int, metrics: Mapping[str, float]) -> str:
+                started.append(step)
+                if len(started) == 5:
+                    first.send_signal(signal.SIGCONT)
+                if len(started) == 10:
+                    messages.append(first.communicate(timeout=60)[1])
+                return ""
+
+            messages: list[str] = []
+            with step_callback(go_on):
+                result = sft(SftConfig.model_validate(fields))
+        assert first.returncode == 1
+        assert f"is being written by process {os.getpid()}" in messages[0].splitlines()[-1]
+        assert result.num_steps == 60
+        client = MlflowClient(mlflow_uri)
+        run = client.get_run(result.mlflow_run_id)
+        assert run.info.status == "FINISHED"
+        for key in run.data.metrics:
+            steps = [point.step for point in client.get_metric_history(result.mlflow_run_id, key)]
+            assert len(steps) == len(set(steps)), key
+
+
+def test_deleted_directory_of_a_living_run(
+    tmp_path: Path, mlflow_uri: str, engine_url: str, prefect_server: str
+) -> None:
+    """The run stops in one sentence; a second one of the name has the directory to itself."""
+    fields = sft_fields(tmp_path, "removed", mlflow_uri, engine_url) | {"eval_every": 0, "objective": {}}
+    config = SftConfig.model_validate(fields | {"num_steps": 6})
+    folder = tmp_path / "runs" / "removed"
+
+    def remove(step: int, metrics: Mapping[str, float]) -> str:
+        if step == 2:
+            shutil.rmtree(folder)
+        return ""
+
+    with step_callback(remove), pytest.raises(StorageError, match="was removed or replaced while this process"):
+        sft(config)
+    assert not folder.exists()
+    assert sft(config).num_steps == 6
 
 
 def kill_engine_after(saved: Path, home: Path) -> threading.Thread:

@@ -1,0 +1,227 @@
+"""Content that a run depends on: recorded as digests with each checkpoint, and compared when the run resumes.
+
+The config names data, code and models; its fields are compared by `config_record`. The digests notice that what these
+names stand for has changed. A builder may write to a folder that it names, so folders of data are not digested; a
+change there is noticed by the last batch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from tinker_cookbook.checkpoint_utils import CheckpointRecord
+from tinker_cookbook.renderers import Message, get_renderer
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+from blocks.errors import ConfigError
+from flows.config.base import RunConfig
+from flows.config.loader import renderer_names
+from flows.monitoring.run_tags import emit_accepted_change, note_warning
+from flows.runs.config_record import MAY_CHANGE
+from flows.runs.run import Run
+from objectives.aliases import current_path
+from objectives.batch import Batch
+from objectives.import_path import ImportedFunction
+from objectives.objective import Objective
+from objectives.term import Term
+from tasks.common.digests import (
+    digest_batch,
+    digest_code,
+    digest_file,
+    digest_folder,
+    digest_text,
+    digest_tokenizer,
+)
+from tasks.training.checkpoints import step_of
+
+# Key of a checkpoint's record.
+CONTENTS_KEY = "contents"
+_PACKAGES = ("tinker-flows", "tinker", "torch", "tinker-cookbook")
+# Kinds of content by the config field that names it; other fields name data.
+_KINDS = {
+    "objective": "terms",
+    "evaluators": "evaluators",
+    "infrequent_evaluators": "evaluators",
+    "environment": "environment",
+    "rollout": "environment",
+}
+
+Digests = dict[str, dict[str, str]]
+
+
+@runtime_checkable
+class RepeatableSource(Protocol):
+    """Source whose batches depend only on the data, the seed and the step."""
+
+    def batch_at(self, step: int) -> Batch: ...
+
+
+@dataclass(slots=True)
+class Contents:
+    """Digests of the content of a run.
+
+    Attributes:
+        digests: digests by kind, such as `data`, and by name, such as a path.
+        datums: digest of all batches trained on so far, in their order; empty before the first.
+        last_batch: step and digest of the last of them; None for sampled batches, or if the step had several.
+    """
+
+    digests: Digests
+    datums: str = ""
+    last_batch: tuple[int, str] | None = None
+
+    def add(self, step: int, batches: Sequence[Batch], *, sampled: bool) -> None:
+        """Add the batches of a step."""
+        digest = _digest_step(batches)
+        self.datums = digest_text(f"{self.datums} {digest}")
+        self.last_batch = None if sampled or len(batches) != 1 else (step, digest)
+
+    def state(self) -> dict[str, Any]:
+        """Return the contents as part of a checkpoint's record."""
+        versions = {name: version(name) for name in _PACKAGES}
+        own = {"digests": self.digests, "datums": self.datums, "last_batch": self.last_batch}
+        return {**own, "versions": versions}
+
+
+def _digest_step(batches: Sequence[Batch]) -> str:
+    return digest_text(" ".join(map(digest_batch, batches)))
+
+
+def open_contents(
+    run: Run, config: RunConfig, objective: Objective, source: object, start: CheckpointRecord | None
+) -> Contents:
+    """Digest the content of a run, and compare it with that of the checkpoint that the run resumes from.
+
+    Raises:
+        ConfigError: Content that `accept_changes` does not name has changed.
+    """
+    contents = Contents(digest_contents(config, objective, run.client.get_tokenizer()))
+    if start is None or start.has("parent"):
+        return contents
+    recorded: Mapping[str, Any] | None = start.get(CONTENTS_KEY, None)
+    step = step_of(start)
+    if recorded is None:
+        note_warning(
+            run.log,
+            "contents",
+            f"The checkpoint of {config.run_name} at step {step} has no digests of its data and code: changes before "
+            "this start cannot be noticed; later ones are.",
+        )
+        return contents
+    contents.datums = str(recorded.get("datums", ""))
+    if last := recorded.get("last_batch"):
+        contents.last_batch = (int(last[0]), str(last[1]))
+    changed = changed_contents(recorded.get("digests", {}), contents.digests)
+    if contents.last_batch and isinstance(source, RepeatableSource):
+        last_step, digest = contents.last_batch
+        if _digest_step([source.batch_at(last_step)]) != digest:
+            changed.setdefault("data", []).append(f"the batch of step {last_step}")
+    _check(run, config, step, changed)
+    versions: Mapping[str, str] = recorded.get("versions", {})
+    if changes := [
+        f"{name} {version(name)} instead of {versions[name]}"
+        for name in sorted(_PACKAGES)
+        if versions.get(name, version(name)) != version(name)
+    ]:
+        text = f"{config.run_name} resumes at step {step} with other versions: {', '.join(changes)}."
+        note_warning(run.log, "versions", text)
+    return contents
+
+
+def digest_contents(config: RunConfig, objective: Objective, tokenizer: Tokenizer) -> Digests:
+    """Digest the files, the code of the user, the model and the tokenizer that a config names."""
+    digests: Digests = {}
+    for field, value in config.model_dump(mode="json").items():
+        if field in (MAY_CHANGE | {"model", "engine"}) - _KINDS.keys():
+            continue
+        kind = _KINDS.get(field, "data")
+        for text in _texts(value):
+            if digest := _digest_of_name(text):
+                digests.setdefault(kind, {})[text] = digest
+    terms = [*objective.regularizers, *([objective.base] if objective.base else [])]
+    for term in terms:
+        functions = [function for function in (term.term.evaluate, term.term.prepare) if function]
+        parts = [digest_code(function) for function in functions]
+        parts += [digest_code(value.load()) for value in _functions_in(term.params)]
+        code = " ".join(filter(None, parts))
+        if code:
+            digests.setdefault("terms", {})[term.name] = code
+    with suppress(OSError):
+        if Path(config.model).is_dir():
+            digests["model"] = {config.model: digest_folder(Path(config.model))}
+    digests["tokenizer"] = {"tokenizer": digest_tokenizer(tokenizer), **_renderers(config, tokenizer)}
+    return digests
+
+
+def changed_contents(before: Mapping[str, Mapping[str, str]], now: Digests) -> dict[str, list[str]]:
+    """Return the names whose digests differ, by kind; names of one side only belong to a changed config."""
+    changed: dict[str, list[str]] = {}
+    for kind, digests in now.items():
+        names = [name for name, digest in digests.items() if before.get(kind, {}).get(name, digest) != digest]
+        if names:
+            changed[kind] = sorted(names)
+    return changed
+
+
+def _check(run: Run, config: RunConfig, step: int, changed: Mapping[str, Sequence[str]]) -> None:
+    """Refuse changes that are not accepted; report accepted ones as a tag, an event and a line of the report."""
+    descriptions = {kind: f"{kind} ({', '.join(names)})" for kind, names in changed.items()}
+    if refused := [kind for kind in changed if kind not in config.accept_changes]:
+        described = ", ".join(descriptions[kind] for kind in refused)
+        raise ConfigError(
+            f"The content of {described} has changed since the checkpoint of {config.run_name!r} at step {step}: "
+            f"restore it, choose another run_name, or set accept_changes to [{', '.join(sorted(changed))}] to continue "
+            "with it."
+        )
+    for kind, description in descriptions.items():
+        text = f"The content of {description} has changed at step {step}, as accept_changes allows."
+        note_warning(run.log, f"accepted.{kind}", text)
+        emit_accepted_change(run.log, config.run_name, {"step": step, "kind": kind, "names": list(changed[kind])})
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all strings of a config value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _texts(item)
+
+
+def _functions_in(params: Mapping[str, object]) -> Iterator[ImportedFunction]:
+    for value in params.values():
+        if isinstance(value, ImportedFunction):
+            yield value
+
+
+def _digest_of_name(text: str) -> str | None:
+    """Return the digest of the file or of the code of the user that a string names; None for other strings."""
+    with suppress(OSError, ValueError):
+        if Path(text).expanduser().is_file():
+            return digest_file(Path(text).expanduser())
+    module, _, name = current_path(text).partition(":")
+    # The run has imported what it uses, and the operator may forbid other modules.
+    target = getattr(sys.modules.get(module), name, None) if name else None
+    # Terms are digested by their names, with both of their functions.
+    return digest_code(target) if callable(target) and not isinstance(target, Term) else None
+
+
+def _renderers(config: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """Digest the prompt that each renderer of a config makes of a conversation."""
+    turns = (("user", "1 + 1?"), ("assistant", "2"), ("user", "+ 1?"))
+    conversation = [Message(role=role, content=content) for role, content in turns]
+    digests: dict[str, str] = {}
+    for name in renderer_names(config):
+        with suppress(Exception):  # a renderer that fails here is reported where it is used
+            prompt = get_renderer(name, tokenizer).build_generation_prompt(conversation)
+            digests[f"renderer {name}"] = digest_text(str(prompt.to_ints()))
+    return digests
