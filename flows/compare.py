@@ -13,6 +13,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
+from blocks.urls import hide_credentials
 from flows.config.base import (
     BASE,
     CHECKPOINT,
@@ -109,7 +110,7 @@ def compare(config: CompareConfig) -> CompareResult:
         metrics=compared.metrics,
         rows=compared.rows,
         flow_run_id=flow_run.get_id() or "",
-        tracking_uri=log.client.tracking_uri,
+        tracking_uri=hide_credentials(log.client.tracking_uri),
         mlflow_run_id=log.run_id,
     )
 

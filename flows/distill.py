@@ -27,6 +27,7 @@ from flows.config.distill import (
     TeacherDataConfig,
     TeacherTargetsConfig,
 )
+from flows.runs.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import run_with_restarts
 from flows.runs.run import Run, open_run
@@ -120,6 +121,8 @@ def _check_base(objective: Objective, *, on_policy: bool) -> None:
 def _on_policy(run: Run, config: SamplingConfig, datasets: Sequence[GroupsConfig]) -> SourceAndEvaluators:
     teachers = open_teachers(run, config, [dataset.teacher for dataset in datasets])
     tokenizer, settings = run.client.get_tokenizer(), config.rollout.settings(config.seed, NO_REWARD)
+    if recorded_format(run.directory) < FORMAT_OF_CORRECTIONS:
+        settings = settings.with_service_logprobs()
     built = [_build_groups(run, dataset.environment) for dataset in datasets]
     weights = [dataset.weight for dataset in datasets]
     mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
@@ -145,9 +148,9 @@ def _off_policy(run: Run, config: TeacherTargetsConfig, datasets: Sequence[Teach
     mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
     ingredients = [config.seed, config.rollout, config.top_k, *datasets, *(teacher.name for teacher in teachers)]
     key = hashlib.sha256(repr(ingredients).encode()).hexdigest()[:16]
-    source = TeacherDataSource(
-        mixture, teachers, tokenizer, SequenceSettings(key, settings, config.top_k), run.directory
-    )
+    # Training on a teacher's samples reads no logprobs of the sampler.
+    sequences = SequenceSettings(key, settings.with_service_logprobs(), config.top_k)
+    source = TeacherDataSource(mixture, teachers, tokenizer, sequences, run.directory)
     held_out = source.held_out([test for _, test in built])
     rows = zip(teachers, datasets, built, strict=True)
     tests = [(teacher, test) for teacher, dataset, (_, test) in rows if dataset.environment and test is not None]

@@ -4,9 +4,10 @@ python -m flows.dpo --config examples/dpo.yaml learning_rate=1e-5
 """
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from prefect import flow
 from tinker_cookbook.tokenizer_utils import Tokenizer
@@ -44,7 +45,7 @@ def dpo(config: DpoConfig) -> TrainResult:
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with open_run(config, restarts, config.adapter) as run:
                 evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
-                source, test = open_pairs(config, loss, run.client.get_tokenizer())
+                source, test = open_pairs(config, loss, run.client.get_tokenizer(), run.builder_arguments)
                 reference = open_reference(run, config) if objective.needs("ref_logprobs") else None
                 held_out = [HeldOutPairs(test, loss, reference)] if test else []
                 return as_state(Trainer(run, config, source, objective, [*held_out, *evaluators], reference).train())
@@ -66,13 +67,18 @@ def preference_loss(objective: Objective) -> Regularizer:
     return objective.base
 
 
-def open_pairs(config: DpoConfig, loss: Regularizer, tokenizer: Tokenizer) -> tuple[PairSource, PairBatches | None]:
+def open_pairs(
+    config: DpoConfig, loss: Regularizer, tokenizer: Tokenizer, resources: Mapping[str, Any]
+) -> tuple[PairSource, PairBatches | None]:
     """Open the training pairs and the held-out pairs; the latter are None if the dataset has none.
+
+    Args:
+        resources: open resources of the run for builders with matching parameters; see `build`.
 
     Raises:
         ConfigError: The dataset is missing, unreadable or smaller than a batch.
     """
-    data, test = build_comparisons(config.comparisons.builder, config.comparisons.params, tokenizer)
+    data, test = build_comparisons(config.comparisons.builder, config.comparisons.params, tokenizer, resources)
     renderer = open_renderer(config.renderer_name or renderer_of(config.model, tokenizer), tokenizer)
     verdict = Verdict(**config.verdict.model_dump()) if config.verdict else None
     pairs = PairBatches(data, Rendering(renderer, config.max_length, verdict), tokenizer, loss.term.name == "kto")

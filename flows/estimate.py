@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlflow.entities import Run
-from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
+from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer, register_tokenizer
 
 from blocks import TinkerService
 from blocks.errors import ConfigError, reason
@@ -18,13 +18,16 @@ from flows.config.train import BASE_MODEL, CandidatesConfig, SftConfig
 from flows.dpo import open_pairs, preference_loss
 from flows.runs.blocks import lacks_key, open_service, service_url, tracking_of
 from flows.runs.prices import Price, price_of
+from flows.runs.run import open_builder_arguments
 from flows.runs.teachers import base_model_of
 from flows.sft import AVAILABLE_INPUTS
 from flows.training.schedule import Schedule
 from flows.training.trainer import num_passes
 from objectives.batch import Batch
 from objectives.objective import Objective
+from tasks.common.builders import NO_RESOURCES, takes
 from tasks.common.service_errors import service_errors
+from tasks.common.task import inline_tasks
 from tasks.evaluation.evaluators import HeldOutNLL
 from tasks.preference.pair_source import PairSource
 from tasks.supervised.dataset import SupervisedSource, build_dataset
@@ -53,6 +56,7 @@ class Estimate:
         num_evaluations: Passes over the held-out data.
         num_held_out_tokens: Tokens in the held-out data.
         candidates: Tokens of sampled candidates, at most, including those of evaluations; zero without candidates.
+        examples: Tokens of the examples that the report samples, at most.
         reference: Tokens that the reference model scores; zero without a reference, and for several targets per
             position, for which the reference runs forward passes.
         num_train_tokens: Tokens in all passes of training clients.
@@ -73,6 +77,7 @@ class Estimate:
     num_evaluations: int
     num_held_out_tokens: int
     candidates: SampledTokens
+    examples: SampledTokens
     reference: SampledTokens
     num_train_tokens: int
     usd: float | None
@@ -104,9 +109,20 @@ def estimate(config: SftConfig | DpoConfig) -> Estimate:
     price = price_of(config.model, url, config.budget.prices)
     with Objective.from_spec(config.objective) as objective:
         objective.check_needs(AVAILABLE_INPUTS, can_sample=_candidates(config) is not None)
-        with _tokenizer(config) as tokenizer:
-            source, held_out = _open(config, objective, tokenizer)
-        objective.choose_estimators(source.batch_at(0), can_sample=_candidates(config) is not None)
+        of_reference = _price_of_reference(config, url) if price and objective.needs("ref_logprobs") else None
+        with _open(config, objective) as (source, held_out):
+            objective.choose_estimators(source.batch_at(0), can_sample=_candidates(config) is not None)
+            return _estimate(config, objective, source, held_out, price, of_reference or price)
+
+
+def _estimate(
+    config: SftConfig | DpoConfig,
+    objective: Objective,
+    source: SupervisedSource | PairSource,
+    held_out: BatchSize,
+    price: Price | None,
+    reference_price: Price | None,
+) -> Estimate:
     schedule = Schedule(config, source.steps_per_epoch)
     sizes = _sizes_of_steps(source, schedule)
     tokens = [size.num_tokens for size in sizes]
@@ -129,15 +145,14 @@ def estimate(config: SftConfig | DpoConfig) -> Estimate:
     # Both passes over the candidates.
     num_train_tokens += 2 * (candidates.num_prefill_tokens * _num_candidates(config) + candidates.num_sample_tokens)
     candidates += _held_out_candidate_tokens(config, objective, source, evaluations)
+    examples = _example_tokens(config, source, schedule) if evaluations else SampledTokens()
     # A final forward pass over the last batch measures the final weights.
     num_train_tokens += tokens[-1]
     run, pace = _pace(config)
     usd = None
-    if price:
-        of_reference = _price_of_reference(config, url) if objective.needs("ref_logprobs") else None
-        usd = price.of_training(num_train_tokens) + price.of_sampling(candidates)
-        usd += (of_reference or price).of_training(num_reference_train_tokens)
-        usd += (of_reference or price).of_sampling(reference)
+    if price and reference_price:
+        usd = price.of_training(num_train_tokens) + price.of_sampling(candidates) + price.of_sampling(examples)
+        usd += reference_price.of_training(num_reference_train_tokens) + reference_price.of_sampling(reference)
     return Estimate(
         run_name=config.run_name,
         model=config.model,
@@ -150,6 +165,7 @@ def estimate(config: SftConfig | DpoConfig) -> Estimate:
         num_evaluations=evaluations,
         num_held_out_tokens=num_held_out_tokens,
         candidates=candidates,
+        examples=examples,
         reference=reference,
         num_train_tokens=num_train_tokens + num_reference_train_tokens,
         usd=usd,
@@ -159,34 +175,47 @@ def estimate(config: SftConfig | DpoConfig) -> Estimate:
 
 
 @contextmanager
-def _tokenizer(config: SftConfig | DpoConfig) -> Iterator[Tokenizer]:
-    """Open the tokenizer of the model, from the service of the run if there is one."""
+def _open(
+    config: SftConfig | DpoConfig, objective: Objective
+) -> Iterator[tuple[SupervisedSource | PairSource, BatchSize]]:
+    """Open the training data with the service of the run, if there is one; yield it with the size of held-out data."""
+    field, data = ("comparisons", config.comparisons) if isinstance(config, DpoConfig) else ("data", config.data)
     if lacks_key(config.model, config.base_url):
-        try:
-            yield get_tokenizer(config.model)
-        except OSError as error:
+        if takes(field, data.builder, data.params, "session"):
             raise ConfigError(
-                f"The tokenizer of {config.model} could not be loaded ({reason(error)}): check the network, or set "
-                "TINKER_API_KEY."
-            ) from error
+                f"TINKER_API_KEY is missing, and {data.builder} uses the service to make its data: set the key."
+            )
+        yield _open_data(config, objective, _tokenizer_of_hub(config.model), NO_RESOURCES)
         return
     with open_service(config) as service:
         service.check_model(config.model)
-        with service.session() as session:
+        with service.session() as session, inline_tasks():
             with service_errors(f"create a training client for {config.model}"):
                 client = session.create_lora_training_client(config.model, rank=config.lora_rank).result()
-            yield client.get_tokenizer()
+            # Builders open the tokenizer by the service's name of the model.
+            register_tokenizer(config.model, client.get_tokenizer)
+            with open_builder_arguments(config, config.run_name, session, field, data) as arguments:
+                yield _open_data(config, objective, client.get_tokenizer(), arguments)
 
 
-def _open(
-    config: SftConfig | DpoConfig, objective: Objective, tokenizer: Tokenizer
+def _tokenizer_of_hub(model: str) -> Tokenizer:
+    try:
+        return get_tokenizer(model)
+    except OSError as error:
+        raise ConfigError(
+            f"The tokenizer of {model} could not be loaded ({reason(error)}): check the network, or set TINKER_API_KEY."
+        ) from error
+
+
+def _open_data(
+    config: SftConfig | DpoConfig, objective: Objective, tokenizer: Tokenizer, resources: Mapping[str, Any]
 ) -> tuple[SupervisedSource | PairSource, BatchSize]:
     """Open the training data; return it with the size of the held-out data."""
     if isinstance(config, DpoConfig):
         loss = preference_loss(objective)
-        pairs, test = open_pairs(config, loss, tokenizer)
+        pairs, test = open_pairs(config, loss, tokenizer, resources)
         return pairs, BatchSize.of(test.batch(range(len(test.comparisons)))) if test else BatchSize(0, 0)
-    source = build_dataset(config.data.builder, config.data.params, tokenizer, config.seed)
+    source = build_dataset(config.data.builder, config.data.params, tokenizer, config.seed, resources)
     held_out = HeldOutNLL(source.test, tokenizer) if source.test else None
     return source, BatchSize(held_out.num_tokens, held_out.num_datums) if held_out else BatchSize(0, 0)
 
@@ -241,6 +270,21 @@ def _held_out_candidate_tokens(
     batches = (source.test.get_batch(index) for index in range(len(source.test)))
     prompts = [prompt for batch in batches for prompt in prompts_of(pack_datums(batch, source.tokenizer))]
     return SampledTokens(num_evaluations * sum(map(len, prompts)), num_evaluations * len(prompts) * settings.max_tokens)
+
+
+def _example_tokens(
+    config: SftConfig | DpoConfig, source: SupervisedSource | PairSource, schedule: Schedule
+) -> SampledTokens:
+    """Count the tokens of the report's examples, if each has the maximum length."""
+    if not isinstance(source, SupervisedSource) or source.test is None:
+        return SampledTokens()
+    times = sum(schedule.evaluates_often_before(step) for step in (0, schedule.num_steps))
+    num, prompts = config.report.num_examples, list[list[int]]()
+    for index in range(len(source.test)):
+        if len(prompts) < num:
+            prompts += prompts_of(pack_datums(source.test.get_batch(index), source.tokenizer))
+    prompts = prompts[:num]
+    return SampledTokens(times * sum(map(len, prompts)), times * len(prompts) * config.report.max_tokens)
 
 
 def _sizes_of_steps(source: SupervisedSource | PairSource, schedule: Schedule) -> Sequence[BatchSize]:

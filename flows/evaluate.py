@@ -4,7 +4,8 @@ python -m flows.evaluate --config examples/evaluate.yaml checkpoint=RUN@best
 """
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,9 +17,10 @@ from pydantic import Field, ValidationInfo, field_validator
 from rich.console import Console
 from rich.table import Table
 from tinker_cookbook.eval.evaluators import Evaluator
-from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
 
 from blocks.errors import ConfigError
+from blocks.urls import hide_credentials
 from flows.config.base import (
     CHECKPOINT,
     CHECKPOINT_HELP,
@@ -34,6 +36,7 @@ from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import NamedCheckpoint, find_checkpoint, with_model
 from flows.runs.cli import main
 from flows.runs.mlflow_run import open_measurement
+from flows.runs.run import open_builder_arguments
 from tasks.common.sampling import open_sampler, open_training_client
 from tasks.common.service_errors import service_errors
 from tasks.evaluation.evaluators import (
@@ -153,7 +156,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
             not_promoted=rejection,
             version=version,
             flow_run_id=flow_run.get_id() or "",
-            tracking_uri=log.client.tracking_uri,
+            tracking_uri=hide_credentials(log.client.tracking_uri),
             mlflow_run_id=log.run_id,
         )
     if not rejection:
@@ -185,22 +188,32 @@ def _measure(
     # Submitted, because a synchronous flow never runs a directly called async task.
     trainer = open_training_client(session, checkpoint.path, config.model)
     if trainer:
-        all_evaluators = [*_held_out(config, trainer.get_tokenizer()), *evaluators]
-        return cast(EvaluationResult, evaluate_trainer.submit(trainer, all_evaluators, checkpoint.step).result())
+        with _held_out(config, session, trainer.get_tokenizer()) as held_out:
+            submitted = evaluate_trainer.submit(trainer, [*held_out, *evaluators], checkpoint.step)
+            return cast(EvaluationResult, submitted.result())
     sampler, tokenizer = open_sampler(session, checkpoint.path, config.model)
-    all_evaluators = [*_held_out(config, tokenizer), *evaluators]
-    return cast(EvaluationResult, evaluate_sampler.submit(sampler, all_evaluators).result())
+    with _held_out(config, session, tokenizer) as held_out:
+        return cast(EvaluationResult, evaluate_sampler.submit(sampler, [*held_out, *evaluators]).result())
 
 
-def _held_out(config: EvaluateConfig, tokenizer: Tokenizer) -> list[Evaluator]:
-    if config.data is None:
-        return []
-    source = build_dataset(config.data.builder, config.data.params, tokenizer, seed=0)
-    if source.test is None:
-        raise ConfigError(
-            f"The data source {config.data.builder} has no held-out data: add held-out data, or remove `data`."
-        )
-    return [HeldOutNLL(source.test, source.tokenizer)]
+@contextmanager
+def _held_out(
+    config: EvaluateConfig, session: tinker.ServiceClient, tokenizer: Tokenizer
+) -> Iterator[Sequence[Evaluator]]:
+    """Open the held-out data of the config, if any."""
+    # Builders and evaluators open the tokenizer by the service's name of the model.
+    register_tokenizer(config.model, lambda: tokenizer)
+    data = config.data
+    if data is None:
+        yield []
+        return
+    with open_builder_arguments(config, config.run_name, session, "data", data) as arguments:
+        source = build_dataset(data.builder, data.params, tokenizer, seed=0, resources=arguments)
+        if source.test is None:
+            raise ConfigError(
+                f"The data source {data.builder} has no held-out data: add held-out data, or remove `data`."
+            )
+        yield [HeldOutNLL(source.test, source.tokenizer)]
 
 
 def _rejection(config: EvaluateConfig, metrics: Mapping[str, float], baseline: Mapping[str, float]) -> str:

@@ -9,10 +9,12 @@ from contextlib import closing
 from functools import partial
 
 from prefect import flow
+from prefect.logging import get_run_logger
 
 from blocks.errors import ConfigError
 from flows.config.rl import RlConfig
 from flows.runs.cli import main
+from flows.runs.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import run_with_restarts
 from flows.runs.run import Run, open_run
@@ -24,6 +26,7 @@ from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import build_evaluators
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.async_rollout_source import AsyncRolloutSource
+from tasks.rl.health import HealthLimits, HealthWatch
 from tasks.rl.mlflow_traces import write_traces
 from tasks.rl.rollout_log import Transcript
 from tasks.rl.rollout_page import write_transcript
@@ -53,6 +56,8 @@ def rl(config: RlConfig) -> TrainResult:
                 "importance_sampling, ppo, grpo or another loss that reads advantages."
             )
 
+        objective.correct(config.base_correction())
+
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with (
                 open_run(config, restarts, config.adapter) as run,
@@ -60,17 +65,35 @@ def rl(config: RlConfig) -> TrainResult:
             ):
                 evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
                 test = source.test
-                held_out = [HeldOutEnvironments(test, settings, source.tokenizer)] if test is not None else []
+                held_out = [HeldOutEnvironments(test, source.settings, source.tokenizer)] if test is not None else []
                 reference = None
                 if config.advantage.kl_coefficient or objective.needs("ref_logprobs"):
                     reference = open_reference(run, config, keeps=False)
                 source.reference = reference if config.advantage.kl_coefficient else None
+                if recorded_format(run.directory) < FORMAT_OF_CORRECTIONS:
+                    objective.correct(None)
+                source.correction = objective.correction
+                source.health = HealthWatch(HealthLimits(**config.health.model_dump())) if config.health else None
+                _note_correction(config, run, objective)
                 source.measures_post_kl = config.compute_post_kl
                 source.rewards = config.named_rewards()
                 source.show = partial(_write_transcript, config, run)
                 return as_state(Trainer(run, config, source, objective, [*held_out, *evaluators], reference).train())
 
         return run_with_restarts(config, attempt)
+
+
+def _note_correction(config: RlConfig, run: Run, objective: Objective) -> None:
+    """Record the correction in effect, and why there is none where one is usual."""
+    correction = objective.correction
+    if correction is not None:
+        text = ", ".join(f"{name} {value}" for name, value in correction.changes().items())
+    elif config.schedule.mode == "sync" or config.correction == "none":
+        text = "none"
+    else:
+        text = "none: the base loss has parts that a correction would change, or the run is older than corrections"
+    get_run_logger().info("Correction between sampler and trainer: %s.", text)
+    run.log.tag("tinker_flows.correction", text)
 
 
 def _write_transcript(config: RlConfig, run: Run, step: int, transcript: Transcript) -> None:
@@ -82,6 +105,8 @@ def _write_transcript(config: RlConfig, run: Run, step: int, transcript: Transcr
 
 
 def _open_source(config: RlConfig, settings: RolloutSettings, run: Run) -> RolloutSource:
+    if recorded_format(run.directory) < FORMAT_OF_CORRECTIONS:
+        settings = settings.with_service_logprobs()
     schedule, environment, tokenizer = config.schedule, config.environment, run.client.get_tokenizer()
     train_data, test = build_environments(environment.builder, environment.params, tokenizer, run.builder_arguments)
     cut = MinibatchSettings(schedule.groups_per_batch, schedule.num_substeps, schedule.num_minibatches)

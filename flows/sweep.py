@@ -28,6 +28,7 @@ from flows.sweeps.record import SweepLog, check_sweep, open_sweep_log
 from flows.sweeps.result import SweepResult, finish_sweep
 from flows.sweeps.runner import TrialExecutor, run_trials, shared_service
 from flows.sweeps.scheduler import Schedule
+from tasks.training.metric_names import logged_name
 
 
 @flow(name="sweep", flow_run_name="{config.run_name}")
@@ -50,12 +51,12 @@ def sweep(config: SweepConfig) -> SweepResult:
 
 
 def _run_remaining(plan: SweepPlan, directory: RunDirectory, log: SweepLog, schedule: Schedule) -> None:
-    config = plan.config
+    config, metric = plan.config, logged_name(plan.config.metric)
     if config.deployment:
         check_deployment(config.deployment)
-        new_runner: partial[Runner] = partial(TrialDeployment, config.deployment, log, config.metric)
+        new_runner: partial[Runner] = partial(TrialDeployment, config.deployment, log, metric)
     elif config.cluster:
-        new_runner = partial(TrialCluster, config.cluster, config.flow, log, config.metric)
+        new_runner = partial(TrialCluster, config.cluster, config.flow, log, metric)
     else:
         new_runner = partial(TrialProcess, config.flow)
     pruning = Pruner(config.prune, config.mode) if config.prune else None

@@ -16,6 +16,7 @@ def sft_fields(folder: Path, run_name: str, tracking: str, base_url: str = "loca
         "num_steps": 8,
         "eval_every": 4,
         "checkpoint_every": 2,
+        "report": {"num_examples": 0},  # sampling takes longer than the other work of such a small run
         "data": {
             "builder": "examples.gsm8k:Gsm8kBuilder",
             "params": {

@@ -16,7 +16,9 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
-Kind = Literal["dominance", "idle", "adverse", "conflict", "target", "explosion", "chance", "length", "budget"]
+Kind = Literal[
+    "dominance", "idle", "adverse", "conflict", "target", "explosion", "chance", "length", "budget", "health"
+]
 PREFIX = "tinker-flows"
 HEARTBEAT_EVERY_S = 30
 # Tag of the flow runs that send heartbeats; the server must not expect heartbeats from other runs.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
+from datetime import timedelta
+from time import perf_counter
 from types import TracebackType
-from typing import Self
+from typing import Any, NoReturn, Self, TextIO
 
 from tqdm import tqdm
 
 from flows.monitoring.artifacts import RunPage
 from flows.monitoring.interrupts import StopRequest
+from tasks.reports.tables import REWARD, reward_parts
 from tasks.training.metrics import MetricsLog
 
 # Receives each step and its metrics; returns a reason to stop the run, or an empty string.
@@ -38,30 +42,145 @@ def call_step_callback(step: int, metrics: Mapping[str, float], stop: StopReques
         stop.cancel(reason)
 
 
+# Metrics of the methods in the order of their importance, with the labels of the terminal.
+_FIGURES = {
+    REWARD: "reward",
+    "teacher_kl": "teacher_kl",
+    "accuracy": "accuracy",
+    "margin": "margin",
+    "train_mean_nll": "nll",
+    "loss/total": "loss",
+}
+_BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining}, {rate_fmt}{postfix}]"
+_NARROWEST_BAR, _LONGEST_NAME = 8, 16
+# Lines of a run whose output is no terminal: one per tenth of the steps, and at least one a minute.
+_NUM_LINES, _LINE_EVERY_S = 10, 60.0
+
+
+def method_figures(metrics: Mapping[str, float]) -> list[str]:
+    """Figures of a step as text, the most important first: reward and its parts, accuracy, margin or likelihood.
+
+    >>> method_figures({"loss/total": 6.9, "train_mean_nll": 5.01234, "cost/usd": 0.25})
+    ['nll=5.012', 'loss=6.9', '$0.25']
+    >>> method_figures({"env/all/reward/total": 0.5, "reward/short/value": 0.1, "env/all/num_letters": 3.0})
+    ['reward=0.5', 'short=0.1', 'num_letters=3']
+    """
+    keys = {key: label for key, label in _FIGURES.items() if key in metrics}
+    if keys.keys() & {REWARD, "accuracy"}:
+        keys.pop("train_mean_nll", None)  # of samples or of both completions, which says little
+    figures = [f"{label}={metrics[key]:.4g}" for key, label in keys.items()]
+    if REWARD in keys:
+        figures[1:1] = [f"{name}={metrics[key]:.4g}" for key, name in reward_parts(metrics).items()]
+    return [*figures, *([f"${metrics['cost/usd']:.4g}"] if metrics.get("cost/usd") else [])]
+
+
 class Progress:
-    """Progress bar with the loss and the remaining time, and the run's page in the Prefect UI."""
+    """Progress of a run in the terminal and on its page in the Prefect UI.
+
+    A terminal has a progress bar, which fits its width, and other output appears above the bar. Other output gets a
+    line for each tenth of the steps.
+    """
 
     def __init__(self, run_name: str, first: int, num_steps: int, log: MetricsLog) -> None:
         self._page = RunPage(run_name, first, num_steps, log)
+        self._run_name, self._num_steps, self._done = run_name, num_steps, first
         if first:
             tqdm.write(f"Resumed {run_name} at step {first} of {num_steps}.", file=sys.stderr)
-        self._bar = tqdm(desc=run_name, initial=first, total=num_steps, unit="step", dynamic_ncols=True, smoothing=0.1)
+        self._began, self._first, self._wrote_at = perf_counter(), first, perf_counter()
+        self._output = ExitStack()
+        self._bar: tqdm[NoReturn] | None = None
+        if sys.stderr.isatty():
+            name = run_name if len(run_name) <= _LONGEST_NAME else f"{run_name[:7]}…{run_name[-8:]}"
+            self._bar = tqdm(
+                desc=name,
+                initial=first,
+                total=num_steps,
+                unit="step",
+                dynamic_ncols=True,
+                smoothing=0.1,
+                bar_format=_BAR_FORMAT,
+                file=sys.stderr,
+            )
 
     def advance(self, metrics: Mapping[str, float]) -> None:
         """Count a finished step."""
         self._page.advance(metrics)
-        labels = {"loss": "loss/total", "base": "loss/base", "nll": "train_mean_nll"}
-        # A skipped step has none of these metrics.
-        figures = {label: f"{metrics[key]:.3f}" for label, key in labels.items() if key in metrics}
-        self._bar.set_postfix(figures, refresh=False)
-        self._bar.update()
+        self._done += 1
+        figures = method_figures(metrics)  # a skipped step has none
+        if self._bar is not None:
+            self._bar.set_postfix_str(_fitting(figures, self._bar), refresh=False)
+            self._bar.update()
+        elif self._is_line_due():
+            self._write_line(figures)
+
+    def _is_line_due(self) -> bool:
+        is_tenth = self._done * _NUM_LINES // self._num_steps > (self._done - 1) * _NUM_LINES // self._num_steps
+        is_late = perf_counter() - self._wrote_at >= _LINE_EVERY_S
+        return is_tenth or is_late or self._done == self._first + 1
+
+    def _write_line(self, figures: Sequence[str]) -> None:
+        self._wrote_at = perf_counter()
+        pace = (self._wrote_at - self._began) / (self._done - self._first)
+        remaining = f"{pace:.3g} s/step, {timedelta(seconds=round(pace * (self._num_steps - self._done)))} left"
+        line = f"{self._run_name}: step {self._done} of {self._num_steps}, {', '.join([*figures, remaining])}"
+        print(line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         self._page.__enter__()
+        if self._bar is not None:
+            self._output.enter_context(redirect_stderr(_AboveBar(sys.stderr)))
+            if sys.stdout.isatty():
+                self._output.enter_context(redirect_stdout(_AboveBar(sys.stdout)))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.close()
+        self._output.close()
+        if self._bar is not None:
+            self._bar.close()
         self._page.__exit__(kind, error, trace)
+
+
+class _AboveBar(io.TextIOBase):
+    """Stream whose lines appear above the progress bars of a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._line = stream, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            tqdm.write(line, file=self._stream)
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        if self._line:
+            self.write("\n")
+
+
+def _fitting(figures: Sequence[str], bar: tqdm[NoReturn]) -> str:
+    """Join as many figures as leave room for the bar in the width of the terminal."""
+    state: dict[str, Any] = {
+        **bar.format_dict,
+        "postfix": None,
+        "bar_format": _BAR_FORMAT.replace("{bar}", ""),
+        "ncols": None,
+    }
+    room = (bar.ncols or 80) - len(tqdm.format_meter(**state)) - _NARROWEST_BAR
+    shown: list[str] = []
+    for figure in figures:
+        room -= len(figure) + 2
+        if room < 0:
+            break
+        shown.append(figure)
+    return ", ".join(shown)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import sys
+from collections.abc import Mapping, Sequence
 
 from prefect.events import emit_event
 from prefect.logging import get_run_logger
+from prefect.logging.handlers import PrefectConsoleHandler
+from tqdm import tqdm
 
 from flows.monitoring.events import emit
 from objectives.gradients.alerts import TermWarning
 from tasks.evaluation.evaluators import EvaluationResult
 from tasks.reports.summary import STOPPED_TAG
 from tasks.reports.tables import TargetRow
+from tasks.training.batch_source import HealthWarning
 from tasks.training.metrics import MetricsLog
 
 REJECTED_TAG = "tinker_flows.not_promoted"
 REJECTED_EVENT = "tinker-flows.promotion.refused"
+ACCEPTED_EVENT = "tinker-flows.contents.accepted"
 EVALUATION_TAG = "tinker_flows.evaluation"
 SKIPPED_TAG = "tinker_flows.skipped"
 TARGET_TAG = "tinker_flows.target"
@@ -64,6 +70,12 @@ def forget_rejection(log: MetricsLog) -> None:
         log.client.delete_tag(log.run_id, REJECTED_TAG)
 
 
+def emit_accepted_change(log: MetricsLog, run_name: str, change: Mapping[str, object]) -> None:
+    """Emit the event `tinker-flows.contents.accepted` of a run that resumes with changed content."""
+    resource = {"prefect.resource.id": f"tinker-flows.run.{run_name}", "prefect.resource.name": run_name}
+    emit_event(ACCEPTED_EVENT, resource, payload={**change, "mlflow_run_id": log.run_id})
+
+
 def note_targets(log: MetricsLog, rows: Sequence[TargetRow]) -> None:
     """Tag the run with the result of each target; log a warning for each target that it missed."""
     for row in rows:
@@ -71,13 +83,37 @@ def note_targets(log: MetricsLog, rows: Sequence[TargetRow]) -> None:
         text = f"{result}: {target}, mean over the last quarter {mean}, multiplier {multiplier}"
         log.tag(f"{TARGET_TAG}.{name}", text)
         if result == "missed":
-            get_run_logger().warning("Term %r %s.", name, text)
+            get_run_logger().warning("The target of %r is %s.", name, text)
+
+
+def note_warning(log: MetricsLog, key: str, text: str) -> None:
+    """Show a warning in the terminal, the log of the flow run and the tag `tinker_flows.warning.<key>`.
+
+    The end of the run, its report and `tinker-flows status` repeat the sentences of the tags.
+    """
+    get_run_logger().warning("%s", text)
+    log.tag(f"{WARNING_TAG}.{key}", text)
+    if is_console_silent():
+        tqdm.write(f"warning: {text}", file=sys.stderr)
+
+
+def is_console_silent() -> bool:
+    """Return whether Prefect's log lines of the level WARNING stay out of the terminal."""
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, PrefectConsoleHandler)]
+    return all(handler.level > logging.WARNING for handler in handlers)
+
+
+def warn_of_health(log: MetricsLog, run_name: str, warnings: Sequence[HealthWarning]) -> None:
+    """Note and emit each warning about the health of a run; the tag is `tinker_flows.warning.health.<check>`."""
+    for warning in warnings:
+        note_warning(log, f"health.{warning.check}", warning.text)
+        payload = {"step": warning.step, "check": warning.check, "figure": warning.figure, "message": warning.text}
+        emit("health", run_name, payload)
 
 
 def warn(log: MetricsLog, run_name: str, warnings: Sequence[TermWarning]) -> None:
-    """Log and emit each warning; the tag `tinker_flows.warning.<key>` keeps the last one of its kind and terms."""
+    """Note and emit each warning; the tag keeps the last one of its kind and terms."""
     for warning in warnings:
-        get_run_logger().warning("%s", warning.text)
-        log.tag(f"{WARNING_TAG}.{warning.key}", warning.text)
+        note_warning(log, warning.key, warning.text)
         figure = {_FIGURES.get(warning.kind, "correlation"): warning.figure}
         emit(warning.kind, run_name, {"step": warning.step, "terms": warning.terms, **figure, "message": warning.text})

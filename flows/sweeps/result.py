@@ -11,6 +11,7 @@ from prefect.runtime import flow_run
 
 from blocks.errors import ServiceError
 from blocks.storage import RunDirectory
+from blocks.urls import hide_credentials
 from flows.sweeps.ablation import weighted_regularizers
 from flows.sweeps.plan import SweepPlan
 from flows.sweeps.record import SweepLog, log_best
@@ -19,6 +20,7 @@ from objectives.schedule import WeightSchedule
 from tasks.sweeps.report import SweepSummary, write_sweep_report
 from tasks.sweeps.store import Point, Trials
 from tasks.sweeps.table import PointRow, point_rows, row_cells, table_columns
+from tasks.training.metric_names import logged_name
 
 __getattr__ = partial(renamed_attribute, "flows.sweeps.result")  # names of release 0.1
 
@@ -66,13 +68,13 @@ def finish_sweep(plan: SweepPlan, directory: RunDirectory, log: SweepLog, trials
     Raises:
         ServiceError: No point has completed trials for all seeds; the report is written before.
     """
-    config = plan.config
-    rows = point_rows(trials, config.seeds, config.metric, config.mode)
+    config, metric = plan.config, logged_name(plan.config.metric)
+    rows = point_rows(trials, config.seeds, metric, config.mode)
     best = rows[0] if rows and rows[0].is_complete else None
     best_config = _write_best(plan, directory, best) if best else None
     summary = SweepSummary(
         run_name=config.run_name,
-        metric=config.metric,
+        metric=metric,
         mode=config.mode,
         trials=trials,
         rows=rows,
@@ -82,7 +84,7 @@ def finish_sweep(plan: SweepPlan, directory: RunDirectory, log: SweepLog, trials
     report = write_sweep_report(directory, log.client, log.run_id, summary)
     if best is None or best.mean is None:
         raise ServiceError(_no_complete_point(plan, trials, report))
-    log_best(log, best.point.number, best.mean, config.metric)
+    log_best(log, best.point.number, best.mean, metric)
     statuses = [trial.status for trial in trials.finished.values()]
     return SweepResult(
         run_name=config.run_name,
@@ -95,10 +97,10 @@ def finish_sweep(plan: SweepPlan, directory: RunDirectory, log: SweepLog, trials
         best_config=f"{directory.location}/{BEST_NAME}",
         directory=directory.location,
         report=report,
-        columns=table_columns(rows, config.metric),
+        columns=table_columns(rows, metric),
         rows=[row_cells(row, rows) for row in rows[:_SHOWN]],
         flow_run_id=flow_run.get_id() or "",
-        tracking_uri=log.client.tracking_uri,
+        tracking_uri=hide_credentials(log.client.tracking_uri),
         experiment_id=log.experiment_id,
         mlflow_run_id=log.run_id,
     )

@@ -29,6 +29,7 @@ from flows.sweeps.record import SweepLog, last_values
 from flows.sweeps.scheduler import Schedule
 from tasks.reports.html import artifact_key
 from tasks.sweeps.store import Point, Trial, Trials
+from tasks.training.metric_names import logged_name
 
 CANCELLED = "The trial was cancelled."
 
@@ -72,7 +73,7 @@ class TrialExecutor:
 
     def _attempt(self, runner: Runner, config: RunConfig) -> tuple[TrialOutcome, bool]:
         """Run one attempt; return its outcome and whether it was pruned."""
-        name, metric = config.run_name, self.plan.config.metric
+        name, metric = config.run_name, logged_name(self.plan.config.metric)
         pruned = ""
         if self.pruning:
             self.pruning.begin(name, self.log.curve(self.log.trial(name), metric))
@@ -96,7 +97,7 @@ class TrialExecutor:
         return (replace(outcome, reason=pruned) if was_pruned else outcome), was_pruned
 
     def _as_trial(self, trial: Trial, outcome: TrialOutcome) -> Trial:
-        metric = self.plan.config.metric
+        metric = logged_name(self.plan.config.metric)
         run = self.log.trial(trial.run_name)
         values = last_values(run)
         trial = replace(trial, mlflow_run_id=run.info.run_id if run else "", metrics=values, reason=outcome.reason)

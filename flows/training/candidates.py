@@ -1,13 +1,16 @@
-"""Opening of the candidate sampler that a run's config asks for."""
+"""Opening of the samplers that a run's config asks for: candidates of training steps, and examples of the report."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from flows.config.distill import TeacherTargetsConfig
 from flows.config.loader import renderer_names
-from flows.config.train import CandidatesConfig, SftConfig
+from flows.config.train import CandidatesConfig, SftConfig, TrainConfig
 from flows.runs.run import Run
 from tasks.common.renderers import renderer_of
 from tasks.common.sampling import open_renderer
+from tasks.evaluation.evaluators import HeldOutNLL
 from tasks.training.candidates import CandidateSampler, CandidateSettings
 
 
@@ -22,6 +25,19 @@ def open_candidates(run: Run, config: SftConfig | TeacherTargetsConfig) -> Candi
     if config.candidates == "off":
         return None
     chosen = CandidatesConfig() if config.candidates == "auto" else config.candidates
+    settings = CandidateSettings(chosen.num, chosen.max_tokens, chosen.every, chosen.overlap, config.seed)
+    return _open(run, config, settings)
+
+
+def open_examples(run: Run, config: TrainConfig, evaluators: Iterable[object]) -> CandidateSampler | None:
+    """Open the sampler of the report's examples; None if the evaluators sample, or the config asks for no examples."""
+    report = config.report
+    if not report.num_examples or not any(isinstance(entry, HeldOutNLL) for entry in evaluators):
+        return None
+    return _open(run, config, CandidateSettings(1, report.max_tokens, 1, overlap=False, seed=config.seed))
+
+
+def _open(run: Run, config: TrainConfig, settings: CandidateSettings) -> CandidateSampler:
     tokenizer = run.client.get_tokenizer()
 
     def stop() -> list[str] | list[int]:
@@ -29,5 +45,4 @@ def open_candidates(run: Run, config: SftConfig | TeacherTargetsConfig) -> Candi
         renderer = open_renderer(names[0] if names else renderer_of(config.model, tokenizer), tokenizer)
         return renderer.get_stop_sequences()
 
-    settings = CandidateSettings(chosen.num, chosen.max_tokens, chosen.every, chosen.overlap, config.seed)
     return CandidateSampler(settings, run.directory, tokenizer, stop)

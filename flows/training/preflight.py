@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tinker
-from prefect.logging import get_run_logger
 from tinker_cookbook.checkpoint_utils import CheckpointRecord, get_renderer_name_from_checkpoint
 
 from blocks.errors import ConfigError
@@ -18,11 +17,13 @@ from flows.config.loader import field_values, renderer_names
 from flows.config.rl import RlConfig
 from flows.config.rollout import RolloutConfig
 from flows.config.train import TrainConfig
-from flows.monitoring.run_tags import WARNING_TAG
+from flows.monitoring.run_tags import note_warning
 from flows.runs.fork import is_fork, named_origin
 from flows.runs.run import Run
 from objectives.objective import CROSS_ENTROPY
 from tasks.common.renderers import recommended_renderers
+from tasks.rl.hooks import PREFIX
+from tasks.rl.named_rewards import TOTAL
 
 # The published LoRA rate is ten times that of full fine-tuning.
 _FAR_BELOW = 8
@@ -45,8 +46,7 @@ class Pitfall(NamedTuple):
 def warn_of_pitfalls(run: Run, config: TrainConfig) -> None:
     """Log and tag the pitfalls of a config and of the checkpoint that the run starts from."""
     for key, text in [*pitfalls_of(config), *pitfalls_of_checkpoint(run.session, run.start, config)]:
-        get_run_logger().warning("%s", text)
-        run.log.tag(f"{WARNING_TAG}.pitfall.{key}", text)
+        note_warning(run.log, f"pitfall.{key}", text)
 
 
 def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
@@ -66,6 +66,8 @@ def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
     yield from _of_paths(config, fields)
     if isinstance(config, RlConfig | SamplingConfig):
         yield from _of_temperature(config.rollout)
+    if isinstance(config, RlConfig):
+        yield from _of_rewards(config)
     base = config.objective.base_loss
     beta = 0 if isinstance(base, str) else base.params.get("beta", 0)
     if _base_name(config) in _BETA_LOSSES and isinstance(beta, int | float) and beta > _LARGE_BETA:
@@ -74,6 +76,20 @@ def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
             f"objective.base_loss.params.beta is {beta:g}, which keeps the policy at its reference: 0.1 is usual, and "
             f"above {_LARGE_BETA:g} the model hardly learns.",
         )
+
+
+def warn_of_equal_rewards(run: Run, config: TrainConfig, metrics: Mapping[str, float]) -> None:
+    """Warn after the first step if the rewards of each group are equal, so that the policy loss has no gradient."""
+    if not isinstance(config, RlConfig) or config.advantage.estimator == "gae":
+        return
+    if metrics.get("env/all/by_group/frac_mixed") != 0:
+        return
+    reward = metrics.get("env/all/reward/total", float("nan"))
+    text = (
+        f"In every group of the first step, all rewards are equal (mean {reward:.4g}), so the rewards teach nothing: "
+        "make the problems easier or harder, give partial rewards, or sample larger groups."
+    )
+    note_warning(run.log, "equal_rewards", text)
 
 
 def pitfalls_of_checkpoint(
@@ -132,12 +148,32 @@ def _of_checkpoints(config: TrainConfig) -> Iterator[Pitfall]:
 
 
 def _of_temperature(rollout: RolloutConfig) -> Iterator[Pitfall]:
-    if rollout.temperature != 1 and rollout.completer is None:
+    if rollout.completer is not None:
+        return
+    distribution = rollout.distribution()
+    if not distribution.is_plain and rollout.logprobs == "service":
         yield Pitfall(
             "temperature",
-            f"rollout.temperature is {rollout.temperature:g}, but a service returns the logprobs of temperature 1: the "
-            "loss and optim/kl_sample_train_v1 take the samples for samples of that policy, so the gradient is biased "
-            "and no metric shows it; use 1, or a rollout.completer that returns the logprobs of its samples.",
+            f"rollout.logprobs is service with {distribution.describe()}, but a service returns the logprobs of the "
+            "model itself: the loss and optim/kl_sample_train_v1 take the samples for samples of that policy, so the "
+            "gradient is biased and no metric shows it; set rollout.logprobs to sampled.",
+        )
+    if rollout.top_k is not None or rollout.top_p < 1:
+        yield Pitfall(
+            "support",
+            f"Samples of {distribution.describe()} never contain the unlikely tokens, so no importance ratio corrects "
+            "for their absence: the gradient is that of the likely tokens alone; sample from all tokens for an "
+            "unbiased one.",
+        )
+
+
+def _of_rewards(config: RlConfig) -> Iterator[Pitfall]:
+    hook = config.rollout.hook
+    if hook and config.rewards and not any(name == TOTAL or name.startswith(PREFIX) for name in config.rewards):
+        yield Pitfall(
+            "hook",
+            f"rewards names neither total nor a reward of the hook {hook.builder}: rewards that the hook adds are not "
+            f"trained on; name total, or {PREFIX}ACTION/reward with the name of an action of the hook.",
         )
 
 

@@ -13,8 +13,9 @@ the step before. Terms and linearize follow their responses, for the metrics alo
 from __future__ import annotations
 
 import gc
+import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,21 +35,24 @@ from flows.config.train import TrainConfig
 from flows.monitoring.events import emit
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
 from flows.monitoring.progress import Progress, call_step_callback
-from flows.monitoring.run_tags import WARNING_TAG, forget_end, note_end, note_evaluation, warn
+from flows.monitoring.run_tags import forget_end, note_end, note_evaluation, note_warning, warn, warn_of_health
 from flows.runs.blocks import service_url
 from flows.runs.checkpoint_manager import Checkpoints
-from flows.runs.config_record import FORMAT_OF_SCALES, recorded_format
+from flows.runs.config_record import FORMAT_OF_CORRECTIONS, FORMAT_OF_SCALES, recorded_format
+from flows.runs.contents import CONTENTS_KEY, open_contents
 from flows.runs.prices import Price, price_of
 from flows.runs.result import EndReasons, TrainResult, finish
 from flows.runs.resume import first_step, resolve_start
 from flows.runs.run import Run
 from flows.runs.teachers import open_reference
 from flows.training.budget import Ledger, cost_before_restart
+from flows.training.candidates import open_examples
 from flows.training.granularity import run_segment, run_step
 from flows.training.guards import Guard
-from flows.training.preflight import warn_of_pitfalls
+from flows.training.preflight import warn_of_equal_rewards, warn_of_pitfalls
 from flows.training.schedule import CheckpointCadence, Schedule
 from objectives.batch import Batch, Outputs
+from objectives.errors import ObjectiveError
 from objectives.execution.term_loop import DueTerm, StepPosition, evaluate_terms, prepare_terms
 from objectives.gradients.linearize import Linearized, join_metrics, measure_effects
 from objectives.losses import compute_mean_nll
@@ -61,9 +65,12 @@ from tasks.common.task import Pending, call, opaque_argument, submit
 from tasks.evaluation.evaluators import ConfiguredEvaluator, EvaluationResult, HeldOutNLL, evaluate
 from tasks.preference.pair_source import HeldOutPairs
 from tasks.reports.first_batch import first_group, print_datums, weighted_datums, write_first_batch
+from tasks.reports.summary import DATA_TAG, storage_option
 from tasks.training.batch_source import BatchSource, TrainedBatch
 from tasks.training.candidates import CandidateSampler
 from tasks.training.checkpoints import PendingCheckpoint, step_of
+from tasks.training.datums import digest_batch
+from tasks.training.examples import append_examples, example_inputs, first_prompts, measure_examples
 from tasks.training.forward_backward import (
     PendingOutput,
     PendingUpdate,
@@ -74,7 +81,7 @@ from tasks.training.forward_backward import (
     forward_logprobs,
     optim_step,
 )
-from tasks.training.held_out import BatchValues, HeldOutData, append_batch_values, measure_held_out
+from tasks.training.held_out import BatchValues, EvaluatedBatch, HeldOutData, append_batch_values, measure_held_out
 from tasks.training.metrics import log_metrics
 from tasks.training.metrics_file import MetricsFile
 from tasks.training.reference import REFERENCE_NAME, Reference, load_reference
@@ -146,6 +153,7 @@ class Trainer:
         ledger: counts tokens, time and cost against the budget.
         reference_price: price of the reference's model; None for the price of the trained model.
         checkpoints: saves and records.
+        contents: digests of what the run depends on.
         cadence: says when a periodic checkpoint is due.
         saved_step: step before which the optimizer state was saved last.
         prepared: minibatches of the next step; empty for a skipped step, None after the last step.
@@ -184,6 +192,7 @@ class Trainer:
         self.first_step = step_of(self.start) if self.start else 0
         self.schedule = replace(schedule, first=first_step(run.directory))
         run.log.file = MetricsFile(run.directory, self.first_step)
+        self.contents = open_contents(run, config, objective, source, self.start)
         warn_of_pitfalls(run, config)
         load_cache(objective.runner.cache, run.directory)
         if reference is None and objective.needs("ref_logprobs"):
@@ -193,6 +202,7 @@ class Trainer:
         self.reference_price = self._price_of_reference()
         self.checkpoints = Checkpoints(run, config, schedule.steps_per_epoch, self.start)
         self._restore(self.start)
+        self.examples = open_examples(run, config, evaluators)
         self.one_pass = OnePass(objective, run.session)
         self.executor = TaskTermExecutor(objective.runner)
 
@@ -203,6 +213,7 @@ class Trainer:
         self.unchecked: list[tuple[PendingCheckpoint, dict[str, Any]]] = []
         self.budget_message = ""
         self.step_ended = perf_counter()
+        self._waits: dict[str, float] = {}
 
     def train(self) -> TrainResult:
         """Run the remaining steps within the budget, then save a checkpoint and the report.
@@ -224,6 +235,7 @@ class Trainer:
             _no_collector_pauses(),
             closing(self.executor),
             closing(self.candidates) if self.candidates else nullcontext(),
+            closing(self.examples) if self.examples else nullcontext(),
             self.checkpoints,
         ):
 
@@ -235,6 +247,8 @@ class Trainer:
                     run_step(self.config.granularity, step, run_one)
                     if self.budget_message or (stop.requested and not self.sent):
                         self._save(step + 1)
+                        if stop.requested:
+                            self._show_saved(step + 1)
                         stop.raise_if_requested()
                         return
 
@@ -245,10 +259,12 @@ class Trainer:
             last = self.checkpoints.wait() if self.budget_message else self.checkpoints.finish()
         assert last is not None
         reasons = EndReasons(self.budget_message, self.checkpoints.rejection)
-        return finish(self.run, self.config.run_name, last, first, reasons, self.objective.targets.specs)
+        targets = {**self.objective.targets.specs, **self.source.targets}
+        return finish(self.run, self.config.run_name, last, first, reasons, targets)
 
     def _step(self, step: int, stop: StopRequest) -> dict[str, float]:
         """Run one step and start the next; return the step's metrics."""
+        self.run.directory.check_writer()  # a process that lost the run sends no further updates
         prepared, forward, sent = self.prepared, self.forward, self.sent
         assert prepared is not None
         if prepared and not self.source.sampled:
@@ -276,8 +292,9 @@ class Trainer:
         metrics |= self.guard.metrics(step) | self.ledger.end_step() | self._progress(step)
         step_began, self.step_ended = self.step_ended, perf_counter()
         metrics["time/step"] = self.step_ended - step_began
+        metrics |= self._take_waits(metrics)
         call(log_metrics, self.run.log, step, opaque_argument(metrics))
-        warn(self.run.log, self.config.run_name, self.objective.watch.pop_warnings())
+        self._warn(step, metrics)
         call_step_callback(step, metrics, stop)
         if sent.save:
             self.unchecked.append((sent.save, self._state(step + 1, sent.elapsed_tokens)))
@@ -285,6 +302,15 @@ class Trainer:
         if self.source.sampled:
             self._request_forward(step + 1)
         return metrics
+
+    def _warn(self, step: int, metrics: dict[str, float]) -> None:
+        """Show the warnings of terms and data after a step."""
+        warn(self.run.log, self.config.run_name, self.objective.watch.pop_warnings())
+        for key, text in self.source.pop_warnings().items():
+            note_warning(self.run.log, key, text)
+        warn_of_health(self.run.log, self.config.run_name, self.source.observe(step, metrics))
+        if step == self.first_step:
+            warn_of_equal_rewards(self.run, self.config, metrics)
 
     def _prepare(self, step: int) -> None:
         """Start to load the batch, reference and features of a step; do nothing after the last step."""
@@ -325,7 +351,8 @@ class Trainer:
         if not self.prepared:
             return
         prepared = self.prepared[0]
-        batch = prepared.batch.result()
+        with self._waiting_for("batch"):
+            batch = prepared.batch.result()
         needs_logprobs = self._needs_logprobs(prepared)
         # Includes the pass that checks the last update. The other minibatches are assumed to be as long as the first.
         num_tokens = (3 if needs_logprobs else 2) * batch.num_tokens * len(self.prepared)
@@ -359,14 +386,15 @@ class Trainer:
             datums = weighted_datums(batch, tokenizer)
             print_datums(name, first_group(batch, datums), tokenizer, sys.stderr)
             call(write_first_batch, self.run.directory, self.run.log, name, opaque_argument(datums), tokenizer)
+            if not self.source.sampled:
+                self.run.log.tag(DATA_TAG, digest_batch(batch))
 
     def _warn_of_unused_candidates(self) -> None:
         """Warn if the config sets candidates, but no term needs them."""
         is_set = getattr(self.config, "candidates", "auto") not in ("auto", "off")
         if is_set and not any(regularizer.on_candidates for regularizer in self.objective.regularizers):
             text = "candidates is set, but no term needs them on this data, so none are sampled: remove candidates."
-            get_run_logger().warning("%s", text)
-            self.run.log.tag("tinker_flows.warning.pitfall.candidates", text)
+            note_warning(self.run.log, "pitfall.candidates", text)
 
     def _send_ahead(self, step: int, stop: StopRequest) -> None:
         """Send the requests of a step that do not depend on the responses to the previous step."""
@@ -383,6 +411,8 @@ class Trainer:
         batches: list[SentBatch] = []
         num_per_update = self.source.num_minibatches + sum(minibatch.supervised is not None for minibatch in prepared)
         for number, minibatch in enumerate(prepared, start=1):
+            with self._waiting_for("batch"):
+                minibatch.batch.result()
             if number > 1:
                 needs_logprobs = self._needs_logprobs(minibatch)
                 forward = self._enqueue_forward(minibatch.batch.result()) if needs_logprobs else None
@@ -434,8 +464,10 @@ class Trainer:
         for sent in sent_step.batches:
             update, linearized, batch = sent.update, sent.linearized, sent.prepared.batch.result()
             with self.guard.checked_responses(step):
-                outputs = call(forward_backward, update.forward_backward, opaque_argument(batch))
-                metrics |= call(optim_step, update.optim_step) if update.optim_step else {}
+                with self._waiting_for("forward_backward"):
+                    outputs = call(forward_backward, update.forward_backward, opaque_argument(batch))
+                with self._waiting_for("optim_step"):
+                    metrics |= call(optim_step, update.optim_step) if update.optim_step else {}
             self.guard.check_metrics(step, metrics)
             if linearized is None:
                 linearized = self.guard.check(step, partial(self._measure, sent, outputs))
@@ -445,6 +477,7 @@ class Trainer:
             before.append(outputs.logprobs_DT)
             if sent.prepared.supervised is None:
                 trained.append(TrainedBatch(batch, outputs.logprobs_DT, linearized.by_datum))
+        self.contents.add(step, [minibatch.batch for minibatch in trained], sampled=self.source.sampled)
         joined = join_metrics(linearized_batches)
         if sent_step.after:
             joined |= measure_effects(linearized_batches, self._changes(step, sent_step, before))
@@ -461,6 +494,25 @@ class Trainer:
             }
         )
 
+    @contextmanager
+    def _waiting_for(self, name: str) -> Iterator[None]:
+        """Add the duration of the block to the metric `time/<name>` of the step."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self._waits[name] = self._waits.get(name, 0.0) + perf_counter() - began
+
+    def _take_waits(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the waits since the last call and the trained and sampled tokens per second of a step."""
+        waits, self._waits = self._waits, {}
+        rates = {"train": "num_tokens", "sample": "rollout/num_sampled_tokens"}
+        return {f"time/{name}": seconds for name, seconds in waits.items()} | {
+            f"throughput/{name}_tokens_per_s": metrics[key] / metrics["time/step"]
+            for name, key in rates.items()
+            if key in metrics
+        }
+
     def _changes(self, step: int, sent_step: SentStep, before: Sequence[Tensor]) -> list[Tensor]:
         """Wait for the forward passes after the update; return the changes of the logprobs."""
         changes: list[Tensor] = []
@@ -474,7 +526,8 @@ class Trainer:
     def _linearize(self, prepared: PreparedBatch, forward: PendingOutput) -> Linearized:
         """Wait for a forward pass and linearize the objective for the update."""
         batch = prepared.batch.result()
-        outputs = call(forward_logprobs, forward, opaque_argument(batch))
+        with self._waiting_for("forward"):
+            outputs = call(forward_logprobs, forward, opaque_argument(batch))
         return self._evaluate_terms(prepared, outputs)
 
     def _measure(self, sent: SentBatch, outputs: Outputs) -> Linearized:
@@ -546,7 +599,11 @@ class Trainer:
         """Measure the terms on the held-out data that was evaluated; return no metrics without such data."""
         held_out = next((entry for entry in self.evaluators if isinstance(entry, HeldOutData)), None)
         terms = self.objective.regularizers
-        if held_out is None or not terms:
+        if held_out is None:
+            return {}
+        if step in (self.schedule.first, self.schedule.num_steps):
+            self._store_examples(step, held_out.evaluated)
+        if not terms:
             return {}
         evaluated = held_out.evaluated
         inputs = [([term for term in terms if not term.on_candidates], evaluated)]
@@ -564,10 +621,29 @@ class Trainer:
             by_batch |= measured.by_batch
             for name, reason in measured.failed.items():
                 text = f"Term {name} has no value on the held-out data: {reason}"
-                get_run_logger().warning("%s", text)
-                self.run.log.tag(f"{WARNING_TAG}.held_out.{name}", text)
+                note_warning(self.run.log, f"held_out.{name}", text)
         append_batch_values(self.run.directory, step, by_batch)
         return metrics
+
+    def _store_examples(self, step: int, evaluated: Sequence[EvaluatedBatch]) -> None:
+        """Store completions of held-out prompts with their scores, for the report."""
+        num = self.config.report.num_examples
+        try:
+            inputs = example_inputs(evaluated)
+            if self.examples:
+                prompts = first_prompts(evaluated, num)
+                with self.guard.checked_responses(step):
+                    samples = self.examples.sample_held_out(prompts, self.run.client)
+                self.ledger.add_sampled(self.examples.take_sampled())
+                inputs = example_inputs(samples, [text for batch in prompts for text in batch.texts_D])
+            tokenizer = self.run.client.get_tokenizer()
+            examples = measure_examples(inputs, num, self.objective, self.executor, self.reference, tokenizer)
+        except ObjectiveError as error:  # for example prompts with images
+            text = f"The report has no examples of step {step}: {error}"
+            note_warning(self.run.log, "examples", text)
+        else:
+            if examples:
+                append_examples(self.run.directory, step, examples)
 
     def _count_reference(self, step: int) -> None:
         """Count the tokens that the reference has processed up to a step, all of whose minibatches are sent."""
@@ -587,8 +663,7 @@ class Trainer:
                 f"The price of the reference's model {self.reference.model} is unknown: its tokens are charged at the "
                 f"price of {config.model}; add it to the table of budget.prices."
             )
-            get_run_logger().warning("%s", text)
-            self.run.log.tag(f"{WARNING_TAG}.reference_price", text)
+            note_warning(self.run.log, "reference_price", text)
         return price
 
     def _num_held_out_tokens(self, step: int) -> int:
@@ -612,6 +687,13 @@ class Trainer:
             self.unchecked.append((save, self._state(step, self.cadence.num_tokens)))
         self._check_last_weights(step)
         self.checkpoints.wait()
+
+    def _show_saved(self, step: int) -> None:
+        """Say what a stopped run has saved, and how to continue it."""
+        name = self.config.run_name
+        command = f"tinker-flows resume {shlex.quote(name)}{storage_option(name, self.run.directory.location)}"
+        saved = f"Saved the weights and the optimizer state of {name} after {step} of {self.schedule.num_steps} steps."
+        print(f"{saved} Continue with: {command}", file=sys.stderr)
 
     def _check_last_weights(self, step: int) -> None:
         """Run one more forward pass over the last batch, because no later step checks these weights.
@@ -642,14 +724,17 @@ class Trainer:
     def _state(self, step: int, elapsed_tokens: int) -> dict[str, Any]:
         """Return the state that a checkpoint before a step records besides the weights."""
         state = {"objective": self.objective.state(), "guard": self.guard.state(), "source": self.source.state(step)}
-        return state | {"elapsed_tokens": elapsed_tokens}
+        return state | {"elapsed_tokens": elapsed_tokens, CONTENTS_KEY: self.contents.state()}
 
     def _restore(self, start: CheckpointRecord | None) -> None:
         """Restore `_state` from the checkpoint that the run starts from."""
         config, state = self.config, start.extra if start else {}
         self.objective.restore(state.get("objective", {}))
-        if recorded_format(self.run.directory) < FORMAT_OF_SCALES:
+        started_with = recorded_format(self.run.directory)
+        if started_with < FORMAT_OF_SCALES:
             self.objective.keep_conventions_of_0_1()
+        if started_with < FORMAT_OF_CORRECTIONS:
+            self.objective.keep_unweighted_kl()
         self.guard = Guard(config.guards, self.run.directory, self.run.log, self.objective)
         self.guard.restore(state.get("guard", {}))
         price = price_of(config.model, service_url(config.base_url), config.budget.prices)

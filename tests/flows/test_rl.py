@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -105,6 +106,95 @@ def test_stream_of_minibatches_equals_the_whole_batch(
         assert actual == pytest.approx(expected, rel=1e-3, abs=1e-5), key
 
 
+def test_a_run_of_an_older_format_keeps_the_unweighted_kl(
+    tmp_path: Path, prefect_server: str, engine_url: str, mlflow_uri: str
+) -> None:
+    fields = rl_fields(tmp_path, "older-format", mlflow_uri, engine_url) | {
+        "num_steps": 2,
+        "eval_every": 0,
+        "checkpoint_every": 1,
+        "objective": {"base_loss": "importance_sampling", "regularizers": [{"name": "kl", "weight": 0.1}]},
+    }
+    directory = Path(rl(RlConfig.model_validate(fields)).directory)
+
+    def weighted() -> list[bool]:
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+        return ["term/kl/prefix_ratio_max" in json.loads(line) for line in lines if "term/kl/value" in json.loads(line)]
+
+    assert weighted() == [True, True]
+    recorded = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**recorded, "format_version": 2}))
+    records = (directory / "checkpoints.jsonl").read_text().splitlines()
+    periodic = [line for line in records if not json.loads(line).get("final")]
+    (directory / "checkpoints.jsonl").write_text("".join(f"{line}\n" for line in periodic))
+    assert rl(RlConfig.model_validate(fields)).resumed_from == 1
+    assert weighted() == [True, False]
+
+
+def test_samples_of_a_low_temperature_train_with_their_own_logprobs(
+    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
+) -> None:
+    _, config, _ = run
+    fields = config | {"run_name": "cold", "num_steps": 1, "eval_every": 0}
+    cold = {"max_tokens": 8, "temperature": 0.2}
+    # The tiny model is untrained, so that its likeliest tokens have little of the probability.
+    with pytest.raises(ConfigError, match=r"logprobs of samples of temperature=0.2 have an error of up to .* nats"):
+        rl(RlConfig.model_validate(fields | {"rollout": cold | {"num_candidates": 5}}))
+    exact = rl(RlConfig.model_validate(fields | {"run_name": "exact", "rollout": cold | {"num_candidates": 300}}))
+    assert curve(exact, mlflow_uri, "rollout/logprob_error_max")[0] < 1e-3
+    # On-policy, the divergence of the samples' distribution from the policy is that of the temperature.
+    assert curve(exact, mlflow_uri, "optim/kl_sample_train_v1")[0] > 0.02
+    service = rl(RlConfig.model_validate(fields | {"run_name": "raw", "rollout": cold | {"logprobs": "service"}}))
+    assert curve(service, mlflow_uri, "optim/kl_sample_train_v1")[0] == pytest.approx(0, abs=1e-4)
+
+
+ASYNC = {
+    "eval_every": 0,
+    "schedule": {"mode": "async", "max_steps_off_policy": 2},
+    "objective": {"base_loss": "importance_sampling", "regularizers": [{"name": "kl", "weight": 0.01}]},
+    "health": {"patience": 2},
+}
+
+
+def test_async_samples_are_corrected_and_measured_by_age(
+    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
+) -> None:
+    _, config, _ = run
+    result = rl(RlConfig.model_validate(config | ASYNC | {"run_name": "corrected"}))
+    data = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data
+    tags, metrics = data.tags, data.metrics
+    assert tags["tinker_flows.correction"] == "ratio token, off_policy_above 0.05"
+    assert tags["tinker_flows.passes"].startswith("A step takes one pass of the service")
+    assert {f"mismatch/staleness_{age}/kl_k3" for age in (0, 1)} & metrics.keys()
+    assert 0 < metrics["mismatch/ess_sequence"] <= metrics["mismatch/position_1/ess"] <= 1 + 1e-6
+    assert "mismatch/masked" in metrics
+    assert "term/base/factor_mean" in metrics
+    assert metrics["optim/grad_norm"] > 0, "the service reports it although the run does not clip"
+    times = ("rollout", "sampling", "environment", "forward_backward", "optim_step", "batch", "step")
+    assert all(metrics[f"time/{name}"] >= 0 for name in times)
+    assert metrics["time/sampling"] <= metrics["time/rollout"]
+    assert metrics["throughput/train_tokens_per_s"] * metrics["time/step"] == pytest.approx(metrics["num_tokens"])
+    assert metrics["throughput/sample_tokens_per_s"] > 0
+    assert {"async/groups_ready", "async/groups_running"} <= metrics.keys()
+    # The untrained model never ends its answers.
+    assert metrics["rollout/truncated"] > 0.5
+    assert "raise rollout.max_tokens" in tags["tinker_flows.warning.health.truncated"]
+    report = Path(result.report).read_text()
+    assert "Health of reinforcement learning" in report
+    assert "The share of truncated completions has been above 0.5" in report
+
+
+def test_a_correction_of_whole_sequences_takes_one_pass(
+    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
+) -> None:
+    _, config, _ = run
+    correction = {"ratio": "sequence", "bound": "mask", "low": 0.5, "off_policy_above": 0.1}
+    result = rl(RlConfig.model_validate(config | ASYNC | {"run_name": "sequence", "correction": correction}))
+    tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
+    assert tags["tinker_flows.correction"] == "ratio sequence, bound mask, low 0.5, off_policy_above 0.1"
+    assert tags["tinker_flows.passes"].startswith("A step takes one pass of the service")
+
+
 def test_second_update_of_a_step_is_off_policy(run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str) -> None:
     _, config, _ = run
     changed = {
@@ -118,6 +208,9 @@ def test_second_update_of_a_step_is_off_policy(run: tuple[Path, dict[str, Any], 
     }
     result = rl(RlConfig.model_validate(config | changed))
     assert curve(result, mlflow_uri, "env/all/total_episodes") == [16.0] * 2
+    policy_loss = curve(result, mlflow_uri, "policy_loss")
+    assert policy_loss == curve(result, mlflow_uri, "term/base/policy")
+    assert policy_loss != curve(result, mlflow_uri, "loss/base"), "which includes the entropy and the critic"
     assert min(curve(result, mlflow_uri, "optim/kl_sample_train_v2")) > 1e-6
     at_base, moved = curve(result, mlflow_uri, "kl_policy_base")
     assert abs(at_base) < 1e-4 < abs(moved)
@@ -184,6 +277,7 @@ def test_post_kl_is_that_of_the_saved_weights(
     name = f"post-{schedule.get('mode', 'sync')}"
     changed = {"run_name": name, "num_steps": 2, "checkpoint_every": 1, "eval_every": 0, "compute_post_kl": True}
     changed |= {"schedule": schedule, "objective": {"base_loss": "importance_sampling"}, "learning_rate": 0.1}
+    changed |= {"correction": "none"}  # it drops what the large updates leave behind
     result = rl(RlConfig.model_validate(config | changed))
     session = tinker.ServiceClient(base_url=engine_url)
     directory = RunStorage(url=config["storage"]).run_directory(name)
@@ -228,6 +322,28 @@ def test_completer_and_hook_of_the_user(run: tuple[Path, dict[str, Any], TrainRe
     difference = curve(short, mlflow_uri, reward)[0] - curve(charged, mlflow_uri, reward)[0]
     assert difference == pytest.approx(0.5 * share)
     assert curve(charged, mlflow_uri, "hook/even/stopped") == [0.0] * 2
+
+
+def test_rewards_of_a_hook_and_a_reward_that_is_not_reported(
+    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
+) -> None:
+    """The reward of a hook is a named reward; the run says so, and announces a name without a value, also resumed."""
+    _, config, _ = run
+    hook = {"builder": "rollout_parts:charge_even_tokens", "params": {"price": 0.5}}
+    fields = config | {"num_steps": 2, "eval_every": 0, "checkpoint_every": 1, "run_name": "named"}
+    fields |= {"objective": {"base_loss": "importance_sampling"}, "rollout": {"max_tokens": 8, "hook": hook}}
+    result = rl(RlConfig.model_validate(fields | {"rewards": {"hook/even/reward": {}, "absent": {}}}))
+    share = curve(result, mlflow_uri, "hook/even/rollouts")[0]
+    mean = curve(result, mlflow_uri, "env/all/hook/even/reward")[0]
+    assert curve(result, mlflow_uri, "reward/absent/value") == [0.0] * 2
+    assert curve(result, mlflow_uri, "reward/hook/even/reward/value")[0] == pytest.approx(-0.5 * share)
+    assert mean == pytest.approx(-0.5)
+    tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
+    assert "'absent', which no completion has reported so far" in tags["tinker_flows.warning.rewards.absent"]
+    assert "tinker_flows.warning.pitfall.hook" not in tags
+    ignored = rl(RlConfig.model_validate(fields | {"run_name": "ignored", "rewards": {"num_letters": {}}}))
+    tags = MlflowClient(mlflow_uri).get_run(ignored.mlflow_run_id).data.tags
+    assert "name total, or hook/ACTION/reward" in tags["tinker_flows.warning.pitfall.hook"]
 
 
 def test_invalid_completers_and_hooks_are_refused(tmp_path: Path, prefect_server: str) -> None:
@@ -289,7 +405,7 @@ def test_rl_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, mode: str, 
         "learning_rate": 1e-2,
         "lr_schedule": "constant",
         # Otherwise seed 0 converges to one letter and an end token.
-        "objective": {"base_loss": "importance_sampling", "regularizers": [{"name": "kl", "weight": 0.3}]},
+        "objective": {"base_loss": "importance_sampling", "regularizers": [{"name": "kl", "weight": 0.003}]},
     }
     config["environment"]["params"] |= {"letters": "a", "group_size": 16}
     rewards = curve(rl(RlConfig.model_validate(config)), mlflow_uri, "env/all/reward/total")

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 from run_config import run_fields
 
-from flows.config.loader import read_yaml
 from flows.config.train import SftConfig
+from flows.config.yaml_reader import read_yaml
+from flows.estimate import estimate
+from flows.evaluate import EvaluateConfig, evaluate
 from flows.sft import sft
 from tasks.supervised.generated_data import WRITTEN_NAME
 
@@ -43,12 +46,21 @@ def test_data_is_generated_once(tmp_path: Path, engine_url: str, mlflow_uri: str
     if recipe == "noisy_student":  # its random completions need not agree
         changes |= {"num_samples": 4, "min_agreement": 0.0}
     fields = recipe_fields(tmp_path, recipe, mlflow_uri, engine_url, **changes)
-    first = sft(SftConfig.model_validate(fields))
-    assert first.num_steps == 2
-    assert "test/nll" in first.metrics
+    estimated = estimate(SftConfig.model_validate(fields))
     written = tmp_path / "runs" / recipe / WRITTEN_NAME
     content = written.read_bytes()
+    first = sft(SftConfig.model_validate(fields))
+    assert written.read_bytes() == content, "the run trains on the answers that the estimate sampled"
+    assert first.num_steps == 2
+    assert "test/nll" in first.metrics
+    tokens = MlflowClient(mlflow_uri).get_metric_history(first.mlflow_run_id, "num_tokens")
+    assert estimated.num_tokens == sum(point.value for point in tokens)
     checkpoints = tmp_path / "runs" / recipe / "checkpoints.jsonl"
     checkpoints.write_text("".join(checkpoints.read_text().splitlines(keepends=True)[:1]))  # as if killed after step 0
     assert sft(SftConfig.model_validate(fields)).resumed_from == 1
     assert written.read_bytes() == content
+
+    places = {key: fields[key] for key in ("base_url", "storage", "tracking", "data")}
+    evaluation = {"run_name": f"evaluated-{recipe}", "checkpoint": f"{recipe}@final"}
+    measured = evaluate(EvaluateConfig.model_validate({**places, **evaluation}))
+    assert measured.metrics["test/nll"] == pytest.approx(first.metrics["test/nll"], abs=1e-6)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
-import time
+import threading
 from contextlib import closing
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
-from blocks.errors import ServiceError
-from tasks.training import metrics
+from blocks.errors import ServiceError, StorageError
 from tasks.training.metrics import STEP_KEY, MetricsLog
 
 
@@ -19,22 +20,39 @@ def rename(mlflow_uri: str, before: str, after: str) -> None:
         connection.execute(f"ALTER TABLE {before} RENAME TO {after}")
 
 
+class Client(MlflowClient):
+    """Client that counts its batches, and fails from a batch on or waits before the first."""
+
+    num_batches = 0
+    fails_from = 1_000_000
+    gate: threading.Event | None = None
+
+    def log_batch(self, *arguments: Any, **options: Any) -> Any:
+        if self.gate:
+            self.gate.wait(60)
+        self.num_batches += 1
+        if self.num_batches >= self.fails_from:
+            raise MlflowException("the process was killed")
+        return super().log_batch(*arguments, **options)
+
+
 def test_fast_steps_are_written_together(mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = MlflowClient(mlflow_uri)
+    client = Client(mlflow_uri)
+    client.gate = threading.Event()
     log = MetricsLog(client, client.create_run(client.create_experiment("metrics-log-fast")).info.run_id)
-    monkeypatch.setattr(metrics, "_WRITE_EVERY_S", 60.0)
     many = {f"term/{number}/value": float(number) for number in range(300)}
-    for step in range(5):
+    for step in range(7):
         log.log(step, many)
-    assert len(log._pending) == 1  # the first step is written at once
+    client.gate.set()
     log.flush()
+    assert client.num_batches in (3, 4)  # at most three steps fit into a batch; the first may have been on its way
     history = log.history()
     assert len(history) == 301
-    assert all([step for step, _ in points] == [0, 1, 2, 3, 4] for points in history.values())
+    assert all([step for step, _ in points] == list(range(7)) for points in history.values())
 
 
-def test_unstored_metrics_are_written_again(mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_WRITE_EVERY_S", 0.0)
+def test_unstored_metrics_are_written_again(mlflow_uri: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A write that fails twice takes nothing behind it along."""
     client = MlflowClient(mlflow_uri)
     run = client.create_run(client.create_experiment("metrics-log"))
     log = MetricsLog(client, run.info.run_id)
@@ -42,14 +60,70 @@ def test_unstored_metrics_are_written_again(mlflow_uri: str, monkeypatch: pytest
     log.flush()
     rename(mlflow_uri, "metrics", "away")
     try:
-        log.log(1, {"loss/total": 2.0})
-        with pytest.raises(ServiceError, match="did not store the metrics"):
-            log.flush()
-        log.log(2, {"loss/total": 1.0})
-        deadline = time.monotonic() + 60
-        while not log._pending[0][0]._operation_futures[0].done() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        for step in (1, 2):
+            log.log(step, {"loss/total": 3.0 - step})
+            log.tag("note", f"step {step}")
+            with pytest.raises(ServiceError, match="did not store the metrics"):
+                log.flush()
     finally:
         rename(mlflow_uri, "away", "metrics")
+    log.log(3, {"loss/total": 0.0})
     log.flush()
-    assert log.history() == {"loss/total": [(0, 3.0), (2, 1.0)], STEP_KEY: [(0, 0.0), (2, 2.0)]}
+    expected = [(0, 3.0), (1, 2.0), (2, 1.0), (3, 0.0)]
+    assert log.history() == {"loss/total": expected, STEP_KEY: [(step, float(step)) for step in range(4)]}
+    assert client.get_run(run.info.run_id).data.tags["note"] == "step 2"
+    assert capfd.readouterr().err.count("trying again") <= 1
+
+
+def test_step_counts_as_logged_after_all_of_its_points(mlflow_uri: str) -> None:
+    """A step of more points than a write takes is written in parts; a kill between them loses and doubles nothing."""
+    client = Client(mlflow_uri)
+    run_id = client.create_run(client.create_experiment("metrics-log-large")).info.run_id
+    points = {f"term/{number}/value": float(number) for number in range(2500)}
+    killed = MetricsLog(client, run_id)
+    killed.log(0, points)
+    killed.flush()
+    client.fails_from = client.num_batches + 2  # the first part of the next step is stored
+    killed.log(1, points)
+    with pytest.raises(ServiceError, match="the process was killed"):
+        killed.flush()
+    assert len(client.get_metric_history(run_id, "term/0/value")) == 2
+
+    resumed = MetricsLog(MlflowClient(mlflow_uri), run_id)
+    assert set(resumed.values(STEP_KEY)) == {0}
+    for step in range(3):
+        resumed.log(step, {key: value + step for key, value in points.items()})
+    resumed.flush()
+    for key in ("term/0/value", "term/1500/value", "term/2499/value", STEP_KEY):
+        steps = [metric.step for metric in client.get_metric_history(run_id, key)]
+        assert sorted(steps) == [0, 1, 2], key
+
+
+def test_process_that_lost_the_run_writes_nothing(mlflow_uri: str) -> None:
+    client = MlflowClient(mlflow_uri)
+    run_id = client.create_run(client.create_experiment("metrics-log-lost")).info.run_id
+    is_lost = False
+
+    def check_writer() -> None:
+        if is_lost:
+            raise StorageError("The run is being written by another process.")
+
+    log = MetricsLog(client, run_id, check_writer)
+    log.log(0, {"loss/total": 3.0})
+    log.flush()
+    is_lost = True
+    log.log(1, {"loss/total": 2.0})
+    log.tag("note", "late")
+    with pytest.raises(StorageError, match="by another process"):
+        log.flush()
+    assert log.values("loss/total") == {0: 3.0}
+    assert "note" not in client.get_run(run_id).data.tags
+
+
+def test_a_step_has_one_value_on_reading(mlflow_uri: str) -> None:
+    """The newest, if the write of a process that lost the run arrived late."""
+    client = MlflowClient(mlflow_uri)
+    run_id = client.create_run(client.create_experiment("metrics-log-late")).info.run_id
+    for step, value, timestamp in ((0, 3.0, 1000), (1, 1.0, 4000), (1, 2.0, 2000)):
+        client.log_metric(run_id, "loss/total", value, timestamp, step)
+    assert MetricsLog(client, run_id).history() == {"loss/total": [(0, 3.0), (1, 1.0)]}

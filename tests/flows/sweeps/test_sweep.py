@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from uuid import UUID
 
 import pytest
 import yaml
+from engine_process import EngineProcess
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from prefect.client.orchestration import get_client
@@ -25,6 +27,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterParentFlowRunId,
 )
 from prefect.client.schemas.objects import FlowRun
+from saved_weights import saved_weights
 from sft_config import sft_fields
 
 from blocks.errors import ConfigError, ServiceError
@@ -325,3 +328,24 @@ def wait_for(seen: Any, process: subprocess.Popen[Any]) -> None:
             return
         time.sleep(0.1)
     raise AssertionError(f"it ended with {process.poll()}, or took too long")
+
+
+def test_layers_that_get_an_adapter_are_dimensions(
+    folder: Path, engine: EngineProcess, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    base = sft_fields(folder, "base", mlflow_uri, engine.url) | {"num_steps": 1, "eval_every": 0, "objective": {}}
+    space = {"train_attn": [True], "train_mlp": [True, False], "train_unembed": [True, False]}
+    fields = {"run_name": "layers", "base": base, "space": space, "metric": "loss/total", "concurrency": 1}
+    result = sweep(SweepConfig.model_validate(fields))
+    trials = read_trials(LocalDirectory(Path(result.directory)))
+    assert (result.num_completed, result.num_failed) == (4, 0)
+    for point in trials.points:
+        name = trials.finished[point.number, 0].run_name
+        records = (folder / "runs" / name / "checkpoints.jsonl").read_text().splitlines()
+        adapters = [
+            key for key in saved_weights(engine.state, json.loads(records[-1])["state_path"]) if "adapter" in key
+        ]
+        layers = {"train_attn": "self_attn", "train_mlp": ".mlp.", "train_unembed": "lm_head"}
+        trained = {field: any(layer in key for key in adapters) for field, layer in layers.items()}
+        assert trained == dict(point.values)

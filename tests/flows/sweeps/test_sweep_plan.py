@@ -51,6 +51,12 @@ def test_grid_contains_every_combination(tmp_path: Path) -> None:
     assert sweep.base["objective"]["regularizers"][1]["weight"] == 2.0
 
 
+def test_points_without_any_layer_are_refused_before_the_first_trial(tmp_path: Path) -> None:
+    layers = ("train_attn", "train_mlp", "train_unembed")
+    message = rejection(tmp_path, space={layer: [True, False] for layer in layers})
+    assert "train_attn, train_mlp and train_unembed are all false" in message
+
+
 def test_list_entries_are_addressed_by_index_and_values_may_be_schedules(tmp_path: Path) -> None:
     schedule = {"schedule": "linear", "start": 0.0, "end": 1.0}
     sweep = plan(tmp_path, space={"objective.regularizers.0.weight": [1.0, schedule]})

@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from sft_config import sft_fields
 from tinker_cookbook.supervised.types import SupervisedDataset
 
+from blocks.local_directory import LocalDirectory
 from examples.gsm8k import Gsm8kBuilder
 from flows.config.train import SftConfig
 from flows.estimate import estimate
@@ -26,6 +27,7 @@ from objectives.batch import Batch, Outputs
 from objectives.labels import get_label
 from objectives.term import regularizer
 from tasks.supervised.dataset import build_dataset
+from tasks.training.held_out import read_batch_values
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -113,6 +115,9 @@ def test_terms_on_candidates_are_measured_on_samples(tmp_path: Path, engine_url:
     for step, batches in ((0, held_out[:8]), (2, held_out[8:])):
         lengths = [len(text) / 100 for texts in batches for text in texts]
         assert history(result, "test/term/test_characters/value")[step] == pytest.approx(statistics.mean(lengths))
+    stored = read_batch_values(LocalDirectory(Path(result.directory)))
+    assert stored[0]["test_characters"].is_paired_with(stored[2]["test_characters"])
+    assert stored[0]["test_characters"].digest
     # Two evaluations of 16 problems, and the candidates of step 0: two for each of two problems.
     num_sampled = history(result, "cost/num_sample_tokens")
     assert 12 * 4 < max(num_sampled.values()) <= 12 * (2 * 16 + 4)

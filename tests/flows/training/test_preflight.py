@@ -64,15 +64,33 @@ def test_pitfalls(config: SftConfig, key: str, message: str) -> None:
     assert message in pitfall.text
 
 
-def test_temperature_of_samples_that_train() -> None:
-    """The service returns untempered logprobs, unless the user's completer returns those of its samples."""
-    fields = rl_fields(Path("there"), "hot", "")
-    assert "temperature" in keys(RlConfig.model_validate(fields | {"rollout": {"temperature": 0.3}}))
-    own = {"temperature": 0.3, "completer": {"builder": "a:B"}}
-    assert "temperature" not in keys(RlConfig.model_validate(fields | {"rollout": own}))
+def test_logprobs_of_samples_that_train() -> None:
+    """Warn about untempered logprobs and about tokens that are never sampled, unless the user's completer samples."""
+
+    def keys_of(rollout: dict[str, Any]) -> set[str]:
+        return keys(RlConfig.model_validate(rl_fields(Path("there"), "hot", "") | {"rollout": rollout}))
+
+    assert keys_of({"temperature": 0.3}) == set()
+    assert keys_of({"temperature": 0.3, "logprobs": "service"}) == {"temperature"}
+    assert keys_of({"logprobs": "service"}) == set()
+    assert keys_of({"top_p": 0.9}) == {"support"}
+    assert keys_of({"top_k": 5, "logprobs": "service"}) == {"temperature", "support"}
+    assert keys_of({"top_k": 5, "logprobs": "service", "completer": {"builder": "a:B"}}) == set()
     datasets = [{"environment": {"builder": "a:b", "params": {"group_size": 4}}}]
-    distilled = distill_fields(Path("there"), "hot", "") | {"rollout": {"temperature": 0.3}, "datasets": datasets}
+    rollout = {"temperature": 0.3, "logprobs": "service"}
+    distilled = distill_fields(Path("there"), "hot", "") | {"rollout": rollout, "datasets": datasets}
     assert "temperature" in keys(OnPolicyConfig.model_validate(distilled))
+
+
+def test_rewards_of_a_hook_that_are_not_trained_on() -> None:
+    fields = rl_fields(Path("there"), "hooked", "") | {"rollout": {"hook": {"builder": "a:b"}}}
+    for rewards, expected in (
+        ({}, set[str]()),
+        ({"correct": {}}, {"hook"}),
+        ({"correct": {}, "total": {}}, set[str]()),
+        ({"correct": {}, "hook/even/reward": {}}, set[str]()),
+    ):
+        assert keys(RlConfig.model_validate(fields | {"rewards": rewards})) == expected
 
 
 def test_group_of_one() -> None:

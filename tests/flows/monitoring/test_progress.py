@@ -1,0 +1,72 @@
+"""Progress of a run in a terminal of 80 columns and in a file."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from flows.monitoring.progress import Progress, method_figures
+
+SFT = {"loss/total": 6.9021, "loss/base": 6.1684, "train_mean_nll": 6.1684, "cost/usd": 0.0123}
+RL = {"env/all/reward/total": 0.0149, "reward/short/value": 0.25, "train_mean_nll": 5.0, "loss/total": 0.02}
+DPO = {"accuracy": 0.9, "margin": 3.72, "train_mean_nll": 6.0, "loss/total": 0.1, "cost/usd": 0.0}
+DISTILL = {"teacher_kl": 0.31, "loss/total": 0.1}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+LOG: Any = None  # outside of a flow run, nothing is logged
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, name: str, metrics: Mapping[str, float]) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress(name, 0, 24, LOG) as progress:
+        for _ in range(6):
+            progress.advance(metrics)
+        print("a library objects", file=sys.stderr)
+        progress.advance(metrics)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("name", ["demo", "a-very-long-name-of-a-run-with-many-settings"])
+@pytest.mark.parametrize(
+    ("metrics", "label"),
+    [(SFT, "nll=6.168"), (RL, "reward=0.0149"), (DPO, "accuracy=0.9"), (DISTILL, "teacher_kl=0.31")],
+)
+def test_the_bar_fits_80_columns(
+    monkeypatch: pytest.MonkeyPatch, metrics: Mapping[str, float], label: str, name: str
+) -> None:
+    lines = re.split(r"[\r\n]", shown(monkeypatch, Terminal(), name, metrics))
+    assert max(map(len, lines)) <= 80
+    bars = [line for line in lines if "7/24" in line]
+    assert label in bars[-1]
+    assert len(re.findall(r"\|(.*)\|", bars[-1])[0]) >= 5
+    assert not bars[-1].rstrip("]").endswith((",", "="))
+
+
+def test_other_output_stands_on_lines_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = (line for line in re.split(r"[\r\n]", shown(monkeypatch, Terminal(), "demo", SFT)) if "objects" in line)
+    assert "step/s" not in line
+    assert "|" not in line
+
+
+def test_a_file_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch, io.StringIO(), "demo", SFT)
+    assert "\r" not in text
+    lines = [line for line in text.splitlines() if line.startswith("demo: step")]
+    assert [line.split(",")[0] for line in lines] == [f"demo: step {step} of 24" for step in (1, 3, 5)]
+    assert "nll=6.168, loss=6.902, $0.0123" in lines[-1]
+
+
+def test_parts_of_a_reward_follow_it() -> None:
+    assert method_figures(RL) == ["reward=0.0149", "short=0.25", "loss=0.02"]
+    assert method_figures({}) == []

@@ -1,0 +1,62 @@
+"""Comparison builders that use the service of the run, in runs and estimates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import chz
+import pytest
+import tinker
+from dpo_config import dpo_fields
+from engine_process import API_KEY
+from tinker import types
+from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+from blocks.errors import ConfigError
+from blocks.processes import free_port
+from flows.config.dpo import DpoConfig
+from flows.dpo import dpo
+from flows.estimate import estimate
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@chz.chz
+class SampledComparisons(ComparisonBuilderFromJsonl):
+    """Comparisons of a builder that needs the service twice: by the session of the run, and by a client of its own."""
+
+    base_model: str
+    session: tinker.ServiceClient = chz.field(meta_factory=None)
+
+    def get_train_and_test_datasets(self) -> tuple[object, object]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        prompt = types.ModelInput.from_ints(get_tokenizer(self.base_model).encode("a"))
+        for service in (self.session, tinker.ServiceClient()):
+            sampler = service.create_sampling_client(base_model=self.base_model).result()
+            assert sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result().sequences
+        return super().get_train_and_test_datasets()
+
+
+def test_comparison_builders_reach_the_service_of_the_run(
+    tmp_path: Path, engine_url: str, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", API_KEY)
+    monkeypatch.setenv("TINKER_BASE_URL", f"http://127.0.0.1:{free_port()}")  # another service, which does not respond
+    fields: dict[str, Any] = dpo_fields(tmp_path, "sampled", mlflow_uri, engine_url) | {"num_steps": 1, "eval_every": 0}
+    fields["comparisons"] = {"builder": f"{__name__}:SampledComparisons", "params": fields["comparisons"]["params"]}
+    config = DpoConfig.model_validate(fields)
+    estimated = estimate(config)
+    assert not (tmp_path / "runs").exists(), "the builder takes no directory, so none is opened"
+    assert dpo(config).metrics["num_tokens"] == estimated.num_tokens
+
+
+def test_estimate_without_a_key_names_the_builder_that_needs_the_service(
+    tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TINKER_API_KEY", "TINKER_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    fields: dict[str, Any] = dpo_fields(tmp_path, "keyless", mlflow_uri, "") | {"model": "Qwen/Qwen3-8B"}
+    fields["comparisons"] = {"builder": f"{__name__}:SampledComparisons", "params": fields["comparisons"]["params"]}
+    with pytest.raises(ConfigError, match=r"TINKER_API_KEY is missing, and .*SampledComparisons uses the service"):
+        estimate(DpoConfig.model_validate(fields))

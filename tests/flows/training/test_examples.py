@@ -1,0 +1,92 @@
+"""Examples of the report: their scores against the evaluators' metrics, and a training that they leave as it is."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dpo_config import dpo_fields
+from mlflow import MlflowClient
+from rl_config import rl_fields
+from sft_config import sft_fields
+
+from blocks import RunStorage
+from flows.config.dpo import DpoConfig
+from flows.config.rl import RlConfig
+from flows.config.train import SftConfig
+from flows.dpo import dpo
+from flows.estimate import estimate
+from flows.rl import rl
+from flows.runs.result import TrainResult
+from flows.sft import sft
+from tasks.training.examples import Example, read_examples
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@pytest.fixture(autouse=True)
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+
+
+def examples_of(folder: Path, name: str) -> dict[int, list[Example]]:
+    return read_examples(RunStorage(url=str(folder / "runs")).run_directory(name))
+
+
+def history(result: TrainResult, key: str) -> dict[int, float]:
+    points = MlflowClient(result.tracking_uri).get_metric_history(result.mlflow_run_id, key)
+    return {point.step: point.value for point in points}
+
+
+def trained(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Return the metrics of each step that depend on the weights."""
+    lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    keys = ("loss/", "train_mean_nll", "test/nll", "term/")
+    return [{k: v for k, v in line.items() if k.startswith(keys) and not k.endswith("duration_s")} for line in lines]
+
+
+def test_supervised_examples_are_sampled_at_both_ends_and_change_no_bit(
+    tmp_path: Path, engine_url: str, mlflow_uri: str
+) -> None:
+    results = {}
+    for name, num in (("with", 3), ("without", 0)):
+        fields = sft_fields(tmp_path, name, mlflow_uri, engine_url) | {"num_steps": 4, "eval_every": 2}
+        config = SftConfig.model_validate(fields | {"report": {"num_examples": num, "max_tokens": 12}})
+        results[name] = sft(config), estimate(config)
+    assert trained(tmp_path, "with") == trained(tmp_path, "without")
+    assert examples_of(tmp_path, "without") == {}
+    examples = examples_of(tmp_path, "with")
+    assert sorted(examples) == [0, 4]
+    for shown in examples.values():
+        assert len({example.prompt for example in shown}) == 3
+        assert all(example.other_title == "in the data" for example in shown)
+        assert all({"topology", "logic", "confidence"} <= example.scores.keys() for example in shown)
+    result, estimated = results["with"]
+    assert estimated.examples.num_sample_tokens == 2 * 3 * 12
+    assert 0 < result.metrics["cost/num_sample_tokens"] <= 2 * 3 * 12
+    assert result.metrics["cost/num_prefill_tokens"] == estimated.examples.num_prefill_tokens
+    assert "Examples before and after" in Path(result.report).read_text()
+
+
+def test_margins_of_pairs_average_to_the_metric(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    fields = dpo_fields(tmp_path, "pairs", mlflow_uri, engine_url) | {"report": {"num_examples": 1000}}
+    result = dpo(DpoConfig.model_validate(fields))
+    for step, examples in examples_of(tmp_path, "pairs").items():
+        margins = [example.scores["margin"] for example in examples]
+        assert statistics.mean(margins) == pytest.approx(history(result, "test/margin")[step], abs=1e-4)
+        assert {example.other_title for example in examples} == {"rejected"}
+
+
+def test_rewards_of_rollouts_are_those_of_the_environment(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    fields = rl_fields(tmp_path, "rollouts", mlflow_uri, engine_url) | {"num_steps": 2, "eval_every": 2}
+    rl(RlConfig.model_validate(fields))
+    examples = examples_of(tmp_path, "rollouts")
+    assert sorted(examples) == [0, 2]
+    for example in (example for shown in examples.values() for example in shown):
+        assert "8 times." in example.prompt
+        # The reward as examples.letters defines it, from the text alone.
+        num_letters = example.scores["num_letters"]
+        assert example.scores["reward"] == pytest.approx(num_letters / max(8, len(example.completion)), abs=0.05)
