@@ -77,10 +77,10 @@ def restart_automation() -> AutomationCore:
 
 
 def stop_automation() -> AutomationCore:
-    """Build the automation that cancels a run with `STOP_TAG`, or the sweep of a trial, when a term warns."""
+    """Build the automation that cancels a run with `STOP_TAG`, or the sweep of a trial, when it warns."""
     return AutomationCore(
         name="tinker-flows: stop on a warning",
-        description=f"Saves and cancels a run or sweep tagged {STOP_TAG} when a term of the objective warns.",
+        description=f"Saves and cancels a run or sweep tagged {STOP_TAG} when a term or the health of training warns.",
         trigger=EventTrigger(
             match={"prefect.resource.id": f"{PREFIX}.run.*"},
             match_related=_tagged(STOP_TAG),

@@ -6,6 +6,7 @@ Each command imports its dependencies only when it is called, so that `--help` r
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from blocks.errors import TinkerFlowsError
+from blocks.errors import TinkerFlowsError, traceback_is_requested
 from deployments.cli import plans, runs, servers, weights
 
 
@@ -24,6 +25,8 @@ class _CommandGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except TinkerFlowsError as error:
+            if traceback_is_requested():
+                traceback.print_exc()
             sys.exit(f"error: {error}")
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # raised again
             return _exit(error)

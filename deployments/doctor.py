@@ -163,7 +163,7 @@ def _mlflow(tracking: str) -> str:
         _check_writable(Path(make_url(uri).database or "").parent)
         return f"{uri} (the first run creates it)"
     block.get_client()
-    return uri
+    return block.shown_uri
 
 
 def _storage(storage: str) -> str:

@@ -33,7 +33,7 @@ def _rows(run: Estimate) -> list[tuple[str, str]]:
     is_extrapolated = run.batches_read != run.batches_of_epoch
     sample = f" (extrapolated from {run.batches_read:,} of {run.batches_of_epoch:,} batches)" if is_extrapolated else ""
     held_out = f" over {run.num_held_out_tokens:,} held-out tokens" if run.num_evaluations else ""
-    unknown_time = "unknown: MLflow has no earlier run of this model"
+    unknown_time = "unknown: MLflow has no earlier run of this method and model"
     return [
         ("steps", f"{run.num_steps:,}"),
         ("tokens in training batches", f"{run.num_tokens:,}{sample}"),
@@ -41,8 +41,8 @@ def _rows(run: Estimate) -> list[tuple[str, str]]:
         ("forward_backward passes", f"{run.num_forward_backwards:,}"),
         ("evaluations", f"{run.num_evaluations:,}{held_out}"),
         *(
-            [("tokens sampled, at most", f"{run.candidates.num_sample_tokens:,}")]
-            if run.candidates.num_sample_tokens
+            [("tokens sampled, at most", f"{num_sampled:,}")]
+            if (num_sampled := run.candidates.num_sample_tokens + run.examples.num_sample_tokens)
             else []
         ),
         *(

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 RECIPES: Mapping[str, str] = {
     "chat_sl": "sft",
     "fairness": "sft",
+    "odds": "sft",
     "knowledge": "sft",
     "simulation": "sft",
     "noisy_student": "sft",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowRun
 
@@ -15,7 +14,7 @@ from blocks.errors import ConfigError, TinkerFlowsError
 from blocks.storage import CONFIG, RunDirectory
 from deployments.methods import METHODS, config_type_of
 from flows.config.base import NamedConfig
-from flows.config.loader import set_field, validate_fields
+from flows.config.loader import set_overrides, validate_fields
 from flows.runs.blocks import storage_at, tracking_at
 from flows.runs.config_record import RecordedConfig
 from flows.runs.mlflow_run import find_recorded_run
@@ -79,11 +78,7 @@ def resume_config(run: StoredRun, overrides: Sequence[str]) -> tuple[str, NamedC
             f"The config {run.directory.location}/{CONFIG} {problem}: resume the run with `tinker-flows run METHOD` "
             "and its original config file."
         )
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise ConfigError(f"The argument {override!r} must have the form field=value, as in learning_rate=1e-4.")
-        set_field(fields, key, yaml.safe_load(value))
+    set_overrides(fields, overrides)
     return methods[0], validate_fields(config_type_of(methods[0]), fields)
 
 
@@ -116,14 +111,41 @@ def report_of(run_name: str, storage: str, *, rebuild: bool) -> str:
     log = MetricsLog(client, mlflow_run.info.run_id) if mlflow_run else None
     history = log.history() if log else {}
     if log is None or not any(key.startswith("term/") for key in history):
-        raise ConfigError(
-            f"Run {run_name!r} has not logged a step yet, so there is nothing to report: resume it with "
-            f"`tinker-flows resume {run_name}`."
-        )
+        raise ConfigError(_nothing_logged(run_name))
     from tasks.reports.run_report import write_report
 
     with run.directory as directory:
         return write_report.fn(directory, log, run_name, history)
+
+
+def compare_runs(first: str, second: str, storage: str) -> str:
+    """Write a page that compares two runs into the directory of the second; return its location.
+
+    Raises:
+        ConfigError: a run does not exist, or has not logged a step.
+        StorageError: another process is writing the second run.
+    """
+    from tasks.reports.comparison import ReportedRun, comparison_page
+
+    reported: list[ReportedRun] = []
+    for name in (first, second):
+        run = find_run(name, storage)
+        client, mlflow_run = find_mlflow_run(run, read_records(run.directory))
+        history = MetricsLog(client, mlflow_run.info.run_id).history() if mlflow_run else {}
+        if mlflow_run is None or not any(key.startswith("term/") for key in history):
+            raise ConfigError(_nothing_logged(name))
+        reported.append(ReportedRun(name, mlflow_run, run.directory, history))
+    page = comparison_page(*reported)
+    with reported[1].directory as directory:
+        directory.write_bytes(f"report-with-{first}.html", page.encode())
+        return f"{directory.location}/report-with-{first}.html"
+
+
+def _nothing_logged(run_name: str) -> str:
+    return (
+        f"Run {run_name!r} has not logged a step yet, so there is nothing to report: resume it with "
+        f"`tinker-flows resume {run_name}`."
+    )
 
 
 @cache

@@ -14,10 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from blocks.errors import ServiceError
+from blocks.urls import hide_credentials
 from deployments.run_lookup import StoredRun, find_mlflow_run, find_run
 from flows.monitoring.run_tags import STOPPED_TAG as STOPPED
 from flows.runs.blocks import storage_at
+from tasks.reports.summary import run_warnings
 from tasks.training.checkpoints import read_records, step_of
+from tasks.training.metric_names import logged_name
 
 # Main metrics in order of preference, for runs that have not logged the metric of `keep_best`.
 METRICS = ("test/nll", "env/all/reward/total", "accuracy", "train_mean_nll", "loss/total")
@@ -41,6 +44,7 @@ class RunStatus:
         mlflow_run_id, mlflow: id of the MLflow run, and the URL of its page (the tracking URI without a server).
         flow_run_id: id of the newest Prefect flow run.
         directory: location of the run directory.
+        warnings: sentences about warnings, guards, skipped evaluations, restarts and skipped terms.
     """
 
     run_name: str
@@ -58,6 +62,7 @@ class RunStatus:
     mlflow: str
     flow_run_id: str
     directory: str
+    warnings: tuple[str, ...] = ()
 
 
 def status_of(run: StoredRun) -> RunStatus:
@@ -99,7 +104,18 @@ def status_of(run: StoredRun) -> RunStatus:
         mlflow=page,
         flow_run_id=tags.get("prefect.flow_run_id", ""),
         directory=run.directory.location,
+        warnings=_warnings(client, mlflow_run) if client and mlflow_run else (),
     )
+
+
+def _warnings(client: MlflowClient, mlflow_run: MlflowRun) -> tuple[str, ...]:
+    """Return the sentences that the report and the end of the run show too."""
+    skipped = [key for key in mlflow_run.data.metrics if key.endswith("/skipped")]
+    history = {
+        key: [(point.step, point.value) for point in client.get_metric_history(mlflow_run.info.run_id, key)]
+        for key in skipped
+    }
+    return run_warnings(mlflow_run.data.tags, history)
 
 
 def show_runs(storage: str, as_json: bool) -> None:
@@ -130,7 +146,6 @@ def show_run(run_name: str, storage: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(run), indent=2))
         return
-    table = Table(title=run_name, title_justify="left", show_header=False)
     checkpoint = "none" if run.checkpoint_step is None else f"step {run.checkpoint_step}, {run.checkpoint}"
     rows = {
         "state": f"{run.state}. {run.why}" if run.why else run.state,
@@ -143,9 +158,11 @@ def show_run(run_name: str, storage: str, as_json: bool) -> None:
         "Prefect flow run": run.flow_run_id,
         "run directory": run.directory,
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console(highlight=False, soft_wrap=True).print(table)
+    print(run_name)
+    for name, value in rows.items():  # no table, which would break a path across lines
+        print(f"{name:<18}{value}".rstrip())
+    for warning in run.warnings:
+        print(f"{'warning':<18}{warning}")
 
 
 def _state(writer: str, is_final: bool, mlflow_run: MlflowRun | None, mlflow_error: str) -> str:
@@ -162,7 +179,7 @@ def _state(writer: str, is_final: bool, mlflow_run: MlflowRun | None, mlflow_err
 
 def _page(tracking_uri: str, mlflow_run: MlflowRun) -> str:
     page = f"/#/experiments/{mlflow_run.info.experiment_id}/runs/{mlflow_run.info.run_id}"
-    return tracking_uri.rstrip("/") + page if tracking_uri.startswith("http") else tracking_uri
+    return tracking_uri.rstrip("/") + page if tracking_uri.startswith("http") else hide_credentials(tracking_uri)
 
 
 def _num_steps(run: StoredRun, client: MlflowClient | None, mlflow_run: MlflowRun | None) -> int | None:
@@ -176,7 +193,7 @@ def _num_steps(run: StoredRun, client: MlflowClient | None, mlflow_run: MlflowRu
 
 
 def _main_metric(run: StoredRun, metrics: Mapping[str, float]) -> str:
-    best = str((run.fields.get("keep_best") or {}).get("metric", ""))
+    best = logged_name(str((run.fields.get("keep_best") or {}).get("metric", "")))
     return next((name for name in (best, *METRICS) if name in metrics), "")
 
 

@@ -6,12 +6,17 @@ Flows and their configs, objectives and regularizers, builders, environments, ev
 
 Each name is imported on first use (PEP 562), so `import tinker_flows` loads neither torch nor Prefect. The loss
 functions are in `tinker_flows.losses`.
+
+An error of this package that a script does not catch ends it with one sentence. The traceback is in a file of the
+project home, or on the terminal with `TINKER_FLOWS_TRACEBACK=1`.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from tinker_flows.script_errors import install as install_error_hook
 
 if TYPE_CHECKING:
     from blocks import MLflowTracking, RunStorage, TinkerService
@@ -39,10 +44,10 @@ if TYPE_CHECKING:
     )
     from flows.config.dpo import DpoConfig, VerdictConfig
     from flows.config.loader import load_config
-    from flows.config.rl import AdvantageConfig, ModeConfig, NamedRewardConfig, RlConfig
+    from flows.config.rl import AdvantageConfig, CorrectionConfig, HealthConfig, ModeConfig, NamedRewardConfig, RlConfig
     from flows.config.rlhf import PolicyConfig, RewardConfig, RlhfConfig
     from flows.config.rollout import RolloutConfig
-    from flows.config.train import BudgetConfig, GuardConfig, SftConfig, TrainConfig
+    from flows.config.train import BudgetConfig, GuardConfig, ReportConfig, SftConfig, TrainConfig
     from flows.distill import off_policy_distillation, on_policy_distillation, prompt_distillation, self_distillation
     from flows.dpo import dpo
     from flows.estimate import Estimate, estimate
@@ -88,7 +93,7 @@ if TYPE_CHECKING:
     from objectives.sdk.training_loop import pack_data
     from objectives.spec import AlignedMTLSpec, CAGradSpec, GradNormSpec, WatchSpec, WeightingSpec
     from objectives.targets import TargetSpec
-    from objectives.term import per_datum
+    from objectives.term import Flag, per_datum
     from objectives.term_lookup import find_term, registered_terms
     from objectives.terms.text.annotations import Solution, read_solution
     from objectives.terms.text.extractors import extractor
@@ -113,6 +118,7 @@ if TYPE_CHECKING:
     from tasks.sandbox.runner import Limits, Outcome, run_program
     from tasks.supervised.constitution import RevisedBuilder
     from tasks.supervised.generated_data import GeneratedDataBuilder
+    from tasks.supervised.label_distributions import LabelDistributionBuilder
     from tasks.supervised.labelled_data import LabelledBuilder
     from tasks.supervised.self_training import SelfTrainingBuilder
 
@@ -132,6 +138,7 @@ __all__ = [
     "CompareResult",
     "ConfigError",
     "Constant",
+    "CorrectionConfig",
     "Cosine",
     "DpoConfig",
     "EngineConfig",
@@ -144,6 +151,7 @@ __all__ = [
     "ExactMatch",
     "ExportConfig",
     "ExportResult",
+    "Flag",
     "GeneratedDataBuilder",
     "GradNormSpec",
     "Graph",
@@ -155,11 +163,13 @@ __all__ = [
     "GuardConfig",
     "GuardError",
     "GymBuilder",
+    "HealthConfig",
     "HookAction",
     "HumanEvalBuilder",
     "InspectTask",
     "JudgeBuilder",
     "KeepBestConfig",
+    "LabelDistributionBuilder",
     "LabelledBuilder",
     "Limits",
     "Linear",
@@ -187,6 +197,7 @@ __all__ = [
     "RegularizedOutput",
     "Regularizer",
     "RegularizerSpec",
+    "ReportConfig",
     "RevisedBuilder",
     "RewardConfig",
     "RewardModelBuilder",
@@ -312,8 +323,11 @@ _MODULES = {
     "DpoConfig": "flows.config.dpo",
     "VerdictConfig": "flows.config.dpo",
     "GuardConfig": "flows.config.train",
+    "ReportConfig": "flows.config.train",
     "load_config": "flows.config.loader",
     "AdvantageConfig": "flows.config.rl",
+    "CorrectionConfig": "flows.config.rl",
+    "HealthConfig": "flows.config.rl",
     "ModeConfig": "flows.config.rl",
     "NamedRewardConfig": "flows.config.rl",
     "RlConfig": "flows.config.rl",
@@ -365,6 +379,7 @@ _MODULES = {
     "Regularizer": "objectives",
     "RegularizerSpec": "objectives",
     "Term": "objectives",
+    "Flag": "objectives.term",
     "evaluate_base": "objectives",
     "evaluate_term": "objectives",
     "forward_backward_regularized": "objectives",
@@ -384,6 +399,7 @@ _MODULES = {
     "get_label": "objectives.labels",
     "get_text_label": "objectives.labels",
     "with_labels": "objectives.labels",
+    "LabelDistributionBuilder": "tasks.supervised.label_distributions",
     "LabelledBuilder": "tasks.supervised.labelled_data",
     "find_pairs": "objectives.labels",
     "mean_by_datum": "objectives.reductions",
@@ -438,6 +454,9 @@ _MODULES = {
     "GeneratedDataBuilder": "tasks.supervised.generated_data",
     "SelfTrainingBuilder": "tasks.supervised.self_training",
 }
+
+
+install_error_hook()
 
 
 def __getattr__(name: str) -> object:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from deployments.cli.options import ConfigFile, Json, Method, Overrides, RunName, Storage
+from deployments.cli.options import ConfigFile, Json, Method, Overrides, RunName, Storage, complete_run
 
 
 def add_to(app: typer.Typer) -> None:
@@ -81,14 +81,24 @@ def status(
 
 def report(
     run_name: RunName,
+    other: Annotated[
+        str,
+        typer.Argument(metavar="[OTHER]", help="Run to compare with.", show_default=False, autocompletion=complete_run),
+    ] = "",
     storage: Storage = "",
     rebuild: Annotated[bool, typer.Option("--again", help="Rebuild an existing report from newer metrics.")] = False,
     open_it: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
 ) -> None:
-    """Print the location of a run's HTML report; build the report from MLflow if it is missing."""
-    from deployments.run_lookup import report_of
+    """Print the location of a run's HTML report; build the report from MLflow if it is missing.
 
-    location = report_of(run_name, storage, rebuild=rebuild)
+    Example: `tinker-flows report before after --open`
+
+    With a second run, write a page with both side by side: settings that differ, held-out metrics with the interval of
+    their difference, curves and examples.
+    """
+    from deployments.run_lookup import compare_runs, report_of
+
+    location = compare_runs(run_name, other, storage) if other else report_of(run_name, storage, rebuild=rebuild)
     typer.echo(location)
     if open_it:
         typer.launch(location)
