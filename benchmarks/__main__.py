@@ -20,6 +20,8 @@ BENCHMARKS = {
     "objective_terms": "eight concurrent terms against one callback, separate gradients against one backward",
     "sdk_terms": "eight waiting terms in a loop on the SDK, against the SDK's own custom loss",
     "estimators": "each estimator of scores, against the exact gradient of a toy's expected score and release 0.1",
+    "kl_gradients": "bias and spread of the gradients of the KL terms, against the exact gradient on a toy",
+    "off_policy": "reward by correction and age of the sampler, against the base loss alone (long)",
     "shares": "each term's share of the gradient for 8, 32 and 128 rows, against release 0.1",
     "targets": "values held to targets, against their limits and against runs without targets (long)",
     "effects": "the measured effect of an update on each term, against its gradient by the parameters",
@@ -33,6 +35,7 @@ BENCHMARKS = {
     "sweep_overhead": "a hundred short trials in a sweep, against a plain loop; four at once (long)",
     "up_ready": "startup time of `tinker-flows up`, against a Prefect server alone",
     "objective_cost": "three regularizers and their linearization, against forward_backward of the same batch",
+    "digest_cost": "digests of a step's batch, and of a start, against forward_backward of the same batch",
     "balance": "every balancing rule on terms that conflict, against no balancing (long)",
 }
 LONG = {
@@ -42,6 +45,7 @@ LONG = {
     "dpo_vs_cookbook",
     "headline",
     "long_run",
+    "off_policy",
     "rl_learns",
     "rl_load",
     "rl_vs_cookbook",

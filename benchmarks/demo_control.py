@@ -22,7 +22,7 @@ from flows.config.train import SftConfig
 from flows.runs.cli import run
 from flows.runs.result import TrainResult
 from flows.sft import sft
-from tasks.reports.tables import held_out_table
+from tasks.reports.tables import Estimate, held_out_table
 from tasks.training.held_out import read_batch_values
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "terms.png"
@@ -60,11 +60,7 @@ def measure() -> Table:
 def write_control(result: TrainResult, path: Path) -> None:
     """Write the held-out values of a finished control."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    values = {
-        row.metric: {"value": row.after.value}
-        | ({"stderr": row.after.stderr, **asdict(row.batches)} if row.batches else {})
-        for row in result.held_out
-    }
+    values = {row.metric: asdict(row.batches) if row.batches else {"value": row.after.value} for row in result.held_out}
     control = {
         "command": "python -m benchmarks demo_control",
         "commit": commit,
@@ -82,8 +78,8 @@ def draw(results: Mapping[str, TrainResult], path: Path) -> None:
         for (name, result), color in zip(results.items(), ("#0072b2", "#999999"), strict=True):
             storage = RunStorage(url=result.directory.removesuffix(f"/{result.run_name}"))
             batches = read_batch_values(storage.run_directory(result.run_name))
-            changes = [values[term].minus(batches[0][term]) for values in batches.values()]
-            means, bars = [mean for mean, _ in changes], [1.96 * error for _, error in changes]
+            changes = [Estimate.of(values[term].minus(batches[0][term])) for values in batches.values()]
+            means, bars = [change.value for change in changes], [change.half_width for change in changes]
             axes.errorbar(list(batches), means, bars, label=name, color=color, marker="o", capsize=3)
         axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
         axes.set(title=title, xlabel="step", ylabel="change since step 0")

@@ -98,6 +98,24 @@ def expected_score_gradient(
     return torch.autograd.grad(torch.stack(values).mean(), logits)[0]
 
 
+def divergence_gradient(logits: Tensor, reference: Tensor, *, forward: bool = False) -> Tensor:
+    """Exact gradient of the divergence between the toy's distributions over sequences, averaged over prompts.
+
+    Args:
+        reference: logits of q.
+        forward: True for KL(q || p) instead of KL(p || q).
+    """
+    logits = logits.clone().requires_grad_()
+    values: list[Tensor] = []
+    for prompt in range(NUM_PROMPTS):
+        p, q = (
+            torch.stack([lp.sum() for lp in sequence_logprobs(model, prompt, SEQUENCES)])
+            for model in (logits, reference)
+        )
+        values.append(q.exp() @ (q - p) if forward else p.exp() @ (p - q))
+    return torch.autograd.grad(torch.stack(values).mean(), logits)[0]
+
+
 def sample_rows(sampler: Tensor, generator: torch.Generator, num_samples: int) -> list[Row]:
     """Draw completions of each prompt."""
     rows: list[Row] = []

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from flows.runs.config_record import changed_fields
 from tasks.reports.tables import Control, Estimate
@@ -42,13 +40,11 @@ def read_control() -> dict[str, Control]:
     """Return the held-out values of the demo without its terms, which `python -m benchmarks demo_control` stored."""
     entries = json.loads(CONTROL.read_text())["held_out"]
     return {
-        name: Control(Estimate(entry["value"], entry.get("stderr", math.nan)), _batches(entry))
+        name: Control(Estimate.of(batches := BatchValues(**entry)), batches)
+        if "values_B" in entry
+        else Control(Estimate(**entry))
         for name, entry in entries.items()
     }
-
-
-def _batches(entry: dict[str, Any]) -> BatchValues | None:
-    return BatchValues(entry["values_B"], entry["num_datums_B"]) if "values_B" in entry else None
 
 
 def main(overrides: list[str]) -> None:

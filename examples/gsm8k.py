@@ -100,7 +100,7 @@ def read_problems(path: Path) -> list[dict[str, str]]:
         DataFormatError: a line is not JSON or lacks `question` or `answer`.
     """
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text().rstrip("\n").split("\n"), start=1):
         try:
             row = json.loads(line)
             rows.append({"question": str(row["question"]), "answer": str(row["answer"])})

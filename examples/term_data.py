@@ -1,8 +1,9 @@
-"""Data of the examples `fairness`, `knowledge` and `simulation`, and the simulator of the last one.
+"""Data of the examples `fairness`, `knowledge`, `simulation` and `odds`, and the simulator of the third.
 
 python -m examples.term_data        writes the files in examples/data again
 
-The rows have the format of `tinker_flows:LabelledBuilder`. Everything is drawn from a fixed seed.
+The rows have the format of `tinker_flows:LabelledBuilder`, or for `draws` that of
+`tinker_flows:LabelDistributionBuilder`. Everything is drawn from a fixed seed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ Hungary Budapest, Iceland Reykjavik, Ireland Dublin, Italy Rome, Japan Tokyo, Ke
 Lithuania Vilnius, Morocco Rabat, Nepal Kathmandu, Norway Oslo, Peru Lima, Poland Warsaw, Portugal Lisbon,
 Romania Bucharest, Senegal Dakar, Spain Madrid, Sweden Stockholm, Thailand Bangkok, Tunisia Tunis, Uruguay Montevideo
 """
+_COLORS = ("red", "green", "blue")
 _GRAVITY = 9.81  # m/s^2
 _DRAG = 0.01  # 1/m: deceleration by the air is _DRAG times the squared speed
 _TIME_STEP = 0.005  # seconds
@@ -70,6 +72,15 @@ def throws(count: int, generator: random.Random) -> Iterator[dict[str, Any]]:
             f"To reach {target} m, throw at {angle} degrees with {value:.1f} m/s." for value in (speed, wrong_speed)
         ]
         yield {"prompt": f"How do I throw a ball {target} m far?", "completions": answers, "labels": {}}
+
+
+def draws(count: int, generator: random.Random) -> Iterator[dict[str, Any]]:
+    """Draws from bags of eight marbles, with the odds of each colour."""
+    for _ in range(count):
+        shares = [generator.random() for _ in _COLORS]
+        marbles = generator.choices(_COLORS, shares, k=8)
+        odds = {color: marbles.count(color) for color in _COLORS if color in marbles}
+        yield {"prompt": f"Marbles: {', '.join(marbles)}. Draw one.", "distribution": odds}
 
 
 def read_capitals() -> dict[str, str]:
@@ -123,6 +134,8 @@ def main() -> None:
     write("loans_test.jsonl", loans(32, generator))
     write("capitals.jsonl", capitals(generator))
     write("throws.jsonl", throws(64, generator))
+    write("draws.jsonl", draws(256, generator))
+    write("draws_test.jsonl", draws(32, generator))
     CAPITALS.unlink(missing_ok=True)
     with closing(sqlite3.connect(CAPITALS)) as database, database:
         database.execute("CREATE TABLE capitals (country TEXT PRIMARY KEY, city TEXT)")

@@ -66,7 +66,7 @@ class TwentyQuestionsBuilder(GroupsBuilder):
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         renderer = self.renderer()
-        rows = [json.loads(line) for line in Path(self.path).read_text().splitlines()]
+        rows = [json.loads(line) for line in Path(self.path).read_text().rstrip("\n").split("\n")]
         games = [Game(row["word"], row["traits"], renderer) for row in rows]
         first = len(games) - self.num_held_out
         return self.training(games[:first], "twenty"), self.held_out(games[first:], "twenty")

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from benchmarks import (
     balance,
+    digest_cost,
     dpo_vs_cookbook,
     effects,
     engine_sampling,
@@ -132,6 +133,11 @@ def test_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, database = long_run.measure(steps=20)
     assert memory.unit == "MiB"
     assert database.ours[0] > 0
+
+
+@pytest.mark.slow
+def test_digest_cost() -> None:
+    check(digest_cost.measure(repetitions=1, num_datums=4, num_tokens=32), "digest_cost", 2)
 
 
 @pytest.mark.slow

@@ -24,4 +24,4 @@ def test_stored_control_is_of_the_current_demo() -> None:
     control = read_control()
     names = {term.name for term in demo.objective.regularizers}
     assert names | {"nll", "nll_per_token", "bits_per_byte"} == set(control)
-    assert all(control[name].value.stderr > 0 for name in names)
+    assert all(control[name].value.half_width > 0 for name in names)
