@@ -66,7 +66,7 @@ def collect_outputs(testbed: Testbed, run: ChaosRun) -> Outputs:
     num_points = 0
     for key in mlflow_runs[0].data.metrics if mlflow_runs else ():
         for point in client.get_metric_history(mlflow_runs[0].info.run_id, key):
-            is_cost = key.startswith(("time/", "cost/")) or key.endswith("duration_s")
+            is_cost = key.startswith(("time/", "throughput/", "cost/")) or key.endswith("duration_s")
             points[key, point.step] = None if is_cost else point.value
             num_points += 1
     return Outputs(
