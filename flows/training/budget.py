@@ -8,8 +8,10 @@ from time import monotonic
 from typing import Any
 
 from blocks.errors import ConfigError
-from flows.config.train import BudgetConfig
-from flows.runs.prices import Price
+from flows.config.train import BudgetConfig, TrainConfig
+from flows.monitoring.run_tags import note_warning
+from flows.runs.blocks import service_url
+from flows.runs.prices import Price, price_of
 from tasks.training.batch_source import SampledTokens
 from tasks.training.metrics import MetricsLog
 
@@ -100,3 +102,21 @@ def cost_before_restart(log: MetricsLog, state: Mapping[str, float]) -> dict[str
     metrics = log.client.get_run(log.run_id).data.metrics
     keys = ("num_train_tokens", *_SAMPLED, "hours", "usd")
     return {key: max(state.get(key, 0.0), metrics.get(f"cost/{key}", 0.0)) for key in keys}
+
+
+def price_of_reference(log: MetricsLog, config: TrainConfig, model: str) -> Price | None:
+    """Return the price of the reference's model; None if it is charged at the price of the trained model.
+
+    Warns if the price of another model is unknown.
+    """
+    if model == config.model:
+        return None
+    url = service_url(config.base_url)
+    price = price_of(model, url, config.budget.prices)
+    if price is None and price_of(config.model, url, config.budget.prices):
+        text = (
+            f"The price of the reference's model {model} is unknown: its tokens are charged at the price of "
+            f"{config.model}; add it to the table of budget.prices."
+        )
+        note_warning(log, "reference_price", text)
+    return price

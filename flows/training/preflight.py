@@ -1,7 +1,8 @@
-"""Warnings about risky settings, logged when a run starts and tagged on its MLflow run."""
+"""Output of a run before it trains: warnings about risky settings, and the first batch with its loss weights."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,10 +21,15 @@ from flows.config.train import TrainConfig
 from flows.monitoring.run_tags import note_warning
 from flows.runs.fork import is_fork, named_origin
 from flows.runs.run import Run
-from objectives.objective import CROSS_ENTROPY
+from objectives.batch import Batch
+from objectives.objective import CROSS_ENTROPY, Objective
 from tasks.common.renderers import recommended_renderers
+from tasks.common.task import call, opaque_argument
+from tasks.reports.first_batch import first_group, print_datums, weighted_datums, write_first_batch
+from tasks.reports.summary import DATA_TAG
 from tasks.rl.hooks import PREFIX
 from tasks.rl.named_rewards import TOTAL
+from tasks.training.datums import digest_batch
 
 # The published LoRA rate is ten times that of full fine-tuning.
 _FAR_BELOW = 8
@@ -226,3 +232,25 @@ def _paths(fields: Any) -> Iterator[tuple[str, Path]]:
     elif isinstance(fields, Sequence) and not isinstance(fields, str):
         for item in fields:
             yield from _paths(item)
+
+
+def warn_of_unused_candidates(run: Run, config: TrainConfig, objective: Objective) -> None:
+    """Warn if the config sets candidates, but no term needs them."""
+    is_set = getattr(config, "candidates", "auto") not in ("auto", "off")
+    if is_set and not any(regularizer.on_candidates for regularizer in objective.regularizers):
+        text = "candidates is set, but no term needs them on this data, so none are sampled: remove candidates."
+        note_warning(run.log, "pitfall.candidates", text)
+
+
+def show_first_batch(run: Run, config: TrainConfig, batch: Batch, *, is_sampled: bool) -> None:
+    """Print and store the first batch of a new run with its loss weights, and tag the run with the batch's digest.
+
+    Args:
+        is_sampled: the batch was sampled from the model, so its digest identifies no data.
+    """
+    tokenizer, name = run.client.get_tokenizer(), config.run_name
+    datums = weighted_datums(batch, tokenizer)
+    print_datums(name, first_group(batch, datums), tokenizer, sys.stderr)
+    call(write_first_batch, run.directory, run.log, name, opaque_argument(datums), tokenizer)
+    if not is_sampled:
+        run.log.tag(DATA_TAG, digest_batch(batch))

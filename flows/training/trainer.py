@@ -30,29 +30,32 @@ from tinker_cookbook.eval.evaluators import Evaluator
 from torch import Tensor
 
 from blocks.errors import ConfigError
-from flows.config.promotion import check_measured
 from flows.config.train import TrainConfig
 from flows.monitoring.events import emit
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
 from flows.monitoring.progress import Progress, call_step_callback
-from flows.monitoring.run_tags import forget_end, note_end, note_evaluation, note_warning, warn, warn_of_health
+from flows.monitoring.run_tags import forget_end, note_end, note_warning, warn, warn_of_health
 from flows.runs.blocks import service_url
 from flows.runs.checkpoint_manager import Checkpoints
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, FORMAT_OF_SCALES, recorded_format
 from flows.runs.contents import CONTENTS_KEY, open_contents
-from flows.runs.prices import Price, price_of
+from flows.runs.prices import price_of
 from flows.runs.result import EndReasons, TrainResult, finish
 from flows.runs.resume import first_step, resolve_start
 from flows.runs.run import Run
 from flows.runs.teachers import open_reference
-from flows.training.budget import Ledger, cost_before_restart
-from flows.training.candidates import open_examples
+from flows.training.budget import Ledger, cost_before_restart, price_of_reference
+from flows.training.evaluation import Evaluation
 from flows.training.granularity import run_segment, run_step
 from flows.training.guards import Guard
-from flows.training.preflight import warn_of_equal_rewards, warn_of_pitfalls
+from flows.training.preflight import (
+    show_first_batch,
+    warn_of_equal_rewards,
+    warn_of_pitfalls,
+    warn_of_unused_candidates,
+)
 from flows.training.schedule import CheckpointCadence, Schedule
 from objectives.batch import Batch, Outputs
-from objectives.errors import ObjectiveError
 from objectives.execution.term_loop import DueTerm, StepPosition, evaluate_terms, prepare_terms
 from objectives.gradients.linearize import Linearized, join_metrics, measure_effects
 from objectives.losses import compute_mean_nll
@@ -62,15 +65,11 @@ from objectives.one_pass.planner import OnePass, ServiceLoss
 from tasks.common.datum_cache import load_cache, save_cache
 from tasks.common.service_errors import service_errors
 from tasks.common.task import Pending, call, opaque_argument, submit
-from tasks.evaluation.evaluators import ConfiguredEvaluator, EvaluationResult, HeldOutNLL, evaluate
-from tasks.preference.pair_source import HeldOutPairs
-from tasks.reports.first_batch import first_group, print_datums, weighted_datums, write_first_batch
-from tasks.reports.summary import DATA_TAG, storage_option
+from tasks.evaluation.evaluators import ConfiguredEvaluator
+from tasks.reports.summary import storage_option
 from tasks.training.batch_source import BatchSource, TrainedBatch
 from tasks.training.candidates import CandidateSampler
 from tasks.training.checkpoints import PendingCheckpoint, step_of
-from tasks.training.datums import digest_batch
-from tasks.training.examples import append_examples, example_inputs, first_prompts, measure_examples
 from tasks.training.forward_backward import (
     PendingOutput,
     PendingUpdate,
@@ -81,7 +80,6 @@ from tasks.training.forward_backward import (
     forward_logprobs,
     optim_step,
 )
-from tasks.training.held_out import BatchValues, EvaluatedBatch, HeldOutData, append_batch_values, measure_held_out
 from tasks.training.metrics import log_metrics
 from tasks.training.metrics_file import MetricsFile
 from tasks.training.reference import REFERENCE_NAME, Reference, load_reference
@@ -152,6 +150,7 @@ class Trainer:
         guard: skips, stops or rolls back bad steps.
         ledger: counts tokens, time and cost against the budget.
         reference_price: price of the reference's model; None for the price of the trained model.
+        evaluation: evaluates the weights before the steps at which an evaluation is due.
         checkpoints: saves and records.
         contents: digests of what the run depends on.
         cadence: says when a periodic checkpoint is due.
@@ -186,7 +185,7 @@ class Trainer:
                 "pass: set objective.backend to 'auto', or choose another guard policy."
             )
         self.run, self.config, self.source, self.objective = run, config, source, objective
-        self.evaluators, self.candidates = evaluators, candidates
+        self.candidates = candidates
         schedule = Schedule(config, source.steps_per_epoch)
         self.start = resolve_start(run, config, schedule.steps_per_epoch, schedule.num_steps)
         self.first_step = step_of(self.start) if self.start else 0
@@ -199,12 +198,23 @@ class Trainer:
             # Samples do not repeat, so their scores are not worth keeping.
             reference = open_reference(run, config, keeps=not source.sampled)
         self.reference = reference
-        self.reference_price = self._price_of_reference()
+        self.reference_price = price_of_reference(run.log, config, reference.model) if reference else None
         self.checkpoints = Checkpoints(run, config, schedule.steps_per_epoch, self.start)
         self._restore(self.start)
-        self.examples = open_examples(run, config, evaluators)
         self.one_pass = OnePass(objective, run.session)
         self.executor = TaskTermExecutor(objective.runner)
+        self.evaluation = Evaluation(
+            run,
+            config,
+            self.schedule,
+            evaluators,
+            objective,
+            reference,
+            candidates,
+            self.executor,
+            self.guard,
+            self.ledger,
+        )
 
         self.prepared: Sequence[PreparedBatch] | None = None
         self.forward: PendingOutput | None = None
@@ -224,9 +234,11 @@ class Trainer:
         """
         first, num_steps = self.first_step, self.schedule.num_steps
         self._prepare(first)
-        self._warn_of_unused_candidates()
+        warn_of_unused_candidates(self.run, self.config, self.objective)
         self._request_forward(first)
-        self._show_first_batch()
+        if self.prepared and first == self.schedule.first:
+            batch = self.prepared[0].batch.result()
+            show_first_batch(self.run, self.config, batch, is_sampled=self.source.sampled)
         if self.budget_message and self.start is None:
             raise ConfigError(f"{self.budget_message} No step was run: raise the budget.")
         with (
@@ -235,7 +247,7 @@ class Trainer:
             _no_collector_pauses(),
             closing(self.executor),
             closing(self.candidates) if self.candidates else nullcontext(),
-            closing(self.examples) if self.examples else nullcontext(),
+            closing(self.evaluation),
             self.checkpoints,
         ):
 
@@ -271,7 +283,7 @@ class Trainer:
             # Datasets are stateful and not thread-safe: the next batch is loaded only after this one.
             prepared[0].batch.result()
         # Evaluators share the tokenizer of the next batch, which is not thread-safe either.
-        metrics = self._evaluate(step) if self.schedule.evaluates_before(step) else {}
+        metrics = self.evaluation.run(step)
         if not self.source.sampled:
             self._prepare(step + 1)
 
@@ -356,8 +368,8 @@ class Trainer:
         needs_logprobs = self._needs_logprobs(prepared)
         # Includes the pass that checks the last update. The other minibatches are assumed to be as long as the first.
         num_tokens = (3 if needs_logprobs else 2) * batch.num_tokens * len(self.prepared)
-        num_tokens += self._num_held_out_tokens(step)
-        num_tokens += self._num_held_out_tokens(step + 1) if step + 1 == self.schedule.num_steps else 0
+        num_tokens += self.evaluation.num_tokens(step)
+        num_tokens += self.evaluation.num_tokens(step + 1) if step + 1 == self.schedule.num_steps else 0
         self.budget_message = self.ledger.stop_reason(step, num_tokens)
         if self.budget_message:
             if prepared.reference and not self.source.sampled:
@@ -377,24 +389,6 @@ class Trainer:
         for name, reason in self.objective.choose_estimators(batch, can_sample=self.candidates is not None).items():
             get_run_logger().info("Term %s is estimated by %s.", name, reason)
             self.run.log.tag(f"tinker_flows.estimator.{name}", reason)
-
-    def _show_first_batch(self) -> None:
-        """Print and store the first batch of a run with its loss weights, but not when the run resumes."""
-        if self.prepared and self.first_step == self.schedule.first:
-            tokenizer, name = self.run.client.get_tokenizer(), self.config.run_name
-            batch = self.prepared[0].batch.result()
-            datums = weighted_datums(batch, tokenizer)
-            print_datums(name, first_group(batch, datums), tokenizer, sys.stderr)
-            call(write_first_batch, self.run.directory, self.run.log, name, opaque_argument(datums), tokenizer)
-            if not self.source.sampled:
-                self.run.log.tag(DATA_TAG, digest_batch(batch))
-
-    def _warn_of_unused_candidates(self) -> None:
-        """Warn if the config sets candidates, but no term needs them."""
-        is_set = getattr(self.config, "candidates", "auto") not in ("auto", "off")
-        if is_set and not any(regularizer.on_candidates for regularizer in self.objective.regularizers):
-            text = "candidates is set, but no term needs them on this data, so none are sampled: remove candidates."
-            note_warning(self.run.log, "pitfall.candidates", text)
 
     def _send_ahead(self, step: int, stop: StopRequest) -> None:
         """Send the requests of a step that do not depend on the responses to the previous step."""
@@ -573,105 +567,11 @@ class Trainer:
         self.ledger.add(batch.num_tokens)
         return enqueue_forward(self.run.client, batch)
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate the weights before a step."""
-        self.ledger.add(self._num_held_out_tokens(step))
-        with self.guard.checked_responses(step):
-            # Submitted: Prefect never runs an async task that a synchronous flow calls.
-            due = self._due_evaluators(step)
-            result = cast(EvaluationResult, evaluate.submit(self.run.client, due, step).result())
-        note_evaluation(self.run.log, result, step=step)
-        often, rarely = self.schedule.evaluates_often_before(step), self.schedule.evaluates_rarely_before(step)
-        metrics = result.metrics | (self._measure_held_out(step) if often else {})
-        if not result.skipped and often and (rarely or not self.schedule.evaluates_rarely):
-            check_measured(self.config.promote_if, metrics)
-        return metrics
-
-    def _due_evaluators(self, step: int) -> list[Evaluator | ConfiguredEvaluator]:
-        often, rarely = self.schedule.evaluates_often_before(step), self.schedule.evaluates_rarely_before(step)
-        return [
-            entry
-            for entry in self.evaluators
-            if (rarely if isinstance(entry, ConfiguredEvaluator) and entry.is_infrequent else often)
-        ]
-
-    def _measure_held_out(self, step: int) -> dict[str, float]:
-        """Measure the terms on the held-out data that was evaluated; return no metrics without such data."""
-        held_out = next((entry for entry in self.evaluators if isinstance(entry, HeldOutData)), None)
-        terms = self.objective.regularizers
-        if held_out is None:
-            return {}
-        if step in (self.schedule.first, self.schedule.num_steps):
-            self._store_examples(step, held_out.evaluated)
-        if not terms:
-            return {}
-        evaluated = held_out.evaluated
-        inputs = [([term for term in terms if not term.on_candidates], evaluated)]
-        sampled = [term for term in terms if term.on_candidates]
-        if sampled and self.candidates:
-            with self.guard.checked_responses(step):
-                samples = self.candidates.sample_held_out([entry.batch for entry in evaluated], self.run.client)
-            self.ledger.add_sampled(self.candidates.take_sampled())
-            inputs.append((sampled, samples))
-        metrics: dict[str, float] = {}
-        by_batch: dict[str, BatchValues] = {}
-        for measured_terms, batches in inputs:
-            measured = measure_held_out(measured_terms, batches, self.executor, self.reference, step)
-            metrics |= measured.metrics
-            by_batch |= measured.by_batch
-            for name, reason in measured.failed.items():
-                text = f"Term {name} has no value on the held-out data: {reason}"
-                note_warning(self.run.log, f"held_out.{name}", text)
-        append_batch_values(self.run.directory, step, by_batch)
-        return metrics
-
-    def _store_examples(self, step: int, evaluated: Sequence[EvaluatedBatch]) -> None:
-        """Store completions of held-out prompts with their scores, for the report."""
-        num = self.config.report.num_examples
-        try:
-            inputs = example_inputs(evaluated)
-            if self.examples:
-                prompts = first_prompts(evaluated, num)
-                with self.guard.checked_responses(step):
-                    samples = self.examples.sample_held_out(prompts, self.run.client)
-                self.ledger.add_sampled(self.examples.take_sampled())
-                inputs = example_inputs(samples, [text for batch in prompts for text in batch.texts_D])
-            tokenizer = self.run.client.get_tokenizer()
-            examples = measure_examples(inputs, num, self.objective, self.executor, self.reference, tokenizer)
-        except ObjectiveError as error:  # for example prompts with images
-            text = f"The report has no examples of step {step}: {error}"
-            note_warning(self.run.log, "examples", text)
-        else:
-            if examples:
-                append_examples(self.run.directory, step, examples)
-
     def _count_reference(self, step: int) -> None:
         """Count the tokens that the reference has processed up to a step, all of whose minibatches are sent."""
         if self.reference:
             self.ledger.add_sampled(self.reference.take_sampled(step), self.reference_price)
             self.ledger.add(self.reference.take_num_train_tokens(step), self.reference_price)
-
-    def _price_of_reference(self) -> Price | None:
-        """Return the price of the reference's model if it is another one than the trained model."""
-        config = self.config
-        if not self.reference or self.reference.model == config.model:
-            return None
-        url = service_url(config.base_url)
-        price = price_of(self.reference.model, url, config.budget.prices)
-        if price is None and price_of(config.model, url, config.budget.prices):
-            text = (
-                f"The price of the reference's model {self.reference.model} is unknown: its tokens are charged at the "
-                f"price of {config.model}; add it to the table of budget.prices."
-            )
-            note_warning(self.run.log, "reference_price", text)
-        return price
-
-    def _num_held_out_tokens(self, step: int) -> int:
-        """Return the tokens of an evaluation before a step, without those that evaluators sample."""
-        if not self.schedule.evaluates_often_before(step):
-            return 0
-        held_out = [entry for entry in self.evaluators if isinstance(entry, HeldOutNLL | HeldOutPairs)]
-        return sum(evaluator.num_tokens for evaluator in held_out)
 
     def _progress(self, step: int) -> dict[str, float]:
         return {
@@ -705,7 +605,7 @@ class Trainer:
                 forward = self._enqueue_forward(self.last_batch)
                 call(forward_logprobs, forward, opaque_argument(self.last_batch))
         if self.unchecked and step == self.schedule.num_steps:
-            metrics = self._evaluate(step) if self.schedule.evaluates_before(step) else {}
+            metrics = self.evaluation.run(step)
             self._count_reference(step)
             call(log_metrics, self.run.log, step, opaque_argument(metrics | self.ledger.metrics()))
         self._record_saves()

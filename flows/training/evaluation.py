@@ -1,0 +1,141 @@
+"""Evaluation of a training run: its evaluators, and the terms and examples on its held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from tinker_cookbook.eval.evaluators import Evaluator
+
+from flows.config.promotion import check_measured
+from flows.config.train import TrainConfig
+from flows.monitoring.run_tags import note_evaluation, note_warning
+from flows.runs.run import Run
+from flows.training.budget import Ledger
+from flows.training.candidates import open_examples
+from flows.training.guards import Guard
+from flows.training.schedule import Schedule
+from objectives.batch import Batch
+from objectives.errors import ObjectiveError
+from objectives.objective import Objective
+from tasks.evaluation.evaluators import ConfiguredEvaluator, EvaluationResult, HeldOutNLL, evaluate
+from tasks.preference.pair_source import HeldOutPairs
+from tasks.training.candidates import CandidateSampler
+from tasks.training.examples import append_examples, example_inputs, first_prompts, measure_examples
+from tasks.training.held_out import BatchValues, EvaluatedBatch, HeldOutData, append_batch_values, measure_held_out
+from tasks.training.reference import Reference
+from tasks.training.terms import TaskTermExecutor
+
+
+class Evaluation:
+    """Evaluations of the weights before the steps at which the schedule wants them.
+
+    Each evaluation counts its tokens against the budget. Responses that are not finite follow the policy of the guard.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of a run that an evaluation reads
+        self,
+        run: Run,
+        config: TrainConfig,
+        schedule: Schedule,
+        evaluators: Sequence[Evaluator | ConfiguredEvaluator],
+        objective: Objective,
+        reference: Reference | None,
+        candidates: CandidateSampler | None,
+        executor: TaskTermExecutor,
+        guard: Guard,
+        ledger: Ledger,
+    ) -> None:
+        self._run, self._config, self._schedule = run, config, schedule
+        self._evaluators = evaluators
+        self._objective, self._reference, self._candidates = objective, reference, candidates
+        self._executor, self._guard, self._ledger = executor, guard, ledger
+        self._examples = open_examples(run, config, evaluators)
+
+    def close(self) -> None:
+        """Stop sampling examples."""
+        if self._examples:
+            self._examples.close()
+
+    def run(self, step: int) -> dict[str, float]:
+        """Evaluate the weights before a step; return the metrics, none if no evaluation is due.
+
+        Raises:
+            ConfigError: `promote_if` names a metric that the evaluation does not have.
+        """
+        often, rarely = self._schedule.evaluates_often_before(step), self._schedule.evaluates_rarely_before(step)
+        if not (often or rarely):
+            return {}
+        self._ledger.add(self.num_tokens(step))
+        due = [
+            entry
+            for entry in self._evaluators
+            if (rarely if isinstance(entry, ConfiguredEvaluator) and entry.is_infrequent else often)
+        ]
+        with self._guard.checked_responses(step):
+            # Submitted: Prefect never runs an async task that a synchronous flow calls.
+            result = cast(EvaluationResult, evaluate.submit(self._run.client, due, step).result())
+        note_evaluation(self._run.log, result, step=step)
+        metrics = result.metrics | (self._measure_held_out(step) if often else {})
+        if not result.skipped and often and (rarely or not self._schedule.evaluates_rarely):
+            check_measured(self._config.promote_if, metrics)
+        return metrics
+
+    def num_tokens(self, step: int) -> int:
+        """Return the tokens of an evaluation before a step, without those that evaluators sample."""
+        if not self._schedule.evaluates_often_before(step):
+            return 0
+        held_out = [entry for entry in self._evaluators if isinstance(entry, HeldOutNLL | HeldOutPairs)]
+        return sum(evaluator.num_tokens for evaluator in held_out)
+
+    def _measure_held_out(self, step: int) -> dict[str, float]:
+        """Measure the terms on the held-out data that was evaluated; return no metrics without such data."""
+        held_out = next((entry for entry in self._evaluators if isinstance(entry, HeldOutData)), None)
+        if held_out is None:
+            return {}
+        if step in (self._schedule.first, self._schedule.num_steps):
+            self._store_examples(step, held_out.evaluated)
+        terms, evaluated = self._objective.regularizers, held_out.evaluated
+        if not terms:
+            return {}
+        inputs = [([term for term in terms if not term.on_candidates], evaluated)]
+        sampled = [term for term in terms if term.on_candidates]
+        if sampled and self._candidates:
+            batches = [entry.batch for entry in evaluated]
+            inputs.append((sampled, self._sample(step, self._candidates, batches)))
+        metrics: dict[str, float] = {}
+        by_batch: dict[str, BatchValues] = {}
+        for measured_terms, batches in inputs:
+            measured = measure_held_out(measured_terms, batches, self._executor, self._reference, step)
+            metrics |= measured.metrics
+            by_batch |= measured.by_batch
+            for name, reason in measured.failed.items():
+                text = f"Term {name} has no value on the held-out data: {reason}"
+                note_warning(self._run.log, f"held_out.{name}", text)
+        append_batch_values(self._run.directory, step, by_batch)
+        return metrics
+
+    def _store_examples(self, step: int, evaluated: Sequence[EvaluatedBatch]) -> None:
+        """Store completions of held-out prompts with their scores, for the report."""
+        num = self._config.report.num_examples
+        try:
+            inputs = example_inputs(evaluated)
+            if self._examples:
+                prompts = first_prompts(evaluated, num)
+                samples = self._sample(step, self._examples, prompts)
+                inputs = example_inputs(samples, [text for batch in prompts for text in batch.texts_D])
+            tokenizer = self._run.client.get_tokenizer()
+            examples = measure_examples(inputs, num, self._objective, self._executor, self._reference, tokenizer)
+        except ObjectiveError as error:  # for example prompts with images
+            text = f"The report has no examples of step {step}: {error}"
+            note_warning(self._run.log, "examples", text)
+        else:
+            if examples:
+                append_examples(self._run.directory, step, examples)
+
+    def _sample(self, step: int, sampler: CandidateSampler, batches: Sequence[Batch]) -> list[EvaluatedBatch]:
+        """Sample a completion of each prompt of held-out batches."""
+        with self._guard.checked_responses(step):
+            samples = sampler.sample_held_out(batches, self._run.client)
+        self._ledger.add_sampled(sampler.take_sampled())
+        return samples
