@@ -80,7 +80,7 @@ def stop_automation() -> AutomationCore:
     """Build the automation that cancels a run with `STOP_TAG`, or the sweep of a trial, when it warns."""
     return AutomationCore(
         name="tinker-flows: stop on a warning",
-        description=f"Saves and cancels a run or sweep tagged {STOP_TAG} when a term or the health of training warns.",
+        description=f"Saves and cancels a run or sweep tagged {STOP_TAG} when it warns or a guard skips a step.",
         trigger=EventTrigger(
             match={"prefect.resource.id": f"{PREFIX}.run.*"},
             match_related=_tagged(STOP_TAG),

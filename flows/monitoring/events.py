@@ -17,7 +17,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
 Kind = Literal[
-    "dominance", "idle", "adverse", "conflict", "target", "explosion", "chance", "length", "budget", "health"
+    "dominance", "idle", "adverse", "conflict", "target", "explosion", "chance", "length", "budget", "health", "guard"
 ]
 PREFIX = "tinker-flows"
 HEARTBEAT_EVERY_S = 30

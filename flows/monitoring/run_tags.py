@@ -23,7 +23,6 @@ REJECTED_TAG = "tinker_flows.not_promoted"
 REJECTED_EVENT = "tinker-flows.promotion.refused"
 ACCEPTED_EVENT = "tinker-flows.contents.accepted"
 EVALUATION_TAG = "tinker_flows.evaluation"
-SKIPPED_TAG = "tinker_flows.skipped"
 TARGET_TAG = "tinker_flows.target"
 WARNING_TAG = "tinker_flows.warning"
 _FIGURES = {
@@ -49,11 +48,12 @@ def forget_end(log: MetricsLog) -> None:
 
 
 def note_evaluation(log: MetricsLog, result: EvaluationResult, prefix: str = "", step: int | None = None) -> None:
-    """Tag the run with the string metrics of an evaluation and with the errors of skipped evaluators."""
+    """Tag the run with the string metrics of an evaluation, and warn of skipped evaluators."""
     for name, text in result.texts.items():
         log.tag(f"{EVALUATION_TAG}.{prefix}{name}", text)
     for key, error in result.skipped.items():
-        log.tag(f"{SKIPPED_TAG}.{prefix}{key}", error if step is None else f"Step {step}: {error}")
+        place = "" if step is None else f" at step {step}"
+        note_warning(log, f"skipped.{prefix}{key}", f"An evaluation was skipped{place}. {error}")
 
 
 def note_rejection(log: MetricsLog, run_name: str, model: str, reason: str) -> None:

@@ -16,12 +16,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from prefect.logging import get_run_logger
-
 from blocks.errors import GuardError, NotFiniteError, PoisonedError, RolledBackError
 from blocks.storage import RunDirectory
 from flows.config.train import GuardConfig, Policy
-from flows.monitoring.run_tags import note_end
+from flows.monitoring.events import emit
+from flows.monitoring.run_tags import note_end, note_warning
 from objectives import errors
 from objectives.gradients.linearize import Linearized
 from objectives.objective import Objective, ObjectiveState
@@ -57,8 +56,11 @@ class Guard:
         skipped_steps: Skipped steps, by index.
     """
 
-    def __init__(self, config: GuardConfig, directory: RunDirectory, log: MetricsLog, objective: Objective) -> None:
-        self._config, self._directory, self._log, self._objective = config, directory, log, objective
+    def __init__(
+        self, config: GuardConfig, run_name: str, directory: RunDirectory, log: MetricsLog, objective: Objective
+    ) -> None:
+        self._config, self._run_name, self._directory = config, run_name, directory
+        self._log, self._objective = log, objective
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._last_good: int | None = None
         self.skipped_steps: dict[int, BadStep] = {
@@ -162,8 +164,9 @@ class Guard:
         bad_step = BadStep(step, kind, policy, loss, why)
         self._directory.append_line(GUARDS_NAME, json.dumps(asdict(bad_step)))
         self.skipped_steps[step] = bad_step
-        get_run_logger().warning("Skipping step %d (%s). %s", step, policy, why)
-        self._log.tag(f"tinker_flows.guard.{step}", f"{policy}: {why}")
+        text = f"Step {step} is skipped ({policy}). {why}"
+        note_warning(self._log, f"guard.{step}", text)
+        emit("guard", self._run_name, {"step": step, "kind": kind, "policy": policy, "loss": loss, "message": text})
         if policy == "rollback":
             raise RolledBackError(f"Step {step} is skipped. {why}")
 

@@ -635,7 +635,7 @@ class Trainer:
             self.objective.keep_conventions_of_0_1()
         if started_with < FORMAT_OF_CORRECTIONS:
             self.objective.keep_unweighted_kl()
-        self.guard = Guard(config.guards, self.run.directory, self.run.log, self.objective)
+        self.guard = Guard(config.guards, config.run_name, self.run.directory, self.run.log, self.objective)
         self.guard.restore(state.get("guard", {}))
         price = price_of(config.model, service_url(config.base_url), config.budget.prices)
         self.ledger = Ledger(config.budget, price, cost_before_restart(self.run.log, state.get("spent", {})))

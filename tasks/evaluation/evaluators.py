@@ -13,7 +13,6 @@ from typing import Literal, Protocol, SupportsFloat
 
 import tinker
 import torch
-from prefect.logging import get_run_logger
 from tinker_cookbook.eval.evaluators import Evaluator, SamplingClientEvaluator, TrainingClientEvaluator
 from tinker_cookbook.supervised.common import compute_bpb, compute_mean_nll
 from tinker_cookbook.supervised.types import SupervisedDataset
@@ -324,7 +323,6 @@ async def _run_configured(
         if entry.on_error == "raise":
             raise
         result.skipped[entry.key] = str(error)
-        get_run_logger().warning("%s is skipped: %s", entry.name, error)
 
 
 def _is_of_the_sdk(error: Exception) -> bool:

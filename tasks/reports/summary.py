@@ -15,7 +15,8 @@ from tasks.training.checkpoints import Records, read_records, step_of
 from tasks.training.held_out import read_batch_values
 
 STOPPED_TAG = "tinker_flows.stopped"
-# Tags whose values are sentences about something that a person should know, by what they are about.
+# Tags whose values are sentences about something that a person should know, by what they are about. Release 0.1 had
+# tags of their own for guards and skipped evaluations, which are warnings now.
 _NOTES = {
     "tinker_flows.warning.": "",
     "tinker_flows.guard.": "",

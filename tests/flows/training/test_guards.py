@@ -87,9 +87,9 @@ def check_skipped_steps(result: TrainResult, policy: str) -> None:
     assert list(bad) == [5]
     assert bad[5] > 5 * max(losses.values())
     tags = MlflowClient(uri).get_run(run_id).data.tags
-    assert tags["tinker_flows.guard.3"].startswith(f"{policy}: ")
-    assert "not finite" in tags["tinker_flows.guard.3"]
-    assert "robust deviations above" in tags["tinker_flows.guard.5"]
+    assert tags["tinker_flows.warning.guard.3"].startswith(f"Step 3 is skipped ({policy}). ")
+    assert "not finite" in tags["tinker_flows.warning.guard.3"]
+    assert "robust deviations above" in tags["tinker_flows.warning.guard.5"]
     lines = (Path(result.directory) / "guards.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [3, 5]
 
@@ -234,7 +234,7 @@ def test_non_finite_term_at_one_step(fields: dict[str, Any]) -> None:
     result = sft(SftConfig.model_validate(config))
     assert points(result.mlflow_run_id, result.tracking_uri, "guard/passed_over") == {3: 1.0, 5: 1.0}
     tags = MlflowClient(result.tracking_uri).get_run(result.mlflow_run_id).data.tags
-    assert "Term 'test_nan_at_spikes' has the value nan" in tags["tinker_flows.guard.5"]
+    assert "Term 'test_nan_at_spikes' has the value nan" in tags["tinker_flows.warning.guard.5"]
 
 
 @pytest.mark.slow

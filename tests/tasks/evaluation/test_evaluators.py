@@ -14,6 +14,7 @@ from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingCli
 
 from blocks.errors import ConfigError, EvaluatorError, ServiceError, ServiceLostError
 from flows.config.base import EvaluatorConfig
+from flows.monitoring import run_tags
 from flows.monitoring.run_tags import note_evaluation
 from tasks.evaluation import evaluators
 from tasks.evaluation.evaluators import EvaluationResult, build_evaluators
@@ -69,7 +70,7 @@ def run(*entries: dict[str, object], builder: str = "Evaluator") -> EvaluationRe
 @pytest.fixture(autouse=True)
 def plain_logger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log outside a flow, where Prefect has no run logger."""
-    monkeypatch.setattr(evaluators, "get_run_logger", lambda: logging.getLogger("run"))
+    monkeypatch.setattr(run_tags, "get_run_logger", lambda: logging.getLogger("run"))
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +104,16 @@ def test_an_error_names_the_evaluator(
 ) -> None:
     with pytest.raises(EvaluatorError, match=message):
         run(dict(entry))
-    with caplog.at_level(logging.WARNING, "run"):
-        result = run({**entry, "on_error": "skip"}, {"metrics": {"b": 2}})
+    result = run({**entry, "on_error": "skip"}, {"metrics": {"b": 2}})
     assert result.metrics == {"b": 2.0}
     assert list(result.skipped) == ["evaluators.0"]
-    assert "Evaluator (evaluators.0) is skipped" in caplog.text
-    note_evaluation(mlflow_log, result, step=3)
+    with caplog.at_level(logging.WARNING, "run"):
+        note_evaluation(mlflow_log, result, step=3)
+    warning = f"An evaluation was skipped at step 3. {result.skipped['evaluators.0']}"
+    assert warning in caplog.text
     mlflow_log.flush()
     tags = mlflow_log.client.get_run(mlflow_log.run_id).data.tags
-    assert tags["tinker_flows.skipped.evaluators.0"] == f"Step 3: {result.skipped['evaluators.0']}"
+    assert tags["tinker_flows.warning.skipped.evaluators.0"] == warning
 
 
 def test_errors_of_the_service_are_not_the_evaluators() -> None:
