@@ -15,9 +15,8 @@ from pydantic import Field, SecretStr
 
 from blocks.default_service import default_service
 from blocks.errors import ConfigError, ServiceError, reason
-from blocks.probe import check_reachable
 from blocks.tinker_internals import resolve_base_url
-from blocks.urls import check_no_credentials
+from blocks.urls import check_no_credentials, check_reachable
 
 T = TypeVar("T")
 

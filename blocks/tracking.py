@@ -19,8 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from blocks.errors import ServiceError, TinkerFlowsError, reason
 from blocks.home import file_lock, home
 from blocks.mlflow_internals import DATABASE_ENGINES
-from blocks.probe import check_reachable
-from blocks.urls import check_no_credentials, hide_credentials
+from blocks.urls import check_no_credentials, check_reachable, hide_credentials
 
 _FIRST_RESPONSE_S = 20.0
 _REMEDY = "check `tracking`, or leave it out for a local SQLite file"

@@ -24,8 +24,8 @@ from sqlalchemy import make_url
 from blocks.errors import ConfigError, ServiceError, StorageError, TinkerFlowsError, reason
 from blocks.home import home
 from blocks.object_directory import ObjectDirectory
-from blocks.probe import check_reachable
 from blocks.service import TinkerService
+from blocks.urls import check_reachable
 from flows.runs.blocks import service_at, storage_at, tracking_at
 
 PACKAGE = "tinker-flows"

@@ -102,10 +102,8 @@ if TYPE_CHECKING:
     from tasks.common.sampling import Sampling
     from tasks.common.tokenizers import TokenizedEvaluator
     from tasks.distillation.prompts import QuestionsBuilder
-    from tasks.evaluation.base import SampledEvaluator
-    from tasks.evaluation.code_tests import CodeTests
-    from tasks.evaluation.exact_match import ExactMatch
     from tasks.evaluation.inspect_tasks import InspectTask
+    from tasks.evaluation.sampled import CodeTests, ExactMatch, SampledEvaluator
     from tasks.preference.judges import by_answer
     from tasks.preference.preference_models import JudgeBuilder, PairwiseBuilder, PromptedJudgeBuilder
     from tasks.rl.environments.groups import Group, Groups, GroupsBuilder
@@ -430,9 +428,9 @@ _MODULES = {
     "Sampling": "tasks.common.sampling",
     "TokenizedEvaluator": "tasks.common.tokenizers",
     "QuestionsBuilder": "tasks.distillation.prompts",
-    "SampledEvaluator": "tasks.evaluation.base",
-    "CodeTests": "tasks.evaluation.code_tests",
-    "ExactMatch": "tasks.evaluation.exact_match",
+    "SampledEvaluator": "tasks.evaluation.sampled",
+    "CodeTests": "tasks.evaluation.sampled",
+    "ExactMatch": "tasks.evaluation.sampled",
     "InspectTask": "tasks.evaluation.inspect_tasks",
     "by_answer": "tasks.preference.judges",
     "PromptedJudgeBuilder": "tasks.preference.preference_models",

@@ -17,8 +17,8 @@ from s3_server import ACCESS_KEY, SECRET_KEY, s3_command, s3_ports
 
 from blocks import supervise
 from blocks.errors import ServiceError
-from blocks.probe import check_reachable
 from blocks.processes import free_port, prefect_server_env
+from blocks.urls import check_reachable
 from chaos.proxy import Proxies, Proxy
 
 # Environment variable of every process of the test; child processes inherit it.

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 DATA = Path(__file__).parents[2] / "examples" / "data"
 SHORT = {"limit": 2, "renderer_name": "qwen3_instruct", "sampling": {"max_tokens": 8, "num_samples": 2}, "pass_at": [2]}
 SAMPLED = [
-    {"builder": "tasks.evaluation.exact_match:ExactMatch", "params": {"path": str(DATA / "gsm8k_test.jsonl"), **SHORT}},
-    {"builder": "tasks.evaluation.code_tests:CodeTests", "params": {"path": str(DATA / "humaneval.jsonl"), **SHORT}},
+    {"builder": "tasks.evaluation.sampled:ExactMatch", "params": {"path": str(DATA / "gsm8k_test.jsonl"), **SHORT}},
+    {"builder": "tasks.evaluation.sampled:CodeTests", "params": {"path": str(DATA / "humaneval.jsonl"), **SHORT}},
 ]
 PLACES = ("model", "base_url", "storage", "tracking")
 
@@ -218,4 +218,4 @@ def test_evaluators_from_classes_and_builders(tmp_path: Path) -> None:
         ({**params, "limits": 1}, "could not be built"),
     ):
         with pytest.raises(ConfigError, match=expected):
-            build_evaluator("tasks.evaluation.exact_match:ExactMatch", wrong)
+            build_evaluator("tasks.evaluation.sampled:ExactMatch", wrong)

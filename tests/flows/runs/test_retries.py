@@ -11,7 +11,7 @@ from prefect.runtime import flow_run, task_run
 from sft_config import sft_fields
 
 from blocks.errors import ServiceLostError, UnreachableError
-from blocks.probe import check_reachable
+from blocks.urls import check_reachable
 from flows.monitoring.events import HEARTBEAT_TAG, heartbeats
 from flows.runs.retries import run_with_restarts
 from flows.sft import SftConfig

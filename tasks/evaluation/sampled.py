@@ -1,9 +1,9 @@
-"""Base class of evaluators that sample answers and grade each one."""
+"""Evaluators that sample answers and grade each one: the base class, exact match, and unit tests of code."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from functools import cached_property
 from typing import ClassVar
@@ -13,10 +13,14 @@ from pydantic.dataclasses import dataclass
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
+from blocks.errors import ConfigError
+from tasks.common.builders import import_object
 from tasks.common.jsonl import read_rows
 from tasks.common.sampling import Answer, Sampling, open_renderer, sample_answers
 from tasks.common.tokenizers import TokenizedEvaluator
 from tasks.evaluation.grading_metrics import Graded, check_pass_at, summarize
+from tasks.sandbox.code_tests import run_tests_async
+from tasks.sandbox.runner import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,3 +74,58 @@ class SampledEvaluator(TokenizedEvaluator):
     async def grade(self, answer: Answer, row: Mapping[str, str]) -> Graded:
         """Grade an answer to a problem."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactMatch(SampledEvaluator):
+    """Share of correct answers to the questions of a JSONL file with `question` and `answer`.
+
+    Attributes:
+        grader: import path of a function ``(answer, expected) -> bool``.
+    """
+
+    required: ClassVar[tuple[str, ...]] = ("question", "answer")
+
+    name: str = "exact_match"
+    grader: str = "tasks.common.graders:same_number"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.is_right
+
+    @cached_property
+    def is_right(self) -> Callable[[str, str], bool]:
+        """Imported grader."""
+        return import_object(self.grader, "grader")
+
+    def question(self, row: Mapping[str, str]) -> str:
+        return f"{row['question']}\n{self.instruction}" if self.instruction else row["question"]
+
+    async def grade(self, answer: Answer, row: Mapping[str, str]) -> Graded:
+        try:
+            return Graded(bool(self.is_right(answer.text, row["answer"])), answer.truncated)
+        except Exception as error:  # user code called with sampled text
+            raise ConfigError(f"The grader {self.grader} failed ({type(error).__name__}: {error}): fix it.") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeTests(SampledEvaluator):
+    """Share of correct functions for a JSONL file with `prompt`, `test` and `entry_point`, as in HumanEval.
+
+    Attributes:
+        limits: resource limits of the code.
+    """
+
+    required: ClassVar[tuple[str, ...]] = ("prompt", "test", "entry_point")
+
+    name: str = "code_tests"
+    instruction: str = "Complete this function. Answer with the whole function in a ```python block."
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=512))
+    limits: Limits = field(default_factory=Limits)
+
+    def question(self, row: Mapping[str, str]) -> str:
+        return f"{self.instruction}\n\n```python\n{row['prompt']}```"
+
+    async def grade(self, answer: Answer, row: Mapping[str, str]) -> Graded:
+        passed, outcome = await run_tests_async(answer.text, row, self.limits)
+        return Graded(passed, answer.truncated, outcome.timed_out)

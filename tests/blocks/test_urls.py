@@ -8,7 +8,7 @@ import pytest
 
 from blocks import TinkerService
 from blocks.errors import ServiceError
-from blocks.probe import check_reachable
+from blocks.urls import check_reachable
 
 
 @pytest.mark.parametrize(
