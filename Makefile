@@ -42,6 +42,7 @@ unit: install-dev
 slow: install-dev
 	.ci/install.sh --editable '.[dask,ray,inspect,gym,arena]'
 	$(BIN)/python -m pytest -m slow --durations=10
+	$(PYTEST_PARALLEL) -m "not process and not slow" --hypothesis-profile=thorough tests/objectives tests/engine tests/tasks
 
 chaos: install-dev
 	PYTHONPATH=tests $(BIN)/python -m chaos --faults $(N) --seed $(SEED)

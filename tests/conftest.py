@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from engine_process import EngineProcess, running_engine
+from hypothesis import settings
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from blocks.processes import local_prefect_server
@@ -16,6 +17,12 @@ from flows.monitoring.drain import deliver_events
 
 # Fixtures that start a server. Other tests that start a process carry the mark themselves.
 PROCESS_FIXTURES = {"engine", "prefect_server", "s3", "own_engine", "server_url"}
+
+
+# No deadline, because the speed of a shared machine varies. `make slow` runs the thorough profile.
+settings.register_profile("quick", deadline=None, max_examples=25)
+settings.register_profile("thorough", deadline=None, max_examples=200)
+settings.load_profile("quick")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
