@@ -51,8 +51,8 @@ class PolicyLoss:
 
     @property
     def adds_up(self) -> bool:
-        """True if the loss of a batch is the sum of the losses of its datums, as for the service's losses."""
-        return self.loss.name in BUILT_IN
+        """True if the loss grows with the batch, so that minibatches add up to it; false for a mean."""
+        return self.loss.reduction == "sum"
 
     def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         if outputs.logprobs_DT.ndim != 1:
@@ -83,10 +83,10 @@ class PolicyLoss:
         """Compute the loss of one datum, 0-d.
 
         Raises:
-            UntraceableError: the loss of a batch is not the sum over its datums.
+            UntraceableError: the service does not know the loss.
         """
-        if not self.adds_up:
-            raise UntraceableError(f"the loss {self.loss.name!r} is not a sum over datums")
+        if self.loss.name not in BUILT_IN:
+            raise UntraceableError(f"the loss {self.loss.name!r} is computed on whole batches")
         logprobs_T = outputs.logprobs_DT[datum.mask_DT]
         inputs, _ = self._corrected(logprobs_T, self._trained(outputs, datum), None)
         return self.loss.compute(logprobs_T, inputs, None, self.params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
@@ -48,6 +49,8 @@ class BuiltInLoss:
             ``None`` for the input if the parameter is 0.
         extra_metrics: function of the same arguments that returns the loss's own metrics; a loss with more parts than
             the policy's returns ``policy``, the value of that part per token.
+        reduction: ``"sum"`` over tokens, or ``"mean"`` over tokens or completions, of which each minibatch of an
+            update contributes its share.
     """
 
     name: str
@@ -58,6 +61,7 @@ class BuiltInLoss:
     takes_offsets: bool = False
     optional_inputs: Mapping[str, str] = field(default_factory=dict)
     extra_metrics: Callable[..., dict[str, float]] | None = None
+    reduction: Literal["sum", "mean"] = "sum"
 
     @property
     def is_policy_loss(self) -> bool:
@@ -194,9 +198,9 @@ _CLIP = {CLIP_LOW: 0.8, CLIP_HIGH: 1.2}
 CLIENT_SIDE: dict[str, BuiltInLoss] = {
     loss.name: loss
     for loss in (
-        BuiltInLoss("grpo", grpo, POLICY_INPUTS, "advantages", _CLIP, takes_offsets=True),
-        BuiltInLoss("dr_grpo", dr_grpo, POLICY_INPUTS, "advantages", _CLIP, takes_offsets=True),
-        BuiltInLoss("dapo", dapo, POLICY_INPUTS, "advantages", {CLIP_LOW: 0.8, CLIP_HIGH: 1.28}),
+        BuiltInLoss("grpo", grpo, POLICY_INPUTS, "advantages", _CLIP, takes_offsets=True, reduction="mean"),
+        BuiltInLoss("dr_grpo", dr_grpo, POLICY_INPUTS, "advantages", _CLIP, takes_offsets=True, reduction="mean"),
+        BuiltInLoss("dapo", dapo, POLICY_INPUTS, "advantages", {CLIP_LOW: 0.8, CLIP_HIGH: 1.28}, reduction="mean"),
         BuiltInLoss(
             "enhanced_ppo",
             enhanced_ppo,

@@ -18,6 +18,8 @@ CASES = {
     "cross entropy": ("cross_entropy", FIXED),
     "policy loss": ("importance_sampling", SAMPLED),
     "policy loss that is a mean": ("dr_grpo", SAMPLED),
+    "policy loss with a bonus": ({"name": "enhanced_ppo", "params": {"value_coeff": 0.0}}, SAMPLED),
+    "policy loss with a cutoff": ("conservative_ppo", SAMPLED),
     "preferences": ("dpo", [*FIXED, {"name": "simpo"}]),
 }
 
@@ -48,7 +50,7 @@ def make_rows(copies: int, stretch: int = 1) -> tuple[Batch, Outputs]:
 def linearized(case: str, batch: Batch, outputs: Outputs, share: float = 1.0) -> Linearized:
     base_loss, terms = CASES[case]
     objective = Objective(base_loss, terms)
-    if base_loss in ("importance_sampling", "dr_grpo"):
+    if "policy" in case:
         batch = replace(batch, sampling_logprobs_DT=outputs.sampling_logprobs_DT)
     scale = objective.scale(batch, share)
     rows = []
@@ -114,6 +116,39 @@ def test_minibatches_train_the_same_update_and_report_its_norms(case):
         {key: whole.metrics[key] for key in compared if "tokens_max" not in key}
         | {key: joined[key] for key in compared if key.count("/") == 2 and _is_count(key)}
     )
+
+
+def plain_enhanced_ppo(p: torch.Tensor, q: torch.Tensor, ref: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    ratio = p.exp() / q.exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return (-surrogate + 0.01 * ratio * p + 0.05 * ratio * (ref.exp() / p.exp() - 1 + p - ref)).sum()
+
+
+def plain_conservative_ppo(
+    p: torch.Tensor, q: torch.Tensor, _ref: torch.Tensor, advantages: torch.Tensor
+) -> torch.Tensor:
+    """The divergence is below the cutoff."""
+    ratio = p.exp() / q.exp()
+    return (-ratio * advantages + ratio - 1 - ratio.log()).sum()
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("case", "plain_loss"),
+    [("policy loss with a bonus", plain_enhanced_ppo), ("policy loss with a cutoff", plain_conservative_ppo)],
+)
+def test_minibatches_of_a_sum_over_tokens_train_the_gradient_of_the_whole_batch(case, plain_loss, num_minibatches):
+    batch, outputs = make_rows(4)
+    p = outputs.logprobs_DT.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        plain_loss(p, outputs.sampling_logprobs_DT, outputs.ref_logprobs_DT, batch.advantages_DT), p
+    )
+    part, part_outputs = make_rows(4 // num_minibatches)
+    objective = Objective(CASES[case][0])
+    part = replace(part, sampling_logprobs_DT=part_outputs.sampling_logprobs_DT)
+    base = evaluate_base(objective.base, part_outputs, part)
+    sent = linearize(base, [], scale=objective.scale(part, 1 / num_minibatches)).loss_weights_DT
+    torch.testing.assert_close(sent.repeat(num_minibatches), -gradient, rtol=1e-6, atol=1e-6)
 
 
 def _is_count(key: str) -> bool:

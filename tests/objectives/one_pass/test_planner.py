@@ -158,7 +158,7 @@ def test_a_monitor_is_computed_from_the_result(service: tinker.ServiceClient) ->
             {"base_loss": lambda data, lp: (-sum(logprobs.sum() for logprobs in lp), {})},
             "the base loss cannot be traced",
         ),
-        ({"base_loss": "grpo"}, "the loss 'grpo' is not a sum over datums"),
+        ({"base_loss": "grpo"}, "the loss 'grpo' is computed on whole batches"),
         (
             {"regularizers": [{"name": "l1"}], "balance": {"method": "pcgrad"}},
             "the `balance` needs the gradients of all terms before the update",
