@@ -60,6 +60,11 @@ SENSITIVITY_COLUMNS = (
     *(f"cosine of the total to the base at x{factor:g}" for factor in FACTORS),
     "factor for half of the gradient",
 )
+SENSITIVITY_NOTE = (
+    "Effect of changing one term's weight while all other weights stay the same: medians over the last "
+    f"{WINDOW} steps, and in brackets the range of the share and of the factor. Steps at which a term has no gradient "
+    "count for its share now only."
+)
 _MAX_PARTS = 12
 
 
@@ -176,22 +181,28 @@ def write_report(
 ) -> str:
     """Write the report of a run, with a note at its top, and return its location."""
     summary = summarize(run_name, log.client.get_run(log.run_id), directory, history)
-    rows = term_rows({key: points[-1][1] for key, points in history.items()})
     page = _page(run_name, log, summary, note, _sections(directory, history, summary, targets))
     directory.write_bytes("report.html", page.encode())
     log.client.log_text(log.run_id, page, "report.html")
     location = f"{directory.location}/report.html"
     if flow_run.get_id():  # Prefect shows artifacts on the page of a flow run
-        tables = [markdown_table(("run", ""), summary.facts)]
-        tables += [markdown_table(*held_out_table(summary.held_out))] if summary.held_out else []
-        tables.append(markdown_table(COLUMNS, [format_row(row) for row in rows]))
-        tables += [markdown_table(TARGET_COLUMNS, [row.format() for row in targets])] if targets else []
-        tables.append(markdown_table(SENSITIVITY_COLUMNS, sensitivity_cells(history, [row.name for row in rows])))
-        warnings = [f"- **Warning:** {warning}" for warning in summary.warnings]
-        commands = "```\n" + "\n".join(command for _, command in summary.commands) + "\n```"
-        parts = [summary.verdict, note, "\n".join(warnings), *tables, commands]
-        _create_artifact(run_name, location, log, "\n\n".join(filter(None, parts)))
+        _create_artifact(run_name, location, log, report_markdown(summary, note, history, targets))
     return location
+
+
+def report_markdown(summary: RunSummary, note: str, history: History, targets: Sequence[TargetRow]) -> str:
+    """Verdict, warnings, tables and commands of a run in Markdown, for the page of its flow run."""
+    rows = term_rows({key: points[-1][1] for key, points in history.items()})
+    tables = [markdown_table(("run", ""), summary.facts)]
+    tables += [markdown_table(*held_out_table(summary.held_out))] if summary.held_out else []
+    tables.append(markdown_table(COLUMNS, [format_row(row) for row in rows]))
+    tables += [markdown_table(TARGET_COLUMNS, [row.format() for row in targets])] if targets else []
+    if sensitivity := sensitivity_cells(history, [row.name for row in rows]):
+        tables += [SENSITIVITY_NOTE, markdown_table(SENSITIVITY_COLUMNS, sensitivity)]
+    warnings = [f"- **Warning:** {warning}" for warning in summary.warnings]
+    commands = "```\n" + "\n".join(command for _, command in summary.commands) + "\n```"
+    parts = [summary.verdict, note, "\n".join(warnings), *tables, commands]
+    return "\n\n".join(filter(None, parts))
 
 
 def _page(run_name: str, log: MetricsLog, summary: RunSummary, note: str, sections: Iterator[str]) -> str:
@@ -249,9 +260,7 @@ def _sections(
     yield html_section(
         "Sensitivity to the weights",
         html_table(SENSITIVITY_COLUMNS, sensitivity) if sensitivity else "",
-        intro="Effect of changing one term's weight while all other weights stay the same: medians over the last "
-        f"{WINDOW} steps, and the range of the share. Steps at which a term has no gradient count for its share now "
-        "only.",
+        intro=SENSITIVITY_NOTE,
     )
 
 
@@ -319,8 +328,8 @@ def _card(row: HeldOutRow) -> str:
 def sensitivity_cells(history: History, names: Sequence[str]) -> list[tuple[str, ...]]:
     """Text cells of the gradient's sensitivity to each weight; one row per regularizer with a gradient.
 
-    Figures are medians over the last `WINDOW` steps, because those of a single batch swing widely. The share has the
-    range over these steps.
+    Figures are medians over the last `WINDOW` steps, because those of a single batch swing widely. The share and the
+    factor have their range over these steps.
     """
     points = {key: dict(steps) for key, steps in history.items()}
     steps = sorted(points.get(_norm_key(BASE), {}))[-WINDOW:]
@@ -333,17 +342,21 @@ def sensitivity_cells(history: History, names: Sequence[str]) -> list[tuple[str,
             continue
         shares_now = [respond(gradient, name, 1.0).share for gradient in gradients]
         responses = [[respond(gradient, name, factor) for gradient in trained] for factor in FACTORS]
-        half = median(factor_of_half(gradient, name) for gradient in trained)
+        halves = [factor_of_half(gradient, name) for gradient in trained]
         rows.append(
             (
                 name,
                 f"{median(shares_now):.1%} ({min(shares_now):.1%} to {max(shares_now):.1%})",
                 *(f"{median(response.share for response in column):.1%}" for column in responses),
                 *(f"{median(response.cosine_to_base for response in column):+.3f}" for column in responses),
-                f"x{half:.3g}" if math.isfinite(half) else "none",
+                f"{_factor(median(halves))} ({_factor(min(halves))} to {_factor(max(halves))})",
             )
         )
     return rows
+
+
+def _factor(factor: float) -> str:
+    return f"x{factor:.3g}" if math.isfinite(factor) else "none"
 
 
 def _norm_key(name: str) -> str:

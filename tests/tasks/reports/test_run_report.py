@@ -14,7 +14,15 @@ from selenium.webdriver.remote.webdriver import WebDriver
 
 from blocks.storage import RunStorage
 from objectives.targets import TargetSpec
-from tasks.reports.run_report import SENSITIVITY_COLUMNS, WINDOW, sensitivity_cells, write_report
+from tasks.reports.run_report import (
+    SENSITIVITY_COLUMNS,
+    SENSITIVITY_NOTE,
+    WINDOW,
+    report_markdown,
+    sensitivity_cells,
+    write_report,
+)
+from tasks.reports.summary import RunSummary
 from tasks.reports.tables import target_rows
 from tasks.training.metrics import MetricsLog
 
@@ -125,7 +133,17 @@ def test_sensitivity_of_two_orthogonal_gradients() -> None:
     }
     (row,) = sensitivity_cells(history, ("base", "a", "monitor"))
     assert len(row) == len(SENSITIVITY_COLUMNS)
-    assert row == ("a", "25.0% (25.0% to 25.0%)", "14.3%", "40.0%", "76.9%", "+0.986", "+0.832", "+0.287", "x3")
+    assert row == (
+        "a",
+        "25.0% (25.0% to 25.0%)",
+        "14.3%",
+        "40.0%",
+        "76.9%",
+        "+0.986",
+        "+0.832",
+        "+0.287",
+        "x3 (x3 to x3)",
+    )
 
 
 def test_sensitivity_is_the_median_over_the_last_steps() -> None:
@@ -138,4 +156,17 @@ def test_sensitivity_is_the_median_over_the_last_steps() -> None:
     }
     (row,) = sensitivity_cells(history, ("base", "a"))
     assert row[:2] == ("a", "25.0% (0.0% to 50.0%)")
-    assert row[-1] == "x3"
+    assert row[-1] == "x3 (x1 to x3)"
+
+
+def test_the_artifact_shows_the_spread_and_the_window_of_the_sensitivity() -> None:
+    history = {
+        "term/base/grad_norm_weighted": [(0, 3.0), (1, 3.0)],
+        "term/a/grad_norm_weighted": [(0, 1.0), (1, 3.0)],
+        "term/base/weight": [(1, 1.0)],
+        "term/a/weight": [(1, 1.0)],
+    }
+    text = report_markdown(RunSummary("", (), (), (), (), "", ()), "", history, ())
+    assert SENSITIVITY_NOTE in text
+    assert f"last {WINDOW} steps" in SENSITIVITY_NOTE
+    assert "| x2 (x1 to x3) |" in text
