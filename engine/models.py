@@ -115,11 +115,15 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_DUPLICATES)))
     except HFValidationError as error:
-        raise ModelError(f"{name!r} is not a model name: use a directory, {_alternatives()}.") from error
+        raise ModelError(
+            f"{name!r} is not the name of a model that this machine can train: set TINKER_API_KEY if it is a model of "
+            f"the hosted Tinker service, or use a directory, {_alternatives()}."
+        ) from error
     except (httpx.HTTPError, OSError) as error:
         raise ModelError(
             f"Model {name!r} is not a directory, is not in the local hub cache and could not be downloaded "
-            f"({_reason(error)}): use a directory, {_alternatives()}."
+            f"({_reason(error)}): set TINKER_API_KEY if it is a model of the hosted Tinker service, or use a "
+            f"directory, {_alternatives()}."
         ) from error
 
 

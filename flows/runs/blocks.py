@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -46,7 +47,12 @@ def open_service(config: ServiceConfig) -> Iterator[TinkerService]:
 
 def lacks_key(model: str, base_url: str) -> bool:
     """Return whether a run would start an engine, without being told to, for a model of the hosted service."""
-    return not base_url and _starts_engine(base_url) and model in priced_models()
+    return not base_url and _starts_engine(base_url) and _is_hosted(model)
+
+
+def _is_hosted(model: str) -> bool:
+    """Return whether only the hosted service can have a model: it has a price, or a suffix such as `:peft:131072`."""
+    return model in priced_models() or (":" in model and not Path(model).expanduser().exists())
 
 
 def service_at(base_url: str) -> TinkerService | None:

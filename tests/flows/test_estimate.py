@@ -44,6 +44,10 @@ def test_hosted_model_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     missing = "TINKER_API_KEY is missing, and Qwen/Qwen3-8B is a model of the hosted Tinker service"
     with pytest.raises(ConfigError, match=missing), open_service(config):
         pass
+    without_price = config.model_copy(update={"model": "Qwen/Qwen3-8B:peft:131072"})
+    missing = "TINKER_API_KEY is missing, and Qwen/Qwen3-8B:peft:131072 is a model of the hosted Tinker service"
+    with pytest.raises(ConfigError, match=missing), open_service(without_price):
+        pass
     tokenizer = get_tokenizer(str(resolve_model("tiny", tmp_path / "cache")))
     monkeypatch.setattr("flows.estimate.get_tokenizer", {"Qwen/Qwen3-8B": tokenizer}.__getitem__)
     estimated = estimate(config)
