@@ -134,6 +134,7 @@ def open_training_client(session: tinker.ServiceClient, path: str, model: str) -
         path: checkpoint, `tinker://...`; empty for the base model.
         model: base model by the service's name.
     """
+    lock_tokenizers()
     if "/sampler_weights/" in path:
         return None
     with service_errors(f"load {path or model}"):
@@ -145,7 +146,6 @@ def open_training_client(session: tinker.ServiceClient, path: str, model: str) -
 
 def open_sampler(session: tinker.ServiceClient, path: str, model: str) -> tuple[tinker.SamplingClient, Tokenizer]:
     """Open a sampling client of the weights; return it with the model's tokenizer."""
-    lock_tokenizers()
     training_client = open_training_client(session, path, model)
     with service_errors(f"load {path or model} for sampling"):
         if training_client is None:

@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 import tinker
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,20 +22,30 @@ _MUTEX = RLock()
 
 @cache
 def lock_tokenizers() -> None:
-    """Make all fast tokenizers of this process thread-safe, however they are opened and also those already open.
+    """Make all tokenizers of this process thread-safe, however they are opened and also those already open.
 
     transformers reconfigures a fast tokenizer to encode with or without special tokens. A tokenizer that another thread
-    is using cannot be reconfigured ("Already borrowed"), and one reconfigured in between returns other tokens.
-    Environments, judges and the SDK open tokenizers of their own, so the methods of the classes are locked.
+    is using cannot be reconfigured ("Already borrowed"), and one reconfigured in between returns other tokens. A slow
+    tokenizer keeps state in Python, also in code that comes with its model. Environments, judges and the SDK open
+    tokenizers of their own, so the methods of the classes are locked, those of later subclasses too.
     """
-    for kind in PreTrainedTokenizerFast.__mro__:
-        if kind.__module__.partition(".")[0] == "transformers":
-            _lock_class(kind)
+    for kind in _subclasses(PreTrainedTokenizerBase):
+        _lock_class(kind)
+    PreTrainedTokenizerBase.__init_subclass__ = classmethod(_lock_subclass)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def lock(tokenizer: Tokenizer) -> None:
     """Lock all tokenizers, for code of release 0.1, which locked one by one."""
     lock_tokenizers()
+
+
+def _subclasses(kind: type) -> set[type]:
+    return {kind}.union(*(_subclasses(subclass) for subclass in kind.__subclasses__()))
+
+
+def _lock_subclass(kind: type, **options: object) -> None:
+    super(PreTrainedTokenizerBase, kind).__init_subclass__(**options)  # pyright: ignore[reportArgumentType]
+    _lock_class(kind)
 
 
 def _lock_class(kind: type) -> None:

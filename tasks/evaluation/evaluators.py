@@ -32,7 +32,7 @@ from objectives.labels import without_labels
 from tasks.common.builders import import_object
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
-from tasks.common.tokenizers import TokenizedEvaluator
+from tasks.common.tokenizers import TokenizedEvaluator, lock_tokenizers
 from tasks.training.datums import pack_datums
 from tasks.training.held_out import EvaluatedBatch
 from tasks.training.metric_names import safe_name
@@ -188,6 +188,7 @@ def build_evaluator(builder: str, params: dict[str, object]) -> Evaluator:
     Raises:
         ConfigError: the builder does not exist, fails, or does not build an evaluator.
     """
+    lock_tokenizers()
     make: Callable[..., object] = import_object(builder, "evaluators.builder")
     try:
         evaluator = make(**params)

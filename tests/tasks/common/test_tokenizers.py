@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizer
 
 from engine.tiny import byte_tokenizer
 from tasks.common.tokenizers import lock_tokenizers
@@ -16,6 +20,34 @@ from tasks.common.tokenizers import lock_tokenizers
 TEXT = "ab<|im_end|>c é " * 100
 NUM_THREADS = 16
 NUM_CALLS = 10
+
+
+class SlowTokenizer(PreTrainedTokenizer):
+    """One token per byte in plain Python; an instance notes if two threads use it at once."""
+
+    def __init__(self, **options: Any) -> None:
+        self.users = self.most_users = 0
+        super().__init__(**options)
+
+    @property
+    def vocab_size(self) -> int:
+        return 256
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(byte): byte for byte in range(256)}
+
+    def _tokenize(self, text: str, **_: Any) -> list[str]:
+        self.users += 1
+        self.most_users = max(self.most_users, self.users)
+        time.sleep(1e-4)
+        self.users -= 1
+        return [chr(byte) for byte in text.encode()]
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return ord(token)
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return chr(index)
 
 
 def test_tokenizers_are_never_used_by_two_threads_at_once(tmp_path: Path) -> None:
@@ -55,3 +87,43 @@ def test_tokenizers_are_never_used_by_two_threads_at_once(tmp_path: Path) -> Non
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         list(threads.map(use, range(NUM_THREADS)))
+
+
+def test_slow_tokenizers_are_never_used_by_two_threads_at_once() -> None:
+    """Also one of a class that was defined after the lock, as that of a model with its own code."""
+    lock_tokenizers()
+
+    class OwnCode(SlowTokenizer):
+        def encode(self, text: str, **_: Any) -> list[int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return [ord(token) for token in self._tokenize(text)]
+
+    tokenizers = [SlowTokenizer(), OwnCode()]
+
+    def use(_: int) -> None:
+        for tokenizer in tokenizers:
+            assert (
+                len(tokenizer.encode("é!")) == len(tokenizer.tokenize("é!")) == len(tokenizer("é!")["input_ids"]) == 3
+            )
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        list(threads.map(use, range(NUM_CALLS * NUM_THREADS)))
+    assert [tokenizer.most_users for tokenizer in tokenizers] == [1, 1]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "opening",
+    [
+        "from tasks.evaluation.evaluators import build_evaluator; "
+        "build_evaluator('tasks.evaluation.exact_match:ExactMatch', "
+        "{'file': 'x', 'prompt_field': 'a', 'answer_field': 'b'})",
+        "from tasks.common.sampling import open_training_client; open_training_client(None, '/sampler_weights/', '')",
+    ],
+)
+def test_weights_and_evaluators_lock_the_tokenizers(opening: str) -> None:
+    """In a process of its own, because the lock is that of a process."""
+    code = (
+        f"from contextlib import suppress\nwith suppress(Exception):\n    {opening}\n"
+        "from transformers import PreTrainedTokenizerBase as base\nassert hasattr(base.encode, '__wrapped__')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
