@@ -100,7 +100,7 @@ def _run(
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with open_run(config, restarts, config.adapter) as run:
-                evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
+                evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators, run.builder_arguments)
                 source, held_out = open_source(run)
                 candidates = open_candidates(run, config) if isinstance(config, TeacherTargetsConfig) else None
                 with closing(source):

@@ -44,7 +44,7 @@ def dpo(config: DpoConfig) -> TrainResult:
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with open_run(config, restarts, config.adapter) as run:
-                evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
+                evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators, run.builder_arguments)
                 source, test = open_pairs(config, loss, run.client.get_tokenizer(), run.builder_arguments)
                 reference = open_reference(run, config) if objective.needs("ref_logprobs") else None
                 held_out = [HeldOutPairs(test, loss, reference)] if test else []

@@ -130,7 +130,8 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
         service.check_model(config.model)
         tags = {"tinker.checkpoint": chosen.path or config.model, "tinker.base_model": config.model}
         with open_measurement(config, config.run_name, service.resolved_url, tags) as log, service.session() as session:
-            evaluators = build_evaluators(config.evaluators)
+            resources = {"session": session, "base_model": config.model}
+            evaluators = build_evaluators(config.evaluators, resources=resources)
             baseline_metrics: dict[str, float] = {}
             if baseline:
                 of_baseline = _measure(session, config, baseline, evaluators)

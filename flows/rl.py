@@ -63,7 +63,7 @@ def rl(config: RlConfig) -> TrainResult:
                 open_run(config, restarts, config.adapter) as run,
                 closing(_open_source(config, settings, run)) as source,
             ):
-                evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
+                evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators, run.builder_arguments)
                 test = source.test
                 held_out = [HeldOutEnvironments(test, source.settings, source.tokenizer)] if test is not None else []
                 reference = None

@@ -36,7 +36,7 @@ def sft(config: SftConfig) -> TrainResult:
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with open_run(config, restarts, config.adapter) as run:
-                evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators)
+                evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators, run.builder_arguments)
                 data, tokenizer = config.data, run.client.get_tokenizer()
                 source = build_dataset(data.builder, data.params, tokenizer, config.seed, run.builder_arguments)
                 held_out = [HeldOutNLL(source.test, source.tokenizer)] if source.test is not None else []

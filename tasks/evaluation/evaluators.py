@@ -7,9 +7,10 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from itertools import islice
 from traceback import walk_tb
-from typing import Literal, Protocol, SupportsFloat
+from typing import Any, Literal, Protocol, SupportsFloat
 
 import tinker
 import torch
@@ -29,7 +30,7 @@ from blocks.errors import (
 )
 from objectives.batch import Batch
 from objectives.labels import without_labels
-from tasks.common.builders import import_object
+from tasks.common.builders import NO_RESOURCES, import_object
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 from tasks.common.tokenizers import TokenizedEvaluator, lock_tokenizers
@@ -159,9 +160,14 @@ class EvaluatorEntry(Protocol):
 
 
 def build_evaluators(
-    entries: Iterable[EvaluatorEntry], infrequent: Iterable[EvaluatorEntry] = ()
+    entries: Iterable[EvaluatorEntry],
+    infrequent: Iterable[EvaluatorEntry] = (),
+    resources: Mapping[str, Any] = NO_RESOURCES,
 ) -> list[ConfiguredEvaluator]:
     """Build the evaluators of the config fields `evaluators` and `infrequent_evaluators`.
+
+    Args:
+        resources: open resources of the run for evaluators with matching parameters; see `tasks.common.builders.build`.
 
     Raises:
         ConfigError: an entry does not build an evaluator.
@@ -169,7 +175,7 @@ def build_evaluators(
     fields = {"evaluators": entries, "infrequent_evaluators": infrequent}
     return [
         ConfiguredEvaluator(
-            build_evaluator(entry.builder, entry.params),
+            build_evaluator(entry.builder, entry.params, resources),
             f"{entry.builder} ({field}.{index})",
             f"{field}.{index}",
             entry.on_error,
@@ -180,10 +186,13 @@ def build_evaluators(
     ]
 
 
-def build_evaluator(builder: str, params: dict[str, object]) -> Evaluator:
+def build_evaluator(
+    builder: str, params: Mapping[str, object], resources: Mapping[str, Any] = NO_RESOURCES
+) -> Evaluator:
     """Build an evaluator from the import path of its class or builder.
 
     If the builder returns a callable that is no evaluator, as tinker-cookbook's chz classes do, that is called too.
+    Resources that the builder takes and `params` leave out come from the run.
 
     Raises:
         ConfigError: the builder does not exist, fails, or does not build an evaluator.
@@ -191,7 +200,8 @@ def build_evaluator(builder: str, params: dict[str, object]) -> Evaluator:
     lock_tokenizers()
     make: Callable[..., object] = import_object(builder, "evaluators.builder")
     try:
-        evaluator = make(**params)
+        taken = signature(make).parameters
+        evaluator = make(**{**{name: value for name, value in resources.items() if name in taken}, **params})
         if callable(evaluator) and not isinstance(evaluator, TrainingClientEvaluator | SamplingClientEvaluator):
             evaluator = evaluator()
     except TinkerFlowsError:

@@ -17,6 +17,7 @@ from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
+from blocks.storage import RunDirectory
 from tasks.common.renderers import renderer_of
 from tasks.common.sampling import open_renderer
 from tasks.common.tokenizers import TokenizedEvaluator
@@ -26,14 +27,27 @@ from tasks.preference.dataset import Comparisons, build_comparisons
 class RankingEvaluator(TokenizedEvaluator):
     """Accuracy `test/accuracy`: share of held-out pairs, judged in both orders, that the model ranks correctly."""
 
-    def __init__(self, builder: str, params: Mapping[str, Any], model: str, renderer_name: str | None = None) -> None:
+    def __init__(  # noqa: PLR0913 - a builder with its parameters, a renderer and the resources of the run
+        self,
+        builder: str,
+        params: Mapping[str, Any],
+        model: str,
+        renderer_name: str | None = None,
+        *,
+        session: tinker.ServiceClient | None = None,
+        directory: RunDirectory | None = None,
+        base_model: str | None = None,
+    ) -> None:
         """Create an evaluator of the held-out comparisons of a tinker-cookbook builder.
 
         Args:
             model: name of the trained model on the service.
             renderer_name: renderer of the training data; None for the model's own.
+            session, directory, base_model: resources of the run for the builder; see `tasks.common.builders.build`.
         """
         self._builder, self._params, self._model, self._renderer_name = builder, params, model, renderer_name
+        resources = {"session": session, "directory": directory, "base_model": base_model}
+        self._resources = {name: value for name, value in resources.items() if value is not None}
 
     async def measure(self, sampler: tinker.SamplingClient, tokenizer: Tokenizer) -> dict[str, float]:
         """Return the accuracy, or no metrics if the builder has no held-out rows.
@@ -43,7 +57,7 @@ class RankingEvaluator(TokenizedEvaluator):
         """
         renderer = open_renderer(self._renderer_name or renderer_of(self._model, tokenizer), tokenizer)
         _check_verdicts(renderer)
-        _, test = build_comparisons(self._builder, self._params, tokenizer)
+        _, test = build_comparisons(self._builder, self._params, tokenizer, self._resources)
         if test is None:
             return {}
         judge = PreferenceModelFromChatRenderer(renderer, sampler)

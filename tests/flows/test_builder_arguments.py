@@ -10,6 +10,7 @@ import pytest
 import tinker
 from dpo_config import dpo_fields
 from engine_process import API_KEY
+from sft_config import sft_fields
 from tinker import types
 from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
 from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -17,8 +18,11 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from blocks.errors import ConfigError
 from blocks.processes import free_port
 from flows.config.dpo import DpoConfig
+from flows.config.train import SftConfig
 from flows.dpo import dpo
 from flows.estimate import estimate
+from flows.evaluate import EvaluateConfig, evaluate
+from flows.sft import sft
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -49,6 +53,23 @@ def test_comparison_builders_reach_the_service_of_the_run(
     estimated = estimate(config)
     assert not (tmp_path / "runs").exists(), "the builder takes no directory, so none is opened"
     assert dpo(config).metrics["num_tokens"] == estimated.num_tokens
+
+
+def test_ranking_evaluators_reach_the_service_of_the_run(
+    tmp_path: Path, engine_url: str, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run, which adds its own resources, and in the flow `evaluate`."""
+    monkeypatch.setenv("TINKER_API_KEY", API_KEY)
+    monkeypatch.setenv("TINKER_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    pairs = dpo_fields(tmp_path, "unused", mlflow_uri, engine_url)["comparisons"]["params"]
+    ranking = {"builder": f"{__name__}:SampledComparisons", "params": pairs, "model": "tiny"}
+    evaluators = [{"builder": "tasks.preference.ranking_evaluator:RankingEvaluator", "params": ranking}]
+    fields: dict[str, Any] = sft_fields(tmp_path, "ranked", mlflow_uri, engine_url)
+    result = sft(SftConfig.model_validate(fields | {"num_steps": 1, "eval_every": 1, "evaluators": evaluators}))
+    assert 0 <= result.metrics["test/accuracy"] <= 1
+    shared = {key: fields[key] for key in ("base_url", "storage", "tracking")}
+    config = {"run_name": "ranked-again", "checkpoint": "ranked@final", "evaluators": evaluators, **shared}
+    assert evaluate(EvaluateConfig.model_validate(config)).metrics["test/accuracy"] == result.metrics["test/accuracy"]
 
 
 def test_estimate_without_a_key_names_the_builder_that_needs_the_service(
