@@ -148,7 +148,7 @@ def _resumed_client(
     if last_error is None or isinstance(last_error, ServiceLostError):
         raise last_error or AssertionError("unreachable: there is a record")
     raise ServiceError(
-        f"The service has none of the {len(records)} checkpoints that {config.run_name!r} could start from (last "
+        f"The service could load none of the {len(records)} checkpoints that {config.run_name!r} can start from (last "
         f"error: {reason(last_error.__cause__ or last_error)}): choose another run_name to start over, or another "
         "checkpoint for resume or init_from."
     ) from last_error

@@ -16,6 +16,7 @@ from deployments.which_method import RESOURCES, Resource, advise
 from engine.models import resolve_model
 from flows.config.loader import load_config
 from flows.config.rlhf import RlhfConfig
+from flows.runs.prices import DATE
 from objectives.import_path import import_path
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +68,11 @@ def test_models_of_a_service_have_context_lengths(
     assert (rows["Qwen/Qwen3-8B"]["size"], rows["Qwen/Qwen3-8B"]["type"]) == ("8B", "chat, dense")
     assert rows["Qwen/Qwen3.6-35B-A3B"]["type"] == "chat, mixture, vision"
     assert rows["openai/gpt-oss-120b:peft:131072"]["context"] == 131072
+    table = printed(capsys, "models")
+    assert f"dollars per million tokens (hosted service: prices of {DATE})" in table
+    header = next(line for line in table.splitlines() if "prefill" in line)
+    columns = ["model", "size", "type", "context", "prefill", "sample", "train", "auto rate", "renderer"]
+    assert [column.strip() for column in header.strip("┃ ").split("┃")] == columns
     folder = Path(resolve_model("tiny", tmp_path))
     config = json.loads((folder / "config.json").read_text())
     num_parameters = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())

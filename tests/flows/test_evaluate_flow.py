@@ -14,7 +14,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from pydantic import ValidationError
 from sft_config import sft_fields
+from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
+from tinker_cookbook.renderers import Message
 
 from blocks.errors import ConfigError
 from flows.compare import CompareConfig, CompareResult, compare
@@ -176,6 +178,24 @@ def test_comparison_of_a_policy_with_itself(fields: dict[str, Any], trained: Tra
         assert metrics[f"kl_per_token/{name}"] == pytest.approx(0, abs=1e-8)
         assert metrics[f"kl_per_answer/{name}"] == pytest.approx(0, abs=1e-4)
     assert metrics["perplexity/checkpoint"] == pytest.approx(metrics["perplexity/against"])
+
+
+class LikesTheFirst(MessageCompleter):
+    async def __call__(self, messages: list[Message]) -> Message:
+        return Message(role="assistant", content="[[A]]")
+
+
+def test_comparison_by_a_biased_judge_on_completions_of_one_word(fields: dict[str, Any], trained: TrainResult) -> None:
+    """The bias is measured and cancels; there are no pairs of words of which a share could be distinct."""
+    places = {key: fields[key] for key in PLACES}
+    what = {"path": str(DATA / "gsm8k_test.jsonl"), "renderer_name": "qwen3_instruct", "limit": 2, "max_tokens": 1}
+    own = {"run_name": "biased", "checkpoint": "trained", "judge": {"builder": f"{__name__}:LikesTheFirst"}}
+    result = compare(CompareConfig.model_validate({**places, **what, **own}))
+    assert (result.metrics["judge/position_bias"], result.metrics["judge/unparsed"]) == (1.0, 0.0)
+    assert result.metrics["win_rate/checkpoint"] == 0.5
+    assert ("judge/position_bias", 1.0, None) in result.rows
+    assert not [key for key in result.metrics if key.startswith(("distinct_2", "distinct_3"))]
+    assert [key for key in result.metrics if key.startswith("tokens")]
 
 
 class NeedsTraining(TrainingClientEvaluator):

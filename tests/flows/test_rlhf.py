@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Sequence
@@ -91,6 +92,24 @@ class InterruptedInTheFirstStep:
         if self._calls_left == 0:
             os.kill(os.getpid(), signal.SIGINT)
         return [-float(index) for index in range(len(conversations))]
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_the_policy_starts_from_the_best_weights_of_each_stage(
+    tmp_path: Path, engine_url: str, mlflow_uri: str
+) -> None:
+    """The losses fall, so their maximum is at the first checkpoint, and the last weights are not the best."""
+    fields = rlhf_fields(tmp_path, "best", mlflow_uri, engine_url)
+    for training, metric in ((fields["warm_start"], "train_mean_nll"), (fields["reward"]["training"], "loss/total")):
+        training["keep_best"] = {"metric": metric, "mode": "max"}
+    result = rlhf(RlhfConfig.model_validate(fields))
+    first = {
+        stage: json.loads((tmp_path / "runs" / f"best-{stage}" / "checkpoints.jsonl").read_text().splitlines()[0])
+        for stage in STAGES[:2]
+    }
+    config = json.loads((Path(result.directory) / "config.json").read_text())
+    assert config["init_from"] == config["reference"] == first["sft"]["state_path"]
+    assert config["environment"]["params"]["path"] == first["reward"]["state_path"]
 
 
 @pytest.mark.slow

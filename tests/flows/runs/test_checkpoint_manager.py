@@ -205,7 +205,9 @@ def test_deleted_and_expired_checkpoints_are_skipped(
     for line in lines(again):
         if line["state_path"] in on_service(rest):
             rest.delete_checkpoint_from_tinker_path(line["state_path"]).result()
-    with pytest.raises(ServiceError, match=r"The service has none of the 6 checkpoints that 'gone' could start from"):
+    with pytest.raises(
+        ServiceError, match=r"The service could load none of the 6 checkpoints that 'gone' can start from"
+    ):
         train(fields, run_name="gone", eval_every=0)
 
 

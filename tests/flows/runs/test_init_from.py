@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tinker
 from cookbook_sft import train_with_cookbook, write_builder_params
@@ -15,7 +16,7 @@ from saved_weights import saved_weights
 from sft_config import sft_fields
 
 from blocks import TinkerService
-from blocks.errors import ConfigError
+from blocks.errors import ConfigError, ServiceError
 from flows.config.train import SftConfig
 from flows.runs.result import TrainResult
 from flows.sft import sft
@@ -121,6 +122,44 @@ def test_run_name_means_its_newest_weights(
     train(fields, "older", init_from="mixed")
     parent = lines(tmp_path, "older")[0]["parent"]
     assert (parent["step"], parent["state_path"]) == (1, records[0]["state_path"])
+
+
+def test_the_best_weights_of_a_run(tmp_path: Path, fields: dict[str, Any], engine: EngineProcess) -> None:
+    """The NLL falls, so its maximum is at the first checkpoint, which is neither the newest nor the final one."""
+    best = {"keep_best": {"metric": "train_mean_nll", "mode": "max"}, "checkpoint_every": 1}
+    train(fields, "warm", **best)
+    records = lines(tmp_path, "warm")
+    first = train(fields, "first", init_from="warm@best")
+    parent = lines(tmp_path, "first")[0]["parent"]
+    assert (parent["run_name"], parent["step"], parent["state_path"]) == ("warm", 1, records[0]["state_path"])
+    by_path = train(fields, "by-path", init_from=records[0]["state_path"])
+    assert saved_weights(engine.state, first.state_path) == saved_weights(engine.state, by_path.state_path)
+
+
+def test_a_service_that_trains_no_sampler_weights(
+    tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The local engine trains them, so its client raises the error of a service that refuses."""
+    train(fields, "warm", checkpoint_every=1, checkpoint_kind="both")
+    records = lines(tmp_path, "warm")
+    for record in records[1:]:
+        del record["state_path"]
+    file = tmp_path / "runs" / "warm" / "checkpoints.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    load = tinker.ServiceClient.create_training_client_from_state
+
+    def refuse(service: tinker.ServiceClient, path: str, *args: Any, **options: Any) -> Any:
+        if "/sampler_weights/" in path:
+            response = httpx.Response(400, request=httpx.Request("POST", "http://service"))
+            raise tinker.BadRequestError("sampler weights cannot be trained", response=response, body=None)
+        return load(service, path, *args, **options)
+
+    monkeypatch.setattr(tinker.ServiceClient, "create_training_client_from_state", refuse)
+    train(fields, "older", init_from="warm")
+    assert lines(tmp_path, "older")[0]["parent"]["state_path"] == records[0]["state_path"]
+    assert "Trying the previous checkpoint." in capfd.readouterr().err
+    with pytest.raises(ServiceError, match=r"could load none of .* 'sampled' .*sampler weights cannot be trained"):
+        train(fields, "sampled", init_from=records[-1]["sampler_path"])
 
 
 @pytest.mark.parametrize("field", ["init_from", "resume"])

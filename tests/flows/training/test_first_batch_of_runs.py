@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from distill_config import distill_fields, environment
+from distill_config import distill_fields, environment, questions
 from dpo_config import dpo_fields
 from engine_process import API_KEY
 from mlflow import MlflowClient
@@ -17,11 +17,11 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from rl_config import rl_fields
 from sft_config import sft_fields
 
-from flows.config.distill import OffPolicyConfig, OnPolicyConfig
+from flows.config.distill import OffPolicyConfig, OnPolicyConfig, PromptConfig, SelfConfig
 from flows.config.dpo import DpoConfig
 from flows.config.rl import RlConfig
 from flows.config.train import SftConfig
-from flows.distill import off_policy_distillation, on_policy_distillation
+from flows.distill import off_policy_distillation, on_policy_distillation, prompt_distillation, self_distillation
 from flows.dpo import dpo
 from flows.rl import rl
 from flows.sft import sft
@@ -30,6 +30,16 @@ from flows.sft import sft
 def datasets(folder: Path, run_name: str, tracking: str, base_url: str) -> dict[str, Any]:
     teacher = {"environment": environment(folder), "teacher": {"checkpoint": "base"}}
     return distill_fields(folder, run_name, tracking, base_url) | {"datasets": [teacher]}
+
+
+def prompted(folder: Path, run_name: str, tracking: str, base_url: str) -> dict[str, Any]:
+    fields = {"questions": questions(folder), "prompt": "Say what the user asks for."}
+    return distill_fields(folder, run_name, tracking, base_url) | fields
+
+
+def demonstrated(folder: Path, run_name: str, tracking: str, base_url: str) -> dict[str, Any]:
+    fields = {"questions": questions(folder), "shown": "{question} Think first."}
+    return distill_fields(folder, run_name, tracking, base_url) | fields
 
 
 class Method(NamedTuple):
@@ -45,6 +55,8 @@ METHODS = [
     Method(rl, RlConfig, rl_fields, ["prompt 0, rollout 0", "prompt 0, rollout 1"]),
     Method(on_policy_distillation, OnPolicyConfig, datasets, ["prompt 0, rollout 0"]),
     Method(off_policy_distillation, OffPolicyConfig, datasets, ["example 0"]),
+    Method(self_distillation, SelfConfig, demonstrated, ["prompt 0, rollout 0"]),
+    Method(prompt_distillation, PromptConfig, prompted, ["example 0"]),
 ]
 
 

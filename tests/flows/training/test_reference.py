@@ -62,6 +62,24 @@ def one_pass() -> dict[str, Any]:
     return {"regularizers": [{"name": "kl", "weight": 0.1}], "backend": "server"}
 
 
+def test_one_snapshot_of_the_reference_serves_a_whole_run(
+    tmp_path: Path, engine_url: str, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, "teacher", mlflow_uri, engine_url, num_steps=2)
+    path = read_records(RunStorage(url=str(tmp_path / "runs")).run_directory("teacher")).checkpoints[0].state_path
+    opened: list[str] = []
+    snapshot = tinker.TrainingClient.save_weights_and_get_sampling_client
+
+    def count(client: tinker.TrainingClient, *args: Any, **options: Any) -> Any:
+        opened.append("snapshot")
+        return snapshot(client, *args, **options)
+
+    monkeypatch.setattr(tinker.TrainingClient, "save_weights_and_get_sampling_client", count)
+    result = run(tmp_path, "long", mlflow_uri, engine_url, num_steps=4, num_epochs=2, reference=path)
+    assert len(kl_of(result, mlflow_uri)) == 4
+    assert opened == ["snapshot"]
+
+
 def test_checkpoint_as_reference(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     run(tmp_path, "teacher", mlflow_uri, engine_url, num_steps=2)
     directory = RunStorage(url=str(tmp_path / "runs")).run_directory("teacher")

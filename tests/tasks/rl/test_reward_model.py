@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import tinker
 import torch
-from tinker_cookbook.completers import TokensWithLogprobs
-from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.completers import TinkerMessageCompleter, TokensWithLogprobs
+from tinker_cookbook.renderers import Message, get_renderer, get_text_content
 from tinker_cookbook.rl.types import EnvGroupBuilder, Trajectory, Transition
 
 from blocks.errors import ConfigError
@@ -18,6 +18,7 @@ from examples.preferences import DATA
 from objectives.batch import Outputs
 from objectives.evaluate import evaluate_base
 from objectives.objective import Objective
+from tasks.preference import preference_models
 from tasks.preference.dataset import Rendering, Verdict, build_comparisons
 from tasks.preference.pair_source import PairBatches
 from tasks.preference.ranking_evaluator import RankingEvaluator
@@ -98,6 +99,31 @@ def test_completions_compete_within_their_group_and_held_out_ones_with_the_chose
     assert test is not None
     rates = [rewards(test.get_batch(0)[0], client, f"{text}<|im_end|>")[0][1]["win_rate"] for text in ("No.", "o" * 90)]
     assert rates == [0.0, 1.0]
+
+
+def test_prompted_judges_are_asked_by_the_given_criteria(
+    client: tinker.TrainingClient, engine_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts: list[str] = []
+
+    class Recorded(TinkerMessageCompleter):
+        async def __call__(self, messages: list[Message]) -> Message:
+            prompts.append(get_text_content(messages[-1]))
+            return await super().__call__(messages)
+
+    monkeypatch.setattr(preference_models, "TinkerMessageCompleter", Recorded)
+    judge = {"preference_model_builder": "tasks.preference.preference_models:PromptedJudgeBuilder"}
+    own = {"model": "tiny", "max_tokens": 4, "criteria": ["brevity", "warmth"], "principles": ["Be kind."]}
+    params = NESTED | SIZES | judge | {f"preference_model_builder.{name}": value for name, value in own.items()}
+    with tinker.ServiceClient(base_url=engine_url, api_key="tml-test") as session:
+        train, _ = build_environments(
+            "tasks.rl.environments.pairwise:TournamentBuilder", params, client.get_tokenizer(), {"session": session}
+        )
+        rewards(train.get_batch(0)[0], client, "Seven.<|im_end|>", "It is seven.<|im_end|>")
+    assert len(prompts) == 4, "both orders of each of two matches"
+    for prompt in prompts:
+        assert "Compare them by these criteria:\n- brevity\n- warmth\n" in prompt
+        assert "A good answer follows these principles:\n- Be kind.\n" in prompt
 
 
 def test_verdicts_with_the_same_first_token_are_rejected(client: tinker.TrainingClient) -> None:
