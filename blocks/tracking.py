@@ -28,6 +28,10 @@ _REMEDY = "check `tracking`, or leave it out for a local SQLite file"
 RECORD_TAG = "tinker_flows.record"
 
 
+# Opens the view of training runs in MLflow's UI instead of that of evaluation runs.
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+
+
 class MLflowTracking(Block):
     """Destination of metrics, parameters and reports: an MLflow tracking server or a local SQLite file.
 
@@ -125,7 +129,7 @@ class MLflowTracking(Block):
             dialect = self.resolved_uri.partition(":")[0].partition("+")[0]
             location = (home() / "mlflow-artifacts").as_uri() if dialect in DATABASE_ENGINES else None
             try:
-                return client.create_experiment(self.experiment, artifact_location=location)
+                return client.create_experiment(self.experiment, location, _EXPERIMENT_TAGS)
             except MlflowException:
                 experiment = client.get_experiment_by_name(self.experiment)  # another run may have created it
                 if experiment is None:

@@ -15,7 +15,9 @@ from mlflow.entities import Param
 from mlflow.entities import Run as MlflowRun
 from mlflow.exceptions import MlflowException
 from prefect.exceptions import TerminationSignal
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks import MLflowTracking, TinkerService
@@ -25,10 +27,12 @@ from blocks.tracking import RECORD_TAG
 from flows.config.base import RunConfig, TrackedConfig
 from flows.monitoring.interrupts import CancelledInTheUI
 from flows.runs.blocks import tracking_of
+from tasks.reports.html import DESCRIPTION_TAG, flow_run_link
 from tasks.training.checkpoints import Records
 from tasks.training.metrics import MetricsLog
 
 _MAX_PARAM_LENGTH = 6000  # MLflow's limit
+_SHOWN = {"model", "learning_rate", "lr_schedule", "lora_rank", "seed"}
 
 
 @contextmanager
@@ -95,8 +99,13 @@ def open_log(
         tracking_of(config),
         config.run_name,
         record_key(directory),
-        params=flatten(config.model_dump(mode="json")),
-        tags={**config.mlflow_tags, **origin_tags(service.resolved_url), **reasons},
+        params=changed_fields_of(config),
+        tags={
+            **config.mlflow_tags,
+            **origin_tags(service.resolved_url),
+            **reasons,
+            DESCRIPTION_TAG: _announcement(config),
+        },
         run_id=next((str(record.extra["mlflow_run_id"]) for record in records if record.has("mlflow_run_id")), None),
         check_writer=directory.check_writer,
     )
@@ -110,7 +119,7 @@ def open_measurement(
         tracking_of(config),
         run_name,
         uuid4().hex,
-        params=flatten(config.model_dump(mode="json")),
+        params=changed_fields_of(config),
         tags={**origin_tags(service_url), **tags},
     )
 
@@ -145,6 +154,11 @@ def record_key(directory: RunDirectory) -> str:
     return hashlib.sha256(record).hexdigest()
 
 
+def _announcement(config: RunConfig) -> str:
+    """Return the description of a run until its report replaces it."""
+    return f"Training of {config.model} by `{flow_run.get_flow_name()}` in progress.\n\n{flow_run_link()}"
+
+
 def origin_tags(service_url: str) -> dict[str, str]:
     """Return tags that name the origin of an MLflow run: flow run, service and commit."""
     tags = {
@@ -152,6 +166,8 @@ def origin_tags(service_url: str) -> dict[str, str]:
         "prefect.flow_name": flow_run.get_flow_name() or "",
         "tinker.base_url": service_url,
         "mlflow.source.git.commit": _commit(),
+        "mlflow.source.name": f"flows.{flow_run.get_flow_name()}" if flow_run.get_flow_name() else "",
+        "mlflow.source.type": "JOB" if deployment.id else "LOCAL",
     }
     return {key: value for key, value in tags.items() if value}
 
@@ -163,6 +179,18 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # git is not installed
         return ""
+
+
+def changed_fields_of(config: BaseModel) -> dict[str, Any]:
+    """Flatten the fields of a config that differ from their defaults, and those that reports always show."""
+    defaults = {
+        name: to_jsonable_python(field.get_default(call_default_factory=True, validated_data={}))
+        for name, field in type(config).model_fields.items()
+        if not field.is_required()
+    }
+    default = flatten(defaults)
+    fields = flatten(config.model_dump(mode="json"))
+    return {key: value for key, value in fields.items() if key in _SHOWN or (key, value) not in default.items()}
 
 
 def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

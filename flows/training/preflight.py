@@ -29,7 +29,6 @@ from tasks.reports.first_batch import first_group, print_datums, weighted_datums
 from tasks.reports.summary import DATA_TAG
 from tasks.rl.hooks import PREFIX
 from tasks.rl.named_rewards import TOTAL
-from tasks.training.datums import digest_batch
 
 # The published LoRA rate is ten times that of full fine-tuning.
 _FAR_BELOW = 8
@@ -242,15 +241,15 @@ def warn_of_unused_candidates(run: Run, config: TrainConfig, objective: Objectiv
         note_warning(run.log, "pitfall.candidates", text)
 
 
-def show_first_batch(run: Run, config: TrainConfig, batch: Batch, *, is_sampled: bool) -> None:
+def show_first_batch(run: Run, config: TrainConfig, batch: Batch, digest: str) -> None:
     """Print and store the first batch of a new run with its loss weights, and tag the run with the batch's digest.
 
     Args:
-        is_sampled: the batch was sampled from the model, so its digest identifies no data.
+        digest: digest of the batch; empty if it was sampled from the model, and so identifies no data.
     """
     tokenizer, name = run.client.get_tokenizer(), config.run_name
     datums = weighted_datums(batch, tokenizer)
     print_datums(name, first_group(batch, datums), tokenizer, sys.stderr)
     call(write_first_batch, run.directory, run.log, name, opaque_argument(datums), tokenizer)
-    if not is_sampled:
-        run.log.tag(DATA_TAG, digest_batch(batch))
+    if digest:
+        run.log.tag(DATA_TAG, digest)

@@ -39,6 +39,7 @@ from flows.runs.blocks import service_url
 from flows.runs.checkpoint_manager import Checkpoints
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, FORMAT_OF_SCALES, recorded_format
 from flows.runs.contents import CONTENTS_KEY, open_contents
+from flows.runs.lineage import log_datasets
 from flows.runs.prices import price_of
 from flows.runs.result import EndReasons, TrainResult, finish
 from flows.runs.resume import first_step, resolve_start
@@ -70,6 +71,7 @@ from tasks.reports.summary import storage_option
 from tasks.training.batch_source import BatchSource, TrainedBatch
 from tasks.training.candidates import CandidateSampler
 from tasks.training.checkpoints import PendingCheckpoint, step_of
+from tasks.training.datums import digest_batch
 from tasks.training.forward_backward import (
     PendingOutput,
     PendingUpdate,
@@ -238,7 +240,9 @@ class Trainer:
         self._request_forward(first)
         if self.prepared and first == self.schedule.first:
             batch = self.prepared[0].batch.result()
-            show_first_batch(self.run, self.config, batch, is_sampled=self.source.sampled)
+            digest = "" if self.source.sampled else digest_batch(batch)
+            show_first_batch(self.run, self.config, batch, digest)
+            log_datasets(self.run.log, self.config, self.contents.digests.get("data", {}), digest)
         if self.budget_message and self.start is None:
             raise ConfigError(f"{self.budget_message} No step was run: raise the budget.")
         with (

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlflow import MlflowClient
+from prefect.runtime import flow_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from tasks.reports.charts import Chart
+
+# Tag that MLflow shows as the description of a run, in Markdown.
+DESCRIPTION_TAG = "mlflow.note.content"
 
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
@@ -101,6 +105,12 @@ def artifact_key(kind: str, run_name: str) -> str:
     'report-my-run-2'
     """
     return f"{kind}-" + re.sub("[^a-z0-9]+", "-", run_name.lower()).strip("-")
+
+
+def flow_run_link() -> str:
+    """Markdown link to the page of the flow run in Prefect; empty outside a flow run or without a server's web page."""
+    url = flow_run.get_flow_run_ui_url()
+    return f"Prefect: [{flow_run.get_name()}]({url})" if flow_run.get_id() and url else ""
 
 
 def mlflow_artifact_link(client: MlflowClient, run_id: str, artifact: str) -> str:

@@ -18,8 +18,10 @@ from objectives.term import BASE
 from tasks.common.task import retried_task
 from tasks.reports.examples import examples_section
 from tasks.reports.html import (
+    DESCRIPTION_TAG,
     artifact_key,
     copyable,
+    flow_run_link,
     html_charts,
     html_list,
     html_page,
@@ -185,24 +187,44 @@ def write_report(
     directory.write_bytes("report.html", page.encode())
     log.client.log_text(log.run_id, page, "report.html")
     location = f"{directory.location}/report.html"
+    log.tag(DESCRIPTION_TAG, _description(summary, note, location))
+    log.flush()
     if flow_run.get_id():  # Prefect shows artifacts on the page of a flow run
         _create_artifact(run_name, location, log, report_markdown(summary, note, history, targets))
     return location
 
 
+def _description(summary: RunSummary, note: str, location: str) -> str:
+    """Description of the MLflow run, without the terms, which its page charts."""
+    links = f"{flow_run_link()}\n\nReport: `{location}`, and `report.html` among the artifacts"
+    return "\n\n".join(
+        filter(None, [*_opening(summary, note), *_facts_and_results(summary), links, _commands(summary)])
+    )
+
+
 def report_markdown(summary: RunSummary, note: str, history: History, targets: Sequence[TargetRow]) -> str:
     """Verdict, warnings, tables and commands of a run in Markdown, for the page of its flow run."""
     rows = term_rows({key: points[-1][1] for key, points in history.items()})
-    tables = [markdown_table(("run", ""), summary.facts)]
-    tables += [markdown_table(*held_out_table(summary.held_out))] if summary.held_out else []
+    tables = _facts_and_results(summary)
     tables.append(markdown_table(COLUMNS, [format_row(row) for row in rows]))
     tables += [markdown_table(TARGET_COLUMNS, [row.format() for row in targets])] if targets else []
     if sensitivity := sensitivity_cells(history, [row.name for row in rows]):
         tables += [SENSITIVITY_NOTE, markdown_table(SENSITIVITY_COLUMNS, sensitivity)]
+    return "\n\n".join(filter(None, [*_opening(summary, note), *tables, _commands(summary)]))
+
+
+def _opening(summary: RunSummary, note: str) -> list[str]:
     warnings = [f"- **Warning:** {warning}" for warning in summary.warnings]
-    commands = "```\n" + "\n".join(command for _, command in summary.commands) + "\n```"
-    parts = [summary.verdict, note, "\n".join(warnings), *tables, commands]
-    return "\n\n".join(filter(None, parts))
+    return [summary.verdict, note, "\n".join(warnings)]
+
+
+def _facts_and_results(summary: RunSummary) -> list[str]:
+    tables = [markdown_table(("run", ""), summary.facts)]
+    return [*tables, markdown_table(*held_out_table(summary.held_out))] if summary.held_out else tables
+
+
+def _commands(summary: RunSummary) -> str:
+    return "```\n" + "\n".join(command for _, command in summary.commands) + "\n```"
 
 
 def _page(run_name: str, log: MetricsLog, summary: RunSummary, note: str, sections: Iterator[str]) -> str:

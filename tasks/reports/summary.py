@@ -25,7 +25,7 @@ _NOTES = {
 }
 # Tag with the digest of the first batch, which tells two versions of the data apart.
 DATA_TAG = "tinker_flows.first_batch"
-_DATA_PARAMS = ("data.builder", "environment.builder", "comparisons.builder", "questions.builder", "data.path")
+DATA_PARAMS = ("data.builder", "environment.builder", "comparisons.builder", "questions.builder", "data.path")
 _UNITS = {
     "num_train_tokens": "tokens trained",
     "num_prefill_tokens": "prompt tokens",
@@ -121,7 +121,7 @@ def _verdict(tags: Mapping[str, str], warnings: Sequence[str], rows: Sequence[He
 
 def _facts(run: MlflowRun, records: Records, history: History) -> list[tuple[str, str]]:
     params, last = run.data.params, {key: points[-1][1] for key, points in history.items()}
-    data = next((params[key] for key in _DATA_PARAMS if key in params), None)
+    data = next((params[key] for key in DATA_PARAMS if key in params), None)
     digest = run.data.tags.get(DATA_TAG)
     time, tokens, price = _cost_parts(last)
     num_steps = max((step_of(record) for record in records.checkpoints), default=0)

@@ -129,6 +129,13 @@ def test_record_of_the_run(finished: TrainResult, folder: Path) -> None:
     assert run.data.params["learning_rate"] == "0.01"
     assert run.data.params["objective.regularizers.logic.weight"] == "2.0"
     assert run.data.tags["prefect.flow_run_id"] == finished.flow_run_id
+    assert run.data.tags["mlflow.source.name"] == "flows.sft"
+    description = run.data.tags["mlflow.note.content"]
+    assert f"/flow-run/{finished.flow_run_id})" in description
+    for text in ("| model | tiny |", "| nll |", "tinker-flows sample whole@final", finished.report):
+        assert text in description
+    (entry,) = run.inputs.dataset_inputs
+    assert entry.dataset.digest == run.data.tags["tinker_flows.first_batch"]
 
 
 def test_report_has_every_term_and_its_charts(finished: TrainResult) -> None:
