@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from flows.config.loader import load_config
     from flows.config.rl import AdvantageConfig, CorrectionConfig, HealthConfig, ModeConfig, NamedRewardConfig, RlConfig
     from flows.config.rlhf import PolicyConfig, RewardConfig, RlhfConfig
-    from flows.config.rollout import RolloutConfig
+    from flows.config.rollout import RolloutConfig, TerminationConfig
     from flows.config.train import BudgetConfig, GuardConfig, ReportConfig, SftConfig, TrainConfig
     from flows.distill import off_policy_distillation, on_policy_distillation, prompt_distillation, self_distillation
     from flows.dpo import dpo
@@ -220,6 +220,7 @@ __all__ = [
     "TeacherDataConfig",
     "Term",
     "TermWarning",
+    "TerminationConfig",
     "TinkerFlowsError",
     "TinkerService",
     "TokenizedEvaluator",
@@ -333,6 +334,7 @@ _MODULES = {
     "RewardConfig": "flows.config.rlhf",
     "RlhfConfig": "flows.config.rlhf",
     "RolloutConfig": "flows.config.rollout",
+    "TerminationConfig": "flows.config.rollout",
     "SftConfig": "flows.config.train",
     "TrainConfig": "flows.config.train",
     "off_policy_distillation": "flows.distill",

@@ -7,7 +7,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from flows.config.base import BASE, CHECKPOINT, CHECKPOINT_HELP, BuilderConfig, Config
-from flows.config.rollout import POLICY_LOSS, RolloutConfig
+from flows.config.rollout import POLICY_LOSS, RL_FIELDS, RolloutConfig
 from flows.config.train import Candidates, TrainConfig
 from objectives.objective import CROSS_ENTROPY
 from objectives.spec import ObjectiveSpec
@@ -95,6 +95,14 @@ class DistillConfig(TrainConfig):
         title="Batch size",
         description="Groups or sequences per step, over all datasets.",
     )
+
+    @model_validator(mode="after")
+    def _check_rollout(self) -> Self:
+        fields = RolloutConfig.model_fields
+        changed = [name for name in RL_FIELDS if getattr(self.rollout, name) != fields[name].default]
+        if changed:
+            raise ValueError(f"rollout.{changed[0]} is a setting of rl, which distillation does not use: remove it")
+        return self
 
 
 class SamplingConfig(DistillConfig):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
+from tinker_cookbook.rl.rollout_limits import DEFAULT_LIMIT_STOP_REASONS, TerminationRewardPolicy
+from tinker_cookbook.rl.types import StopReason
 
 from flows.config.base import BuilderConfig, Config
 from objectives.spec import ObjectiveSpec
@@ -16,7 +18,56 @@ from tasks.rl.hooks import HookSpec
 from tasks.rl.rollout_source import RolloutSettings
 from tasks.rl.sampling_distribution import LogprobsOf, SamplingDistribution
 
+# Fields that change the rewards or the choice of the groups that `rl` trains on.
+RL_FIELDS = ("termination",)
 POLICY_LOSS = ObjectiveSpec.model_validate({"base_loss": "importance_sampling"})
+
+
+class TerminationConfig(Config):
+    """Effect of the reason why an episode ended on its reward: tinker-cookbook's `TerminationRewardPolicy`."""
+
+    zero_reward_on_limit: bool = Field(
+        default=False,
+        title="No reward at a limit",
+        description="Lower the total reward of an episode that a limit has ended to at most 0, after it is graded.",
+    )
+    limit_stop_reasons: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
+        default=tuple(map(str, DEFAULT_LIMIT_STOP_REASONS)),
+        min_length=1,
+        title="Limits",
+        description="Stop reasons that count as limits for `zero_reward_on_limit`, as the environment or the hook "
+        "reports them.",
+    )
+    skip_grading_on_timeout: bool = Field(
+        default=False,
+        title="Skip grading on timeout",
+        description="Give the members of a group the reward 0 without grading them if all of them have ended with "
+        "`rollout_timeout`. Requires `zero_reward_on_limit`.",
+    )
+    grader_timeout_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        title="Time limit of the grader (s)",
+        description="Time limit of the rewards of a group; an attempt that exceeds it has failed. Unset: none.",
+    )
+
+    @model_validator(mode="after")
+    def _check_effect(self) -> Self:
+        if not self.zero_reward_on_limit and self.limit_stop_reasons != tuple(DEFAULT_LIMIT_STOP_REASONS):
+            raise ValueError("limit_stop_reasons has no effect without zero_reward_on_limit: set it, or remove both")
+        counts = self.zero_reward_on_limit and StopReason.ROLLOUT_TIMEOUT in self.limit_stop_reasons
+        if self.skip_grading_on_timeout and not counts:
+            raise ValueError(
+                "skip_grading_on_timeout requires zero_reward_on_limit and rollout_timeout in limit_stop_reasons, "
+                "because only then is the reward known: set both, or remove it"
+            )
+        if not self.zero_reward_on_limit and self.grader_timeout_seconds is None:
+            raise ValueError("it has no field with an effect: set zero_reward_on_limit or grader_timeout_seconds")
+        return self
+
+    def policy(self) -> TerminationRewardPolicy:
+        """Return tinker-cookbook's policy."""
+        return TerminationRewardPolicy(**self.model_dump())
 
 
 class RolloutConfig(Config):
@@ -77,12 +128,18 @@ class RolloutConfig(Config):
         description="Function by its import path that is called after each turn and may add rewards and end the "
         "episode, or a class with the method on_turn_end. Unset: none.",
     )
+    termination: TerminationConfig | None = Field(
+        default=None,
+        title="Termination",
+        description="Effect of the reason why an episode ended on its reward, in training and on held-out groups, such "
+        "as `{zero_reward_on_limit: true}`. Only for `rl`. Unset: none.",
+    )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         # The cache key of a run's teacher data contains this repr: leave out fields that 0.1 did not have at their
         # defaults.
         fields = type(self).model_fields
-        new = {"top_k", "top_p", "logprobs", "num_candidates", "completer", "hook"}
+        new = {"top_k", "top_p", "logprobs", "num_candidates", "completer", "hook", "termination"}
         return (
             (name, value) for name, value in super().__repr_args__() if name not in new or value != fields[name].default
         )
@@ -107,7 +164,8 @@ class RolloutConfig(Config):
         """
         hook = HookSpec.load(self.hook.builder, self.hook.params) if self.hook else None
         completer = CompleterSpec.load(self.completer.builder, self.completer.params) if self.completer else None
-        strategy = RetryWholeGroup(self.max_retries, self.min_successful, self.timeout_s, hook)
+        termination = self.termination.policy() if self.termination else None
+        strategy = RetryWholeGroup(self.max_retries, self.min_successful, self.timeout_s, hook, termination)
         return RolloutSettings(seed, self.max_tokens, self.distribution(), strategy, shape, completer)
 
     def distribution(self) -> SamplingDistribution:

@@ -180,6 +180,13 @@ def _of_rewards(config: RlConfig) -> Iterator[Pitfall]:
             f"rewards names neither total nor a reward of the hook {hook.builder}: rewards that the hook adds are not "
             f"trained on; name total, or {PREFIX}ACTION/reward with the name of an action of the hook.",
         )
+    termination = config.rollout.termination
+    if termination and termination.zero_reward_on_limit and config.rewards and TOTAL not in config.rewards:
+        yield Pitfall(
+            "termination",
+            "rollout.termination.zero_reward_on_limit lowers the total reward, which rewards does not name: episodes "
+            "that a limit ends are trained on with their named rewards; name total, or remove it.",
+        )
 
 
 def _of_rate(config: TrainConfig) -> Iterator[Pitfall]:

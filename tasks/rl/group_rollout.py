@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from tinker_cookbook.completers import TokenCompleter
 from tinker_cookbook.exceptions import AllTrajectoriesFailedError
+from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_strategy import RolloutResult, RolloutStrategy
 from tinker_cookbook.rl.rollouts import do_group_rollout, do_single_rollout
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Metrics, RolloutError, Trajectory, TrajectoryGroup
@@ -65,19 +66,26 @@ class RewardedGroup(EnvGroupBuilder):
     async def make_envs(self) -> Sequence[Env]:
         return await self.builder.make_envs()
 
-    async def reward(self, trajectories: list[Trajectory], envs: Sequence[Env]) -> list[RolloutError]:
+    async def reward(
+        self, result: RolloutResult, policy: TokenCompleter, termination: TerminationRewardPolicy | None
+    ) -> list[RolloutError]:
         """Compute the rewards and keep them for `compute_group_rewards`.
 
-        The metrics of prompted judges are added to those of each trajectory.
+        The metrics of prompted judges are added to those of each trajectory. tinker-cookbook itself applies the
+        termination policy, so that training and held-out rollouts get the same rewards as in its loop.
 
         Returns:
             Replies of prompted judges without a verdict, as errors of type `UnparsedVerdict`.
+
+        Raises:
+            TimeoutError: the rewards took longer than the policy permits.
         """
         with record_verdicts() as record:
-            rewards = await self.builder.compute_group_rewards(trajectories, envs)
-        self._rewards = [(reward, {**metrics, **record.metrics()}) for reward, metrics in rewards]
-        self._trajectories = trajectories
-        self.text_labels_G = tuple(dict(getattr(env, "text_labels", {})) for env in envs)
+            group = await do_group_rollout(_Ungraded(self.builder), policy, _RolledOut(result), termination)
+        pairs = zip(group.final_rewards_G, group.metrics_G, strict=True)
+        self._rewards = [(reward, {**metrics, **record.metrics()}) for reward, metrics in pairs]
+        self._trajectories = result.trajectories
+        self.text_labels_G = tuple(dict(getattr(env, "text_labels", {})) for env in result.envs)
         return [RolloutError("UnparsedVerdict", reply) for reply in record.unparsed]
 
     async def compute_group_rewards(
@@ -102,6 +110,31 @@ class RewardedGroup(EnvGroupBuilder):
 
 
 @dataclass(frozen=True)
+class _Ungraded(EnvGroupBuilder):
+    """Group that is rolled out but has no rewards yet; its owner cleans up."""
+
+    builder: EnvGroupBuilder
+
+    async def make_envs(self) -> Sequence[Env]:
+        raise AssertionError("the environments exist")
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        return await self.builder.compute_group_rewards(trajectory_group, env_group)
+
+
+@dataclass(frozen=True)
+class _RolledOut(RolloutStrategy):
+    """Strategy of a group that is rolled out."""
+
+    result: RolloutResult
+
+    async def execute(self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter) -> RolloutResult:
+        return self.result
+
+
+@dataclass(frozen=True)
 class RetryWholeGroup(RolloutStrategy):
     """Strategy that retries a whole group, with fresh environments and seeds, until it has its rewards.
 
@@ -114,12 +147,14 @@ class RetryWholeGroup(RolloutStrategy):
         min_successful: number of members that must succeed; None means all.
         timeout_s: time limit of one attempt; None means no limit.
         hook: hook that is called after each turn; None means none.
+        termination: effect of the reason why an episode ended on its reward; None means none.
     """
 
     max_retries: int = 2
     min_successful: int | None = None
     timeout_s: float | None = None
     hook: HookSpec | None = None
+    termination: TerminationRewardPolicy | None = None
 
     async def execute(self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter) -> RolloutResult:
         """Roll out a `RewardedGroup` and compute its rewards.
@@ -146,9 +181,11 @@ class RetryWholeGroup(RolloutStrategy):
             if successes and len(successes) >= min(self.min_successful or len(envs), len(envs)):
                 result = RolloutResult([outcome for outcome, _ in successes], [env for _, env in successes], errors)
                 try:
-                    errors += await env_group_builder.reward(result.trajectories, result.envs)
+                    errors += await env_group_builder.reward(result, policy, self.termination)
                 except UserCodeError as error:
                     errors.append(_rollout_error(error.__cause__ or error))
+                except TimeoutError as error:
+                    errors.append(self._grader_timeout(error))
                 except TinkerFlowsError:
                     raise
                 except Exception as error:  # noqa: BLE001 - third-party rewards
@@ -157,6 +194,14 @@ class RetryWholeGroup(RolloutStrategy):
                     return result
             await env_group_builder.cleanup()
         raise _AllAttemptsFailedError(errors)
+
+    def _grader_timeout(self, error: TimeoutError) -> RolloutError:
+        """Record an error of the rewards, which has no message if it is that of the time limit."""
+        limit = self.termination.grader_timeout_seconds if self.termination else None
+        if limit is None or str(error):
+            return _rollout_error(error)
+        text = f"the rewards took longer than rollout.termination.grader_timeout_seconds={limit}"
+        return RolloutError(type(error).__name__, text)
 
     async def _attempt(
         self, policy: SnapshotCompleter, attempt: int, envs: Sequence[Env]

@@ -9,6 +9,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from math import fsum
+from statistics import fmean
 from typing import Any, TypeVar
 
 import tinker
@@ -49,6 +50,7 @@ from tasks.rl.trajectories import (
     compute_post_kl,
     count_tokens,
     pack_groups,
+    rollouts_of,
 )
 from tasks.training.batch_source import BatchSource, HealthWarning, SampledTokens, TrainedBatch
 from tasks.training.held_out import EvaluatedBatch
@@ -155,6 +157,7 @@ class RolloutSource(BatchSource):
         self._sampled = SampledTokens()
         self._is_checked = False
         self._first_step = 0
+        self._warnings: dict[str, str] = {}
         # Client of the run, and the newest snapshot with the step that starts from its weights.
         self._client: tinker.TrainingClient | None = None
         self._snapshot: tuple[int, BackcompatSamplingClientFuture] | None = None
@@ -295,15 +298,30 @@ class RolloutSource(BatchSource):
             | (self.rewards.metrics(step, parts, self.settings.shape) if self.rewards else {})
             | ({"kl_policy_base": fsum(distances) / len(distances)} if distances else {})
             | (self._measure_post_kl(step, trained) if self.measures_post_kl else {})
+            | self._limit_metrics(step, groups)
         )
+
+    def _limit_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        """Return the share of rollouts whose reward was lowered to 0 because a limit ended them."""
+        termination = self.settings.strategy.termination
+        if termination is None or not termination.zero_reward_on_limit:
+            return {}
+        rollouts = list(rollouts_of(groups))
+        if step == self._first_step and all(trajectory.stop_reason is None for trajectory, _ in rollouts):
+            self._warnings["rollout.termination"] = (
+                "rollout.termination.zero_reward_on_limit has no effect so far, because the environment has reported "
+                "no stop reason in the first step: report stop/REASON in the metrics of the last turn, or remove it."
+            )
+        return {"rollout/zero_reward_on_limit": fmean("zero_reward_on_limit" in metrics for _, metrics in rollouts)}
 
     @property
     def targets(self) -> Mapping[str, TargetSpec]:
         return self.rewards.targets if self.rewards else {}
 
     def pop_warnings(self) -> dict[str, str]:
-        warnings = self.rewards.pop_warnings() if self.rewards else {}
-        return {f"rewards.{safe_name(name)}": text for name, text in warnings.items()}
+        warnings, self._warnings = self._warnings, {}
+        missing = self.rewards.pop_warnings() if self.rewards else {}
+        return warnings | {f"rewards.{safe_name(name)}": text for name, text in missing.items()}
 
     def policy_metrics(self, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of the trained policy and of the value baseline."""

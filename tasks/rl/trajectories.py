@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -12,7 +12,7 @@ import torch
 from tinker import types
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
-from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
+from tinker_cookbook.rl.types import Metrics, Trajectory, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from torch import Tensor
 
@@ -94,15 +94,16 @@ def _text_labels(trajectories_D: Sequence[tuple[Group, int]]) -> dict[str, tuple
     return {name: tuple(labels.get(name, "") for labels in labels_D) for name in names}
 
 
+def rollouts_of(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, Metrics]]:
+    """Yield each trajectory of the groups that succeeded, with its metrics from the group's rewards."""
+    for group in groups:
+        if group.trajectories is not None:
+            yield from zip(group.trajectories.trajectories_G, group.trajectories.metrics_G, strict=True)
+
+
 def count_tokens(groups: Sequence[Group]) -> SampledTokens:
     """Count the prompt tokens and the sampled tokens of all turns."""
-    turns = [
-        turn
-        for group in groups
-        if group.trajectories is not None
-        for trajectory in group.trajectories.trajectories_G
-        for turn in trajectory.transitions
-    ]
+    turns = [turn for trajectory, _ in rollouts_of(groups) for turn in trajectory.transitions]
     return SampledTokens(sum(turn.ob.length for turn in turns), sum(len(turn.ac.tokens) for turn in turns))
 
 

@@ -346,6 +346,18 @@ def test_rewards_of_a_hook_and_a_reward_that_is_not_reported(
     assert "name total, or hook/ACTION/reward" in tags["tinker_flows.warning.pitfall.hook"]
 
 
+def test_termination_without_a_stop_reason_is_announced(
+    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
+) -> None:
+    _, config, _ = run
+    fields = config | {"num_steps": 2, "eval_every": 0, "objective": {"base_loss": "importance_sampling"}}
+    rollouts = {"max_tokens": 8, "termination": {"zero_reward_on_limit": True}}
+    result = rl(RlConfig.model_validate(fields | {"run_name": "unlimited", "rollout": rollouts}))
+    assert curve(result, mlflow_uri, "rollout/zero_reward_on_limit") == [0.0] * 2
+    tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
+    assert "no stop reason in the first step" in tags["tinker_flows.warning.rollout.termination"]
+
+
 def test_invalid_completers_and_hooks_are_refused(tmp_path: Path, prefect_server: str) -> None:
     for rollouts, message in (
         ({"completer": {"builder": "rollout_parts:Nothing"}}, "rollout.completer.builder is 'rollout_parts:Nothing'"),

@@ -93,6 +93,13 @@ def test_rewards_of_a_hook_that_are_not_trained_on() -> None:
         assert keys(RlConfig.model_validate(fields | {"rewards": rewards})) == expected
 
 
+def test_a_clamp_of_a_total_reward_that_is_not_trained_on() -> None:
+    rollouts = {"rollout": {"termination": {"zero_reward_on_limit": True}}}
+    fields = rl_fields(Path("there"), "clamped", "") | rollouts
+    for rewards, expected in (({}, set[str]()), ({"correct": {}}, {"termination"}), ({"total": {}}, set[str]())):
+        assert keys(RlConfig.model_validate(fields | {"rewards": rewards})) == expected
+
+
 def test_group_of_one() -> None:
     fields = rl_fields(Path("there"), "alone", "")
     fields["environment"]["params"]["group_size"] = 1
