@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from flows.config.loader import load_config
     from flows.config.rl import AdvantageConfig, CorrectionConfig, HealthConfig, ModeConfig, NamedRewardConfig, RlConfig
     from flows.config.rlhf import PolicyConfig, RewardConfig, RlhfConfig
-    from flows.config.rollout import RolloutConfig, TerminationConfig
+    from flows.config.rollout import OverlongConfig, RolloutConfig, TerminationConfig
     from flows.config.train import BudgetConfig, GuardConfig, ReportConfig, SftConfig, TrainConfig
     from flows.distill import off_policy_distillation, on_policy_distillation, prompt_distillation, self_distillation
     from flows.dpo import dpo
@@ -183,6 +183,7 @@ __all__ = [
     "OnePass",
     "Outcome",
     "Outputs",
+    "OverlongConfig",
     "Pairs",
     "PairwiseBuilder",
     "PolicyConfig",
@@ -333,6 +334,7 @@ _MODULES = {
     "PolicyConfig": "flows.config.rlhf",
     "RewardConfig": "flows.config.rlhf",
     "RlhfConfig": "flows.config.rlhf",
+    "OverlongConfig": "flows.config.rollout",
     "RolloutConfig": "flows.config.rollout",
     "TerminationConfig": "flows.config.rollout",
     "SftConfig": "flows.config.train",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 from tinker_cookbook.rl.rollout_limits import DEFAULT_LIMIT_STOP_REASONS, TerminationRewardPolicy
@@ -17,9 +17,10 @@ from tasks.rl.group_rollout import RetryWholeGroup
 from tasks.rl.hooks import HookSpec
 from tasks.rl.rollout_source import RolloutSettings
 from tasks.rl.sampling_distribution import LogprobsOf, SamplingDistribution
+from tasks.rl.truncation import OverlongPenalty
 
 # Fields that change the rewards or the choice of the groups that `rl` trains on.
-RL_FIELDS = ("termination",)
+RL_FIELDS = ("termination", "truncated")
 POLICY_LOSS = ObjectiveSpec.model_validate({"base_loss": "importance_sampling"})
 
 
@@ -68,6 +69,22 @@ class TerminationConfig(Config):
     def policy(self) -> TerminationRewardPolicy:
         """Return tinker-cookbook's policy."""
         return TerminationRewardPolicy(**self.model_dump())
+
+
+class OverlongConfig(Config):
+    """Penalty for completions near the token limit: DAPO's soft overlong punishment (arXiv:2503.14476)."""
+
+    penalty: float = Field(
+        default=1.0,
+        gt=0,
+        title="Penalty",
+        description="Reward that a completion loses at `max_tokens` tokens.",
+    )
+    length: int = Field(
+        ge=1,
+        title="Length",
+        description="Tokens before `max_tokens` over which the penalty rises linearly from 0.",
+    )
 
 
 class RolloutConfig(Config):
@@ -134,12 +151,19 @@ class RolloutConfig(Config):
         description="Effect of the reason why an episode ended on its reward, in training and on held-out groups, such "
         "as `{zero_reward_on_limit: true}`. Only for `rl`. Unset: none.",
     )
+    truncated: Literal["train", "mask"] | OverlongConfig = Field(
+        default="train",
+        title="Truncated completions",
+        description="Completions that reach `max_tokens`. `train`: train on them like on others. `mask`: train on no "
+        "rollout whose last completion is truncated; its reward still counts in its group. `{length: 64}`: "
+        "penalize the last 64 tokens before the limit. Only for `rl`.",
+    )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         # The cache key of a run's teacher data contains this repr: leave out fields that 0.1 did not have at their
         # defaults.
         fields = type(self).model_fields
-        new = {"top_k", "top_p", "logprobs", "num_candidates", "completer", "hook", "termination"}
+        new = {"top_k", "top_p", "logprobs", "num_candidates", "completer", "hook", *RL_FIELDS}
         return (
             (name, value) for name, value in super().__repr_args__() if name not in new or value != fields[name].default
         )
@@ -149,6 +173,15 @@ class RolloutConfig(Config):
         if self.top_k is not None and self.top_p < 1:
             raise ValueError(
                 "top_k and top_p are both set, and services differ in which one they apply first: remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_truncated(self) -> Self:
+        if isinstance(self.truncated, OverlongConfig) and self.truncated.length > self.max_tokens:
+            raise ValueError(
+                f"truncated.length={self.truncated.length} exceeds max_tokens={self.max_tokens}, so that every "
+                "completion would be penalized: lower it"
             )
         return self
 
@@ -165,8 +198,12 @@ class RolloutConfig(Config):
         hook = HookSpec.load(self.hook.builder, self.hook.params) if self.hook else None
         completer = CompleterSpec.load(self.completer.builder, self.completer.params) if self.completer else None
         termination = self.termination.policy() if self.termination else None
-        strategy = RetryWholeGroup(self.max_retries, self.min_successful, self.timeout_s, hook, termination)
-        return RolloutSettings(seed, self.max_tokens, self.distribution(), strategy, shape, completer)
+        overlong = None
+        if isinstance(self.truncated, OverlongConfig):
+            overlong = OverlongPenalty(self.truncated.penalty, self.truncated.length, self.max_tokens)
+        strategy = RetryWholeGroup(self.max_retries, self.min_successful, self.timeout_s, hook, termination, overlong)
+        mask_truncated = self.truncated == "mask"
+        return RolloutSettings(seed, self.max_tokens, self.distribution(), strategy, shape, completer, mask_truncated)
 
     def distribution(self) -> SamplingDistribution:
         """Return the distribution that rollouts are sampled from."""

@@ -16,7 +16,7 @@ from flows.config.base import BASE
 from flows.config.distill import SamplingConfig
 from flows.config.loader import field_values, renderer_names
 from flows.config.rl import RlConfig
-from flows.config.rollout import RolloutConfig
+from flows.config.rollout import OverlongConfig, RolloutConfig
 from flows.config.train import TrainConfig
 from flows.monitoring.run_tags import note_warning
 from flows.runs.fork import is_fork, named_origin
@@ -29,6 +29,7 @@ from tasks.reports.first_batch import first_group, print_datums, weighted_datums
 from tasks.reports.summary import DATA_TAG
 from tasks.rl.hooks import PREFIX
 from tasks.rl.named_rewards import TOTAL
+from tasks.rl.truncation import OVERLONG
 
 # The published LoRA rate is ten times that of full fine-tuning.
 _FAR_BELOW = 8
@@ -186,6 +187,13 @@ def _of_rewards(config: RlConfig) -> Iterator[Pitfall]:
             "termination",
             "rollout.termination.zero_reward_on_limit lowers the total reward, which rewards does not name: episodes "
             "that a limit ends are trained on with their named rewards; name total, or remove it.",
+        )
+    penalized = isinstance(config.rollout.truncated, OverlongConfig)
+    if penalized and config.rewards and not {TOTAL, OVERLONG} & config.rewards.keys():
+        yield Pitfall(
+            "overlong",
+            f"rewards names neither total nor {OVERLONG}, the reward of rollout.truncated: long completions are not "
+            "penalized; name one of them.",
         )
 
 

@@ -150,6 +150,12 @@ _HEALTH = (
     ),
     MetricChart("Truncated completions", "share of completions", "They reached the token limit.", "rollout/truncated"),
     MetricChart(
+        "Masked rollouts",
+        "share of rollouts",
+        "Truncated rollouts that are not trained on; their rewards count in their groups.",
+        "rollout/masked",
+    ),
+    MetricChart(
         "Repeated 4-grams", "share", "A rise with the reward is a sign of reward hacking.", "rollout/repetition"
     ),
     MetricChart(

@@ -23,6 +23,7 @@ from tasks.common.task import call, opaque_argument, retried_task
 from tasks.preference.judges import record_verdicts
 from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.hooks import HookSpec
+from tasks.rl.truncation import OVERLONG, OverlongPenalty
 
 T = TypeVar("T")
 
@@ -67,12 +68,13 @@ class RewardedGroup(EnvGroupBuilder):
         return await self.builder.make_envs()
 
     async def reward(
-        self, result: RolloutResult, policy: TokenCompleter, termination: TerminationRewardPolicy | None
+        self, result: RolloutResult, policy: TokenCompleter, strategy: RetryWholeGroup
     ) -> list[RolloutError]:
         """Compute the rewards and keep them for `compute_group_rewards`.
 
         The metrics of prompted judges are added to those of each trajectory. tinker-cookbook itself applies the
-        termination policy, so that training and held-out rollouts get the same rewards as in its loop.
+        termination policy, so that training and held-out rollouts get the same rewards as in its loop. The penalty for
+        long completions follows.
 
         Returns:
             Replies of prompted judges without a verdict, as errors of type `UnparsedVerdict`.
@@ -81,9 +83,13 @@ class RewardedGroup(EnvGroupBuilder):
             TimeoutError: the rewards took longer than the policy permits.
         """
         with record_verdicts() as record:
-            group = await do_group_rollout(_Ungraded(self.builder), policy, _RolledOut(result), termination)
+            group = await do_group_rollout(_Ungraded(self.builder), policy, _RolledOut(result), strategy.termination)
         pairs = zip(group.final_rewards_G, group.metrics_G, strict=True)
         self._rewards = [(reward, {**metrics, **record.metrics()}) for reward, metrics in pairs]
+        if strategy.overlong:
+            penalties = map(strategy.overlong.reward, result.trajectories)
+            pairs = zip(self._rewards, penalties, strict=True)
+            self._rewards = [(reward + own, {**metrics, OVERLONG: own}) for (reward, metrics), own in pairs]
         self._trajectories = result.trajectories
         self.text_labels_G = tuple(dict(getattr(env, "text_labels", {})) for env in result.envs)
         return [RolloutError("UnparsedVerdict", reply) for reply in record.unparsed]
@@ -148,6 +154,7 @@ class RetryWholeGroup(RolloutStrategy):
         timeout_s: time limit of one attempt; None means no limit.
         hook: hook that is called after each turn; None means none.
         termination: effect of the reason why an episode ended on its reward; None means none.
+        overlong: penalty for long completions; None means none.
     """
 
     max_retries: int = 2
@@ -155,6 +162,7 @@ class RetryWholeGroup(RolloutStrategy):
     timeout_s: float | None = None
     hook: HookSpec | None = None
     termination: TerminationRewardPolicy | None = None
+    overlong: OverlongPenalty | None = None
 
     async def execute(self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter) -> RolloutResult:
         """Roll out a `RewardedGroup` and compute its rewards.
@@ -181,7 +189,7 @@ class RetryWholeGroup(RolloutStrategy):
             if successes and len(successes) >= min(self.min_successful or len(envs), len(envs)):
                 result = RolloutResult([outcome for outcome, _ in successes], [env for _, env in successes], errors)
                 try:
-                    errors += await env_group_builder.reward(result, policy, self.termination)
+                    errors += await env_group_builder.reward(result, policy, self)
                 except UserCodeError as error:
                     errors.append(_rollout_error(error.__cause__ or error))
                 except TimeoutError as error:

@@ -52,6 +52,7 @@ from tasks.rl.trajectories import (
     pack_groups,
     rollouts_of,
 )
+from tasks.rl.truncation import is_truncated
 from tasks.training.batch_source import BatchSource, HealthWarning, SampledTokens, TrainedBatch
 from tasks.training.held_out import EvaluatedBatch
 from tasks.training.metric_names import safe_name
@@ -75,6 +76,7 @@ class RolloutSettings:
         strategy: retries of failed rollouts.
         shape: settings of advantages.
         completer: completer of the user; None for the service's sampling.
+        mask_truncated: train on no rollout whose last completion reached the token limit.
     """
 
     seed: int
@@ -83,6 +85,7 @@ class RolloutSettings:
     strategy: RetryWholeGroup
     shape: AdvantageSettings
     completer: CompleterSpec | None = None
+    mask_truncated: bool = False
 
     def with_service_logprobs(self) -> RolloutSettings:
         """Return the settings with the logprobs that the service returns, whatever the distribution."""
@@ -268,7 +271,8 @@ class RolloutSource(BatchSource):
         if step == self._first_step:
             check_errors(groups, self.settings.distribution)
         mix = self.rewards.take(step, groups) if self.rewards else None
-        return call(gather, opaque_argument(groups), self.settings.shape, self.tokenizer, mix)
+        settings = self.settings
+        return call(gather, opaque_argument(groups), settings.shape, self.tokenizer, mix, settings.mask_truncated)
 
     def _score(self, step: int, batch: Batch) -> tuple[Batch, Tensor]:
         """Return a minibatch with the reference's logprobs."""
@@ -302,17 +306,26 @@ class RolloutSource(BatchSource):
         )
 
     def _limit_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the share of rollouts whose reward was lowered to 0 because a limit ended them."""
+        """Return the shares of rollouts that lost their reward at a limit, or are masked because they are truncated."""
+        rollouts, metrics = list(rollouts_of(groups)), dict[str, float]()
         termination = self.settings.strategy.termination
-        if termination is None or not termination.zero_reward_on_limit:
-            return {}
-        rollouts = list(rollouts_of(groups))
-        if step == self._first_step and all(trajectory.stop_reason is None for trajectory, _ in rollouts):
-            self._warnings["rollout.termination"] = (
-                "rollout.termination.zero_reward_on_limit has no effect so far, because the environment has reported "
-                "no stop reason in the first step: report stop/REASON in the metrics of the last turn, or remove it."
-            )
-        return {"rollout/zero_reward_on_limit": fmean("zero_reward_on_limit" in metrics for _, metrics in rollouts)}
+        if termination and termination.zero_reward_on_limit:
+            lowered = fmean("zero_reward_on_limit" in own for _, own in rollouts)
+            metrics["rollout/zero_reward_on_limit"] = lowered
+            if step == self._first_step and all(trajectory.stop_reason is None for trajectory, _ in rollouts):
+                self._warnings["rollout.termination"] = (
+                    "rollout.termination.zero_reward_on_limit has no effect so far, because the environment has "
+                    "reported no stop reason in the first step: report stop/REASON in the metrics of the last turn, or "
+                    "remove it."
+                )
+        if self.settings.mask_truncated:
+            masked = metrics["rollout/masked"] = fmean(is_truncated(trajectory) for trajectory, _ in rollouts)
+            if masked == 1:
+                self._warnings["rollout.masked"] = (
+                    f"rollout.truncated masks all rollouts of step {step}, so their rewards teach nothing: raise "
+                    "rollout.max_tokens, or penalize long completions instead."
+                )
+        return metrics
 
     @property
     def targets(self) -> Mapping[str, TargetSpec]:
@@ -449,7 +462,11 @@ def score_again(sampler: tinker.SamplingClient, sequences: Sequence[tinker.Model
 
 @step_task(name="batch")
 def gather(
-    groups: Sequence[Group], shape: AdvantageSettings, tokenizer: Tokenizer, mix: RewardWeights | None = None
+    groups: Sequence[Group],
+    shape: AdvantageSettings,
+    tokenizer: Tokenizer,
+    mix: RewardWeights | None = None,
+    mask_truncated: bool = False,
 ) -> Batch:
     """Pack the groups of a minibatch."""
-    return pack_groups(groups, shape, tokenizer, mix)
+    return pack_groups(groups, shape, tokenizer, mix, mask_truncated=mask_truncated)

@@ -12,7 +12,13 @@ import torch
 from tinker import types
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
-from tinker_cookbook.rl.types import Metrics, Trajectory, TrajectoryGroup
+from tinker_cookbook.rl.types import (
+    PARSE_ERROR_MASKED_METRIC_KEY,
+    Metrics,
+    Trajectory,
+    TrajectoryGroup,
+    Transition,
+)
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from torch import Tensor
 
@@ -25,6 +31,7 @@ from tasks.rl.group_rollout import Group
 from tasks.rl.hooks import count_actions
 from tasks.rl.named_rewards import RewardWeights, combine_advantages, is_constant
 from tasks.rl.sampling_distribution import Completion
+from tasks.rl.truncation import is_truncated
 from tasks.training.batch_source import SampledTokens, TrainedBatch
 from tasks.training.datums import Datums
 from tasks.training.metric_names import safe_name
@@ -34,17 +41,26 @@ GROUP_INDEX = "played"
 
 
 def pack_groups(
-    groups: Sequence[Group], settings: AdvantageSettings, tokenizer: Tokenizer, mix: RewardWeights | None = None
+    groups: Sequence[Group],
+    settings: AdvantageSettings,
+    tokenizer: Tokenizer,
+    mix: RewardWeights | None = None,
+    *,
+    mask_truncated: bool = False,
 ) -> Batch:
     """Pack the sampled tokens of all trajectories with their advantages.
 
-    If `drop_constant` would drop all groups, one group is kept, with advantages of 0.
+    Trajectories that are masked have no datums, but their rewards count in the mean and the deviation of their group.
+    Turns that the environment masks (`mask_error_turns` of tinker-cookbook) are not trained on either. If
+    `drop_constant` would drop all groups, one group is kept, and if `mask_truncated` would mask all trajectories, one
+    trajectory is kept, with advantages of 0.
 
     Args:
         mix: weights of named rewards; None for the total reward of the environments.
+        mask_truncated: mask trajectories whose last completion reached the token limit.
 
     Raises:
-        ConfigError: no group succeeded.
+        ConfigError: no group succeeded, or none has a token to train on.
     """
     numbers = [number for number, group in enumerate(groups) if group.trajectories is not None]
     if not numbers:
@@ -57,14 +73,27 @@ def pack_groups(
     if settings.drop_constant:
         numbers = [number for number in numbers if not _is_constant(groups[number], mix)] or numbers[:1]
     completed = [group for number in numbers if (group := groups[number].trajectories) is not None]
+    # The assembled datums and the trajectories have the same sampled tokens in the same order.
+    tokens = combine_advantages(completed, settings, mix) if mix else compute_token_advantages(completed, settings)
+    trained = _trained_members(completed, mask_truncated)
+    if not trained:
+        trained = _trained_members(completed, mask_truncated=False)[:1]
+        if not trained:
+            raise ConfigError("No rollout of a step has a sampled token to train on: check the environment.")
+        tokens = replace(tokens, advantages_T=torch.zeros_like(tokens.advantages_T))
+    trained_T = _trained_tokens(completed, trained)
     unused_advantages = [torch.zeros(len(group.trajectories_G)) for group in completed]
-    data, metadata = assemble_training_data(completed, unused_advantages)
-    targets_D = [_field(datum, "target_tokens").to(torch.int64) for datum in data]
-    masks_D = [_field(datum, "mask").float() for datum in data]
+    assembled = zip(*assemble_training_data(completed, unused_advantages), strict=True)
+    rows = [
+        (datum, (row["group_idx"], row["traj_idx"]))
+        for datum, row in assembled
+        if (row["group_idx"], row["traj_idx"]) in trained and bool(_field(datum, "mask").any())
+    ]
+    targets_D = [_field(datum, "target_tokens").to(torch.int64) for datum, _ in rows]
+    masks_D = [_field(datum, "mask").float() for datum, _ in rows]
     target_tokens_DT, offsets_D = pack(targets_D)
     mask_DT = pack(masks_D)[0]
-    # The batch and the trajectories have the same sampled tokens in the same order.
-    tokens = combine_advantages(completed, settings, mix) if mix else compute_token_advantages(completed, settings)
+    group_D, member_D = (torch.tensor([place[axis] for _, place in rows]) for axis in range(2))
     return Batch(
         target_tokens_DT,
         mask_DT,
@@ -72,19 +101,48 @@ def pack_groups(
         tuple(
             str(tokenizer.decode(targets[mask != 0].tolist())) for targets, mask in zip(targets_D, masks_D, strict=True)
         ),
-        datums=Datums([_supervised(datum, mask) for datum, mask in zip(data, masks_D, strict=True)]),
-        advantages_DT=_at(mask_DT, tokens.advantages_T),
-        values_DT=_at(mask_DT, tokens.values_T),
-        returns_DT=_at(mask_DT, tokens.returns_T),
-        sampling_logprobs_DT=pack([_field(datum, "logprobs").float() for datum in data])[0],
+        datums=Datums([_supervised(datum, mask) for (datum, _), mask in zip(rows, masks_D, strict=True)]),
+        advantages_DT=_at(mask_DT, tokens.advantages_T[trained_T]),
+        values_DT=_at(mask_DT, tokens.values_T[trained_T]),
+        returns_DT=_at(mask_DT, tokens.returns_T[trained_T]),
+        sampling_logprobs_DT=pack([_field(datum, "logprobs").float() for datum, _ in rows])[0],
         labels_D={
-            "group": torch.tensor([row["group_idx"] for row in metadata]),
-            PROMPT: torch.tensor([row["group_idx"] for row in metadata]),
-            GROUP_INDEX: torch.tensor([numbers[row["group_idx"]] for row in metadata]),
-            MEMBER: torch.tensor([row["traj_idx"] for row in metadata]),
+            "group": group_D,
+            PROMPT: group_D,
+            GROUP_INDEX: torch.tensor(numbers)[group_D],
+            MEMBER: member_D,
         },
-        text_labels_D=_text_labels([(groups[numbers[row["group_idx"]]], row["traj_idx"]) for row in metadata]),
+        text_labels_D=_text_labels([(groups[numbers[group]], member) for _, (group, member) in rows]),
     )
+
+
+def _trained_members(groups: Sequence[TrajectoryGroup], mask_truncated: bool) -> list[tuple[int, int]]:
+    """Group and member index of each trajectory with tokens to train on."""
+    return [
+        (index, member)
+        for index, group in enumerate(groups)
+        for member, trajectory in enumerate(group.trajectories_G)
+        if not (mask_truncated and is_truncated(trajectory))
+        and any(turn.ac.tokens and not _is_masked(turn) for turn in trajectory.transitions)
+    ]
+
+
+def _trained_tokens(groups: Sequence[TrajectoryGroup], trained: Sequence[tuple[int, int]]) -> Tensor:
+    """Mask of the sampled tokens that belong to trained trajectories and to turns that are not masked, ``(T,)``."""
+    members = set(trained)
+    return torch.tensor(
+        [
+            (index, member) in members and not _is_masked(turn)
+            for index, group in enumerate(groups)
+            for member, trajectory in enumerate(group.trajectories_G)
+            for turn in trajectory.transitions
+            for _ in turn.ac.tokens
+        ]
+    )
+
+
+def _is_masked(turn: Transition) -> bool:
+    return turn.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY, 0.0) >= 1
 
 
 def _text_labels(trajectories_D: Sequence[tuple[Group, int]]) -> dict[str, tuple[str, ...]]:

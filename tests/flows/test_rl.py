@@ -358,6 +358,34 @@ def test_termination_without_a_stop_reason_is_announced(
     assert "no stop reason in the first step" in tags["tinker_flows.warning.rollout.termination"]
 
 
+def test_truncated_completions_are_masked_or_penalized(
+    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
+) -> None:
+    """The untrained model ends few of its answers, or none."""
+    _, config, plain = run
+    fields = config | {"num_steps": 1, "objective": {"base_loss": "importance_sampling"}}
+    masked = rl(
+        RlConfig.model_validate(
+            fields | {"run_name": "masked", "rollout": {"max_tokens": 8, "truncated": "mask"}, "eval_every": 0}
+        )
+    )
+    share = curve(masked, mlflow_uri, "rollout/masked")
+    assert share == curve(masked, mlflow_uri, "rollout/truncated")
+    tags = MlflowClient(mlflow_uri).get_run(masked.mlflow_run_id).data.tags
+    assert (share == [1.0]) == ("tinker_flows.warning.rollout.masked" in tags)
+    assert masked.metrics["cost/num_sample_tokens"] == curve(plain, mlflow_uri, "rollout/num_sampled_tokens")[0]
+    assert "Masked rollouts" in Path(masked.report).read_text()
+
+    rollouts = {"max_tokens": 8, "truncated": {"length": 4, "penalty": 0.5}}
+    penalized = rl(RlConfig.model_validate(fields | {"run_name": "overlong", "rollout": rollouts, "eval_every": 1}))
+    for prefix in ("", "test/"):
+        key = f"{prefix}env/all/reward/total"
+        penalty = curve(penalized, mlflow_uri, f"{prefix}env/all/overlong/reward")[0]
+        assert -0.5 <= penalty < 0
+        difference = curve(penalized, mlflow_uri, key)[0] - curve(plain, mlflow_uri, key)[0]
+        assert difference == pytest.approx(penalty)
+
+
 def test_invalid_completers_and_hooks_are_refused(tmp_path: Path, prefect_server: str) -> None:
     for rollouts, message in (
         ({"completer": {"builder": "rollout_parts:Nothing"}}, "rollout.completer.builder is 'rollout_parts:Nothing'"),

@@ -100,6 +100,12 @@ def test_a_clamp_of_a_total_reward_that_is_not_trained_on() -> None:
         assert keys(RlConfig.model_validate(fields | {"rewards": rewards})) == expected
 
 
+def test_a_penalty_that_is_not_trained_on() -> None:
+    fields = rl_fields(Path("there"), "long", "") | {"rollout": {"truncated": {"length": 5}}}
+    for rewards, expected in (({}, set[str]()), ({"correct": {}}, {"overlong"}), ({"overlong/reward": {}}, set[str]())):
+        assert keys(RlConfig.model_validate(fields | {"rewards": rewards})) == expected
+
+
 def test_group_of_one() -> None:
     fields = rl_fields(Path("there"), "alone", "")
     fields["environment"]["params"]["group_size"] = 1
