@@ -335,6 +335,15 @@ class RlConfig(TrainConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_refill(self) -> Self:
+        if self.rollout.refill_rounds and not self.advantage.drop_constant:
+            raise ValueError(
+                "rollout.refill_rounds replaces the groups that advantage.drop_constant drops: set drop_constant to "
+                "true, or remove refill_rounds"
+            )
+        return self
+
     def base_correction(self) -> Correction | None:
         """Return the correction of the base loss; None for none."""
         match self.correction:

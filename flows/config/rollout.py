@@ -20,7 +20,7 @@ from tasks.rl.sampling_distribution import LogprobsOf, SamplingDistribution
 from tasks.rl.truncation import OverlongPenalty
 
 # Fields that change the rewards or the choice of the groups that `rl` trains on.
-RL_FIELDS = ("termination", "truncated")
+RL_FIELDS = ("termination", "truncated", "refill_rounds")
 POLICY_LOSS = ObjectiveSpec.model_validate({"base_loss": "importance_sampling"})
 
 
@@ -158,6 +158,14 @@ class RolloutConfig(Config):
         "rollout whose last completion is truncated; its reward still counts in its group. `{length: 64}`: "
         "penalize the last 64 tokens before the limit. Only for `rl`.",
     )
+    refill_rounds: int = Field(
+        default=0,
+        ge=0,
+        title="Rounds of refills",
+        description="Maximum rounds of sampling in which the next groups of the data replace groups that "
+        "`advantage.drop_constant` drops or that failed, as in DAPO's dynamic sampling. A step samples at most "
+        "`1 + refill_rounds` times its groups. Only for `rl`. 0: the batch shrinks instead.",
+    )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         # The cache key of a run's teacher data contains this repr: leave out fields that 0.1 did not have at their
@@ -202,8 +210,16 @@ class RolloutConfig(Config):
         if isinstance(self.truncated, OverlongConfig):
             overlong = OverlongPenalty(self.truncated.penalty, self.truncated.length, self.max_tokens)
         strategy = RetryWholeGroup(self.max_retries, self.min_successful, self.timeout_s, hook, termination, overlong)
-        mask_truncated = self.truncated == "mask"
-        return RolloutSettings(seed, self.max_tokens, self.distribution(), strategy, shape, completer, mask_truncated)
+        return RolloutSettings(
+            seed,
+            self.max_tokens,
+            self.distribution(),
+            strategy,
+            shape,
+            completer,
+            mask_truncated=self.truncated == "mask",
+            refill_rounds=self.refill_rounds,
+        )
 
     def distribution(self) -> SamplingDistribution:
         """Return the distribution that rollouts are sampled from."""

@@ -143,6 +143,12 @@ _HEALTH = (
         "env/all/by_group/frac_mixed",
     ),
     MetricChart(
+        "Groups sampled per trained group",
+        "groups",
+        "1 if every group teaches; refills sample further groups for those that do not.",
+        "rollout/groups_per_trained",
+    ),
+    MetricChart(
         "Length of completions",
         "tokens per turn",
         "A steady drift without a better reward is a sign of reward hacking.",

@@ -60,6 +60,7 @@ class AsyncRolloutSource(RolloutSource):
 
     The number of running and completed groups is limited to what the steps within the age bound can train on. Groups
     that are too old when their step comes are rolled out again. Each group is trained on once, also in a resumed run.
+    With `refill_rounds`, a group that teaches nothing is replaced by the next one, like a group that fails.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class AsyncRolloutSource(RolloutSource):
         self._running: dict[Place, int] = {}  # place of each running group: version of the weights that sample it
         self._completed: list[CompletedGroup] = []
         self._failed: list[Group] = []
+        self._discarded: list[Group] = []  # groups that teach nothing since the metrics of the last step
         self._taken: dict[int, list[CompletedGroup]] = {}
         self._stale: list[Group] = []
         self._num_steps = 0
@@ -145,9 +147,10 @@ class AsyncRolloutSource(RolloutSource):
         with self._changed:
             ages = [step - completed.version for completed in self._taken[step]]
             failed, self._failed = self._failed, []
+            discarded, self._discarded = self._discarded, []
             stale, self._stale = self._stale, []
             num_ready, num_running = len(self._completed), len(self._running)
-        self._groups[step].append(failed)
+        self._groups[step].append([*failed, *discarded])
         self._sampled += count_tokens(stale)
         return super().metrics(step, trained, terms) | {
             "async/staleness_mean": sum(ages) / len(ages),
@@ -218,12 +221,19 @@ class AsyncRolloutSource(RolloutSource):
             del self._running[place]
             if error:
                 self._error = self._error or error
+            elif group and group.trajectories is not None and self._is_useless(group):
+                self._discarded.append(group)
             elif group and group.trajectories is not None:
                 self._completed.append(CompletedGroup(place, weights.version, group))
             elif group:
                 self._note_failed(group)
             self._start()
             self._changed.notify_all()
+
+    def _is_useless(self, group: Group) -> bool:
+        """Check whether the next group replaces a completed one, which the rounds of refills limit."""
+        limit = self.settings.refill_rounds * self._size
+        return len(self._discarded) < limit and not self.can_teach(group)
 
     def _note_failed(self, group: Group) -> None:
         """Record a failed group, which the next group replaces; fail the run if all groups fail."""

@@ -11,10 +11,19 @@ from blocks.errors import ConfigError
 
 
 class GroupBatches:
-    """Groups of a dataset by step."""
+    """Groups of a dataset by step.
 
-    def __init__(self, dataset: RLDataset, groups_per_batch: int | None) -> None:
+    Attributes:
+        num_refilled: groups that `refill` has taken in all steps so far; later groups follow them.
+    """
+
+    num_refilled: int = 0
+
+    def __init__(self, dataset: RLDataset, groups_per_batch: int | None, *, can_refill: bool = False) -> None:
         """Create batches of `groups_per_batch` consecutive groups, or of the dataset's own batches if None.
+
+        Args:
+            can_refill: permit `refill`, for which all steps have the same number of groups.
 
         Raises:
             ConfigError: the dataset has fewer groups than a batch.
@@ -22,7 +31,7 @@ class GroupBatches:
         self._dataset = dataset
         self._size = len(dataset.get_batch(0))
         self._num_groups = self._size * (len(dataset) - 1) + len(dataset.get_batch(len(dataset) - 1))
-        self._groups_per_batch = groups_per_batch
+        self._groups_per_batch = groups_per_batch or (self._size if can_refill else None)
         if self._num_groups < (groups_per_batch or 1):
             raise ConfigError(
                 f"groups_per_batch={groups_per_batch} exceeds the {self._num_groups} groups of the environments: "
@@ -44,8 +53,18 @@ class GroupBatches:
         """Return the groups of a step; after the last group the dataset starts over."""
         if self._groups_per_batch is None:
             return self._batch(step % len(self._dataset))
-        first = step * self._groups_per_batch
-        return [self._group(number % self._num_groups) for number in range(first, first + self._groups_per_batch)]
+        return self._take(step * self._groups_per_batch, self._groups_per_batch)
+
+    def refill(self, step: int, num_groups: int) -> Sequence[EnvGroupBuilder]:
+        """Take the groups that follow those of a step, and those of earlier refills; the next step follows them."""
+        assert self._groups_per_batch is not None
+        groups = self._take((step + 1) * self._groups_per_batch, num_groups)
+        self.num_refilled += num_groups
+        return groups
+
+    def _take(self, first: int, num_groups: int) -> Sequence[EnvGroupBuilder]:
+        numbers = range(first + self.num_refilled, first + self.num_refilled + num_groups)
+        return [self._group(number % self._num_groups) for number in numbers]
 
     def _group(self, number: int) -> EnvGroupBuilder:
         return self._batch(number // self._size)[number % self._size]

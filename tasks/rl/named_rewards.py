@@ -146,7 +146,12 @@ class NamedRewards:
 
     The weight of a target at a step follows from the rewards of the steps before, whose groups are complete when the
     step starts.
+
+    Attributes:
+        current: weights of the newest step, once one has started.
     """
+
+    current: RewardWeights
 
     def __init__(self, specs: Mapping[str, RewardSpec], normalization: Normalization) -> None:
         self._specs = specs
@@ -179,8 +184,12 @@ class NamedRewards:
             name: -self._targets.weight_of(name) + 0.0 if spec.target else spec.weight_at(step, self._num_steps)
             for name, spec in self._specs.items()
         }
-        self._weights[step] = RewardWeights(weights, self._normalization)
+        self._weights[step] = self.current = RewardWeights(weights, self._normalization)
         self._states = {step: self._state()}
+
+    def weights_at(self, step: int) -> RewardWeights:
+        """Return the weights of a step that has started and whose metrics are not computed yet."""
+        return self._weights[step]
 
     def take(self, step: int, groups: Sequence[Group]) -> RewardWeights:
         """Note the rewards of a minibatch of a step, and return the weights of the step."""

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import fsum
 from statistics import fmean
+from threading import Event
 from typing import Any, TypeVar
 
 import tinker
 import torch
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
-from tinker_cookbook.rl.types import RLDataset, TrajectoryGroup
+from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from torch import Tensor
 
@@ -42,6 +43,7 @@ from tasks.rl.rollout_log import Transcript, make_transcript
 from tasks.rl.sampling_distribution import MAX_MEAN_ERROR, SamplingDistribution, check_service
 from tasks.rl.trajectories import (
     apply_kl_penalty,
+    can_teach,
     compute_critic_metrics,
     compute_group_metrics,
     compute_logprob_errors,
@@ -77,6 +79,7 @@ class RolloutSettings:
         shape: settings of advantages.
         completer: completer of the user; None for the service's sampling.
         mask_truncated: train on no rollout whose last completion reached the token limit.
+        refill_rounds: maximum rounds in which the next groups of the data replace groups that teach nothing.
     """
 
     seed: int
@@ -86,6 +89,7 @@ class RolloutSettings:
     shape: AdvantageSettings
     completer: CompleterSpec | None = None
     mask_truncated: bool = False
+    refill_rounds: int = 0
 
     def with_service_logprobs(self) -> RolloutSettings:
         """Return the settings with the logprobs that the service returns, whatever the distribution."""
@@ -146,7 +150,7 @@ class RolloutSource(BatchSource):
         settings: RolloutSettings,
         minibatches: MinibatchSettings,
     ) -> None:
-        self.problems = GroupBatches(train, minibatches.groups_per_batch)
+        self.problems = GroupBatches(train, minibatches.groups_per_batch, can_refill=settings.refill_rounds > 0)
         self.test = test
         self.num_minibatches = minibatches.num_minibatches
         self.tokenizer, self.settings, self.num_parts = tokenizer, settings, minibatches.num_parts
@@ -161,6 +165,8 @@ class RolloutSource(BatchSource):
         self._is_checked = False
         self._first_step = 0
         self._warnings: dict[str, str] = {}
+        # Newest step that is loaded, and the number of groups that refills took before it.
+        self._refilled_before = (-1, 0)
         # Client of the run, and the newest snapshot with the step that starts from its weights.
         self._client: tinker.TrainingClient | None = None
         self._snapshot: tuple[int, BackcompatSamplingClientFuture] | None = None
@@ -171,14 +177,20 @@ class RolloutSource(BatchSource):
 
     def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
         self._first_step = step
+        self.problems.num_refilled = state.get("num_refilled", 0)
         if self.rewards:
             self.rewards.begin(num_steps, state.get("rewards", {}))
         if self.health:
             self.health.restore(state.get("health", {}))
 
     def state(self, step: int) -> dict[str, Any]:
-        rewards = {"rewards": self.rewards.state(step)} if self.rewards else {}
-        return rewards | ({"health": self.health.state()} if self.health else {})
+        loaded, num_refilled = self._refilled_before
+        refilled = {"num_refilled": num_refilled if loaded == step else self.problems.num_refilled}
+        return (
+            ({"rewards": self.rewards.state(step)} if self.rewards else {})
+            | ({"health": self.health.state()} if self.health else {})
+            | (refilled if self.settings.refill_rounds else {})
+        )
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[HealthWarning]:
         return self.health.observe(step, metrics) if self.health else ()
@@ -190,24 +202,32 @@ class RolloutSource(BatchSource):
         """
         self.start_rewards(step)
         snapshot = self.take_snapshot(step, client)
+        self._refilled_before = (step, self.problems.num_refilled)
         builders = self.problems.at(step)
         parts = split(len(builders), self.num_parts)
 
-        def start() -> list[Pending[Group]]:
+        def start(builders: Sequence[EnvGroupBuilder], first: int = 0) -> list[Pending[Group]]:
             sampler = self.wait_for_sampler(snapshot)
             return [
                 self._threads.start(
                     builder, self.settings.policy(sampler, step, index), self.settings.strategy, step, index
                 )
-                for index, builder in enumerate(builders)
+                for index, builder in enumerate(builders, start=first)
             ]
 
-        rollouts = self._gathering.submit(copy_context().run, start)
+        rollouts = self._gathering.submit(copy_context().run, start, builders)
+        refill = _Refill(self, step, start, len(builders), len(parts))
 
-        def wait(part: range) -> list[Group]:
-            return [rollouts.result()[index].result() for index in part]
+        def wait(number: int, part: range) -> list[Group]:
+            groups = [rollouts.result()[index].result() for index in part]
+            return refill.complete(number, groups) if self.settings.refill_rounds else groups
 
-        return self.start_gathering(step, [partial(wait, part) for part in parts])
+        return self.start_gathering(step, [partial(wait, number, part) for number, part in enumerate(parts)])
+
+    def can_teach(self, group: Group) -> bool:
+        """Check whether the newest step can train on a group; see `can_teach`."""
+        mix = self.rewards.current if self.rewards else None
+        return can_teach(group, mix, mask_truncated=self.settings.mask_truncated)
 
     def take_snapshot(self, step: int, client: tinker.TrainingClient) -> BackcompatSamplingClientFuture:
         """Request a snapshot of the weights after all updates before a step."""
@@ -298,12 +318,24 @@ class RolloutSource(BatchSource):
         distances = self._distances.pop(step, [])
         return (
             compute_group_metrics(groups)
+            | self._use_metrics(step, groups)
             | self.policy_metrics(trained, terms)
             | (self.rewards.metrics(step, parts, self.settings.shape) if self.rewards else {})
             | ({"kl_policy_base": fsum(distances) / len(distances)} if distances else {})
             | (self._measure_post_kl(step, trained) if self.measures_post_kl else {})
             | self._limit_metrics(step, groups)
         )
+
+    def _use_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        """Return the share of groups that are dropped, and the groups sampled for each group that is trained on."""
+        if not self.settings.shape.drop_constant:
+            return {}
+        mix = self.rewards.weights_at(step) if self.rewards else None
+        num_trained = sum(can_teach(group, mix, mask_truncated=self.settings.mask_truncated) for group in groups)
+        return {
+            "rollout/discarded": 1 - num_trained / len(groups),
+            "rollout/groups_per_trained": len(groups) / max(num_trained, 1),
+        }
 
     def _limit_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Return the shares of rollouts that lost their reward at a limit, or are masked because they are truncated."""
@@ -369,6 +401,46 @@ class RolloutSource(BatchSource):
     def close(self) -> None:
         self._threads.close()
         self._gathering.shutdown(wait=False, cancel_futures=True)
+
+
+class _Refill:
+    """Replacement of the groups of a step that teach nothing by the next groups of the data.
+
+    The minibatches take them in order, whichever groups finish first, so that a resumed run repeats them.
+    """
+
+    def __init__(
+        self,
+        source: RolloutSource,
+        step: int,
+        start: Callable[[Sequence[EnvGroupBuilder], int], list[Pending[Group]]],
+        num_groups: int,
+        num_parts: int,
+    ) -> None:
+        self._source, self._step, self._start = source, step, start
+        self._num_groups = num_groups  # groups of the step that are started
+        self._is_complete = [Event() for _ in range(num_parts)]
+
+    def complete(self, number: int, groups: list[Group]) -> list[Group]:
+        """Sample further groups for a minibatch, until as many as it has groups can teach or the rounds are over.
+
+        Returns:
+            All groups of the minibatch, those without use included.
+        """
+        source, num_needed = self._source, len(groups)
+        try:
+            if number:
+                self._is_complete[number - 1].wait()
+            for _ in range(source.settings.refill_rounds):
+                num_missing = num_needed - sum(map(source.can_teach, groups))
+                if not num_missing:
+                    break
+                pending = self._start(source.problems.refill(self._step, num_missing), self._num_groups)
+                self._num_groups += num_missing
+                groups = [*groups, *(group.result() for group in pending)]
+            return groups
+        finally:
+            self._is_complete[number].set()
 
 
 class HeldOutEnvironments(SamplingClientEvaluator):

@@ -357,6 +357,13 @@ def _sampled_tokens(fields: Sequence[Tensor | None], trained: Sequence[TrainedBa
     return torch.cat([field_DT[minibatch.batch.mask_DT] for field_DT, minibatch in pairs if field_DT is not None])
 
 
+def can_teach(group: Group, mix: RewardWeights | None, *, mask_truncated: bool) -> bool:
+    """Check whether a group has succeeded, has several rewards, and is not masked as a whole."""
+    if group.trajectories is None or _is_constant(group, mix):
+        return False
+    return not (mask_truncated and all(map(is_truncated, group.trajectories.trajectories_G)))
+
+
 def _is_constant(group: Group, mix: RewardWeights | None) -> bool:
     assert group.trajectories is not None
     if mix:

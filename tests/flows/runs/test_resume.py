@@ -121,6 +121,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 EXACT = {"engine": {"threads": 1, "deterministic": True}, "transcripts_every": 1}
 STREAM = {"schedule": {"mode": "stream", "num_minibatches": 2}}
 PENALIZED = {"compute_post_kl": True, "advantage": {"kl_coefficient": 0.05, "kl_discount_factor": 0.9}}
+REFILLED = {"rollout": {"max_tokens": 8, "refill_rounds": 2}, "advantage": {"drop_constant": True}}
 REWARDS = {
     "rewards": {"num_letters": {"target": {"at_least": 4.0}}, "total": {"weight": 0.5}},
     "reward_normalization": "decoupled",
@@ -149,6 +150,8 @@ METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
     "rl": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT),
     "rl targets": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM | REWARDS),
     "rl stream": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM),
+    "rl refill": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | REFILLED),
+    "rl refill stream": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM | REFILLED),
     "tokens": ("sft", lambda *given: sft_fields(*given) | TOKENS | RARE),
     "seconds": ("sft", lambda *given: sft_fields(*given) | SECONDS),
     "rl penalized": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | PENALIZED),
@@ -169,6 +172,8 @@ METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
         pytest.param("dpo", 2, marks=pytest.mark.slow),
         pytest.param("rl", 3, marks=pytest.mark.slow),
         pytest.param("rl stream", 2, marks=pytest.mark.slow),
+        pytest.param("rl refill", 2, marks=pytest.mark.slow),
+        pytest.param("rl refill stream", 2, marks=pytest.mark.slow),
         pytest.param("tokens", 2, marks=pytest.mark.slow),
         pytest.param("seconds", 2, marks=pytest.mark.slow),
         pytest.param("rl penalized", 2, marks=pytest.mark.slow),
@@ -184,6 +189,8 @@ def test_killed_run_equals_uninterrupted_run(
     assert killed.curves == uninterrupted.curves
     assert killed.transcripts == uninterrupted.transcripts
     assert killed.lines == uninterrupted.lines
+    if kind.startswith("rl refill"):
+        assert max(line.get("rollout/discarded", 0) for line in killed.lines) > 0
     if kind != "seconds":
         assert killed.saved_steps == uninterrupted.saved_steps
     assert len(uninterrupted.transcripts) == (NUM_STEPS if kind.startswith("rl") else 0)

@@ -1,0 +1,289 @@
+"""Refills: groups that teach nothing are replaced by the next groups of the data, in a deterministic order."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import pytest
+import tinker
+from random_groups import Decoder
+from tinker import types
+from tinker_cookbook.completers import StopCondition
+from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, RLDataset, StepResult
+
+from flows.config.rl import RlConfig
+from objectives.batch import Batch
+from tasks.common.task import Pending, inline_tasks
+from tasks.rl.advantages import AdvantageSettings
+from tasks.rl.async_rollout_source import AsyncRolloutSource
+from tasks.rl.group_rollout import RetryWholeGroup
+from tasks.rl.named_rewards import NamedRewards, RewardSpec
+from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
+from tasks.rl.sampling_distribution import SamplingDistribution
+from tasks.training.batch_source import SampledTokens, TrainedBatch
+
+NUM_TOKENS = 2
+SETTINGS = RolloutSettings(
+    0,
+    NUM_TOKENS,
+    SamplingDistribution(),
+    RetryWholeGroup(max_retries=0),
+    AdvantageSettings(drop_constant=True),
+    refill_rounds=2,
+)
+
+
+@dataclass(frozen=True)
+class Member(Env):
+    """Environment of one turn whose prompt names its group; may wait for an event."""
+
+    number: int
+    reward: float
+    fails: bool
+    event: threading.Event | None
+
+    async def initial_observation(self) -> tuple[types.ModelInput, StopCondition]:
+        return types.ModelInput.from_ints([self.number + 1, 2]), []
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        while self.event and not self.event.is_set():
+            await asyncio.sleep(0.01)
+        if self.fails:
+            raise ValueError("this one is broken")
+        return StepResult(self.reward, True, types.ModelInput.empty(), [], {"named": 1.0})
+
+
+@dataclass(frozen=True)
+class Numbered(EnvGroupBuilder):
+    """Group of two members, whose rewards are equal if it is constant."""
+
+    number: int
+    is_constant: bool
+    fails: bool
+    event: threading.Event | None
+
+    async def make_envs(self) -> Sequence[Env]:
+        rewards = (1.0, 1.0 if self.is_constant else 0.0)
+        return [Member(self.number, reward, self.fails, self.event) for reward in rewards]
+
+
+@dataclass(frozen=True)
+class NumberedGroups(RLDataset):
+    """Groups in batches of four; some are constant, some fail, some wait for an event."""
+
+    num_batches: int
+    constant: frozenset[int]
+    broken: frozenset[int] = frozenset()
+    delayed: Mapping[int, threading.Event] = field(default_factory=dict)
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        return [
+            Numbered(number, number in self.constant, number in self.broken, self.delayed.get(number))
+            for number in range(4 * index, 4 * index + 4)
+        ]
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """Training client whose weights never change."""
+
+    sampler: tinker.SamplingClient
+
+    def save_weights_and_get_sampling_client(self) -> Snapshots:
+        return self
+
+    def result(self) -> tinker.SamplingClient:
+        return self.sampler
+
+
+@pytest.fixture(scope="module")
+def client(engine_url: str) -> Iterator[Any]:
+    with tinker.ServiceClient(base_url=engine_url, api_key="tml-test") as service:
+        yield Snapshots(service.create_sampling_client(base_model="tiny").result())
+
+
+@pytest.fixture(autouse=True)
+def without_task_runs() -> Iterator[None]:
+    with inline_tasks():
+        yield
+
+
+def open_source(
+    dataset: NumberedGroups, settings: RolloutSettings = SETTINGS, minibatches: MinibatchSettings | None = None
+) -> RolloutSource:
+    return RolloutSource(dataset, None, cast(Any, Decoder()), settings, minibatches or MinibatchSettings())
+
+
+def numbers_of(batch: Batch) -> list[int]:
+    """Numbers of the groups in a minibatch."""
+    firsts = [datum.model_input.to_ints()[0] - 1 for datum in batch.datums]
+    return firsts[::2]
+
+
+@dataclass(frozen=True)
+class Step:
+    numbers: list[list[int]]
+    metrics: dict[str, float]
+    sampled: SampledTokens
+    tokens: list[list[int]]
+
+
+def take(source: RolloutSource, step: int, client: Any) -> Step:
+    return finish(source, step, source.load(step, client))
+
+
+def finish(source: RolloutSource, step: int, pending: Sequence[Pending[Batch]]) -> Step:
+    batches = [minibatch.result() for minibatch in pending]
+    trained = [TrainedBatch(batch, cast(Any, batch.sampling_logprobs_DT)) for batch in batches]
+    metrics = source.metrics(step, trained, {"loss/base": 0.0})
+    tokens = [batch.target_tokens_DT.tolist() for batch in batches]
+    return Step([numbers_of(batch) for batch in batches], metrics, source.take_sampled(), tokens)
+
+
+def expected_steps(dataset: NumberedGroups, num_steps: int, rounds: int, sizes: Sequence[int]) -> list[list[list[int]]]:
+    """Groups that each minibatch trains on: one group after another, as a reader of the docs would choose them."""
+    position, num_groups, steps = 0, 4 * dataset.num_batches, list[list[list[int]]]()
+
+    def is_good(number: int) -> bool:
+        return number not in dataset.constant | dataset.broken
+
+    for _ in range(num_steps):
+        own = [
+            [(position + sum(sizes[:part]) + k) % num_groups for k in range(size)] for part, size in enumerate(sizes)
+        ]
+        position += sum(sizes)
+        for part, size in zip(own, sizes, strict=True):
+            for _ in range(rounds):
+                for _ in range(size - sum(map(is_good, part))):
+                    part.append(position % num_groups)
+                    position += 1
+        steps.append([[number for number in part if is_good(number)] for part in own])
+    return steps
+
+
+DATA = NumberedGroups(8, frozenset({1, 2, 4, 5, 6, 9, 14, 20, 21, 22, 23}), broken=frozenset({13}))
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_constant_and_failed_groups_are_replaced_by_the_next_ones(client: Any, rounds: int) -> None:
+    with closing(open_source(DATA, replace(SETTINGS, refill_rounds=rounds))) as source:
+        source.begin(0, 5, {})
+        steps = [take(source, step, client) for step in range(5)]
+    assert [step.numbers for step in steps] == expected_steps(DATA, 5, rounds, [4])
+    assert any(len(step.numbers[0]) < 4 for step in steps) == (rounds < 5)
+
+
+def test_every_group_that_is_sampled_is_counted(client: Any) -> None:
+    with closing(open_source(DATA, replace(SETTINGS, refill_rounds=5))) as source:
+        source.begin(0, 1, {})
+        step = take(source, 0, client)
+    # 0 and 3 teach; 1 and 2 are replaced by 4 and 5, these by 6 and 7, and 6 by 8.
+    assert step.numbers == [[0, 3, 7, 8]]
+    assert step.metrics["env/all/total_episodes"] == 9 * 2
+    assert step.metrics["rollout/discarded"] == pytest.approx(5 / 9)
+    assert step.metrics["rollout/groups_per_trained"] == pytest.approx(9 / 4)
+    assert step.sampled == SampledTokens(9 * 2 * 2, 9 * 2 * NUM_TOKENS)
+
+
+def test_minibatches_take_the_same_groups_whichever_finish_first(client: Any) -> None:
+    """The second minibatch of a stream is complete before the first, but takes its groups after it."""
+    release = threading.Event()
+    minibatches = MinibatchSettings(groups_per_batch=4, num_minibatches=2)
+    with closing(open_source(replace(DATA, delayed={0: release}), minibatches=minibatches)) as source:
+        source.begin(0, 3, {})
+        pending = source.load(0, client)
+        assert not pending[1].done()  # pyright: ignore[reportAttributeAccessIssue]
+        release.set()
+        delayed = [numbers_of(batch.result()) for batch in pending]
+    with closing(open_source(DATA, minibatches=minibatches)) as source:
+        source.begin(0, 3, {})
+        steps = [take(source, step, client) for step in range(3)]
+    assert delayed == steps[0].numbers
+    assert [step.numbers for step in steps] == expected_steps(DATA, 3, 2, [2, 2])
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_resumed_source_repeats_groups_and_tokens(client: Any, num_minibatches: int) -> None:
+    minibatches = MinibatchSettings(groups_per_batch=4, num_minibatches=num_minibatches)
+    with closing(open_source(DATA, minibatches=minibatches)) as source:
+        source.begin(0, 5, {})
+        whole, states = list[Step](), list[dict[str, Any]]()
+        for step in range(5):
+            states.append(source.state(step))
+            pending = source.load(step, client)
+            assert source.state(step) == states[-1], "while the step is sampled, its state is that before it"
+            whole.append(finish(source, step, pending))
+            assert source.state(step) == states[-1]
+    for first in range(1, 5):
+        with closing(open_source(DATA, minibatches=minibatches)) as source:
+            source.begin(first, 5, states[first])
+            resumed = [take(source, step, client) for step in range(first, 5)]
+        assert [step.numbers for step in resumed] == [step.numbers for step in whole[first:]]
+        assert [step.tokens for step in resumed] == [step.tokens for step in whole[first:]]
+
+
+def test_groups_are_constant_by_the_named_rewards(client: Any) -> None:
+    """Every member has the named reward 1, so that no group can teach."""
+    with closing(open_source(DATA, replace(SETTINGS, refill_rounds=1))) as source:
+        source.rewards = NamedRewards({"named": RewardSpec()}, "sum")
+        source.begin(0, 1, {})
+        step = take(source, 0, client)
+    assert step.metrics["rollout/discarded"] == 1
+    assert step.metrics["env/all/total_episodes"] == 2 * 8
+    assert step.numbers == [[0]], "one group remains, with advantages of 0"
+
+
+def test_groups_that_are_masked_as_a_whole_are_replaced(client: Any) -> None:
+    with closing(open_source(DATA, replace(SETTINGS, refill_rounds=1, mask_truncated=True))) as source:
+        source.begin(0, 1, {})
+        step = take(source, 0, client)
+    assert step.metrics["rollout/masked"] == 1, "the untrained model does not end within two tokens"
+    assert step.metrics["rollout/discarded"] == 1
+    assert step.metrics["env/all/total_episodes"] == 2 * 8
+
+
+def test_async_steps_have_full_batches_of_groups_that_teach(client: Any) -> None:
+    source = AsyncRolloutSource(DATA, None, cast(Any, Decoder()), SETTINGS, MinibatchSettings(), 1)
+    with closing(source):
+        source.begin(0, 3, {})
+        steps = [take(source, step, client) for step in range(3)]
+    numbers = [number for step in steps for number in step.numbers[0]]
+    assert len(numbers) == len(set(numbers)) == 3 * 4
+    assert not set(numbers) & (DATA.constant | DATA.broken)
+    discarded = [step.metrics["rollout/discarded"] for step in steps]
+    assert max(discarded) > 0
+    for step in steps:
+        num_groups = 4 * step.metrics["rollout/groups_per_trained"]
+        assert step.metrics["rollout/discarded"] == pytest.approx(1 - 4 / num_groups)
+
+
+def test_rounds_limit_the_groups_that_an_async_step_discards(client: Any) -> None:
+    dataset = NumberedGroups(4, constant=frozenset(range(16)))
+    settings = replace(SETTINGS, refill_rounds=1)
+    with closing(AsyncRolloutSource(dataset, None, cast(Any, Decoder()), settings, MinibatchSettings(), 1)) as source:
+        source.begin(0, 1, {})
+        step = take(source, 0, client)
+    assert step.metrics["env/all/total_episodes"] == 2 * 8
+    assert step.metrics["rollout/discarded"] == 1
+
+
+def test_refills_require_that_constant_groups_are_dropped() -> None:
+    fields = {
+        "run_name": "refilled",
+        "model": "tiny",
+        "environment": {"builder": "examples.letters:LettersBuilder"},
+        "rollout": {"refill_rounds": 2},
+    }
+    with pytest.raises(ValueError, match=r"replaces the groups that advantage\.drop_constant drops: set drop_constant"):
+        RlConfig.model_validate(fields)
+    config = RlConfig.model_validate(fields | {"advantage": {"drop_constant": True}})
+    settings = config.rollout.settings(0, AdvantageSettings(**config.advantage.model_dump()))
+    assert settings.refill_rounds == 2
