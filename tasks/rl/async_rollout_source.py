@@ -212,7 +212,7 @@ class AsyncRolloutSource(RolloutSource):
 
     def _roll_out(self, place: Place, builder: EnvGroupBuilder, weights: Weights) -> None:
         try:
-            policy = self.settings.policy(weights.sampler, weights.version, *place)
+            policy = self.policy(weights.sampler, weights.version, *place)
             group = call(rollout, opaque_argument(builder), policy, self.settings.strategy, place.step, place.group)
             error: BaseException | None = None
         except BaseException as failure:  # noqa: BLE001 - `_take` raises it

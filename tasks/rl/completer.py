@@ -2,7 +2,8 @@
 
 Members of a group that send the same prompt at the same time, as all do in their first turn, share one request for
 several samples, so that the service processes the prompt once. Merging does not change the seeds: a member's seed is
-its group's seed plus its index, and the engine gives sample n of a request the request's seed plus n.
+its group's seed plus its index, and the engine gives sample n of a request the request's seed plus n. A request ends
+with its longest sample, so members of several turns have requests of their own.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class SnapshotCompleter(TokenCompleter):
         key: run's seed, step and group; with the attempt, member and turn, it determines the seed of a request.
         by_prompt: True if the seed also depends on the prompt, for groups that share a key.
         custom: completer of the user, which samples in place of this one; None for none.
+        merges: True to merge equal requests of members; False if members go on to a next turn.
     """
 
     sampler: tinker.SamplingClient
@@ -43,6 +45,7 @@ class SnapshotCompleter(TokenCompleter):
     key: tuple[int, ...]
     by_prompt: bool = False
     custom: CompleterSpec | None = None
+    merges: bool = True
 
     def members(self, attempt: int, num_members: int) -> Sequence[TokenCompleter]:
         """Completer of each member of a group in one attempt."""
@@ -116,10 +119,10 @@ class _Requests:
         return self._waiting[-1].completion
 
     def _send(self) -> None:
-        """Merge equal turns of consecutive members into one request each, and send the requests."""
+        """Send the waiting turns; equal ones of consecutive members share a request if the completer merges them."""
         batches: list[list[_Waiter]] = []
         for waiter in sorted(self._waiting, key=lambda waiter: waiter.member):
-            last = batches[-1][-1] if batches else None
+            last = batches[-1][-1] if batches and self.policy.merges else None
             if last and last.member + 1 == waiter.member and last.turn == waiter.turn:
                 batches[-1].append(waiter)
             else:

@@ -51,6 +51,7 @@ from tasks.rl.trajectories import (
     compute_policy_metrics,
     compute_post_kl,
     count_tokens,
+    has_several_turns,
     pack_groups,
     rollouts_of,
 )
@@ -95,9 +96,11 @@ class RolloutSettings:
         """Return the settings with the logprobs that the service returns, whatever the distribution."""
         return replace(self, distribution=replace(self.distribution, logprobs="service"))
 
-    def policy(self, sampler: tinker.SamplingClient, *key: int) -> SnapshotCompleter:
+    def policy(self, sampler: tinker.SamplingClient, *key: int, merges: bool = True) -> SnapshotCompleter:
         """Completer of a snapshot; the run's seed and `key` determine its seeds."""
-        return SnapshotCompleter(sampler, self.max_tokens, self.distribution, (self.seed, *key), custom=self.completer)
+        return SnapshotCompleter(
+            sampler, self.max_tokens, self.distribution, (self.seed, *key), custom=self.completer, merges=merges
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,8 @@ class RolloutSource(BatchSource):
         self._is_checked = False
         self._first_step = 0
         self._warnings: dict[str, str] = {}
+        # True once a rollout has taken several turns.
+        self._has_several_turns = False
         # Newest step that is loaded, and the number of groups that refills took before it.
         self._refilled_before = (-1, 0)
         # Client of the run, and the newest snapshot with the step that starts from its weights.
@@ -178,6 +183,7 @@ class RolloutSource(BatchSource):
     def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
         self._first_step = step
         self.problems.num_refilled = state.get("num_refilled", 0)
+        self._has_several_turns = state.get("has_several_turns", False)
         if self.rewards:
             self.rewards.begin(num_steps, state.get("rewards", {}))
         if self.health:
@@ -190,6 +196,7 @@ class RolloutSource(BatchSource):
             ({"rewards": self.rewards.state(step)} if self.rewards else {})
             | ({"health": self.health.state()} if self.health else {})
             | (refilled if self.settings.refill_rounds else {})
+            | ({"has_several_turns": True} if self._has_several_turns else {})
         )
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[HealthWarning]:
@@ -209,9 +216,7 @@ class RolloutSource(BatchSource):
         def start(builders: Sequence[EnvGroupBuilder], first: int = 0) -> list[Pending[Group]]:
             sampler = self.wait_for_sampler(snapshot)
             return [
-                self._threads.start(
-                    builder, self.settings.policy(sampler, step, index), self.settings.strategy, step, index
-                )
+                self._threads.start(builder, self.policy(sampler, step, index), self.settings.strategy, step, index)
                 for index, builder in enumerate(builders, start=first)
             ]
 
@@ -223,6 +228,10 @@ class RolloutSource(BatchSource):
             return refill.complete(number, groups) if self.settings.refill_rounds else groups
 
         return self.start_gathering(step, [partial(wait, number, part) for number, part in enumerate(parts)])
+
+    def policy(self, sampler: tinker.SamplingClient, *key: int) -> SnapshotCompleter:
+        """Completer of a group; members that go on to a next turn do not wait for the longest of the group's turns."""
+        return self.settings.policy(sampler, *key, merges=not self._has_several_turns)
 
     def can_teach(self, group: Group) -> bool:
         """Check whether the newest step can train on a group; see `can_teach`."""
@@ -290,6 +299,7 @@ class RolloutSource(BatchSource):
         """
         if step == self._first_step:
             check_errors(groups, self.settings.distribution)
+        self._has_several_turns = self._has_several_turns or has_several_turns(groups)
         mix = self.rewards.take(step, groups) if self.rewards else None
         settings = self.settings
         return call(gather, opaque_argument(groups), settings.shape, self.tokenizer, mix, settings.mask_truncated)
@@ -452,14 +462,15 @@ class HeldOutEnvironments(SamplingClientEvaluator):
         self._evaluator.env_group_builders_P[:] = self._groups
         self._settings, self._tokenizer = settings, tokenizer
         self._batch_size = len(dataset.get_batch(0))
+        self._has_several_turns = False
         self.evaluated: Sequence[EvaluatedBatch] = ()
 
     async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
         # All groups share this completer, so their seeds must also depend on the prompt.
-        metrics = await self._evaluator.eval_token_completer(
-            replace(self._settings.policy(sampling_client), by_prompt=True)
-        )
+        policy = self._settings.policy(sampling_client, merges=not self._has_several_turns)
+        metrics = await self._evaluator.eval_token_completer(replace(policy, by_prompt=True))
         groups = [group for builder in self._groups if (group := builder.take_group())]
+        self._has_several_turns = has_several_turns(groups)
         batches = [groups[start : start + self._batch_size] for start in range(0, len(groups), self._batch_size)]
         self.evaluated = [self._pack(batch) for batch in batches]
         return metrics

@@ -357,6 +357,11 @@ def _sampled_tokens(fields: Sequence[Tensor | None], trained: Sequence[TrainedBa
     return torch.cat([field_DT[minibatch.batch.mask_DT] for field_DT, minibatch in pairs if field_DT is not None])
 
 
+def has_several_turns(groups: Sequence[Group]) -> bool:
+    """Check whether a rollout of the groups took more than one turn."""
+    return any(len(trajectory.transitions) > 1 for trajectory, _ in rollouts_of(groups))
+
+
 def can_teach(group: Group, mix: RewardWeights | None, *, mask_truncated: bool) -> bool:
     """Check whether a group has succeeded, has several rewards, and is not masked as a whole."""
     if group.trajectories is None or _is_constant(group, mix):
