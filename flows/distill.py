@@ -31,7 +31,7 @@ from flows.runs.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import run_with_restarts
 from flows.runs.run import Run, open_run
-from flows.runs.teachers import open_teachers
+from flows.runs.teachers import open_saved_teacher, open_teachers
 from flows.training.candidates import open_candidates
 from flows.training.trainer import Trainer
 from objectives.aliases import renamed_attribute
@@ -39,7 +39,7 @@ from objectives.batch import TOPK
 from objectives.objective import Objective
 from tasks.common.builders import build
 from tasks.distillation.mixture import Mixture
-from tasks.distillation.on_policy import OnPolicySource, TeacherKL, TeacherTargets
+from tasks.distillation.on_policy import OnPolicySource, TeacherKL, TeacherSync, TeacherTargets
 from tasks.distillation.teacher_data import SequenceSettings, TeacherDataSource
 from tasks.evaluation.evaluators import build_evaluators
 from tasks.rl.advantages import AdvantageSettings
@@ -70,7 +70,13 @@ def self_distillation(config: SelfConfig) -> TrainResult:
     """Train the student on its own samples, with earlier weights that see more context as the teacher."""
     questions = config.questions.builder(config.shown, config.batch_size)
     datasets = [GroupsConfig(environment=questions, teacher=config.teacher)]
-    return _run(config, _on_policy_inputs(config), lambda run: _on_policy(run, config, datasets))
+
+    def open_source(run: Run) -> SourceAndEvaluators:
+        every = config.teacher_sync_every
+        sync = TeacherSync(every, partial(open_saved_teacher, run, config.model)) if every else None
+        return _on_policy(run, config, datasets, sync)
+
+    return _run(config, _on_policy_inputs(config), open_source)
 
 
 @flow(name="prompt_distillation", flow_run_name="{config.run_name}")
@@ -118,7 +124,9 @@ def _check_base(objective: Objective, *, on_policy: bool) -> None:
         )
 
 
-def _on_policy(run: Run, config: SamplingConfig, datasets: Sequence[GroupsConfig]) -> SourceAndEvaluators:
+def _on_policy(
+    run: Run, config: SamplingConfig, datasets: Sequence[GroupsConfig], sync: TeacherSync | None = None
+) -> SourceAndEvaluators:
     teachers = open_teachers(run, config, [dataset.teacher for dataset in datasets])
     tokenizer, settings = run.client.get_tokenizer(), config.rollout.settings(config.seed, NO_REWARD)
     if recorded_format(run.directory) < FORMAT_OF_CORRECTIONS:
@@ -135,7 +143,7 @@ def _on_policy(run: Run, config: SamplingConfig, datasets: Sequence[GroupsConfig
         top_k=config.top_k,
         skip_first_n_tokens=config.skip_first_n_tokens,
     )
-    source = OnPolicySource(mixture, teachers, tokenizer, settings, targets)
+    source = OnPolicySource(mixture, teachers, tokenizer, settings, targets, sync)
     source.measures_post_kl = config.compute_post_kl
     return source, held_out
 

@@ -265,6 +265,22 @@ class SelfConfig(SamplingConfig):
         title="Teacher",
         description="Earlier weights of the model: `base`, or a checkpoint that this run starts from.",
     )
+    teacher_sync_every: int = Field(
+        default=0,
+        ge=0,
+        title="Sync teacher every",
+        description="Steps after which the student's weights become the teacher's, as in tinker-cookbook's SDFT; 0 "
+        "keeps the teacher. The teacher's weights stay on the service, one copy for each time.",
+    )
+
+    @model_validator(mode="after")
+    def _check_sync(self) -> Self:
+        if self.num_steps is not None and self.teacher_sync_every >= max(self.num_steps, 1):
+            raise ValueError(
+                f"teacher_sync_every={self.teacher_sync_every} is not reached within num_steps={self.num_steps}: lower "
+                "it, or set it to 0"
+            )
+        return self
 
 
 class PromptConfig(TeacherTargetsConfig):

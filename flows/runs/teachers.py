@@ -68,6 +68,15 @@ def _open(run: Run, model: str, path: str, expected: Tokenizer | None) -> Teache
     return Teacher(sampler, path or model)
 
 
+def open_saved_teacher(run: Run, model: str, path: str) -> Teacher:
+    """Open weights that the run has saved as a teacher.
+
+    Raises:
+        ServiceError: The service does not have the weights.
+    """
+    return _open(run, model, path, None)
+
+
 def _agree(tokenizer: Tokenizer, other: Tokenizer) -> bool:
     return tokenizer.encode(_PROBE) == other.encode(_PROBE)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import tinker
 import torch
+from tinker import types
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import AllTrajectoriesFailedError
 from tinker_cookbook.rl.rollouts import do_group_rollout
@@ -18,7 +20,8 @@ from torch import Tensor
 
 from objectives.batch import Batch
 from objectives.reductions import mean_by_datum
-from tasks.common.task import call, opaque_argument
+from tasks.common.service_errors import wait_for_response
+from tasks.common.task import Pending, call, opaque_argument
 from tasks.distillation.mixture import Mixture
 from tasks.distillation.prompts import PromptGroup
 from tasks.distillation.soft_targets import OnPolicyTopK, with_top_k
@@ -51,6 +54,26 @@ class TeacherTargets:
     skip_first_n_tokens: int = 3
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherSync:
+    """Periodic replacement of the teacher by the student's weights.
+
+    Attributes:
+        every: steps between replacements.
+        open: opens saved weights as a teacher.
+    """
+
+    every: int
+    open: Callable[[str], Teacher]
+
+
+class SyncedWeights(NamedTuple):
+    """Weights of the teacher: the student's before a step, and their path on the service."""
+
+    step: int
+    path: str
+
+
 class OnPolicySource(RolloutSource):
     """Source of rollouts on several datasets, each with its teacher.
 
@@ -67,14 +90,59 @@ class OnPolicySource(RolloutSource):
         tokenizer: Tokenizer,
         settings: RolloutSettings,
         targets: TeacherTargets = TeacherTargets(),
+        sync: TeacherSync | None = None,
     ) -> None:
+        """Create the source.
+
+        Args:
+            sync: replacement of the teacher of a mixture of one dataset; None to keep it.
+        """
         super().__init__(_MixtureDataset(mixture), None, tokenizer, settings, MinibatchSettings())
-        self._mixture, self._teachers, self._targets = mixture, teachers, targets
+        self._mixture, self._teachers, self._targets, self._sync = mixture, teachers, targets, sync
+        self._synced: SyncedWeights | None = None  # None for the first teacher
+        self._last_due = 0  # last step at which the teacher was to be replaced
+        # Step and requested save of the weights that become the teacher.
+        self._saving: tuple[int, tinker.APIFuture[types.SaveWeightsForSamplerResponse]] | None = None
         # Teacher's logprobs minus the student's, and soft targets, of each step until its metrics are computed.
         self._gaps: dict[int, Tensor] = {}
+        self._ages: dict[int, int] = {}
         self._soft: dict[int, tuple[Batch, OnPolicyTopK]] = {}
 
+    def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
+        super().begin(step, num_steps, state)
+        if self._sync is None:
+            return
+        # A fork has no state: it keeps the first teacher until the next step that is due.
+        self._last_due = max(0, step - 1) // self._sync.every * self._sync.every
+        if synced := state.get("teacher_sync"):
+            self._synced = SyncedWeights(*synced)
+            self._last_due = self._synced.step
+            self._teachers = [self._sync.open(self._synced.path)]
+
+    def state(self, step: int) -> dict[str, Any]:
+        return super().state(step) | ({"teacher_sync": list(self._synced)} if self._synced else {})
+
+    def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
+        if self._sync:
+            due = step // self._sync.every * self._sync.every
+            if due > self._last_due:
+                self._last_due = due
+                self._saving = (due, client.save_weights_for_sampler(f"teacher_sync_{due}"))
+        return super().load(step, client)
+
+    def _replace_teacher(self) -> None:
+        """Wait for the weights that are due to become the teacher, and open them."""
+        if self._sync is None or self._saving is None:
+            return
+        step, save = self._saving
+        path = wait_for_response(save, "save the weights of the student as its teacher").path
+        self._synced, self._saving = SyncedWeights(step, path), None
+        self._teachers = [self._sync.open(path)]
+
     def gather(self, step: int, groups: Sequence[Group]) -> Batch:
+        self._replace_teacher()
+        if self._sync:
+            self._ages[step] = step - (self._synced.step if self._synced else 0)
         batch = super().gather(step, groups)
         rollouts = zip(self._mixture.at(step), groups, strict=True)
         items = [item for item, group in rollouts if group.trajectories is not None]
@@ -108,7 +176,8 @@ class OnPolicySource(RolloutSource):
             forward = {"teacher_kl/forward": soft.forward_kl(minibatch.logprobs_DT)}
             trained = [replace(minibatch, batch=sampled)]
         batch = trained[0].batch
-        metrics = super().metrics(step, trained, terms) | forward
+        age = {"teacher_age": float(self._ages.pop(step))} if self._sync else {}
+        metrics = super().metrics(step, trained, terms) | forward | age
         if (gap_DT := self._gaps.pop(step, None)) is None:
             return metrics
         kl_M = -gap_DT[batch.mask_DT]
