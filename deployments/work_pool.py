@@ -20,8 +20,15 @@ UNFINISHED_STATES = ("RUNNING", "PENDING", "CANCELLING")
 BUSY_LIMIT_S = 20.0
 
 
+# Without variables, so that a form or a request cannot set the command or the environment of a run.
+_JOB_TEMPLATE: dict[str, Any] = {
+    "job_configuration": {"env": {}, "stream_output": True},
+    "variables": {"type": "object", "properties": {}},
+}
+
+
 def open_pool(prefect: str) -> None:
-    """Create the work pool, or unpause the existing one. Its worker sets the job template.
+    """Create the work pool, or unpause the existing one; its runs have no job variables.
 
     Args:
         prefect: URL of the Prefect server.
@@ -30,7 +37,7 @@ def open_pool(prefect: str) -> None:
         ServiceError: the server rejected the request or did not respond.
     """
     _request(prefect, "work_pools/", {"name": POOL, "type": "process"}, accepted=(httpx.codes.CONFLICT,))
-    _update_pool(prefect, {"is_paused": False})
+    _update_pool(prefect, {"is_paused": False, "base_job_template": _JOB_TEMPLATE})
 
 
 def wait_for_pool(prefect: str) -> None:

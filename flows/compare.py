@@ -27,6 +27,7 @@ from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import find_checkpoint, with_model
 from flows.runs.cli import main
 from flows.runs.mlflow_run import open_measurement
+from flows.runs.rights import apply_rights
 from tasks.common.jsonl import read_rows
 from tasks.common.sampling import Sampling, open_renderer, open_sampler
 from tasks.evaluation.policy_comparison import PolicyComparison, compare_policies
@@ -80,7 +81,7 @@ class CompareResult:
     mlflow_run_id: str
 
 
-@flow(name="compare", flow_run_name="{config.run_name}")
+@flow(name="compare", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def compare(config: CompareConfig) -> CompareResult:
     """Sample completions of two policies for the same questions and measure how they differ."""
     storage = storage_of(config)

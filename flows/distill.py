@@ -30,6 +30,7 @@ from flows.config.distill import (
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import run_with_restarts
+from flows.runs.rights import apply_rights
 from flows.runs.run import Run, open_run
 from flows.runs.teachers import open_saved_teacher, open_teachers
 from flows.training.candidates import open_candidates
@@ -53,19 +54,19 @@ NO_REWARD = AdvantageSettings()
 SourceAndEvaluators = tuple[BatchSource, Sequence[Evaluator]]
 
 
-@flow(name="on_policy_distillation", flow_run_name="{config.run_name}")
+@flow(name="on_policy_distillation", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def on_policy_distillation(config: OnPolicyConfig) -> TrainResult:
     """Train the student on its own samples, with the teachers' log-probabilities of each token as the target."""
     return _run(config, _on_policy_inputs(config), lambda run: _on_policy(run, config, config.datasets))
 
 
-@flow(name="off_policy_distillation", flow_run_name="{config.run_name}")
+@flow(name="off_policy_distillation", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def off_policy_distillation(config: OffPolicyConfig) -> TrainResult:
     """Train the student on the teachers' samples, or on their distribution over the tokens of a dataset."""
     return _run(config, _off_policy_inputs(config), lambda run: _off_policy(run, config, config.datasets))
 
 
-@flow(name="self_distillation", flow_run_name="{config.run_name}")
+@flow(name="self_distillation", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def self_distillation(config: SelfConfig) -> TrainResult:
     """Train the student on its own samples, with earlier weights that see more context as the teacher."""
     questions = config.questions.builder(config.shown, config.batch_size)
@@ -79,7 +80,7 @@ def self_distillation(config: SelfConfig) -> TrainResult:
     return _run(config, _on_policy_inputs(config), open_source)
 
 
-@flow(name="prompt_distillation", flow_run_name="{config.run_name}")
+@flow(name="prompt_distillation", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def prompt_distillation(config: PromptConfig) -> TrainResult:
     """Train the student, without a prompt, on the completions of a teacher with a long prompt; compare both."""
     questions = config.questions.builder(config.prompt, config.batch_size)

@@ -17,6 +17,7 @@ from flows.config.dpo import DpoConfig
 from flows.runs.cli import main
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import run_with_restarts
+from flows.runs.rights import apply_rights
 from flows.runs.run import open_run
 from flows.runs.teachers import open_reference
 from flows.training.trainer import Trainer
@@ -35,7 +36,7 @@ __getattr__ = partial(renamed_attribute, "flows.dpo")  # names of release 0.1
 AVAILABLE_INPUTS = ("ref_logprobs",)
 
 
-@flow(name="dpo", flow_run_name="{config.run_name}")
+@flow(name="dpo", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def dpo(config: DpoConfig) -> TrainResult:
     """Train a model on preferences between completions, or resume the run from its last checkpoint."""
     with Objective.from_spec(config.objective, config.seed) as objective:

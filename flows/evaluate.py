@@ -36,6 +36,7 @@ from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import NamedCheckpoint, find_checkpoint, with_model
 from flows.runs.cli import main
 from flows.runs.mlflow_run import open_measurement
+from flows.runs.rights import apply_rights
 from flows.runs.run import open_builder_arguments
 from tasks.common.sampling import open_sampler, open_training_client
 from tasks.common.service_errors import service_errors
@@ -115,7 +116,7 @@ class EvaluateResult:
     mlflow_run_id: str
 
 
-@flow(name="evaluate", flow_run_name="{config.run_name}")
+@flow(name="evaluate", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def evaluate(config: EvaluateConfig) -> EvaluateResult:
     """Evaluate weights, optionally alongside a baseline, and register them if they meet the condition."""
     storage = storage_of(config)

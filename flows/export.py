@@ -19,6 +19,7 @@ from flows.config.base import CHECKPOINT, CHECKPOINT_HELP, WeightsConfig
 from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import find_checkpoint, with_model
 from flows.runs.cli import main
+from flows.runs.rights import apply_rights
 from tasks.common.service_errors import service_errors
 from tasks.export import build_adapter, build_merged, describe_export, download_adapter
 
@@ -64,7 +65,7 @@ class ExportResult:
     merged: str
 
 
-@flow(name="export", flow_run_name="export {config.checkpoint}")
+@flow(name="export", flow_run_name="export {config.checkpoint}", on_running=[apply_rights])
 def export(config: ExportConfig) -> ExportResult:
     """Write a checkpoint's adapter, merged model or both, in the Hugging Face format."""
     chosen = find_checkpoint(config.checkpoint, storage_of(config))

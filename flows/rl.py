@@ -17,6 +17,7 @@ from flows.runs.cli import main
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import run_with_restarts
+from flows.runs.rights import apply_rights
 from flows.runs.run import Run, open_run
 from flows.runs.teachers import open_reference
 from flows.training.trainer import Trainer
@@ -44,7 +45,7 @@ __getattr__ = partial(renamed_attribute, "flows.rl")  # names of release 0.1
 AVAILABLE_INPUTS = ("ref_logprobs", "sampling_logprobs", "advantages", "values", "returns")
 
 
-@flow(name="rl", flow_run_name="{config.run_name}")
+@flow(name="rl", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def rl(config: RlConfig) -> TrainResult:
     """Train a model on the rewards of environments, or resume the run from its last checkpoint."""
     settings = config.rollout.settings(config.seed, AdvantageSettings(**config.advantage.model_dump()))

@@ -15,10 +15,11 @@ from flows.runs.blocks import storage_of
 from flows.runs.checkpoint_refs import find_checkpoint
 from flows.runs.cli import main
 from flows.runs.result import TrainResult, as_state
+from flows.runs.rights import apply_rights
 from flows.sft import sft
 
 
-@flow(name="rlhf", flow_run_name="{config.run_name}")
+@flow(name="rlhf", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def rlhf(config: RlhfConfig) -> TrainResult:
     """Train a policy against a reward model, with one run per stage; a finished stage is not repeated.
 

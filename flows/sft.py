@@ -13,6 +13,7 @@ from flows.config.train import SftConfig
 from flows.runs.cli import main
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import run_with_restarts
+from flows.runs.rights import apply_rights
 from flows.runs.run import open_run
 from flows.training.candidates import open_candidates
 from flows.training.trainer import Trainer
@@ -28,7 +29,7 @@ __getattr__ = partial(renamed_attribute, "flows.sft")  # names of release 0.1
 AVAILABLE_INPUTS = ("ref_logprobs", TOPK)  # the latter if the data has K targets per position
 
 
-@flow(name="sft", flow_run_name="{config.run_name}")
+@flow(name="sft", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def sft(config: SftConfig) -> TrainResult:
     """Fine-tune a model on a supervised dataset, or resume the run from its last checkpoint."""
     with Objective.from_spec(config.objective, config.seed) as objective:

@@ -17,6 +17,7 @@ from blocks.storage import RunDirectory
 from flows.monitoring.interrupts import CancelledInTheUI
 from flows.runs.blocks import storage_of
 from flows.runs.cli import main
+from flows.runs.rights import apply_rights
 from flows.sweeps.backends.cluster import TrialCluster
 from flows.sweeps.backends.deployment import TrialDeployment, check_deployment
 from flows.sweeps.backends.process import TrialProcess
@@ -31,7 +32,7 @@ from flows.sweeps.scheduler import Schedule
 from tasks.training.metric_names import logged_name
 
 
-@flow(name="sweep", flow_run_name="{config.run_name}")
+@flow(name="sweep", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def sweep(config: SweepConfig) -> SweepResult:
     """Run a flow at every point of a search space and compare the results; a stopped sweep resumes."""
     plan = make_plan(config)

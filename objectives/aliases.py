@@ -297,6 +297,8 @@ NAMES: Mapping[str, str] = {
     "objectives.reductions:refuse_several_targets": "objectives.reductions:check_single_target",
     "objectives.sdk_loop:TrainingClient": "objectives.sdk.protocols:TrainingClient",
     "objectives.terms.annotations:value_of": "objectives.terms.text.annotations:evaluate_program",
+    "objectives.find_term:ALLOWED_MODULES": "objectives.import_policy:ALLOWED_MODULES",
+    "objectives.find_term:allowed_modules": "objectives.import_policy:named_modules",
     "objectives.terms.extractors:read_solutions": "objectives.terms.text.extractors:extract",
     "objectives.terms.extractors:texts_of": "objectives.terms.text.extractors:get_texts",
     "objectives.terms.knowledge:Checked": "objectives.terms.text.knowledge:FactCounts",

@@ -12,6 +12,7 @@ from typing import Any
 
 from objectives.aliases import current_path
 from objectives.errors import ObjectiveError
+from objectives.import_policy import NotAllowedError, check_module, check_object
 
 
 def import_path(path: str) -> object:
@@ -20,6 +21,7 @@ def import_path(path: str) -> object:
     A path of an earlier release leads to the object under its present name.
 
     Raises:
+        NotAllowedError: the config of a deployment may not import from the module.
         ImportError: the path has no module, the module does not exist, or it has no such name.
         Exception: whatever the module raises while it is imported.
 
@@ -29,11 +31,14 @@ def import_path(path: str) -> object:
     module_name, _, name = current_path(path).partition(":")
     if not module_name or not name:
         raise ImportError(f"{path!r} is not an import path: write package.module:name.")
+    check_module(module_name, path)
     module = importlib.import_module(module_name)
     try:
-        return getattr(module, name)
+        value = getattr(module, name)
     except AttributeError:
         raise ImportError(f"module {module_name!r} has no attribute {name!r}") from None
+    check_object(value, path)
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,8 @@ class ImportedFunction:
         """
         try:
             function = import_path(self.path)
+        except NotAllowedError:
+            raise
         except Exception as error:  # importing a user's module can raise anything
             raise ObjectiveError(
                 f"the function {self.path!r} could not be imported ({type(error).__name__}: {error}); correct it, "

@@ -20,6 +20,7 @@ from objectives.execution.runner import PLACES, LastValue, TermRunner
 from objectives.gradients.alerts import Watch, WatchState
 from objectives.gradients.balance import Balance, BalanceState, make_balance
 from objectives.import_path import ImportedFunction
+from objectives.import_policy import NotAllowedError
 from objectives.losses import BASE_LOSSES, find_base_loss
 from objectives.losses.policy.correction import Correction
 from objectives.scale import Scale, compute_scale, gain_unit, plain_scale
@@ -28,7 +29,7 @@ from objectives.sdk.custom_loss import sdk_term
 from objectives.spec import Backend, BalanceSpec, BaseLossSpec, ObjectiveSpec, RegularizerSpec, WatchSpec
 from objectives.targets import Targets, TargetStates
 from objectives.term import BASE, Need, Regularizer, Term, check_params, definition_of
-from objectives.term_lookup import allowed_modules, check_allowed, find_term, registered_terms
+from objectives.term_lookup import find_term, registered_terms
 
 CROSS_ENTROPY = "cross_entropy"
 
@@ -69,7 +70,6 @@ class Objective:
             the SDK's signature ``CustomLossFnV1``, ``(data, logprobs) -> (loss, metrics)``.
         regularizers: `RegularizerSpec` objects, or dicts of their fields. In a dict, ``fn`` may also be a `Term`, which
             provides the default name, or a callable with the SDK's signature.
-        modules: modules from which import paths in ``fn`` are allowed; all by default.
         balance: rule that adapts the weights at each step: a spec, such as ``WeightingSpec(method="dualproj")``, or an
             object with the methods of `objectives.gradients.balance.Balance`. A spec's random numbers have the seed 0.
         watch: thresholds of warnings.
@@ -119,13 +119,12 @@ class Objective:
         self,
         base_loss: str | BaseLossSpec | Mapping[str, object] | Term | Callable[..., object] = CROSS_ENTROPY,
         regularizers: Iterable[RegularizerSpec | Mapping[str, object]] = (),
-        modules: Collection[str] | None = None,
         balance: BalanceSpec | Balance | None = None,
         watch: WatchSpec | None = None,
         backend: Backend = "auto",
     ) -> None:
         self.base = _bind_base(base_loss)
-        bound = [_bind(entry, modules) for entry in regularizers]
+        bound = [_bind(entry) for entry in regularizers]
         names = {BASE}
         for regularizer, _ in bound:
             if regularizer.name in names:
@@ -150,13 +149,13 @@ class Objective:
 
     @classmethod
     def from_spec(cls, spec: ObjectiveSpec, seed: int = 0) -> Objective:
-        """Create an objective from a spec; import paths are restricted to `allowed_modules`.
+        """Create an objective from a spec.
 
         Args:
             seed: seed of a balancing rule that draws random numbers; the run's seed.
         """
         balance = make_balance(spec.balance, seed) if spec.balance else None
-        return cls(spec.base_loss, spec.regularizers, allowed_modules(), balance, spec.watch, spec.backend)
+        return cls(spec.base_loss, spec.regularizers, balance, spec.watch, spec.backend)
 
     def state(self) -> ObjectiveState:
         """Return the state for resuming a run, as JSON data."""
@@ -378,7 +377,7 @@ def _base_spec(base_loss: object) -> BaseLossSpec:
     return spec
 
 
-def _bind(entry: RegularizerSpec | Mapping[str, object], modules: Collection[str] | None) -> tuple[Regularizer, bool]:
+def _bind(entry: RegularizerSpec | Mapping[str, object]) -> tuple[Regularizer, bool]:
     """Bind a regularizer; return it and its ``enabled``. Disabled regularizers are validated as well."""
     if not isinstance(entry, RegularizerSpec | Mapping):
         raise ObjectiveError(
@@ -400,26 +399,27 @@ def _bind(entry: RegularizerSpec | Mapping[str, object], modules: Collection[str
     elif callable(fn):
         term = sdk_term(spec.name, fn)
     else:
-        term = find_term(spec.fn or spec.name, modules)
+        term = find_term(spec.fn or spec.name)
     _check_available(spec.name, term)
     _check_execution(spec, term)
     _check_target(spec, term)
     schedule = spec.weight if isinstance(spec.weight, WeightSchedule) else Constant(value=spec.weight or 0.0)
     params = check_params(term, spec.params)
-    _load_functions(spec.name, params, modules)
+    _load_functions(spec.name, params)
     settings = {key: getattr(spec, key) for key in ("every", "retries", "on_error", "execution", "timeout_s")}
     estimator = _bind_estimator(spec, term)
     bound = Regularizer(spec.name, term, schedule, params, **settings, estimator=estimator, target=spec.target)
     return bound, spec.enabled
 
 
-def _load_functions(name: str, params: Mapping[str, object], modules: Collection[str] | None) -> None:
+def _load_functions(name: str, params: Mapping[str, object]) -> None:
     """Import the functions that a term's parameters name, so that a wrong path fails before the first step."""
     for function in params.values():
         if isinstance(function, ImportedFunction):
-            check_allowed(function.path, "function", modules)
             try:
                 function.load()
+            except NotAllowedError:
+                raise
             except ObjectiveError as error:
                 raise ObjectiveError(f"The parameters of term {name!r} are wrong: {error}.") from error
 

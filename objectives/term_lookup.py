@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection
 from importlib.metadata import EntryPoint, entry_points
 
 from objectives.errors import ObjectiveError, did_you_mean
 from objectives.import_path import import_path
+from objectives.import_policy import check_module
 from objectives.term import TERMS, Term
 
 ENTRY_POINTS = "tinker_flows.regularizers"
-ALLOWED_MODULES = "TINKER_FLOWS_REGULARIZER_MODULES"
 
 
 def registered_terms() -> dict[str, Term]:
@@ -21,19 +19,19 @@ def registered_terms() -> dict[str, Term]:
     return dict(TERMS)
 
 
-def find_term(name: str, modules: Collection[str] | None = None) -> Term:
+def find_term(name: str) -> Term:
     """Find a term.
 
     Args:
         name: a registered name; else the name of an entry point of the group ``tinker_flows.regularizers``, which is
             imported on first use; or an import path, ``package.module:name``.
-        modules: modules and packages from which import paths are allowed; ``None`` allows all.
 
     Raises:
-        ObjectiveError: no term has the name, its module is not allowed or cannot be imported, or it is not a term.
+        NotAllowedError: the config of a deployment may not import from the term's module.
+        ObjectiveError: no term has the name, its module cannot be imported, or it is not a term.
     """
     if ":" in name:
-        return _imported(name, modules)
+        return _imported(name)
     known = registered_terms()
     if name in known:
         return known[name]
@@ -48,11 +46,6 @@ def find_term(name: str, modules: Collection[str] | None = None) -> Term:
     )
 
 
-def allowed_modules() -> tuple[str, ...]:
-    """Return the modules from which specs (files, forms, requests) may import terms, as set by the operator."""
-    return tuple(module.strip() for module in os.environ.get(ALLOWED_MODULES, "").split(",") if module.strip())
-
-
 def offered_terms() -> dict[str, EntryPoint]:
     """Return the entry points of installed packages whose terms are not registered yet, by name."""
     known = registered_terms()
@@ -63,8 +56,10 @@ def load_offered(offer: EntryPoint) -> Term:
     """Import the term of an entry point.
 
     Raises:
+        NotAllowedError: the config of a deployment may not import from the term's module.
         ObjectiveError: the object cannot be imported or is not a term.
     """
+    check_module(offer.module, offer.value)
     origin = f"{offer.value} of {offer.dist.name if offer.dist else 'an installed package'}"
     try:
         return _checked(offer.load(), origin)
@@ -74,27 +69,7 @@ def load_offered(offer: EntryPoint) -> Term:
         raise _unimportable(offer.name, origin, error) from error
 
 
-def check_allowed(path: str, kind: str, modules: Collection[str] | None) -> None:
-    """Check that a spec may import from the module of a path.
-
-    Args:
-        kind: kind of the object in the error message, such as ``"term"``.
-        modules: see `find_term`.
-
-    Raises:
-        ObjectiveError: the module is not allowed.
-    """
-    module = path.partition(":")[0]
-    if modules is not None and not any(module == allowed or module.startswith(f"{allowed}.") for allowed in modules):
-        raise ObjectiveError(
-            f"The {kind} {path!r} is in the module {module!r}, but specs may import {kind}s only from "
-            f"{', '.join(modules) or 'no module'}; add the module to {ALLOWED_MODULES} where the run starts, or "
-            f"register the {kind} there and use its name."
-        )
-
-
-def _imported(path: str, modules: Collection[str] | None) -> Term:
-    check_allowed(path, "term", modules)
+def _imported(path: str) -> Term:
     try:
         return _checked(import_path(path), path)
     except ObjectiveError:

@@ -11,6 +11,7 @@ from blocks.errors import ConfigError, reason
 from flows.config.train import TrainConfig
 from objectives.aliases import current_path
 from objectives.import_path import import_path
+from objectives.import_policy import NotAllowedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ def find_flow(path: str) -> TrainFlow:
     location = current_path(path if ":" in path else f"flows.{path}:{path}")
     try:
         flow = import_path(location)
+    except NotAllowedError as error:
+        raise ConfigError(str(error)) from error
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"The flow {path!r} could not be imported ({reason(error)}): set the name of a flow of this project, such "

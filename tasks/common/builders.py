@@ -9,15 +9,26 @@ from typing import Any
 
 import chz
 from chz.blueprint import Castable, ExtraneousBlueprintArg
+from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder
+from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from objectives.import_path import import_path
+from objectives.import_policy import NotAllowedError, check_builder
+from tasks.common.chz_internals import guard_imports
 from tasks.common.renderers import find_renderer
 from tasks.common.tokenizers import lock_tokenizers
 
 # Extras of this project by the package that they install.
 _EXTRAS = {"textarena": "arena", "reasoning_gym": "gym", "inspect_ai": "inspect"}
+
+_INTERFACES = {
+    "comparisons": ComparisonDatasetBuilder,
+    "data": SupervisedDatasetBuilder,
+    "environment": RLDatasetBuilder,
+}
 
 NO_RESOURCES: Mapping[str, Any] = MappingProxyType({})
 
@@ -45,7 +56,8 @@ def build(
         ConfigError: the builder does not exist, rejects its parameters or cannot read its data.
     """
     lock_tokenizers()
-    target = import_object(builder, f"{field}.builder")
+    guard_imports()
+    target = import_builder(builder, f"{field}.builder", _INTERFACES[field])
     try:
         blueprint = chz.Blueprint(target).apply(_expand_lists(target, _flatten(params)), layer_name=f"{field}.params")
         return call(_with_defaults(blueprint, default_params(tokenizer, resources)).make())
@@ -56,6 +68,8 @@ def build(
     except ConfigError:
         raise
     except Exception as error:  # third-party code: any error concerns its data
+        if refusal := _refusal(error):
+            raise ConfigError(f"{field}.params: {refusal}") from error
         raise ConfigError(
             f"The data source {builder} could not be read ({type(error).__name__}: {one_line(error)}): "
             f"check {field}.params and the file it names."
@@ -68,7 +82,8 @@ def takes(field: str, builder: str, params: Mapping[str, Any], name: str) -> boo
     Raises:
         ConfigError: the builder does not exist.
     """
-    target = import_object(builder, f"{field}.builder")
+    guard_imports()
+    target = import_builder(builder, f"{field}.builder", _INTERFACES[field])
     try:
         blueprint = chz.Blueprint(target).apply(_expand_lists(target, _flatten(params)))
     except Exception:  # noqa: BLE001  # `build` reports the error
@@ -89,10 +104,12 @@ def import_object(path: str, field: str) -> Any:
         field: config field of the path, for error messages.
 
     Raises:
-        ConfigError: the module or name does not exist.
+        ConfigError: the module or name does not exist, or the config of a deployment may not name it.
     """
     try:
         return import_path(path)
+    except NotAllowedError as error:
+        raise ConfigError(f"{field}: {error}") from error
     except (ImportError, ValueError) as error:
         if extra := _missing_extra(error):
             raise ConfigError(
@@ -102,6 +119,30 @@ def import_object(path: str, field: str) -> Any:
         raise ConfigError(
             f"{field} is {path!r}, which cannot be imported ({error}): give an import path such as package.module:Name."
         ) from error
+
+
+def import_builder(path: str, field: str, interface: type | tuple[type, ...]) -> Any:
+    """Import an object that is called with parameters of the config.
+
+    Args:
+        interface: base classes of the field's objects or of their builders, which `check_builder` checks.
+
+    Raises:
+        ConfigError: see `import_object`.
+    """
+    target = import_object(path, field)
+    try:
+        check_builder(target, path, interface if isinstance(interface, tuple) else (interface,))
+    except NotAllowedError as error:
+        raise ConfigError(f"{field}: {error}") from error
+    return target
+
+
+def _refusal(error: BaseException | None) -> NotAllowedError | None:
+    """Return the refusal of an import that led to an error; None if there is none."""
+    while error is not None and not isinstance(error, NotAllowedError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _missing_extra(error: BaseException | None) -> str:

@@ -12,6 +12,7 @@ from itertools import islice
 from traceback import walk_tb
 from typing import Any, Literal, Protocol, SupportsFloat
 
+import chz
 import tinker
 import torch
 from tinker_cookbook.eval.evaluators import Evaluator, SamplingClientEvaluator, TrainingClientEvaluator
@@ -30,7 +31,7 @@ from blocks.errors import (
 )
 from objectives.batch import Batch
 from objectives.labels import without_labels
-from tasks.common.builders import NO_RESOURCES, import_object
+from tasks.common.builders import NO_RESOURCES, import_builder, import_object
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 from tasks.common.tokenizers import TokenizedEvaluator, lock_tokenizers
@@ -199,6 +200,8 @@ def build_evaluator(
     """
     lock_tokenizers()
     make: Callable[..., object] = import_object(builder, "evaluators.builder")
+    if not chz.is_chz(make):  # tinker-cookbook's builders of evaluators have no base class
+        import_builder(builder, "evaluators.builder", (TrainingClientEvaluator, SamplingClientEvaluator))
     try:
         taken = signature(make).parameters
         evaluator = make(**{**{name: value for name, value in resources.items() if name in taken}, **params})

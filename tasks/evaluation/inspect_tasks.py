@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import field
 from functools import cached_property
@@ -13,9 +14,12 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError, reason
 from blocks.home import home
-from tasks.common.builders import import_object
+from objectives.import_policy import check_module
+from tasks.common.builders import import_builder
 from tasks.common.sampling import Sampling, open_renderer
 from tasks.common.tokenizers import TokenizedEvaluator
+
+_REGISTERED = re.compile(r"\w+/\w+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,9 @@ class InspectTask(TokenizedEvaluator):
                 f"The task {self.task!r} has params but is not an import path: give package.module:function."
             )
         if ":" in self.task:
-            import_object(self.task, "task")
+            import_builder(self.task, "task", ())
+        else:  # a name that a package has registered, or a file with code
+            check_module(self.task.partition("/")[0] if _REGISTERED.fullmatch(self.task) else self.task, self.task)
 
     @cached_property
     def _builder(self) -> Callable[..., Any]:
@@ -61,7 +67,7 @@ class InspectTask(TokenizedEvaluator):
         open_renderer(self.renderer_name, tokenizer)
         logs = home() / "inspect-logs"
         evaluator = self._builder(
-            tasks=[import_object(self.task, "task")(**self.params)] if ":" in self.task else [self.task],
+            tasks=[import_builder(self.task, "task", ())(**self.params)] if ":" in self.task else [self.task],
             renderer_name=self.renderer_name,
             model_name=tokenizer.name_or_path,
             limit=self.limit,

@@ -17,7 +17,7 @@ from tinker_cookbook.preference.types import Comparison, PreferenceModel, Prefer
 from tinker_cookbook.renderers import Message, get_text_content
 
 from blocks.errors import ConfigError, TinkerFlowsError, UserCodeError
-from tasks.common.builders import import_object
+from tasks.common.builders import import_builder, import_object
 from tasks.common.graders import same_number
 
 logger = logging.getLogger(__name__)
@@ -128,6 +128,8 @@ def build_judge(builder: str, params: Mapping[str, Any]) -> Judge:
     """
     judge = import_object(builder, "judge.builder")
     params, guidance = _split_guidance(judge, params)
+    if params or isinstance(judge, type):
+        import_builder(builder, "judge.builder", (PreferenceModel, PreferenceModelBuilder, MessageCompleter))
     try:
         if params or isinstance(judge, type):
             judge = judge(**params)

@@ -13,7 +13,7 @@ import tinker
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 
 from blocks.errors import ConfigError
-from tasks.common.builders import import_object
+from tasks.common.builders import import_builder
 from tasks.common.service_errors import service_errors
 
 # Logprobs of certain tokens may be slightly positive due to rounding.
@@ -44,7 +44,7 @@ class CompleterSpec:
         Raises:
             ConfigError: it cannot be imported, or it does not take a sampling client or the parameters.
         """
-        target = import_object(path, "rollout.completer.builder")
+        target = import_builder(path, "rollout.completer.builder", TokenCompleter)
         if not callable(target):
             raise ConfigError(
                 f"rollout.completer.builder is {path!r}, which is no class or function: name one that takes a "

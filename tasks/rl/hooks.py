@@ -27,7 +27,7 @@ from tinker_cookbook.rl.types import (
 )
 
 from blocks.errors import ConfigError
-from tasks.common.builders import import_object
+from tasks.common.builders import import_builder
 
 PREFIX = "hook/"
 
@@ -78,7 +78,7 @@ class HookSpec:
         Raises:
             ConfigError: it cannot be imported, rejects the parameters, or has none of the methods of hooks.
         """
-        target = import_object(path, "rollout.hook.builder")
+        target = import_builder(path, "rollout.hook.builder", RolloutHooks)
         is_class = inspect.isclass(target)
         if not callable(target):
             raise ConfigError(f"rollout.hook.builder is {path!r}, which is no function or class: name one.")

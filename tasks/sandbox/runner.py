@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from blocks.errors import ConfigError
+from objectives.import_policy import is_restricted
 
 OUTPUT_BYTES = 64 * 1024
 # Exit status of the child if it could not isolate itself; the program is then not started.
@@ -46,6 +47,17 @@ class Limits:
     file_mb: int = 16
     processes: int = 8
     network: Literal["none", "allow"] = "none"
+
+    def __post_init__(self) -> None:
+        """Check that the config may run code without isolation.
+
+        Raises:
+            ConfigError: the config is that of a deployment.
+        """
+        if self.network == "allow" and is_restricted():
+            raise ConfigError(
+                "network: allow runs code without isolation, which the config of a deployment's run may not: remove it."
+            )
 
 
 @dataclass(frozen=True, slots=True)

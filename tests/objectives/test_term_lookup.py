@@ -10,8 +10,9 @@ import pytest
 
 from objectives import Objective, ObjectiveError, ObjectiveSpec
 from objectives.describe import first_line, parameters_of
+from objectives.import_policy import ALLOWED_MODULES
 from objectives.term import TERMS
-from objectives.term_lookup import ALLOWED_MODULES, find_term, offered_terms, registered_terms
+from objectives.term_lookup import find_term, offered_terms, registered_terms
 
 MODULE = '''\
 from typing import Annotated
@@ -74,19 +75,21 @@ def test_a_broken_entry_point_raises(package: str) -> None:
         find_term(f"{package}_plain")
 
 
-def test_import_paths_are_restricted_in_specs_only(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = {"name": "mine", "fn": f"{package}:offered", "params": {"table": "t"}}
-    spec = ObjectiveSpec.model_validate({"regularizers": [entry]})
+def test_deployments_import_terms_only_from_allowed_modules(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import paths, and the entry points of installed packages."""
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "of a deployment")
     monkeypatch.delenv(ALLOWED_MODULES, raising=False)
-    with pytest.raises(ObjectiveError, match=f"only from no module; add the module to {ALLOWED_MODULES}"):
-        Objective.from_spec(spec)
-    monkeypatch.setenv(ALLOWED_MODULES, f"acme, {package}x")
-    with pytest.raises(ObjectiveError, match=f"only from acme, {package}x"):
-        Objective.from_spec(spec)
-    assert package not in sys.modules
+    by_path = {"name": "mine", "fn": f"{package}:offered", "params": {"table": "t"}}
+    for entry in (by_path, {"name": f"{package}_offered", "params": {"table": "t"}}):
+        spec = ObjectiveSpec.model_validate({"regularizers": [entry]})
+        with pytest.raises(ObjectiveError, match=f"add the module '{package}' to {ALLOWED_MODULES}"):
+            Objective.from_spec(spec)
+        monkeypatch.setenv(ALLOWED_MODULES, f"acme, {package}x")
+        with pytest.raises(ObjectiveError, match=f"add the module '{package}' to {ALLOWED_MODULES}"):
+            Objective.from_spec(spec)
+        assert package not in sys.modules
     monkeypatch.setenv(ALLOWED_MODULES, f"acme,{package}")
-    for objective in (Objective.from_spec(spec), Objective(regularizers=[entry])):
-        assert objective.regularizers[0].term.name == f"offered_{package}"
+    assert Objective.from_spec(spec).regularizers[0].term.name == f"offered_{package}"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from prefect.exceptions import ObjectNotFound
 from blocks.errors import ConfigError, ServiceError
 from flows.config.base import RunConfig
 from flows.monitoring.progress import StepCallback
+from flows.runs.rights import signature_tags
 from flows.sweeps.backends.watch import POLL_EVERY_S, TrialMonitor, cancel
 from flows.sweeps.protocols import TrialOutcome
 from flows.sweeps.record import SweepLog
@@ -74,8 +75,10 @@ class TrialDeployment:
             # The server returns the same flow run for the same key.
             key = f"{self._log.run_id}-{config.run_name}-{attempt}"
             fields = config.model_dump(mode="json")
+            tags = signature_tags(self._name.partition("/")[0], fields)
             begin = partial(run_deployment, self._name, flow_run_name=config.run_name, timeout=0, idempotency_key=key)
-            run = cast(FlowRun, begin(parameters={"config": fields}))  # returns a coroutine only inside an event loop
+            # Returns a coroutine only inside an event loop.
+            run = cast(FlowRun, begin(parameters={"config": fields}, tags=tags))
             if not run.state or not run.state.is_final() or run.state.is_completed():
                 return run
         raise AssertionError("unreachable: the server has finitely many attempts")

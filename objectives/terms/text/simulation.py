@@ -11,16 +11,34 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError
+from objectives.import_path import import_path
+from objectives.import_policy import check_command, find_command, is_restricted
 from objectives.term import regularizer
 from objectives.terms.text.extractors import get_texts
 
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 Command = Annotated[tuple[str, ...], Field(min_length=1)]
+CommandName = Annotated[str, Field(pattern=r"^[\w.-]+$")]
+
+
+def _check_scorer(scorer: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """Replace the name of a command by the command; check that the config may name the function or command."""
+    if isinstance(scorer, tuple):
+        check_command(scorer)
+        return scorer
+    if ":" not in scorer:
+        return find_command(scorer)
+    if is_restricted():
+        import_path(scorer)
+    return scorer
+
+
+Scorer = Annotated[Command | ImportPath | CommandName, AfterValidator(_check_scorer)]
 
 # Run a Python scorer in one process per text, like a command, so that a hang or crash stays isolated.
 _CALL = """
@@ -34,7 +52,7 @@ print(float(function(sys.stdin.read())))
 def run_simulations(
     batch: Batch,
     *,
-    scorer: Command | ImportPath,
+    scorer: Scorer,
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0,
     workers: Annotated[int, Field(ge=1, le=64)] = 4,
 ) -> list[float | None]:
@@ -56,7 +74,9 @@ def simulation(outputs: Outputs, batch: Batch, *, timeout_score: float = 1.0) ->
     Source: none; the estimator of scored terms handles any black box (`objectives.estimators.minimum_risk`).
 
     Args:
-        scorer: a command as a list of words, or ``"package.module:function"`` of a function from a text to a number.
+        scorer: a command as a list of words, the name of a command in ``TINKER_FLOWS_COMMANDS``, or
+            ``"package.module:function"`` of a function from a text to a number. A run of a deployment may name commands
+            and functions only as its worker allows (``docs/security.md``).
         timeout_s: seconds per text.
         workers: number of concurrent processes.
         timeout_score: score of a text whose scorer timed out.

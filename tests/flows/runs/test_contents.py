@@ -57,7 +57,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("project")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_API_KEY", API_KEY)
-        patch.setenv("TINKER_FLOWS_REGULARIZER_MODULES", "contents_terms")
         patch.syspath_prepend(str(folder))
         write_project(folder)
         yield folder

@@ -228,13 +228,15 @@ def test_a_wrong_parameter_names_the_problem(params, message):
         scores(batch_of(["1 2"], limit=["3"]), **{"extractor": f"{__name__}:read_pair"} | params)
 
 
-def test_specs_import_functions_only_from_allowed_modules(monkeypatch):
+def test_runs_of_deployments_import_functions_only_from_allowed_modules(monkeypatch):
     params = {"extractor": f"{__name__}:read_pair"}
     spec = ObjectiveSpec.model_validate({"regularizers": [{"name": "logic", "params": params}]})
-    monkeypatch.delenv("TINKER_FLOWS_REGULARIZER_MODULES", raising=False)
-    with pytest.raises(ObjectiveError, match=r"specs may import functions only from no module"):
+    assert Objective.from_spec(spec).regularizers
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "of a deployment")
+    monkeypatch.delenv("TINKER_FLOWS_ALLOWED_MODULES", raising=False)
+    with pytest.raises(ObjectiveError, match=rf"may not import '{__name__}:read_pair': add the module"):
         Objective.from_spec(spec)
-    monkeypatch.setenv("TINKER_FLOWS_REGULARIZER_MODULES", __name__)
+    monkeypatch.setenv("TINKER_FLOWS_ALLOWED_MODULES", __name__)
     assert Objective.from_spec(spec).regularizers
 
 

@@ -15,10 +15,19 @@ from tasks.common.prefect_internals import WORKER_ATTRIBUTES, state_error
 
 PACKAGES = ("blocks", "tasks", "flows", "deployments")
 PREFECT_ADAPTER = "tasks/common/prefect_internals.py"
-ADAPTERS = {"mlflow": "blocks/mlflow_internals.py", "tinker": "blocks/tinker_internals.py"}
+ADAPTERS = {
+    "chz": "tasks/common/chz_internals.py",
+    "mlflow": "blocks/mlflow_internals.py",
+    "tinker": "blocks/tinker_internals.py",
+}
 
 
-INTERNALS = [(library, *names) for library, adapter in ADAPTERS.items() for names in imported_names(adapter)]
+INTERNALS = [
+    (library, *names)
+    for library, adapter in ADAPTERS.items()
+    for names in imported_names(adapter)
+    if names[0].startswith(f"{library}.")
+]
 
 
 @pytest.mark.parametrize(("library", "module", "name"), INTERNALS)

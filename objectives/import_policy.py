@@ -1,0 +1,141 @@
+"""Modules and commands that configs may name: all of them from a terminal, else those that the operator named.
+
+A worker of Prefect runs a deployment's flow in a process with the variable `PREFECT__FLOW_RUN_ID`, and a flow that is
+served on its own restricts its process when it starts (`flows.runs.rights`). The processes of the run inherit these
+variables. A config that comes this way may be anyone's who can fill a form, so such a process imports only from modules
+of `OWN_MODULES` and of the variable `TINKER_FLOWS_ALLOWED_MODULES`. A run that a terminal has signed keeps the
+terminal's rights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+
+from objectives.errors import ObjectiveError
+
+ALLOWED_MODULES = "TINKER_FLOWS_ALLOWED_MODULES"
+COMMANDS = "TINKER_FLOWS_COMMANDS"
+OWN_MODULES = ("examples", "flows", "objectives", "tasks", "tinker_cookbook", "tinker_flows")
+
+_FLOW_RUN_OF_WORKER = "PREFECT__FLOW_RUN_ID"
+_RESTRICTED_RUN = "TINKER_FLOWS_RESTRICTED_RUN"
+_SIGNED_RUN = "TINKER_FLOWS_SIGNED_RUN"
+
+
+class NotAllowedError(ObjectiveError):
+    """Module or command that the config of a deployment may not name; the message is one sentence for the user."""
+
+
+def is_restricted() -> bool:
+    """Return whether configs of this process may name only what the operator has named."""
+    run = os.environ.get(_RESTRICTED_RUN) or os.environ.get(_FLOW_RUN_OF_WORKER)
+    return bool(run) and os.environ.get(_SIGNED_RUN) != run
+
+
+def restrict(flow_run_id: str) -> None:
+    """Give this process and those that it starts the rights of a deployment's run."""
+    os.environ[_RESTRICTED_RUN] = flow_run_id
+
+
+def accept_signed_run(flow_run_id: str) -> None:
+    """Give this process and those that it starts the rights of a terminal, for this flow run.
+
+    The rights are in the environment, because terms also run in other processes.
+    """
+    os.environ[_SIGNED_RUN] = flow_run_id
+
+
+def named_modules() -> tuple[str, ...]:
+    """Return the modules that the operator named."""
+    names = os.environ.get(ALLOWED_MODULES, "").split(",")
+    return tuple(name.strip() for name in names if name.strip())
+
+
+def check_module(module: str, path: str) -> None:
+    """Check that a config may import a module.
+
+    Args:
+        path: path of an object in the module, for the message.
+
+    Raises:
+        NotAllowedError: the module and its packages are not named.
+    """
+    if is_restricted() and not _is_in(module, (*OWN_MODULES, *named_modules())):
+        raise NotAllowedError(
+            f"A run of a deployment may not import {path!r}: add the module {module!r} to {ALLOWED_MODULES} of the "
+            "worker, or start the run from a terminal."
+        )
+
+
+def check_object(value: object, path: str) -> None:
+    """Check that an imported object was defined in a module that a config may import, and not only imported there.
+
+    Raises:
+        NotAllowedError: the module that defines it is not named.
+    """
+    check_module(getattr(value, "__module__", None) or type(value).__module__, path)
+
+
+def check_builder(target: object, path: str, interface: tuple[type, ...]) -> None:
+    """Check an object before it is called with the parameters of a config.
+
+    Args:
+        interface: base classes of the field's objects and of their builders.
+
+    Raises:
+        NotAllowedError: a deployment's config names neither a subclass nor an object of a module that the operator
+            named.
+    """
+    if not is_restricted() or (isinstance(target, type) and issubclass(target, interface)):
+        return
+    module = getattr(target, "__module__", None) or type(target).__module__
+    if not _is_in(module, named_modules()):
+        names = " or ".join(kind.__name__ for kind in interface)
+        subclass = f"name a subclass of {names}, or " if names else ""
+        raise NotAllowedError(
+            f"A run of a deployment may not call {path!r} with parameters of its config: {subclass}add its module to "
+            f"{ALLOWED_MODULES} of the worker."
+        )
+
+
+def find_command(name: str) -> tuple[str, ...]:
+    """Return the command that the operator named, as a list of words.
+
+    Raises:
+        ObjectiveError: there is no such command, or the variable is malformed.
+    """
+    try:
+        commands = json.loads(os.environ.get(COMMANDS) or "{}")
+        words = {key: tuple(value) for key, value in commands.items()}
+        if not all(isinstance(word, str) for command in words.values() for word in command):
+            raise TypeError("a word is not a string")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ObjectiveError(
+            f'{COMMANDS} is malformed ({error}): set it to a JSON object of lists of words, such as {{"score": '
+            '["python", "score.py"]}.'
+        ) from error
+    if not words.get(name):
+        raise ObjectiveError(
+            f"There is no command {name!r}: add it to {COMMANDS} where the run starts, which has "
+            f"{', '.join(sorted(words)) or 'no commands'}."
+        )
+    return words[name]
+
+
+def check_command(command: tuple[str, ...]) -> None:
+    """Check that a config may spell out a command.
+
+    Raises:
+        NotAllowedError: the config is that of a deployment.
+    """
+    if is_restricted():
+        raise NotAllowedError(
+            f"The command {' '.join(command)!r} is in the config of a deployment's run: name the command in {COMMANDS} "
+            "of the worker and use its name, or start the run from a terminal."
+        )
+
+
+def _is_in(module: str, packages: Collection[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
