@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from blocks.errors import StorageError, reason, storage_error
 
 
 def home() -> Path:
-    """Return `$TINKER_FLOWS_HOME`, or `.tinker-flows` in the current directory; create the directory if missing.
+    """Return `$TINKER_FLOWS_HOME`, or `.tinker-flows` in the current directory; create it for its owner if missing.
 
     Raises:
         StorageError: the directory cannot be created or written to.
     """
     path = Path(os.environ.get("TINKER_FLOWS_HOME") or ".tinker-flows").resolve()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        private_folder(path)
     except OSError as error:
         raise StorageError(
             f"The project home {path} cannot be created ({reason(error)}): set TINKER_FLOWS_HOME to another directory."
@@ -29,11 +31,33 @@ def home() -> Path:
     return path
 
 
+def private_folder(path: Path) -> None:
+    """Create a folder and its missing parents, readable by their owner only.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+
+
+def open_private(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
+    """Open a file; a new file is readable by its owner only.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    return open(path, mode, buffering, opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on the file `path`; wait for other processes. The lock ends with its process."""
     try:
-        lock = path.open("ab")
+        lock = open_private(path, "ab")
     except OSError as error:
         raise storage_error("lock", path, error) from error
     with lock:

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Self
 
 from blocks.errors import StorageError, storage_error
+from blocks.home import open_private, private_folder
 from blocks.lock_holder import current_process, locked_error
 
 
 class LocalDirectory:
-    """`RunDirectory` on local disk. The lock ends with the process that holds it, also after a kill -9."""
+    """`RunDirectory` on local disk, readable by its owner only.
+
+    The lock ends with the process that holds it, also after a kill -9.
+    """
 
     def __init__(self, path: Path) -> None:
         self.location = str(path)
@@ -34,7 +38,7 @@ class LocalDirectory:
         path = self._path / name
         temporary = path.with_name(f".{name}.{os.getpid()}.tmp")
         try:
-            with temporary.open("wb") as file:
+            with open_private(temporary, "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -50,7 +54,7 @@ class LocalDirectory:
         try:
             is_new = not path.exists()
             # Unbuffered, so that closing the file does not retry a failed write.
-            with path.open("ab+", buffering=0) as file:
+            with open_private(path, "ab+", buffering=0) as file:
                 end = file.seek(0, os.SEEK_END)
                 is_torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
                 unwritten = (b"\n" if is_torn else b"") + line.encode() + b"\n"
@@ -120,7 +124,7 @@ class LocalDirectory:
         self._create()
         path = self._path / ".lock"
         try:
-            self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             _acquire(self._lock)
             self.check_writer()
             os.ftruncate(self._lock, 0)
@@ -143,7 +147,7 @@ class LocalDirectory:
         if self._path.is_dir():
             return
         try:
-            self._path.mkdir(parents=True, exist_ok=True)
+            private_folder(self._path)
             _sync_entries(self._path.parent)
         except OSError as error:
             raise storage_error("create", self._path, error) from error

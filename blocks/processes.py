@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blocks.errors import ServiceError, ServiceLostError, storage_error
-from blocks.home import file_lock, home
+from blocks.home import file_lock, home, private_folder
 
 if TYPE_CHECKING:
     from blocks.service import TinkerService
@@ -110,7 +110,7 @@ def new_log_file(name: str) -> Path:
     """
     folder = home() / "logs"
     try:
-        folder.mkdir(exist_ok=True)
+        private_folder(folder)
         started = time.strftime("%Y%m%d-%H%M%S")
         descriptor, path = tempfile.mkstemp(prefix=f"{name}-{started}-", suffix=".log", dir=folder)
     except OSError as error:
@@ -142,6 +142,8 @@ def managed_process(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process that stops when its standard input is closed: at the end of the block, or when this process dies.
 
+    Its files are readable by their owner only.
+
     Args:
         grace_s: seconds the process has to stop before it is killed.
         pass_fds: open file descriptors that the process inherits.
@@ -155,6 +157,7 @@ def managed_process(
             cwd=cwd,
             pass_fds=pass_fds,
             env={**os.environ, **env},
+            umask=0o077,
             # Ctrl-C in the terminal reaches only the run, which then stops this process cleanly.
             start_new_session=True,
         )

@@ -17,7 +17,7 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from blocks.errors import ServiceError, TinkerFlowsError, reason
-from blocks.home import file_lock, home
+from blocks.home import file_lock, home, open_private, private_folder
 from blocks.mlflow_internals import DATABASE_ENGINES
 from blocks.urls import check_no_credentials, check_reachable, hide_credentials
 
@@ -127,7 +127,10 @@ class MLflowTracking(Block):
         if experiment is None:
             # Without an explicit location, MLflow would put artifacts below the current directory of the process.
             dialect = self.resolved_uri.partition(":")[0].partition("+")[0]
-            location = (home() / "mlflow-artifacts").as_uri() if dialect in DATABASE_ENGINES else None
+            location = None
+            if dialect in DATABASE_ENGINES:
+                private_folder(home() / "mlflow-artifacts")
+                location = (home() / "mlflow-artifacts").as_uri()
             try:
                 return client.create_experiment(self.experiment, location, _EXPERIMENT_TAGS)
             except MlflowException:
@@ -163,7 +166,8 @@ def _sqlite_lock(uri: str) -> Iterator[None]:
         yield
         return
     database = Path(name)
-    database.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(database.parent)
+    open_private(database, "ab").close()  # SQLite opens an empty file as a new database
     # Fail fast: MLflow retries for minutes if the file cannot be opened.
     with closing(sqlite3.connect(database, timeout=_FIRST_RESPONSE_S)) as connection:
         connection.execute("PRAGMA schema_version")

@@ -164,4 +164,5 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 
 if __name__ == "__main__":
+    os.umask(0o077)  # checkpoints and journals are the owner's
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Cache of model directories. Each directory is built once, appears atomically and is read-only afterwards."""
+"""Cache of model directories, readable by all users. Each is built once, appears atomically and never changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def make_once(directory: Path, make: Callable[[Path], None]) -> Path:
     """
     if directory.is_dir():
         return directory
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    if not directory.parent.is_dir():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.parent.chmod(0o755)
     with FileLock(directory.with_name(f".{directory.name}.lock")):
         if directory.is_dir():
             return directory
@@ -36,9 +38,17 @@ def make_once(directory: Path, make: Callable[[Path], None]) -> Path:
         partial.mkdir()
         log.warning("Building the model directory %s; this happens once and can take half a minute", directory)
         make(partial)
+        _share(partial)
         _flush(partial)
         partial.rename(directory)
     return directory
+
+
+def _share(directory: Path) -> None:
+    """Make a directory and its files readable by all, whatever the umask and the libraries that wrote the files."""
+    directory.chmod(0o755)
+    for path in directory.iterdir():
+        path.chmod(0o644)
 
 
 def _flush(directory: Path) -> None:

@@ -23,7 +23,7 @@ from prefect.context import hydrated_context, serialize_context
 from prefect.exceptions import TerminationSignal
 
 from blocks.errors import ConfigError, GuardError, TinkerFlowsError, reason
-from blocks.home import home
+from blocks.home import home, private_folder
 from flows.config.base import RunConfig
 from flows.config.flow_lookup import find_flow
 from flows.monitoring.drain import deliver_events
@@ -102,8 +102,8 @@ def _serve(connection: Connection, alive: Connection, flow: str, payload: bytes,
     environment, context = cloudpickle.loads(payload)
     os.environ.clear()
     os.environ.update(environment)
-    Path(log).parent.mkdir(exist_ok=True)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    private_folder(Path(log).parent)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
     signal.signal(signal.SIGINT, signal.default_int_handler)
