@@ -17,10 +17,11 @@ from packaging.requirements import Requirement
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_API_URL
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from sqlalchemy import make_url
 
+from blocks.console import TextConsole
 from blocks.errors import ConfigError, ServiceError, StorageError, TinkerFlowsError, reason
 from blocks.home import home
 from blocks.object_directory import ObjectDirectory
@@ -59,8 +60,8 @@ def show_checks(base_url: str, storage: str, tracking: str, as_json: bool) -> bo
         for column in ("", "check", "result"):
             table.add_column(column, overflow="fold")
         for check in checks:
-            table.add_row("[green]ok[/green]" if check.ok else "[red]failed[/red]", check.name, check.found)
-        Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
+            table.add_row(Text("ok", "green") if check.ok else Text("failed", "red"), check.name, check.found)
+        TextConsole(width=None if sys.stdout.isatty() else 120, soft_wrap=False).print(table)
     return all(check.ok for check in checks)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from blocks.console import TextConsole
 from flows.config.dpo import DpoConfig
 from flows.config.loader import load_config
 from flows.config.train import SftConfig
@@ -26,7 +26,7 @@ def show_estimate(method: str, config: Path, overrides: Sequence[str], as_json: 
     table = Table(title=f"{run_estimate.run_name} on {run_estimate.model}", title_justify="left", show_header=False)
     for name, value in _rows(run_estimate):
         table.add_row(name, value)
-    Console(highlight=False, soft_wrap=True).print(table)
+    TextConsole().print(table)
 
 
 def _rows(run: Estimate) -> list[tuple[str, str]]:

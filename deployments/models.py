@@ -7,12 +7,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from tinker_cookbook.model_info import ModelAttributes, get_model_attributes
 
 from blocks import TinkerService
+from blocks.console import TextConsole
 from blocks.errors import ConfigError
 from flows.config.learning_rate import is_local, recommended_rate
 from flows.runs.blocks import service_at
@@ -45,8 +44,8 @@ def show_models(base_url: str, as_json: bool) -> None:
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in _TEXTS else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(escape(_format(row[column.replace(" ", "_")])) for column in _COLUMNS))
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+        table.add_row(*(_format(row[column.replace(" ", "_")]) for column in _COLUMNS))
+    TextConsole(width=None if sys.stdout.isatty() else 160, soft_wrap=False).print(table)
 
 
 def _rows(service: TinkerService | None) -> Iterator[dict[str, Any]]:

@@ -7,10 +7,9 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from blocks.console import TextConsole
 from objectives.describe import Parameter, first_line, parameters_of
 from objectives.errors import ObjectiveError
 from objectives.term import Term
@@ -26,8 +25,8 @@ def show_regularizers(as_json: bool) -> None:
     for column in ("name", "kind", "parameters", "description"):
         table.add_column(column, overflow="fold")
     for name, term in sorted(_all_terms().items()):
-        table.add_row(escape(name), *(escape(cell) for cell in _cells(term)))
-    Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
+        table.add_row(name, *_cells(term))
+    TextConsole(width=None if sys.stdout.isatty() else 120, soft_wrap=False).print(table)
 
 
 def _all_terms() -> dict[str, Term | str]:

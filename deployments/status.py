@@ -10,9 +10,9 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowRun
-from rich.console import Console
 from rich.table import Table
 
+from blocks.console import TextConsole
 from blocks.errors import ServiceError
 from blocks.urls import hide_credentials
 from deployments.run_lookup import StoredRun, find_mlflow_run, find_run
@@ -125,7 +125,7 @@ def show_runs(storage: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(run) for run in runs], indent=2))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = TextConsole()
     if not runs:
         console.print(f"No runs in {storage_at(storage).run_directory('RUN').location.removesuffix('/RUN')}.")
         return

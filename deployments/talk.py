@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tinker
-from rich.console import Console
 from tinker_cookbook.renderers import Message, Renderer
 
+from blocks.console import TextConsole
 from deployments.run_lookup import find_run
 from flows.config.base import BASE, SERVICE_PATH, WeightsConfig
 from flows.config.loader import field_values, validate_fields
@@ -101,21 +101,21 @@ def show_samples(weights: Weights, prompts: Sequence[str], system: str, sampling
         ]
         print(json.dumps(rows, indent=2, ensure_ascii=False))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = TextConsole()
     for prompt, answers in zip(prompts, answers_PG, strict=True):
         for answer in answers:
             if len(prompts) > 1:
-                console.print(f"> {prompt}", markup=False, style="bold")
+                console.print(f"> {prompt}", style="bold")
             _print(console, answer, sampling)
 
 
 def chat(weights: Weights, system: str, sampling: Sampling) -> None:
     """Read messages from the terminal until its end and print the replies."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = TextConsole()
     with open_conversation(weights, sampling) as conversation:
         conversation.reset(system)
         if sys.stdin.isatty():
-            console.print(HELP, markup=False)
+            console.print(HELP)
         while (line := _read(console)) is not None:
             command, _, argument = line.partition(" ")
             if command == "/system" or line == "/reset":
@@ -124,7 +124,7 @@ def chat(weights: Weights, system: str, sampling: Sampling) -> None:
                 _print(console, conversation.reply(line), sampling)
 
 
-def _read(console: Console) -> str | None:
+def _read(console: TextConsole) -> str | None:
     """Read a line; None at the end of the input."""
     try:
         return console.input("> " if sys.stdin.isatty() else "").strip()
@@ -132,10 +132,10 @@ def _read(console: Console) -> str | None:
         return None
 
 
-def _print(console: Console, answer: Answer, sampling: Sampling) -> None:
-    console.print(answer.text, markup=False)
+def _print(console: TextConsole, answer: Answer, sampling: Sampling) -> None:
+    console.print(answer.text)
     if answer.truncated:
-        console.print(f"(cut after max_tokens={sampling.max_tokens})", markup=False, style="dim")
+        console.print(f"(cut after max_tokens={sampling.max_tokens})", style="dim")
 
 
 def _recorded_fields(weights: Weights) -> dict[str, Any]:

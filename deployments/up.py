@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
 from rich.status import Status
 
+from blocks.console import TextConsole
 from blocks.home import file_lock, home
 from blocks.processes import (
     GRACE_S,
@@ -59,7 +59,7 @@ def up(engine_models: Sequence[str] | None, *, with_engine: bool) -> None:
         StorageError: another `up` runs in this home, or the home is not usable.
     """
     started_at = time.monotonic()
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = TextConsole(width=None if sys.stdout.isatty() else 120, soft_wrap=False)
     models = [_absolute_path(model) for model in engine_models or _installed_models()] if with_engine else []
     with _stopped_by_signals(), stack_lock(home()) as lock_file:
         try:

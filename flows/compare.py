@@ -10,9 +10,9 @@ from typing import cast
 from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import Field
-from rich.console import Console
 from rich.table import Table
 
+from blocks.console import TextConsole
 from blocks.urls import hide_credentials
 from flows.config.base import (
     BASE,
@@ -123,7 +123,7 @@ def show_comparison(result: CompareResult) -> None:
         table.add_column(column, justify="right" if index else "left")
     for name, *values in result.rows:
         table.add_row(name, *("" if value is None else f"{value:.6g}" for value in values))
-    console = Console(highlight=False, soft_wrap=True)
+    console = TextConsole()
     console.print(table)
     console.print(f"MLflow run   {result.mlflow_run_id} at {result.tracking_uri}")
 

@@ -14,11 +14,11 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import Field, ValidationInfo, field_validator
-from rich.console import Console
 from rich.table import Table
 from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
 
+from blocks.console import TextConsole
 from blocks.errors import ConfigError
 from blocks.urls import hide_credentials
 from flows.config.base import (
@@ -174,7 +174,7 @@ def show_evaluation(result: EvaluateResult) -> None:
         table.add_column(column, justify="right")
     for name, *values in _rows(result.metrics, result.baseline):
         table.add_row(name, *("" if value is None else f"{value:.6g}" for value in values))
-    console = Console(highlight=False, soft_wrap=True)
+    console = TextConsole()
     console.print(table)
     if result.not_promoted or result.version:
         console.print(result.not_promoted or f"Registered as version {result.version}.")

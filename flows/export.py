@@ -11,9 +11,9 @@ from typing import Literal
 
 from prefect import flow
 from pydantic import Field
-from rich.console import Console
 
 from blocks import TinkerService
+from blocks.console import TextConsole
 from blocks.errors import ConfigError
 from flows.config.base import CHECKPOINT, CHECKPOINT_HELP, WeightsConfig
 from flows.runs.blocks import open_service, storage_of
@@ -88,7 +88,7 @@ def export(config: ExportConfig) -> ExportResult:
 
 def show_export(result: ExportResult) -> None:
     """Print the output directories."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = TextConsole()
     console.print(f"checkpoint   {result.path}")
     console.print(f"base model   {result.base_model}")
     for kind, folder in (("adapter", result.adapter), ("merged", result.merged)):

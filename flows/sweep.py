@@ -10,9 +10,9 @@ from typing import cast
 from prefect import flow
 from prefect.context import TagsContext
 from prefect.states import Cancelled
-from rich.console import Console
 from rich.table import Table
 
+from blocks.console import TextConsole
 from blocks.storage import RunDirectory
 from flows.monitoring.interrupts import CancelledInTheUI
 from flows.runs.blocks import storage_of
@@ -72,7 +72,7 @@ def show_sweep(result: SweepResult) -> None:
         table.add_column(column, overflow="fold")
     for row in result.rows:
         table.add_row(*row)
-    console = Console(highlight=False, soft_wrap=True)
+    console = TextConsole()
     console.print(table)
     for name, value in (
         ("trials", f"{result.num_completed} completed, {result.num_pruned} pruned, {result.num_failed} failed"),

@@ -23,7 +23,7 @@ from blocks.errors import ConfigError, ServiceError, StorageError, reason, stora
 from blocks.service import TinkerService
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task, step_task
-from tasks.reports.html import artifact_key, markdown_table
+from tasks.reports.html import artifact_key, escape_markdown, markdown_table
 
 _ADAPTER, _HEAD, _EMBEDDING = "adapter_model.safetensors", "lm_head", "model.embed_tokens.weight"
 _KEY = "TINKER_API_KEY"
@@ -136,7 +136,9 @@ def describe_export(checkpoint: str, path: str, base_model: str, folders: Mappin
     rows = [("checkpoint", checkpoint), ("path", path), ("base model", base_model), *folders.items()]
     if flow_run.get_id():
         create_markdown_artifact(
-            markdown_table(("", ""), rows), artifact_key("export", checkpoint), f"Export of {checkpoint}"
+            markdown_table(("", ""), rows),
+            artifact_key("export", checkpoint),
+            f"Export of {escape_markdown(checkpoint)}",
         )
 
 

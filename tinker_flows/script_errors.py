@@ -21,6 +21,7 @@ def install() -> None:
 def _show(previous: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an uncaught error; the process exits with 1 after an error, as always, and with 130 after Ctrl-C."""
     # Imported here, because `import tinker_flows` loads nothing heavy.
+    from blocks.console import escape_terminal
     from blocks.errors import TinkerFlowsError, traceback_is_requested
     from objectives.errors import ObjectiveError
 
@@ -31,7 +32,7 @@ def _show(previous: Hook, kind: type[BaseException], error: BaseException, trace
         sys.exit(130)
     else:
         text = "".join(traceback.format_exception(kind, error, trace))
-        print(_store(text), f"error: {error}", sep="\n", file=sys.stderr)
+        print(_store(text), escape_terminal(f"error: {error}"), sep="\n", file=sys.stderr)
 
 
 def _store(text: str) -> str:

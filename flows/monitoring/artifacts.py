@@ -20,7 +20,7 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext
 
 from tasks.common.service_errors import TRANSIENT_ERRORS
-from tasks.reports.html import artifact_key
+from tasks.reports.html import artifact_key, escape_markdown
 from tasks.reports.tables import COLUMNS, format_row, term_rows
 from tasks.training.metrics import MetricsLog
 
@@ -78,16 +78,18 @@ class RunPage:
         if uri.startswith("http") and "mlflow" not in self._sent:
             experiment = self._log.client.get_run(self._log.run_id).info.experiment_id
             page = f"{uri}/#/experiments/{experiment}/runs/{self._log.run_id}"
-            self._put(client, "mlflow", "markdown", f"[MLflow run of {self._run_name}]({page})", "Every metric")
+            link = f"[MLflow run of {escape_markdown(self._run_name)}]({page})"
+            self._put(client, "mlflow", "markdown", link, "Every metric")
 
     def _update(self, client: SyncPrefectClient) -> None:
         step, metrics = self._done, self._metrics
         losses = [f"{key} {metrics[key]:.4g}" for key in ("loss/total", "train_mean_nll") if key in metrics]
-        description = ", ".join([f"{self._run_name}: step {step} of {self._num_steps}", *losses])
+        description = ", ".join([f"{escape_markdown(self._run_name)}: step {step} of {self._num_steps}", *losses])
         self._put(client, "progress", "progress", 100.0 * step / self._num_steps, description)
         rows = [dict(zip(COLUMNS, format_row(row), strict=True)) for row in term_rows(metrics)]
         if rows:
-            self._put(client, "terms", "table", json.dumps(rows), f"Terms of {self._run_name} after step {step}")
+            description = f"Terms of {escape_markdown(self._run_name)} after step {step}"
+            self._put(client, "terms", "table", json.dumps(rows), description)
 
     def _put(self, client: SyncPrefectClient, kind: str, form: str, data: str | float, description: str) -> None:
         """Create an artifact of the run, or update it if its content changed."""

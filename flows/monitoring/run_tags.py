@@ -11,6 +11,7 @@ from prefect.logging import get_run_logger
 from prefect.logging.handlers import PrefectConsoleHandler
 from tqdm import tqdm
 
+from blocks.console import escape_terminal
 from flows.monitoring.events import emit
 from objectives.gradients.alerts import TermWarning
 from tasks.evaluation.evaluators import EvaluationResult
@@ -91,6 +92,7 @@ def note_warning(log: MetricsLog, key: str, text: str) -> None:
 
     The end of the run, its report and `tinker-flows status` repeat the sentences of the tags.
     """
+    text = escape_terminal(text)
     get_run_logger().warning("%s", text)
     log.tag(f"{WARNING_TAG}.{key}", text)
     if is_console_silent():

@@ -18,9 +18,9 @@ from prefect import Flow, State
 from prefect.exceptions import CancelledRun, PrefectException
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from rich.console import Console
 from rich.table import Table
 
+from blocks.console import TextConsole
 from blocks.errors import ServiceError, TinkerFlowsError, reason, traceback_is_requested
 from blocks.processes import local_prefect_server, prefect_server_env
 from flows.config.base import Config, RunConfig
@@ -142,7 +142,7 @@ def show_result(result: TrainResult, control: Mapping[str, Control] | None = Non
     Args:
         control: held-out values of a run without the terms, to print beside those of this run.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = TextConsole()
     title = f"{result.run_name}: {result.num_steps} steps"
     console.print(_table(title, COLUMNS, [format_row(row) for row in term_rows(result.metrics)]))
     held_out = [row for row in result.held_out if not is_bookkeeping(row.metric)]
@@ -160,7 +160,7 @@ def show_result(result: TrainResult, control: Mapping[str, Control] | None = Non
     if figures:
         console.print(f"last batch   {', '.join(figures)}")
     for warning in result.warnings:
-        console.print(f"warning      {warning}", markup=False)
+        console.print(f"warning      {warning}")
     console.print(f"cost         {describe_cost(result.metrics)}{_pace(result)}")
     console.print(f"weights      {result.state_path}")
     console.print(f"report       {result.report}")

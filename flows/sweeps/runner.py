@@ -18,6 +18,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from blocks import TinkerService
+from blocks.console import escape_terminal
 from blocks.errors import TinkerFlowsError
 from flows.config.base import RunConfig
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
@@ -59,7 +60,7 @@ class TrialExecutor:
                 trial = replace(trial, seconds=time.monotonic() - started)
                 if outcome.status != "failed" or not outcome.retryable or not retries_left:
                     break
-                tqdm.write(f"Retrying {name}: {outcome.reason}", file=sys.stderr)
+                tqdm.write(escape_terminal(f"Retrying {name}: {outcome.reason}"), file=sys.stderr)
             else:
                 raise AssertionError("unreachable: the last attempt ends the loop")
             if outcome.status == "stopped" and not pruned:
@@ -195,7 +196,7 @@ def _bar(schedule: Schedule, plan: SweepPlan) -> tqdm[NoReturn]:
 
 def _show(bar: tqdm[NoReturn], schedule: Schedule, trial: Trial) -> None:
     if trial.status == "failed":
-        tqdm.write(f"{trial.run_name} failed: {trial.reason}", file=sys.stderr)
+        tqdm.write(escape_terminal(f"{trial.run_name} failed: {trial.reason}"), file=sys.stderr)
     statuses = [ended.status for ended in schedule.trials.finished.values()]
     bar.set_postfix({name: statuses.count(name) for name in ("pruned", "failed") if name in statuses}, refresh=False)
     bar.update()

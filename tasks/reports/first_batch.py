@@ -14,16 +14,24 @@ from typing import TextIO
 
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
-from rich.console import Console
 from rich.text import Text
 from tinker_cookbook.display import to_ints
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
+from blocks.console import TextConsole
 from blocks.storage import RunDirectory
 from objectives.batch import Batch, unpack
 from objectives.labels import MEMBER, PROMPT
 from tasks.common.task import retried_task
-from tasks.reports.html import artifact_key, html_page, html_table, markdown_table, mlflow_artifact_link
+from tasks.reports.html import (
+    artifact_key,
+    escape_markdown,
+    html_page,
+    html_table,
+    markdown_code,
+    markdown_table,
+    mlflow_artifact_link,
+)
 from tasks.training.metrics import MetricsLog
 
 FIRST_BATCH = "first_batch.html"
@@ -90,13 +98,11 @@ def first_group(batch: Batch, datums: Sequence[WeightedDatum]) -> list[WeightedD
 
 def print_datums(run_name: str, datums: Sequence[WeightedDatum], tokenizer: Tokenizer, file: TextIO) -> None:
     """Print datums, in color on a terminal."""
-    console = Console(file=file, highlight=False, soft_wrap=True)
+    console = TextConsole(file=file)
     for datum in datums:
         title, num_tokens, num_trained, low, high = datum.cells()
         weights = f"weights from {low} to {high}" if low else "all weights are 0"
-        console.print(
-            f"First batch of {run_name}: {title}, {num_trained} of {num_tokens} tokens trained, {weights}", markup=False
-        )
+        console.print(f"First batch of {run_name}: {title}, {num_trained} of {num_tokens} tokens trained, {weights}")
         console.print(styled_text(datum, tokenizer))
 
 
@@ -138,10 +144,11 @@ def write_first_batch(
             mlflow_artifact_link(log.client, log.run_id, FIRST_BATCH),
         )
         table = markdown_table(_COLUMNS, [datum.cells() for datum in datums[:_MOST_DATUMS]])
+        name, file = escape_markdown(run_name), markdown_code(location)
         create_markdown_artifact(
             key=artifact_key("first-batch", run_name),
-            markdown=f"# First batch of {run_name}\n\nIts text is in `{location}`, and in {link}.\n\n{table}\n",
-            description=f"Loss weights of the first batch of {run_name}",
+            markdown=f"# First batch of {name}\n\nIts text is in {file}, and in {link}.\n\n{table}\n",
+            description=f"Loss weights of the first batch of {name}",
         )
 
 

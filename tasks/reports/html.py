@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from mlflow import MlflowClient
 from prefect.runtime import flow_run
 
+from blocks.console import escape_terminal
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -92,10 +94,26 @@ def render_figure(figure: Figure, kind: str) -> bytes:
     return buffer.getvalue()
 
 
+def escape_markdown(text: str) -> str:
+    r"""Escape a text for a line of Markdown, so that it is shown and makes no element or link.
+
+    >>> print(escape_markdown("a_b <i> [x](javascript:y)"))
+    a\_b &lt;i&gt; \[x\](javascript:y)
+    """
+    text = escape_terminal(html.escape(" ".join(text.split()), quote=False))
+    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", text)
+
+
+def markdown_code(text: str) -> str:
+    """Text as code within a line of Markdown."""
+    return f"`{escape_terminal(' '.join(text.split())).replace('`', chr(39))}`"
+
+
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown table of text."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    """Markdown table of text; the cells are escaped."""
+    lines = [[escape_markdown(cell) for cell in line] for line in (columns, *rows)]
+    lines.insert(1, ["---"] * len(columns))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def artifact_key(kind: str, run_name: str) -> str:

@@ -21,12 +21,14 @@ from tasks.reports.html import (
     DESCRIPTION_TAG,
     artifact_key,
     copyable,
+    escape_markdown,
     flow_run_link,
     html_charts,
     html_list,
     html_page,
     html_section,
     html_table,
+    markdown_code,
     markdown_table,
     mlflow_artifact_link,
     page_script,
@@ -226,8 +228,8 @@ def report_markdown(summary: RunSummary, note: str, history: History, targets: S
 
 
 def _opening(summary: RunSummary, note: str) -> list[str]:
-    warnings = [f"- **Warning:** {warning}" for warning in summary.warnings]
-    return [summary.verdict, note, "\n".join(warnings)]
+    warnings = [f"- **Warning:** {escape_markdown(warning)}" for warning in summary.warnings]
+    return [escape_markdown(summary.verdict), escape_markdown(note), "\n".join(warnings)]
 
 
 def _facts_and_results(summary: RunSummary) -> list[str]:
@@ -236,7 +238,7 @@ def _facts_and_results(summary: RunSummary) -> list[str]:
 
 
 def _commands(summary: RunSummary) -> str:
-    return "```\n" + "\n".join(command for _, command in summary.commands) + "\n```"
+    return "\n".join(f"- {markdown_code(command)}" for _, command in summary.commands)
 
 
 def _page(run_name: str, log: MetricsLog, summary: RunSummary, note: str, sections: Iterator[str]) -> str:
@@ -411,9 +413,9 @@ def _gradients_at(points: Mapping[str, Mapping[int, float]], names: Sequence[str
 
 def _create_artifact(run_name: str, location: str, log: MetricsLog, tables: str) -> None:
     """Show the tables and links to the report on the page of the Prefect run."""
-    link = mlflow_artifact_link(log.client, log.run_id, "report.html")
+    name, link = escape_markdown(run_name), mlflow_artifact_link(log.client, log.run_id, "report.html")
     create_markdown_artifact(
         key=artifact_key("report", run_name),
-        markdown=f"# {run_name}\n\nThe report is `{location}`, and in {link}.\n\n{tables}\n",
-        description=f"Terms of {run_name}",
+        markdown=f"# {name}\n\nThe report is {markdown_code(location)}, and in {link}.\n\n{tables}\n",
+        description=f"Terms of {name}",
     )

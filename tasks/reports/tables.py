@@ -14,7 +14,7 @@ from scipy.special import stdtrit
 from objectives.targets import TargetSpec
 from objectives.term import BASE
 from tasks.common.task import retried_task
-from tasks.reports.html import artifact_key
+from tasks.reports.html import artifact_key, escape_markdown
 from tasks.training.held_out import BatchValues
 from tasks.training.metrics import MetricsLog
 
@@ -29,7 +29,7 @@ def write_table(log: MetricsLog, kind: str, run_name: str, columns: Sequence[str
     log.client.log_table(log.run_id, _by_column(columns, rows), f"{kind}.json")
     if flow_run.get_id():
         table = [dict(zip(columns, row, strict=True)) for row in rows]
-        create_table_artifact(table, artifact_key(kind, run_name), description=f"{kind} of {run_name}")
+        create_table_artifact(table, artifact_key(kind, run_name), description=f"{kind} of {escape_markdown(run_name)}")
 
 
 def write_samples(log: MetricsLog, columns: Sequence[str], rows: Rows) -> None:

@@ -17,9 +17,11 @@ from blocks.storage import RunDirectory
 from tasks.common.task import retried_task
 from tasks.reports.html import (
     artifact_key,
+    escape_markdown,
     html_page,
     html_table,
     inline_svg,
+    markdown_code,
     markdown_table,
     mlflow_artifact_link,
     render_figure,
@@ -77,9 +79,9 @@ def write_sweep_report(directory: RunDirectory, client: MlflowClient, run_id: st
     table = markdown_table(table_columns(summary.rows, summary.metric), rows)
     create_markdown_artifact(
         key=artifact_key("sweep", summary.run_name),
-        markdown=f"# {summary.run_name}\n\nThe report is `{location}`, and in "
+        markdown=f"# {escape_markdown(summary.run_name)}\n\nThe report is {markdown_code(location)}, and in "
         f"{mlflow_artifact_link(client, run_id, 'report.html')}.\n\n{table}\n",
-        description=f"Points of {summary.run_name}",
+        description=f"Points of {escape_markdown(summary.run_name)}",
     )
     return location
 

@@ -1,0 +1,35 @@
+"""Text in the terminal and in logs, whatever characters it has."""
+
+from __future__ import annotations
+
+import re
+from typing import IO, Any
+
+from rich.console import Console
+from rich.text import Text
+
+# Control characters but newline and tab, and characters that reverse the direction of a text.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def escape_terminal(text: str) -> str:
+    r"""Replace control characters by their escapes, so that a text is shown and has no effect.
+
+    >>> escape_terminal("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return _CONTROL.sub(lambda match: ascii(match.group())[1:-1], text)
+
+
+class TextConsole(Console):
+    """Console that shows each string as it is: without markup and emoji codes, and with control characters escaped.
+
+    For colors, print a `rich.text.Text`.
+    """
+
+    def __init__(self, *, width: int | None = None, file: IO[str] | None = None, soft_wrap: bool = True) -> None:
+        super().__init__(width=width, file=file, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return the text, also of a cell of a table; see `rich.console.Console.render_str`."""
+        return super().render_str(escape_terminal(text), **options)

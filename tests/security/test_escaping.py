@@ -1,0 +1,184 @@
+"""Texts of data, models and names are shown, and have no effect, in pages, Markdown, the terminal and logs."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+from mlflow import MlflowClient
+from mlflow.entities import Param, Run, RunData, RunInfo, RunStatus, RunTag
+from rich.table import Table
+from tinker import types
+from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.rl.types import RolloutError, Trajectory, TrajectoryGroup, Transition
+
+from blocks.console import TextConsole, escape_terminal
+from blocks.storage import RunDirectory, RunStorage
+from engine.tiny import byte_tokenizer
+from flows.sweep import show_sweep
+from flows.sweeps.result import SweepResult
+from tasks.reports.comparison import ReportedRun, comparison_page
+from tasks.reports.first_batch import WeightedDatum, first_batch_page
+from tasks.reports.html import escape_markdown, html_page, markdown_code, markdown_table
+from tasks.reports.run_report import report_markdown, write_report
+from tasks.reports.summary import RunSummary
+from tasks.rl.group_rollout import Group
+from tasks.rl.rollout_log import Transcript
+from tasks.rl.rollout_page import transcript_page
+from tasks.sweeps.report import SweepSummary, _body
+from tasks.sweeps.store import Point, Trial, Trials
+from tasks.sweeps.table import point_rows
+from tasks.training.examples import Example, append_examples
+from tasks.training.metrics import MetricsLog
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '<img src=x onerror="alert(1)">',
+    "[click](javascript:alert(1))",
+    "![x](https://example.com/track.png)",
+    "one\n\n# two\n| a | b |\n| --- | --- |",
+    "`code` **bold** _it_ ~~gone~~ \\| | pipe",
+    "<https://example.com> and &lt;b&gt;",
+    "\x1b[2J\x1b]0;title\x07\r\x9b31m \u202eevil",
+]
+MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+
+
+def kinds(source: str) -> set[str]:
+    """Kinds of the elements that a Markdown reader makes of a text."""
+    tokens = MARKDOWN.parse(source)
+    return {token.type for token in [*tokens, *(child for token in tokens for child in token.children or ())]}
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_markdown_shows_a_text_and_makes_nothing_of_it(text: str) -> None:
+    plain = {"paragraph_open", "paragraph_close", "inline", "text", "text_special"}
+    assert kinds(f"Run {escape_markdown(text)}") <= plain
+    tokens = MARKDOWN.parse(f"Run {escape_markdown(text)}")
+    shown = "".join(child.content for token in tokens for child in token.children or ())
+    assert shown == f"Run {escape_terminal(' '.join(text.split()))}"
+    assert kinds(f"Run {markdown_code(text)}") <= plain | {"code_inline"}
+    cells = {"thead", "tbody", "table", "tr", "th", "td"}
+    table = {f"{cell}_{side}" for cell in cells for side in ("open", "close")}
+    source = markdown_table((text, "b"), [(text, "c"), ("d", text)])
+    assert kinds(source) <= plain | table
+    assert len(source.splitlines()) == 4
+
+
+def test_the_artifact_of_a_run_shows_its_texts() -> None:
+    facts = tuple((text, text) for text in HOSTILE)
+    summary = RunSummary(HOSTILE[0], facts, (), (), tuple(HOSTILE), "", tuple((text, text) for text in HOSTILE))
+    markdown = report_markdown(summary, HOSTILE[2], {}, ())
+    elements = {"html_block", "html_inline", "link_open", "image", "heading_open", "em_open", "s_open"}
+    assert not kinds(markdown) & elements
+
+
+def printed(*parts: Any) -> str:
+    file = io.StringIO()
+    TextConsole(file=file, width=400).print(*parts)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, "[INST] hi [/INST]", "[red]a[/red]", ":smile:", "[/]"])
+def test_the_terminal_shows_a_text_as_it_is(text: str) -> None:
+    table = Table(title=text)
+    table.add_column(text)
+    table.add_row(text)
+    for output in (printed(text), printed(table)):
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", output)
+        assert all(line in output for line in escape_terminal(text).splitlines())
+
+
+def test_a_sweep_over_texts_with_brackets_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "[INST] hi [/INST]"
+    fields: dict[str, Any] = dict.fromkeys(SweepResult.__dataclass_fields__, "")
+    fields |= {"run_name": text, "columns": ("point", text), "rows": [("0", text)], "num_points": 1}
+    show_sweep(SweepResult(**fields))
+    assert capsys.readouterr().out.count(text) >= 3
+
+
+TEXT = (
+    "".join(HOSTILE[:2]) + "</script></pre></td></title></style>\"' onclick=alert(1) <a href=javascript:alert(1)>x</a>"
+)
+TOKENS = list(TEXT.encode())
+TOKENIZER: Any = byte_tokenizer()
+FIELDS = ("value", "weight", "contribution", "grad_share", "grad_norm_weighted", "cosine_to_base")
+HISTORY = {
+    **{f"term/{TEXT}/{field}": [(0, 1.0), (1, 2.0)] for field in FIELDS},
+    f"test/{TEXT}": [(0, 1.0), (1, 2.0)],
+    "term/base/grad_norm_weighted": [(0, 1.0), (1, 1.0)],
+}
+
+
+def stored_run(folder: Path) -> tuple[RunDirectory, MlflowClient, str]:
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    experiment = client.create_experiment("x", artifact_location=str(folder / "artifacts"))
+    run_id = client.create_run(experiment, tags={"prefect.flow_name": TEXT, "tinker_flows.warning.x": TEXT}).info.run_id
+    client.log_param(run_id, "model", TEXT)
+    with RunStorage(url=str(folder / "runs")).run_directory("mine") as directory:
+        append_examples(directory, 1, [Example(TEXT, TEXT)])
+        record = {"name": "1", "batch": 1, "epoch": 0, "final": True, "state_path": TEXT}
+        directory.append_line("checkpoints.jsonl", json.dumps(record))
+    return directory, client, run_id
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """Every kind of page, with the hostile text wherever data, models and users have a say."""
+    directory, client, run_id = stored_run(folder)
+    report = Path(write_report.fn(directory, MetricsLog(client, run_id), TEXT, HISTORY, TEXT)).read_text()
+    info = RunInfo("id", "1", "user", RunStatus.to_string(RunStatus.FINISHED), 0, 1, "active")
+    tags = [RunTag("tinker_flows.warning.x", TEXT)]
+    runs = [
+        ReportedRun(TEXT, Run(info, RunData(params=[Param(TEXT, value)], tags=tags)), directory, HISTORY)
+        for value in (TEXT, "other")
+    ]
+    turn = Transition(
+        types.ModelInput.from_ints(TOKENS), TokensWithLogprobs(TOKENS, [-1.0] * len(TOKENS)), 1.0, True, {TEXT: 1}
+    )
+    trajectory = Trajectory([turn], types.ModelInput.empty())
+    groups = [
+        Group((TEXT,), TrajectoryGroup([trajectory], [1.0], [{TEXT: 1.0}]), ()),
+        Group((TEXT,), None, (RolloutError(TEXT, TEXT),)),
+    ]
+    trial = Trial(0, 0, TEXT, "completed", value=1.0, metrics={TEXT: 1.0})
+    trials = Trials((Point(0, {TEXT: TEXT}), Point(1, {TEXT: "other"})), {(0, 0): trial})
+    summary = SweepSummary(TEXT, TEXT, "min", trials, point_rows(trials, [0], TEXT, "min"), {}, TEXT)
+    return {
+        "report": report,
+        "comparison": comparison_page(runs[0], runs[1]),
+        "first batch": first_batch_page(TEXT, [WeightedDatum(TEXT, TOKENS, [1.0] * len(TOKENS))], TOKENIZER),
+        "transcript": transcript_page(TOKENIZER, 0, Transcript(groups, {TEXT: 1.0}, {(0, 0): {TEXT: 1.0}})),
+        "sweep": html_page(summary.run_name, _body(summary, [], {})),
+    }
+
+
+class Elements(HTMLParser):
+    """Images, handlers of events and links with code, and the text of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.texts = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        has_code = any(name.startswith("on") or (value or "").startswith("javascript:") for name, value in attrs)
+        if tag == "img" or has_code:
+            self.found.append(f"{tag} {attrs}")
+
+    def handle_data(self, data: str) -> None:
+        self.texts += data
+
+
+def test_no_page_makes_elements_of_texts(tmp_path: Path) -> None:
+    for name, page in pages(tmp_path).items():
+        elements = Elements()
+        elements.feed(page)
+        assert elements.found == [], name
+        assert "<script>alert" not in page, name
+        assert "<script>alert(1)</script>" in elements.texts, f"the page {name} does not show the text"
