@@ -27,7 +27,7 @@ from blocks.tracking import RECORD_TAG
 from flows.config.base import RunConfig, TrackedConfig
 from flows.monitoring.interrupts import CancelledInTheUI
 from flows.runs.blocks import tracking_of
-from tasks.reports.html import DESCRIPTION_TAG, flow_run_link
+from tasks.reports.html import DESCRIPTION_TAG, flow_run_link, markdown_code
 from tasks.training.checkpoints import Records
 from tasks.training.metrics import MetricsLog
 
@@ -156,7 +156,7 @@ def record_key(directory: RunDirectory) -> str:
 
 def _announcement(config: RunConfig) -> str:
     """Return the description of a run until its report replaces it."""
-    return f"Training of {config.model} by `{flow_run.get_flow_name()}` in progress.\n\n{flow_run_link()}"
+    return f"Training of {markdown_code(config.model)} by `{flow_run.get_flow_name()}` in progress.\n\n{flow_run_link()}"
 
 
 def origin_tags(service_url: str) -> dict[str, str]:

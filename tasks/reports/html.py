@@ -128,7 +128,7 @@ def artifact_key(kind: str, run_name: str) -> str:
 def flow_run_link() -> str:
     """Markdown link to the page of the flow run in Prefect; empty outside a flow run or without a server's web page."""
     url = flow_run.get_flow_run_ui_url()
-    return f"Prefect: [{flow_run.get_name()}]({url})" if flow_run.get_id() and url else ""
+    return f"Prefect: [{escape_markdown(flow_run.get_name() or url)}]({url})" if flow_run.get_id() and url else ""
 
 
 def mlflow_artifact_link(client: MlflowClient, run_id: str, artifact: str) -> str:

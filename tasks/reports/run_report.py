@@ -210,7 +210,7 @@ def write_report(
 
 def _description(summary: RunSummary, note: str, location: str) -> str:
     """Description of the MLflow run, without the terms, which its page charts."""
-    links = f"{flow_run_link()}\n\nReport: `{location}`, and `report.html` among the artifacts"
+    links = f"{flow_run_link()}\n\nReport: {markdown_code(location)}, and `report.html` among the artifacts"
     return "\n\n".join(
         filter(None, [*_opening(summary, note), *_facts_and_results(summary), links, _commands(summary)])
     )
