@@ -7,16 +7,16 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import tinker
 from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 
-from blocks.default_service import default_service
 from blocks.errors import ConfigError, ServiceError, reason
-from blocks.tinker_internals import resolve_base_url
 from blocks.urls import check_no_credentials, check_reachable
+
+if TYPE_CHECKING:
+    import tinker
 
 T = TypeVar("T")
 
@@ -62,6 +62,8 @@ class TinkerService(Block):
         Raises:
             ConfigError: it has a user name or password.
         """
+        from blocks.tinker_internals import resolve_base_url
+
         url = resolve_base_url(self.base_url)
         check_no_credentials(url, "The URL of the Tinker service", "remove it and set TINKER_API_KEY")
         return url
@@ -72,6 +74,8 @@ class TinkerService(Block):
         Raises:
             ServiceError: no response within `connect_timeout_s`, or the service rejects the key.
         """
+        import tinker
+
         client = tinker.ServiceClient(base_url=self.resolved_url, api_key=self._key)
         self._request(lambda: client.holder)
         return client
@@ -82,6 +86,10 @@ class TinkerService(Block):
 
         Clients that the block opens without a URL and without a key use the same service.
         """
+        import tinker
+
+        from blocks.default_service import default_service
+
         client = self.get_client()
         holder = client.holder
         status = "errored"
@@ -126,6 +134,8 @@ class TinkerService(Block):
         Raises:
             ServiceError: no response within `connect_timeout_s`, or the service rejects the key.
         """
+        import tinker
+
         capabilities = self._request(
             lambda: tinker.RestClient(base_url=self.resolved_url, api_key=self._key).get_server_capabilities().result()
         )
@@ -138,6 +148,8 @@ class TinkerService(Block):
 
     def _request(self, request: Callable[[], T]) -> T:
         """Run a first request with a time limit; without one, the SDK retries for minutes."""
+        import tinker
+
         name = f"The Tinker service at {self.resolved_url}"
         remedy = "check base_url and the network, or start a local one with `python -m engine`"
         check_reachable(name, f"{self.resolved_url}/api/v1/healthz", self.connect_timeout_s, remedy)

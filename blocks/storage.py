@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
@@ -11,8 +11,9 @@ from pydantic import Field, SecretStr
 from blocks.errors import StorageError, storage_error
 from blocks.home import home
 from blocks.local_directory import LocalDirectory
-from blocks.object_directory import ObjectDirectory
-from blocks.objects import Objects
+
+if TYPE_CHECKING:
+    from blocks.objects import Objects
 
 CONFIG = "config.json"  # every run has this file from its start
 
@@ -120,6 +121,8 @@ class RunStorage(Block):
         """
         if runs := self._local_folder():
             return LocalDirectory(runs / run_name)
+        from blocks.object_directory import ObjectDirectory
+
         return ObjectDirectory(self._objects(f"/{run_name}"))
 
     def run_names(self) -> list[str]:
@@ -156,6 +159,8 @@ class RunStorage(Block):
         return None
 
     def _objects(self, subpath: str) -> Objects:
+        from blocks.objects import Objects
+
         return Objects(
             self.url.partition("://")[2].strip("/") + subpath,
             endpoint_url=self.endpoint_url or None,

@@ -7,19 +7,18 @@ import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mlflow import MlflowClient
-from mlflow.entities import LifecycleStage, Run
-from mlflow.exceptions import MlflowException
 from prefect.blocks.core import Block
 from pydantic import Field
-from sqlalchemy import make_url
-from sqlalchemy.exc import SQLAlchemyError
 
 from blocks.errors import ServiceError, TinkerFlowsError, reason
 from blocks.home import file_lock, home, open_private, private_folder
-from blocks.mlflow_internals import DATABASE_ENGINES
 from blocks.urls import check_no_credentials, check_reachable, hide_credentials
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 _FIRST_RESPONSE_S = 20.0
 _REMEDY = "check `tracking`, or leave it out for a local SQLite file"
@@ -79,6 +78,8 @@ class MLflowTracking(Block):
             ServiceError: the server does not respond or rejects the request, or MLflow does not support the URI.
             ConfigError: the URL of a server has a user name or password.
         """
+        from mlflow import MlflowClient
+
         uri = self.resolved_uri
         if uri.startswith(("http://", "https://")):
             fix = "remove it and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
@@ -123,6 +124,11 @@ class MLflowTracking(Block):
             return runs[0]
 
     def _experiment_id(self, client: MlflowClient) -> str:
+        from mlflow.entities import LifecycleStage
+        from mlflow.exceptions import MlflowException
+
+        from blocks.mlflow_internals import DATABASE_ENGINES
+
         experiment = client.get_experiment_by_name(self.experiment)
         if experiment is None:
             # Without an explicit location, MLflow would put artifacts below the current directory of the process.
@@ -147,6 +153,9 @@ class MLflowTracking(Block):
     @contextmanager
     def failures(self) -> Iterator[None]:
         """Convert exceptions of MLflow and its database into a `ServiceError` that names the server."""
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
         try:
             yield
         except TinkerFlowsError:
@@ -161,7 +170,12 @@ class MLflowTracking(Block):
 @contextmanager
 def _sqlite_lock(uri: str) -> Iterator[None]:
     """Let one process at a time open a SQLite file: two processes that create its tables concurrently both fail."""
-    name = make_url(uri).database if uri.startswith("sqlite:") else None
+    if not uri.startswith("sqlite:"):
+        yield
+        return
+    from sqlalchemy import make_url
+
+    name = make_url(uri).database
     if name is None:
         yield
         return

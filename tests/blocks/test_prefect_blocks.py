@@ -69,3 +69,12 @@ def test_one_command_registers_every_block(prefect_server: str) -> None:
     for kind in KINDS:
         assert kind.get_block_type_name() in result.stdout
         assert httpx.get(f"{prefect_server}/block_types/slug/{kind.get_block_type_slug()}").status_code == 200
+
+
+@pytest.mark.process
+def test_prefect_loads_the_blocks_without_the_clients_of_their_servers() -> None:
+    """Every Prefect server, worker and command imports the collection at its start."""
+    clients = {"torch", "tinker", "mlflow", "s3fs", "botocore", "sqlalchemy"}
+    code = f"import sys, blocks.collection; print(sorted({clients} & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"
