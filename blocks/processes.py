@@ -13,8 +13,9 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,38 @@ def local_engine(
             yield TinkerService.model_validate({"base_url": url, "api_key": key})
 
 
+@dataclass(frozen=True, slots=True)
+class PrefectServer:
+    """Prefect server of a run.
+
+    Attributes:
+        url: URL of its API.
+        wait: waits until the server responds; raises a ServiceError with the last error of its log if it does not.
+    """
+
+    url: str
+    wait: Callable[[], None]
+
+
+@contextmanager
+def starting_prefect_server() -> Iterator[PrefectServer]:
+    """Start a Prefect server on the database in the project home; it stops when the block ends."""
+    port = free_port()
+    log = new_log_file("prefect")
+    url = f"http://127.0.0.1:{port}/api"
+    with ExitStack() as lock:
+        lock.enter_context(file_lock(home() / ".prefect.lock"))  # the first start creates the tables
+        env = {**prefect_server_env(), "PREFECT_API_URL": url}  # the UI uses this URL
+        with managed_process(supervised_command(prefect_server_command(port)), log, env) as process:
+
+            def wait() -> None:
+                print(f"Starting a Prefect server for this run (log: {log})", file=sys.stderr)
+                _wait_until_healthy(process, f"{url}/health", log)
+                lock.close()
+
+            yield PrefectServer(url, wait)
+
+
 @contextmanager
 def local_prefect_server() -> Iterator[str]:
     """Run a Prefect server on the database in the project home until the block ends; yields the URL of its API.
@@ -71,17 +104,9 @@ def local_prefect_server() -> Iterator[str]:
     Raises:
         ServiceError: the server did not start; the message contains the last error in its log.
     """
-    port = free_port()
-    log = new_log_file("prefect")
-    print(f"Starting a Prefect server for this run (log: {log})", file=sys.stderr)
-    url = f"http://127.0.0.1:{port}/api"
-    with ExitStack() as stack:
-        with file_lock(home() / ".prefect.lock"):  # the first start creates the tables
-            env = {**prefect_server_env(), "PREFECT_API_URL": url}  # the UI uses this URL
-            command = supervised_command(prefect_server_command(port))
-            process = stack.enter_context(managed_process(command, log, env))
-            _wait_until_healthy(process, f"{url}/health", log)
-        yield url
+    with starting_prefect_server() as server:
+        server.wait()
+        yield server.url
 
 
 def prefect_server_command(port: int) -> list[str]:

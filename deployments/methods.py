@@ -32,11 +32,11 @@ class Method:
 
 
 METHODS: Mapping[str, Method] = {
-    "sft": Method("supervised fine-tuning", "flows.sft:sft", "flows.sft:SftConfig"),
+    "sft": Method("supervised fine-tuning", "flows.sft:sft", "flows.config.train:SftConfig"),
     "dpo": Method(
         "preference optimization on pairs of completions (DPO, IPO, KTO, SimPO, ORPO)",
         "flows.dpo:dpo",
-        "flows.dpo:DpoConfig",
+        "flows.config.dpo:DpoConfig",
     ),
     "on_policy_distillation": Method(
         "training on the student's own samples, scored token by token by a teacher",
@@ -58,7 +58,7 @@ METHODS: Mapping[str, Method] = {
         "flows.distill:prompt_distillation",
         "flows.config.distill:PromptConfig",
     ),
-    "rl": Method("reinforcement learning with rewards from environments", "flows.rl:rl", "flows.rl:RlConfig"),
+    "rl": Method("reinforcement learning with rewards from environments", "flows.rl:rl", "flows.config.rl:RlConfig"),
     "rlhf": Method(
         "supervised warm start, reward model from comparisons, then reinforcement learning against it",
         "flows.rlhf:rlhf",
@@ -75,7 +75,7 @@ def flow_of(method: str) -> Flow[..., TrainResult]:
     """
     from prefect import Flow
 
-    flow = import_path(_find(method).flow)
+    flow = import_path(find_method(method).flow)
     assert isinstance(flow, Flow)
     return flow
 
@@ -88,13 +88,18 @@ def config_type_of(method: str) -> type[NamedConfig]:
     """
     from flows.config.base import NamedConfig
 
-    config_type = import_path(_find(method).config)
+    config_type = import_path(find_method(method).config)
     assert isinstance(config_type, type)
     assert issubclass(config_type, NamedConfig)
     return config_type
 
 
-def _find(method: str) -> Method:
+def find_method(method: str) -> Method:
+    """Find a method by its name.
+
+    Raises:
+        ConfigError: the method is unknown.
+    """
     if method not in METHODS:
         guess = did_you_mean(method, METHODS)
         raise ConfigError(f"Unknown method {method!r}{guess or '.'} Use one of {', '.join(METHODS)}.")

@@ -3,6 +3,11 @@
 python -m flows.compare --config examples/compare.yaml checkpoint=RUN@best
 """
 
+if __name__ == "__main__":  # first, so that --help does not wait for the imports below
+    from flows.runs.cli import main
+
+    main("flows.compare:compare", "flows.compare:CompareConfig", __doc__, show="flows.compare:show_comparison")
+
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 from dataclasses import dataclass
 from typing import cast
@@ -25,7 +30,6 @@ from flows.config.base import (
 )
 from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import find_checkpoint, with_model
-from flows.runs.cli import main
 from flows.runs.mlflow_run import open_measurement
 from flows.runs.rights import apply_rights
 from tasks.common.jsonl import read_rows
@@ -126,7 +130,3 @@ def show_comparison(result: CompareResult) -> None:
     console = TextConsole()
     console.print(table)
     console.print(f"MLflow run   {result.mlflow_run_id} at {result.tracking_uri}")
-
-
-if __name__ == "__main__":
-    main(compare, CompareConfig, show=show_comparison)

@@ -3,6 +3,11 @@
 python -m flows.dpo --config examples/dpo.yaml learning_rate=1e-5
 """
 
+if __name__ == "__main__":  # first, so that --help does not wait for the imports below
+    from flows.runs.cli import main
+
+    main("flows.dpo:dpo", "flows.config.dpo:DpoConfig", __doc__)
+
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +19,6 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from flows.config.dpo import DpoConfig
-from flows.runs.cli import main
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import run_with_restarts
 from flows.runs.rights import apply_rights
@@ -85,7 +89,3 @@ def open_pairs(
     pairs = PairBatches(data, Rendering(renderer, config.max_length, verdict), tokenizer, loss.term.name == "kto")
     source = PairSource(pairs, config.batch_size, config.seed, loss.term.name)
     return source, replace(pairs, comparisons=test) if test else None
-
-
-if __name__ == "__main__":
-    main(dpo, DpoConfig)

@@ -3,6 +3,11 @@
 python -m flows.evaluate --config examples/evaluate.yaml checkpoint=RUN@best
 """
 
+if __name__ == "__main__":  # first, so that --help does not wait for the imports below
+    from flows.runs.cli import main
+
+    main("flows.evaluate:evaluate", "flows.evaluate:EvaluateConfig", __doc__, show="flows.evaluate:show_evaluation")
+
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +39,6 @@ from flows.config.promotion import PromoteIf, check_measured, check_promote_if
 from flows.monitoring.run_tags import note_evaluation, note_rejection
 from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import NamedCheckpoint, find_checkpoint, with_model
-from flows.runs.cli import main
 from flows.runs.mlflow_run import open_measurement
 from flows.runs.rights import apply_rights
 from flows.runs.run import open_builder_arguments
@@ -250,7 +254,3 @@ def _rows(metrics: Mapping[str, float], baseline: Mapping[str, float]) -> list[t
     return [
         (key, metrics.get(key), *([baseline.get(key)] if baseline else [])) for key in sorted({*metrics, *baseline})
     ]
-
-
-if __name__ == "__main__":
-    main(evaluate, EvaluateConfig, show=show_evaluation)

@@ -3,6 +3,11 @@
 python -m flows.export checkpoint=RUN@best output=exported
 """
 
+if __name__ == "__main__":  # first, so that --help does not wait for the imports below
+    from flows.runs.cli import main
+
+    main("flows.export:export", "flows.export:ExportConfig", __doc__, show="flows.export:show_export")
+
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 import tempfile
 from dataclasses import dataclass
@@ -18,7 +23,6 @@ from blocks.errors import ConfigError
 from flows.config.base import CHECKPOINT, CHECKPOINT_HELP, WeightsConfig
 from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import find_checkpoint, with_model
-from flows.runs.cli import main
 from flows.runs.rights import apply_rights
 from tasks.common.service_errors import service_errors
 from tasks.export import build_adapter, build_merged, describe_export, download_adapter
@@ -100,7 +104,3 @@ def _base_model(service: TinkerService, model: str) -> str:
     """Return the tokenizer's location: the engine's model directory, or a name on the Hugging Face Hub."""
     with service.session() as session, service_errors(f"look up the tokenizer of {model}"):
         return session.create_lora_training_client(model, rank=1).result().get_tokenizer().name_or_path
-
-
-if __name__ == "__main__":
-    main(export, ExportConfig, show=show_export)

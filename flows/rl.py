@@ -3,6 +3,11 @@
 python -m flows.rl --config examples/rl.yaml learning_rate=1e-4
 """
 
+if __name__ == "__main__":  # first, so that --help does not wait for the imports below
+    from flows.runs.cli import main
+
+    main("flows.rl:rl", "flows.config.rl:RlConfig", __doc__)
+
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,7 +18,6 @@ from prefect.logging import get_run_logger
 
 from blocks.errors import ConfigError
 from flows.config.rl import RlConfig
-from flows.runs.cli import main
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import run_with_restarts
@@ -114,7 +118,3 @@ def _open_source(config: RlConfig, settings: RolloutSettings, run: Run) -> Rollo
     if schedule.mode == "async":
         return AsyncRolloutSource(train_data, test, tokenizer, settings, cut, schedule.max_steps_off_policy)
     return RolloutSource(train_data, test, tokenizer, settings, cut)
-
-
-if __name__ == "__main__":
-    main(rl, RlConfig)

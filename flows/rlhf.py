@@ -3,6 +3,11 @@
 tinker-flows run rlhf --config examples/rlhf.yaml
 """
 
+if __name__ == "__main__":  # first, so that --help does not wait for the imports below
+    from flows.runs.cli import main
+
+    main("flows.rlhf:rlhf", "flows.config.rlhf:RlhfConfig", __doc__)
+
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 from prefect import flow
 
@@ -13,7 +18,6 @@ from flows.dpo import dpo
 from flows.rl import rl
 from flows.runs.blocks import storage_of
 from flows.runs.checkpoint_refs import find_checkpoint
-from flows.runs.cli import main
 from flows.runs.result import TrainResult, as_state
 from flows.runs.rights import apply_rights
 from flows.sft import sft
@@ -52,7 +56,3 @@ def _weights(config: SftConfig | DpoConfig, result: TrainResult) -> str:
     if config.keep_best is None:
         return result.state_path
     return find_checkpoint(f"{config.run_name}@best", storage_of(config)).path
-
-
-if __name__ == "__main__":
-    main(rlhf, RlhfConfig)

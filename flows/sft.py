@@ -3,6 +3,11 @@
 python -m flows.sft --config examples/sft.yaml learning_rate=1e-4
 """
 
+if __name__ == "__main__":  # first, so that --help does not wait for the imports below
+    from flows.runs.cli import main
+
+    main("flows.sft:sft", "flows.config.train:SftConfig", __doc__)
+
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 from collections.abc import Sequence
 from functools import partial
@@ -10,7 +15,6 @@ from functools import partial
 from prefect import flow
 
 from flows.config.train import SftConfig
-from flows.runs.cli import main
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import run_with_restarts
 from flows.runs.rights import apply_rights
@@ -46,7 +50,3 @@ def sft(config: SftConfig) -> TrainResult:
                 return as_state(trainer.train())
 
         return run_with_restarts(config, attempt)
-
-
-if __name__ == "__main__":
-    main(sft, SftConfig)

@@ -3,6 +3,11 @@
 python -m flows.sweep --config examples/sweep.yaml concurrency=4
 """
 
+if __name__ == "__main__":  # first, so that --help does not wait for the imports below
+    from flows.runs.cli import main
+
+    main("flows.sweep:sweep", "flows.sweeps.config:SweepConfig", __doc__, show="flows.sweep:show_sweep")
+
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 from functools import partial
 from typing import cast
@@ -16,7 +21,6 @@ from blocks.console import TextConsole
 from blocks.storage import RunDirectory
 from flows.monitoring.interrupts import CancelledInTheUI
 from flows.runs.blocks import storage_of
-from flows.runs.cli import main
 from flows.runs.rights import apply_rights
 from flows.sweeps.backends.cluster import TrialCluster
 from flows.sweeps.backends.deployment import TrialDeployment, check_deployment
@@ -81,7 +85,3 @@ def show_sweep(result: SweepResult) -> None:
         ("MLflow run", f"{result.mlflow_run_id} at {result.tracking_uri}"),
     ):
         console.print(f"{name:12} {value}")
-
-
-if __name__ == "__main__":
-    main(sweep, SweepConfig, show=show_sweep)

@@ -222,6 +222,7 @@ NAMES: Mapping[str, str] = {
     "flows.budget:spent_before": "flows.training.budget:cost_before_restart",
     "flows.command_line:exit_with_a_sentence": "flows.runs.cli:exit_on_error",
     "flows.command_line:keep_prefect_off_the_terminal": "flows.runs.cli:silence_console_logs",
+    "flows.command_line:show_result": "flows.runs.show:show_result",
     "flows.config:PlaceConfig": "flows.config.base:ServiceConfig",
     "flows.distill:Made": "flows.distill:SourceAndEvaluators",
     "flows.distill_config:LessonsConfig": "flows.config.distill:TeacherDataConfig",

@@ -55,8 +55,9 @@ if TYPE_CHECKING:
     from flows.export import ExportConfig, ExportResult, export, show_export
     from flows.rl import rl
     from flows.rlhf import rlhf
-    from flows.runs.cli import exit_on_error, run, show_result
+    from flows.runs.cli import exit_on_error, run
     from flows.runs.result import TrainResult
+    from flows.runs.show import show_result
     from flows.sft import sft
     from flows.sweep import show_sweep, sweep
     from flows.sweeps.config import PruneConfig, Range, SearchConfig, SweepConfig
@@ -358,7 +359,7 @@ _MODULES = {
     "rlhf": "flows.rlhf",
     "exit_on_error": "flows.runs.cli",
     "run": "flows.runs.cli",
-    "show_result": "flows.runs.cli",
+    "show_result": "flows.runs.show",
     "TrainResult": "flows.runs.result",
     "sft": "flows.sft",
     "show_sweep": "flows.sweep",

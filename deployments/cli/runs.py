@@ -29,16 +29,14 @@ def run(
     each one that is not set, it starts a local server or engine. Ctrl-C finishes the current step, saves a checkpoint
     and exits.
     """
-    from deployments.methods import config_type_of, flow_of
-    from flows.config.loader import describe_fields, load_config
-    from flows.runs.cli import run as run_flow
-    from flows.runs.cli import show_result
+    from deployments.methods import find_method
+    from flows.runs.cli import print_fields, start
 
+    found = find_method(method)
     if fields:
-        typer.echo("\n".join(describe_fields(config_type_of(method))))
-        return
-    flow = flow_of(method)
-    show_result(run_flow(flow, load_config(config_type_of(method), config, overrides or [])))
+        print_fields(found.config)
+    else:
+        start(found.flow, found.config, config, overrides or [])
 
 
 def resume(run_name: RunName, overrides: Overrides = None, storage: Storage = "") -> None:
@@ -51,7 +49,7 @@ def resume(run_name: RunName, overrides: Overrides = None, storage: Storage = ""
     from deployments.methods import flow_of
     from deployments.run_lookup import find_run, resume_config
     from flows.runs.cli import run as run_flow
-    from flows.runs.cli import show_result
+    from flows.runs.show import show_result
 
     method, config = resume_config(find_run(run_name, storage), overrides or [])
     show_result(run_flow(flow_of(method), config))
@@ -110,12 +108,8 @@ def sweep(overrides: Overrides = None, config: ConfigFile = None) -> None:
     Example: `tinker-flows sweep --config examples/sweep.yaml concurrency=4`
 
     Each trial is a run that `tinker-flows status` lists. The same command resumes a stopped sweep.
-    `python -m flows.sweep --help` lists the config fields.
+    `python -m flows.sweep --fields` lists the config fields.
     """
-    from flows.config.loader import load_config
-    from flows.runs.cli import run as run_flow
-    from flows.sweep import show_sweep
-    from flows.sweep import sweep as sweep_flow
-    from flows.sweeps.config import SweepConfig
+    from flows.runs.cli import start
 
-    show_sweep(run_flow(sweep_flow, load_config(SweepConfig, config, overrides or [])))
+    start("flows.sweep:sweep", "flows.sweeps.config:SweepConfig", config, overrides or [], "flows.sweep:show_sweep")

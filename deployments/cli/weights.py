@@ -105,15 +105,13 @@ def evaluate(
 
     Example: `tinker-flows evaluate mine@best --baseline base --config evaluate.yaml`
 
-    `python -m flows.evaluate --help` lists the config fields, including the condition for registering a model.
+    `python -m flows.evaluate --fields` lists the config fields, including the condition for registering a model.
     """
-    from flows.config.loader import load_config
-    from flows.evaluate import EvaluateConfig, show_evaluation
-    from flows.evaluate import evaluate as evaluate_flow
-    from flows.runs.cli import run as run_flow
+    from flows.runs.cli import start
 
-    options = [*_override("checkpoint", checkpoint), *_override("baseline", baseline)]
-    show_evaluation(run_flow(evaluate_flow, load_config(EvaluateConfig, config, [*(overrides or []), *options])))
+    options = [*(overrides or []), *_override("checkpoint", checkpoint), *_override("baseline", baseline)]
+    show = "flows.evaluate:show_evaluation"
+    start("flows.evaluate:evaluate", "flows.evaluate:EvaluateConfig", config, options, show)
 
 
 def compare(
@@ -128,15 +126,13 @@ def compare(
 
     Example: `tinker-flows compare mine@best --config compare.yaml num_samples=8`
 
-    `python -m flows.compare --help` lists the config fields.
+    `python -m flows.compare --fields` lists the config fields.
     """
-    from flows.compare import CompareConfig, show_comparison
-    from flows.compare import compare as compare_flow
-    from flows.config.loader import load_config
-    from flows.runs.cli import run as run_flow
+    from flows.runs.cli import start
 
-    options = [*_override("checkpoint", checkpoint), *_override("against", against)]
-    show_comparison(run_flow(compare_flow, load_config(CompareConfig, config, [*(overrides or []), *options])))
+    options = [*(overrides or []), *_override("checkpoint", checkpoint), *_override("against", against)]
+    show = "flows.compare:show_comparison"
+    start("flows.compare:compare", "flows.compare:CompareConfig", config, options, show)
 
 
 def export(
@@ -154,12 +150,9 @@ def export(
 
     Example: `tinker-flows export mine@400 --merged exported`
 
-    `python -m flows.export --help` lists the other fields that `field=value` can set.
+    `python -m flows.export --fields` lists the other fields that `field=value` can set.
     """
-    from flows.config.loader import load_config
-    from flows.export import ExportConfig, show_export
-    from flows.export import export as export_flow
-    from flows.runs.cli import run as run_flow
+    from flows.runs.cli import start
 
     if not (merged or adapter) or (merged and adapter and merged != adapter):
         raise ConfigError(
@@ -167,8 +160,9 @@ def export(
         )
     form = "both" if merged and adapter else "merged" if merged else "adapter"
     fields = {"checkpoint": checkpoint, "output": merged or adapter, "form": form, "storage": storage}
-    options = [override for name, value in fields.items() for override in _override(name, value)]
-    show_export(run_flow(export_flow, load_config(ExportConfig, None, [*(overrides or []), *options])))
+    named = [override for name, value in fields.items() for override in _override(name, value)]
+    options = [*(overrides or []), *named]
+    start("flows.export:export", "flows.export:ExportConfig", None, options, "flows.export:show_export")
 
 
 def _override(name: str, value: str) -> list[str]:

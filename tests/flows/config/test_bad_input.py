@@ -39,7 +39,7 @@ def error_of(
             yaml.safe_dump(sft_fields(tmp_path, "bad", mlflow_uri, engine_url) | {"num_steps": 2} | changes)
         )
         with pytest.raises(SystemExit) as exit_info:
-            main(sft, SftConfig, ["--config", str(config), *overrides])
+            main("flows.sft:sft", "flows.config.train:SftConfig", None, argv=["--config", str(config), *overrides])
         message = str(exit_info.value)
         assert message.startswith("error: ")
         assert "\n" not in message
@@ -143,7 +143,7 @@ def test_unreadable_config(tmp_path: Path) -> None:
     broken.write_text("run_name: [")
     for path, expected in ((tmp_path / "absent.yaml", "could not be read"), (broken, "is not valid YAML")):
         with pytest.raises(SystemExit, match=expected):
-            main(sft, SftConfig, ["--config", str(path)])
+            main("flows.sft:sft", "flows.config.train:SftConfig", None, argv=["--config", str(path)])
 
 
 def test_failing_terms_are_skipped(

@@ -12,7 +12,8 @@ from rl_config import rl_fields
 from deployments.status import show_run
 from flows.config.rl import RlConfig
 from flows.rl import rl
-from flows.runs.cli import run, show_result
+from flows.runs.cli import run
+from flows.runs.show import show_result
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 

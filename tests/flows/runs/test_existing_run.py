@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,7 @@ def test_interrupted_run_names_the_command_that_does_not_delete(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(cli, "_prefect_server", nullcontext)
     monkeypatch.setattr(cli, "_run", interrupt)
     config = validate_fields(SftConfig, sft_fields(tmp_path, "run", "") | {"if_exists": "delete"})
     with pytest.raises(SystemExit) as exited:

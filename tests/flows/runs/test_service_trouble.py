@@ -47,7 +47,7 @@ def rejection(tmp_path: Path, fields: Mapping[str, object]) -> str:
     config = tmp_path / "sft.yaml"
     config.write_text(yaml.safe_dump(fields))
     with pytest.raises(SystemExit) as exit_info:
-        main(sft, SftConfig, ["--config", str(config)])
+        main("flows.sft:sft", "flows.config.train:SftConfig", None, argv=["--config", str(config)])
     message = str(exit_info.value)
     assert message.startswith("error: ")
     assert "\n" not in message
@@ -159,10 +159,8 @@ def test_record_in_s3(tmp_path: Path, mlflow_uri: str, engine_url: str, prefect_
 _SHORT_LEASE = """
 from blocks import lease
 lease.LEASE_S = 3.0
-from flows.config.train import SftConfig
 from flows.runs.cli import main
-from flows.sft import sft
-main(sft, SftConfig)
+main("flows.sft:sft", "flows.config.train:SftConfig", None)
 """
 
 

@@ -1,0 +1,84 @@
+"""Result of a run on the terminal."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+
+from prefect.settings import PREFECT_API_URL
+from rich.table import Table
+
+from blocks.console import TextConsole
+from blocks.processes import prefect_server_env
+from flows.monitoring.progress import method_figures
+from flows.runs.result import TrainResult
+from tasks.reports.summary import describe_cost, storage_option
+from tasks.reports.tables import COLUMNS, Control, format_row, held_out_table, is_bookkeeping, term_rows
+
+
+def show_result(result: TrainResult, control: Mapping[str, Control] | None = None) -> None:
+    """Print the terms, the held-out data before and after, the cost, and where weights, report and UIs are.
+
+    Args:
+        control: held-out values of a run without the terms, to print beside those of this run.
+    """
+    console = TextConsole()
+    title = f"{result.run_name}: {result.num_steps} steps"
+    console.print(_table(title, COLUMNS, [format_row(row) for row in term_rows(result.metrics)]))
+    held_out = [row for row in result.held_out if not is_bookkeeping(row.metric)]
+    if held_out:
+        console.print(_table("", *held_out_table(held_out, control)))
+        if any(not math.isnan(row.after.half_width) for row in result.held_out):
+            console.print("±: 95 % interval over the held-out batches; of a change or an effect, over paired batches")
+    if result.stopped:
+        console.print(result.stopped)
+    elif result.not_promoted:
+        console.print(result.not_promoted)
+    elif result.resumed_from == result.num_steps:
+        console.print("This run had already finished; choose another run_name to train again.")
+    figures = [figure for figure in method_figures(result.metrics) if not figure.startswith("$")]
+    if figures:
+        console.print(f"last batch   {', '.join(figures)}")
+    for warning in result.warnings:
+        console.print(f"warning      {warning}")
+    console.print(f"cost         {describe_cost(result.metrics)}{_pace(result)}")
+    console.print(f"weights      {result.state_path}")
+    console.print(f"report       {result.report}")
+    console.print(f"Prefect UI   {_prefect_ui(result)}")
+    console.print(f"MLflow UI    {_mlflow_ui(result)}")
+    storage = storage_option(result.run_name, result.directory)
+    console.print(f'sample       tinker-flows sample {shlex.quote(result.run_name)}@final "PROMPT"{storage}')
+
+
+def _pace(result: TrainResult) -> str:
+    """Steps per minute of the whole run; empty if unknown."""
+    minutes = 60 * result.metrics.get("cost/hours", 0.0)
+    return f", {result.num_steps / minutes:.3g} steps per minute" if minutes else ""
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title or None, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _prefect_ui(result: TrainResult) -> str:
+    page = f"/runs/flow-run/{result.flow_run_id}"
+    if api := PREFECT_API_URL.value():
+        return api.removesuffix("/api") + page
+    database = prefect_server_env()["PREFECT_API_DATABASE_CONNECTION_URL"]
+    command = f"PREFECT_API_DATABASE_CONNECTION_URL={database} {sys.executable} -m prefect server start"
+    return f"{command}\n             then open http://127.0.0.1:4200{page}"
+
+
+def _mlflow_ui(result: TrainResult) -> str:
+    page = f"/#/experiments/{result.experiment_id}/runs/{result.mlflow_run_id}"
+    if result.tracking_uri.startswith("http"):
+        return result.tracking_uri.rstrip("/") + page
+    command = f"{sys.executable} -m mlflow ui --backend-store-uri {result.tracking_uri}"
+    return f"{command}\n             then open http://127.0.0.1:5000{page}"
