@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blocks.database_templates import PREFECT, is_missing
 from blocks.errors import ServiceError, ServiceLostError, storage_error
 from blocks.home import file_lock, home, private_folder
 
@@ -38,17 +40,40 @@ _PREFECT_SERVER = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class LocalEngine:
+    """Engine process, which may still be loading its model."""
+
+    model: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    key: str
+
+    @contextmanager
+    def serving(self) -> Iterator[TinkerService]:
+        """Wait until the engine serves, yield its service, and tell it to stop, once.
+
+        Raises:
+            ServiceError: the engine did not start; the message contains the last error in its log.
+        """
+        print(f"Starting the local engine with {self.model} (log: {self.log})", file=sys.stderr)
+        url = _announced_url(self.process, self.log)
+        with _raise_on_exit(self.process, self.log):
+            from blocks.service import TinkerService  # imports Prefect, which takes a second
+
+            yield TinkerService.model_validate({"base_url": url, "api_key": self.key})
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+
 @contextmanager
-def local_engine(
+def starting_engine(
     *, model: str, dtype: str, threads: int | None, deterministic: bool = False
-) -> Iterator[TinkerService]:
-    """Run a local Tinker service for one model, with a random API key, until the block ends.
+) -> Iterator[LocalEngine]:
+    """Start a local Tinker service for one model, with a random API key; it ends with the block.
 
     Args:
         deterministic: sample the same tokens for a request regardless of concurrent requests.
-
-    Raises:
-        ServiceError: the engine did not start; the message contains the last error in its log.
     """
     key = f"tml-{secrets.token_urlsafe(24)}"
     command = [sys.executable, "-m", "engine", "--port", "0", "--exit-with-stdin", "--model", model, "--dtype", dtype]
@@ -56,13 +81,26 @@ def local_engine(
     command += ["--threads", str(threads)] if threads else []
     command += ["--deterministic"] if deterministic else []
     log = new_log_file("engine")
-    print(f"Starting the local engine with {model} (log: {log})", file=sys.stderr)
     with managed_process(command, log, {"TINKER_ENGINE_API_KEY": key}) as process:
-        url = _announced_url(process, log)
-        with _raise_on_exit(process, log):
-            from blocks.service import TinkerService  # imports the SDK, which takes seconds
+        try:
+            yield LocalEngine(model, process, log, key)
+        except BaseException:
+            process.terminate()  # the engine does not watch its standard input while it loads
+            raise
 
-            yield TinkerService.model_validate({"base_url": url, "api_key": key})
+
+@contextmanager
+def local_engine(
+    *, model: str, dtype: str, threads: int | None, deterministic: bool = False
+) -> Iterator[TinkerService]:
+    """Run a local Tinker service until the block ends; the parameters are those of `starting_engine`.
+
+    Raises:
+        ServiceError: the engine did not start; the message contains the last error in its log.
+    """
+    starting = starting_engine(model=model, dtype=dtype, threads=threads, deterministic=deterministic)
+    with starting as engine, engine.serving() as service:
+        yield service
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +116,16 @@ class PrefectServer:
     wait: Callable[[], None]
 
 
+def running_prefect_server() -> str | None:
+    """Return the URL of the API of a Prefect server that `tinker-flows up` runs in this project home, or None."""
+    try:
+        url = json.loads((home() / "up.json").read_bytes())["exports"]["PREFECT_API_URL"]
+        with urllib.request.urlopen(f"{url}/health", timeout=5):
+            return url
+    except (OSError, ValueError, KeyError):  # no `up` runs here, or it is starting or stopping
+        return None
+
+
 @contextmanager
 def starting_prefect_server() -> Iterator[PrefectServer]:
     """Start a Prefect server on the database in the project home; it stops when the block ends."""
@@ -86,12 +134,15 @@ def starting_prefect_server() -> Iterator[PrefectServer]:
     url = f"http://127.0.0.1:{port}/api"
     with ExitStack() as lock:
         lock.enter_context(file_lock(home() / ".prefect.lock"))  # the first start creates the tables
-        env = {**prefect_server_env(), "PREFECT_API_URL": url}  # the UI uses this URL
+        is_new = is_missing(prefect_database())
+        env = {**prepare_prefect_database(), "PREFECT_API_URL": url}  # the UI uses this URL
         with managed_process(supervised_command(prefect_server_command(port)), log, env) as process:
 
             def wait() -> None:
                 print(f"Starting a Prefect server for this run (log: {log})", file=sys.stderr)
                 _wait_until_healthy(process, f"{url}/health", log)
+                if is_new:
+                    PREFECT.save(prefect_database())
                 lock.close()
 
             yield PrefectServer(url, wait)
@@ -116,8 +167,21 @@ def prefect_server_command(port: int) -> list[str]:
 
 def prefect_server_env() -> dict[str, str]:
     """Return the settings of a Prefect server that keeps up with training, on a SQLite file in the project home."""
-    database = f"sqlite+aiosqlite:///{home() / 'prefect.db'}"
-    return {"PREFECT_API_DATABASE_CONNECTION_URL": database, **_PREFECT_SERVER}
+    return {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{prefect_database()}", **_PREFECT_SERVER}
+
+
+def prefect_database() -> Path:
+    """Return the SQLite file of the Prefect servers of the project home."""
+    return home() / "prefect.db"
+
+
+def prepare_prefect_database() -> dict[str, str]:
+    """Return the settings of `prefect_server_env`, without migrations if a template made the database current.
+
+    The caller holds the lock `.prefect.lock` of the project home until the server has started.
+    """
+    is_current = PREFECT.prepare(prefect_database())
+    return prefect_server_env() | ({"PREFECT_API_DATABASE_MIGRATE_ON_START": "false"} if is_current else {})
 
 
 def free_port() -> int:
@@ -222,13 +286,9 @@ def _raise_on_exit(process: subprocess.Popen[bytes], log: Path) -> Iterator[None
 def _announced_url(process: subprocess.Popen[bytes], log: Path) -> str:
     """Wait for the URL that the engine prints once it serves; downloading and loading a model has no time limit."""
     assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if line.startswith(b"http://"):
-                return line.decode().strip()
-    except BaseException:
-        process.terminate()  # the engine does not watch its standard input while it loads
-        raise
+    for line in process.stdout:
+        if line.startswith(b"http://"):
+            return line.decode().strip()
     raise start_error("engine", log)
 
 

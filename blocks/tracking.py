@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from prefect.blocks.core import Block
 from pydantic import Field
 
+from blocks.database_templates import MLFLOW, is_missing
 from blocks.errors import ServiceError, TinkerFlowsError, reason
 from blocks.home import file_lock, home, open_private, private_folder
 from blocks.urls import check_no_credentials, check_reachable, hide_credentials
@@ -85,9 +86,12 @@ class MLflowTracking(Block):
             fix = "remove it and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
             check_no_credentials(uri, "The MLflow URL", fix)
             check_reachable(f"The MLflow server at {uri}", f"{uri.rstrip('/')}/health", _FIRST_RESPONSE_S, _REMEDY)
-        with self.failures(), _sqlite_lock(uri):
+        with self.failures(), _sqlite_lock(uri) as database:
+            is_new = database is not None and is_missing(database) and not MLFLOW.prepare(database)
             client = MlflowClient(tracking_uri=uri)
             self._experiment_id(client)
+            if database is not None and is_new:
+                MLFLOW.save(database)
             return client
 
     def experiment_id(self, client: MlflowClient) -> str:
@@ -168,16 +172,19 @@ class MLflowTracking(Block):
 
 
 @contextmanager
-def _sqlite_lock(uri: str) -> Iterator[None]:
-    """Let one process at a time open a SQLite file: two processes that create its tables concurrently both fail."""
+def _sqlite_lock(uri: str) -> Iterator[Path | None]:
+    """Let one process at a time open a SQLite file: two processes that create its tables concurrently both fail.
+
+    Yields the file, or None for another store.
+    """
     if not uri.startswith("sqlite:"):
-        yield
+        yield None
         return
     from sqlalchemy import make_url
 
     name = make_url(uri).database
     if name is None:
-        yield
+        yield None
         return
     database = Path(name)
     private_folder(database.parent)
@@ -186,4 +193,4 @@ def _sqlite_lock(uri: str) -> Iterator[None]:
     with closing(sqlite3.connect(database, timeout=_FIRST_RESPONSE_S)) as connection:
         connection.execute("PRAGMA schema_version")
     with file_lock(database.with_name(f".{database.name}.lock")):
-        yield
+        yield database.absolute()

@@ -21,13 +21,15 @@ from typing import TextIO
 from rich.status import Status
 
 from blocks.console import TextConsole
+from blocks.database_templates import MLFLOW, PREFECT, is_missing
 from blocks.home import file_lock, home
 from blocks.processes import (
     GRACE_S,
     managed_process,
     new_log_file,
+    prefect_database,
     prefect_server_command,
-    prefect_server_env,
+    prepare_prefect_database,
     supervised_command,
 )
 from deployments.health import Service, is_healthy, monitor, wait_until_ready
@@ -114,6 +116,8 @@ def _start_all(starter: _Starter, models: Sequence[str], status: Status) -> tupl
             engine = _start_engine(starter, models, key)
             servers.append(engine)
             exports |= {"TINKER_BASE_URL": engine.url, "TINKER_API_KEY": key}
+        databases = {PREFECT: prefect_database(), MLFLOW: mlflow_database()}
+        created = [template for template, database in databases.items() if is_missing(database)]
         prefect, mlflow = _start_prefect(starter), _start_mlflow(starter)
         servers += [prefect, mlflow]
         exports |= {"PREFECT_API_URL": f"{prefect.url}/api", "MLFLOW_TRACKING_URI": mlflow.url}
@@ -129,6 +133,8 @@ def _start_all(starter: _Starter, models: Sequence[str], status: Status) -> tupl
         checks = {server: partial(is_healthy, server.url + health[server]) for server in servers}
         worker_check = partial(is_worker_online, prefect.url, WORKER, since)
         wait_until_ready([*servers, worker, deploy_job], {**checks, worker: worker_check}, status, job=deploy_job)
+        for template in created:
+            template.save(databases[template])
     services = [*servers, worker]
     endpoints = tuple(Endpoint(service.name, service.url, str(service.log)) for service in (*services, deploy_job))
     return LocalStack(os.getpid(), endpoints, exports), services
@@ -145,15 +151,16 @@ def _start_engine(starter: _Starter, models: Sequence[str], key: str) -> Service
 def _start_prefect(starter: _Starter) -> Service:
     port = choose_port(4200)
     url = f"http://127.0.0.1:{port}"
-    env = {**prefect_server_env(), "PREFECT_API_URL": f"{url}/api"}
+    env = {**prepare_prefect_database(), "PREFECT_API_URL": f"{url}/api"}
     return starter.start("Prefect server", url, prefect_server_command(port)[2:], env)
 
 
 def _start_mlflow(starter: _Starter) -> Service:
     """Start MLflow on the same files as runs without a server; its clients are local and write artifacts directly."""
+    MLFLOW.prepare(mlflow_database())
     port = choose_port(5000)
     command = ["mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{home() / 'mlflow.db'}"]
+    command += ["--backend-store-uri", f"sqlite:///{mlflow_database()}"]
     command += ["--default-artifact-root", (home() / "mlflow-artifacts").as_uri(), "--no-serve-artifacts"]
     # The job runner is unused here and costs eight processes and more than a gigabyte of memory.
     env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
@@ -171,6 +178,11 @@ def _start_worker(starter: _Starter, prefect: Service, exports: Mapping[str, str
 
 def _start_deploy_job(starter: _Starter, prefect: Service, exports: Mapping[str, str]) -> Service:
     return starter.start("Deployments", f"{prefect.url}/deployments", ["deployments.apply"], exports)
+
+
+def mlflow_database() -> Path:
+    """Return the SQLite file of MLflow in the project home, which runs without a server use as well."""
+    return home() / "mlflow.db"
 
 
 def _installed_models() -> Sequence[str]:

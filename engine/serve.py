@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -43,6 +44,7 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     engine = Engine(settings, _load_models(settings))
+    gc.freeze()  # no collection, also not the one at exit, scans the modules of torch and transformers
     config = uvicorn.Config(
         make_app(engine), log_level="warning", access_log=False, timeout_graceful_shutdown=5, lifespan="off"
     )

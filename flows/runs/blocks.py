@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from prefect.blocks.core import Block
@@ -17,13 +18,16 @@ from prefect.logging import get_run_logger
 
 from blocks import MLflowTracking, RunStorage, TinkerService
 from blocks.errors import ConfigError
-from blocks.processes import local_engine
+from blocks.processes import LocalEngine, starting_engine
 from blocks.service import is_set_in_environment
-from flows.config.base import ServiceConfig, TrackedConfig
+from flows.config.base import RunConfig, ServiceConfig, TrackedConfig
 from flows.runs.prices import priced_models
 from tasks.common.service_errors import TRANSIENT_ERRORS
 
 B = TypeVar("B", bound=Block)
+
+# Engines that `engine_ahead` has started; each is taken out by the attempt of the run that uses it.
+_ENGINES_AHEAD: ContextVar[list[LocalEngine]] = ContextVar("engines_ahead")
 
 
 @contextmanager
@@ -39,10 +43,30 @@ def open_service(config: ServiceConfig) -> Iterator[TinkerService]:
             "set base_url to 'local' to train the model on this machine."
         )
     if _starts_engine(config.base_url):
-        with local_engine(model=config.model, **config.engine.model_dump()) as service:
+        ahead = _ENGINES_AHEAD.get([])
+        engine = nullcontext(ahead.pop()) if ahead else starting_engine(**_engine_options(config))
+        with engine as started, started.serving() as service:
             yield service
     else:
         yield _block(TinkerService, config.base_url, base_url=config.base_url or None)
+
+
+@contextmanager
+def engine_ahead(config: RunConfig) -> Iterator[None]:
+    """Start the engine of a run, if it needs one, before the run; `open_service` in this block waits for it."""
+    if not _starts_engine(config.base_url) or lacks_key(config.model, config.base_url):
+        yield
+        return
+    with starting_engine(**_engine_options(config)) as engine:
+        token = _ENGINES_AHEAD.set([engine])
+        try:
+            yield
+        finally:
+            _ENGINES_AHEAD.reset(token)
+
+
+def _engine_options(config: ServiceConfig) -> dict[str, Any]:
+    return {"model": config.model, **config.engine.model_dump()}
 
 
 def lacks_key(model: str, base_url: str) -> bool:

@@ -7,16 +7,17 @@ and a Prefect server starts while they are imported.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from blocks.errors import ServiceError, TinkerFlowsError, reason, traceback_is_requested
-from blocks.processes import PrefectServer, starting_prefect_server
+from blocks.processes import PrefectServer, running_prefect_server, starting_prefect_server
 from objectives.errors import ObjectiveError
 from objectives.import_path import import_path
 
@@ -58,6 +59,7 @@ def main(
         print_fields(config)
     else:
         exit_on_error(lambda: start(flow, config, arguments.config, arguments.overrides, show))
+    gc.freeze()  # the collection at exit would scan half a million objects, for a second
     sys.exit()
 
 
@@ -69,7 +71,7 @@ def print_fields(config: str) -> None:
 
 
 def start(flow: str, config: str, file: Path | None, overrides: Sequence[str], show: str = SHOW_RESULT) -> None:
-    """Load a config, run a flow and print its result; a Prefect server that the run needs starts during the imports.
+    """Load a config, run a flow and print its result; local servers that the run needs start during its imports.
 
     Args:
         flow, config, show: Import paths of the flow, of the class of its config and of the function that prints.
@@ -81,8 +83,9 @@ def start(flow: str, config: str, file: Path | None, overrides: Sequence[str], s
         from flows.config.loader import load_config
 
         loaded = load_config(cast("type[Config]", import_path(config)), file, overrides)
-        result = _run_quietly(cast("Flow[..., Any]", import_path(flow)), loaded, server)
-    cast("Callable[[Any], None]", import_path(show))(result)
+        with _engine(loaded):
+            result = _run_quietly(cast("Flow[..., Any]", import_path(flow)), loaded, server)
+            cast("Callable[[Any], None]", import_path(show))(result)
 
 
 def exit_on_error(action: Callable[[], None]) -> None:
@@ -108,14 +111,25 @@ def run(flow: Flow[..., R], config: Config) -> R:
 
 @contextmanager
 def _prefect_server() -> Iterator[PrefectServer | None]:
-    """Start a local Prefect server for a run; None if Prefect's settings name a server."""
+    """Use the Prefect server of `tinker-flows up`, or start one; None if Prefect's settings name a server."""
     from prefect.settings import PREFECT_API_URL
 
     if PREFECT_API_URL.value():
         yield None
+    elif url := running_prefect_server():
+        print(f"Using the Prefect server of `tinker-flows up` at {url}", file=sys.stderr)
+        yield PrefectServer(url, wait=lambda: None)
     else:
         with starting_prefect_server() as server:
             yield server
+
+
+def _engine(config: Config) -> AbstractContextManager[None]:
+    """Start the engine of a run, if it needs one; a flow of several runs starts them when it gets there."""
+    from flows.config.base import RunConfig
+    from flows.runs.blocks import engine_ahead
+
+    return engine_ahead(config) if isinstance(config, RunConfig) else nullcontext()
 
 
 def _run_quietly(flow: Flow[..., R], config: Config, server: PrefectServer | None) -> R:

@@ -156,9 +156,8 @@ def record_key(directory: RunDirectory) -> str:
 
 def _announcement(config: RunConfig) -> str:
     """Return the description of a run until its report replaces it."""
-    return (
-        f"Training of {markdown_code(config.model)} by `{flow_run.get_flow_name()}` in progress.\n\n{flow_run_link()}"
-    )
+    model, method = markdown_code(config.model), flow_run.get_flow_name()
+    return f"Training of {model} by `{method}` in progress.\n\n{flow_run_link()}"
 
 
 def origin_tags(service_url: str) -> dict[str, str]:

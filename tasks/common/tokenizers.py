@@ -28,7 +28,11 @@ def lock_tokenizers() -> None:
     is using cannot be reconfigured ("Already borrowed"), and one reconfigured in between returns other tokens. A slow
     tokenizer keeps state in Python, also in code that comes with its model. Environments, judges and the SDK open
     tokenizers of their own, so the methods of the classes are locked, those of later subclasses too.
+
+    All of them use `AutoTokenizer`, whose import takes seconds. It is imported here, while an engine loads its model.
     """
+    from transformers import AutoTokenizer  # noqa: F401
+
     for kind in _subclasses(PreTrainedTokenizerBase):
         _lock_class(kind)
     PreTrainedTokenizerBase.__init_subclass__ = classmethod(_lock_subclass)  # pyright: ignore[reportAttributeAccessIssue]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from blocks import supervise
 from blocks.errors import ServiceError, StorageError
-from blocks.processes import local_engine, local_prefect_server, supervised_command
+from blocks.processes import local_engine, local_prefect_server, running_prefect_server, supervised_command
 
 pytestmark = pytest.mark.process
 
@@ -117,6 +118,17 @@ def test_a_prefect_start_error_names_cause_and_log(home: Path) -> None:
         pass
     (log,) = (home / "logs").iterdir()
     assert str(caught.value).endswith(f"(log: {log})")
+
+
+def test_the_prefect_server_of_up_is_found(home: Path, prefect_server: str) -> None:
+    home.mkdir(exist_ok=True)
+    assert running_prefect_server() is None
+    (home / "up.json").write_text('{"pid": 1, "places": [], "exports": {}}')  # `up` is starting
+    assert running_prefect_server() is None
+    (home / "up.json").write_text(json.dumps({"exports": {"PREFECT_API_URL": prefect_server}}))
+    assert running_prefect_server() == prefect_server
+    (home / "up.json").write_text(json.dumps({"exports": {"PREFECT_API_URL": "http://127.0.0.1:1/api"}}))
+    assert running_prefect_server() is None  # of an `up` that was killed
 
 
 def test_an_unusable_home_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

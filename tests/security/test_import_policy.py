@@ -19,7 +19,6 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import Running
 from prefect_deployments import wait_for_end
 from sft_config import sft_fields
-from tasks.evaluation.exact_match import ExactMatch
 
 from blocks.errors import ConfigError
 from engine.tiny import byte_tokenizer
@@ -32,6 +31,7 @@ from objectives.import_policy import ALLOWED_MODULES, COMMANDS, find_command, is
 from tasks.common.builders import build, takes
 from tasks.evaluation.evaluators import build_evaluator
 from tasks.evaluation.inspect_tasks import InspectTask
+from tasks.evaluation.sampled import ExactMatch
 from tasks.preference.judges import build_judge
 from tasks.rl.custom_completer import CompleterSpec
 from tasks.rl.hooks import HookSpec
