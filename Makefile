@@ -9,7 +9,7 @@ INSTALLED := .venv/.installed
 INSTALLED_DEV := .venv/.installed-dev
 PYTEST_PARALLEL := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: install install-dev demo test unit slow chaos check bench bench-engine bench-objectives bench-operate bench-preference bench-rl format docs
+.PHONY: install install-dev demo test unit slow chaos check bench bench-engine bench-objectives bench-operate bench-preference bench-rl bench-compare format docs
 
 install: $(INSTALLED)
 
@@ -63,7 +63,10 @@ format: install-dev
 	$(BIN)/ruff check --fix .
 
 bench: install-dev
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --save
+
+bench-compare: install-dev
+	$(BIN)/python -m benchmarks.history
 
 bench-engine: install-dev
 	$(BIN)/python -m benchmarks engine_vs_torch engine_sampling engine_service engine_tenants

@@ -63,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; default: all except the long ones")
-    names = parser.parse_args(argv).names or [name for name in BENCHMARKS if name not in LONG]
+    parser.add_argument("--save", action="store_true", help="write the ratios to benchmarks/results/<commit>.json")
+    options = parser.parse_args(argv)
+    names = options.names or [name for name in BENCHMARKS if name not in LONG]
     if unknown := [name for name in names if name not in BENCHMARKS]:
         parser.error(f"unknown benchmark {unknown[0]!r}; use one or more of {', '.join(BENCHMARKS)}")
     # OpenMP reads the variable when torch is imported. The engine sets it too, so all peers have the same setting.
@@ -72,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from benchmarks import history
     from benchmarks.rows import describe_machine, table
 
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
@@ -79,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in names:
         measured = importlib.import_module(f"benchmarks.{name}").measure()
         console.print(measured if isinstance(measured, Table) else table(measured))
+        if options.save and not isinstance(measured, Table):
+            console.print(f"saved to {history.save(measured)}")
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ class Trained(NamedTuple):
 
 
 def measure(*, repetitions: int = 3, steps: int = 40) -> list[Row]:
-    """Return a row for the time per step and one for the whole process."""
-    ours, peer = [], []
+    """Return rows for the time per step with task runs per task and per segment, and one for the whole process."""
+    ours, segments, peer = [], [], []
     with scratch_home() as folder:
         model = str(resolve_model("tiny", home() / "cache"))
         with local_engine(model=model, dtype="float32", threads=1) as service:
@@ -45,9 +45,10 @@ def measure(*, repetitions: int = 3, steps: int = 40) -> list[Row]:
             assert service.api_key is not None
             with environment(TINKER_BASE_URL=service.base_url, TINKER_API_KEY=service.api_key.get_secret_value()):
                 for number in tqdm(range(repetitions), desc="flow_vs_cookbook"):
-                    ours.append(_run_flow(folder / f"flow-{number}", model, steps))
+                    ours.append(_run_flow(folder / f"flow-{number}", model, steps, "task"))
+                    segments.append(_run_flow(folder / f"segment-{number}", model, steps, "segment"))
                     peer.append(_run_cookbook(folder / f"cookbook-{number}", model, steps))
-    difference = max(abs(a.nll - b.nll) / b.nll for a, b in zip(ours, peer, strict=True))
+    difference = max(abs(a.nll - b.nll) / b.nll for flows in (ours, segments) for a, b in zip(flows, peer, strict=True))
     size = f"tiny, batches of {BATCH_SIZE} GSM8K solutions"
     return [
         Row(
@@ -57,6 +58,13 @@ def measure(*, repetitions: int = 3, steps: int = 40) -> list[Row]:
             [run.step_ms for run in peer],
             peer_name="tinker_cookbook.supervised.train",
             note=f"last train_mean_nll {ours[-1].nll:.4f} and {peer[-1].nll:.4f}, at most {difference:.2%} apart",
+        ),
+        Row(
+            f"flow_vs_cookbook: time per step with granularity segment, {size}",
+            "ms",
+            [run.step_ms for run in segments],
+            [run.step_ms for run in peer],
+            peer_name="tinker_cookbook.supervised.train",
         ),
         Row(
             f"flow_vs_cookbook: whole process, {steps} steps, {size}",
@@ -69,7 +77,7 @@ def measure(*, repetitions: int = 3, steps: int = 40) -> list[Row]:
     ]
 
 
-def _run_flow(folder: Path, model: str, steps: int) -> Trained:
+def _run_flow(folder: Path, model: str, steps: int, granularity: str) -> Trained:
     times = folder / "times"
     config = {
         "model": model,
@@ -77,6 +85,7 @@ def _run_flow(folder: Path, model: str, steps: int) -> Trained:
         "learning_rate": LEARNING_RATE,
         "num_steps": steps,
         "checkpoint_every": steps,
+        "granularity": granularity,
         "data": {"builder": "benchmarks.timed_data:TimedGsm8kBuilder", "params": _data(model, times)},
     }
     run = run_flow(["flows.sft"], folder, config)

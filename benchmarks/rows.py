@@ -72,10 +72,15 @@ def describe_machine() -> str:
     load_1min, _, _ = os.getloadavg()
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     return (
-        f"hardware  {os.cpu_count()} cores, {_processor()}, load {load_1min:.1f} before the start\n"
-        f"commit    {_commit()}\n"
+        f"hardware  {hardware()}, load {load_1min:.1f} before the start\n"
+        f"commit    {commit()}\n"
         f"versions  python {platform.python_version()}, {versions}"
     )
+
+
+def hardware() -> str:
+    """Describe the processor."""
+    return f"{os.cpu_count()} cores, {_processor()}"
 
 
 def _three_digits(figure: float) -> str:
@@ -89,7 +94,8 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Describe the commit of the working tree, and whether the tree has changes."""
     folder = Path(__file__).parent
     description = subprocess.run(
         ["git", "describe", "--always", "--dirty=, with changes"],

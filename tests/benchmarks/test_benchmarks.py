@@ -88,7 +88,7 @@ def test_engine_tenants() -> None:
 @pytest.mark.slow
 def test_flow_vs_cookbook(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", prefect_server)
-    check(flow_vs_cookbook.measure(repetitions=1, steps=4), "flow_vs_cookbook", 2)
+    check(flow_vs_cookbook.measure(repetitions=1, steps=4), "flow_vs_cookbook", 3)
 
 
 @pytest.mark.slow
