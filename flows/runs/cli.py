@@ -111,14 +111,15 @@ def run(flow: Flow[..., R], config: Config) -> R:
 
 @contextmanager
 def _prefect_server() -> Iterator[PrefectServer | None]:
-    """Use the Prefect server of `tinker-flows up`, or start one; None if Prefect's settings name a server."""
-    from prefect.settings import PREFECT_API_URL
+    """Start a Prefect server for a run; None if Prefect's settings name one, or `tinker-flows up` runs one here."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
 
     if PREFECT_API_URL.value():
         yield None
     elif url := running_prefect_server():
         print(f"Using the Prefect server of `tinker-flows up` at {url}", file=sys.stderr)
-        yield PrefectServer(url, wait=lambda: None)
+        with temporary_settings({PREFECT_API_URL: url}):
+            yield None
     else:
         with starting_prefect_server() as server:
             yield server

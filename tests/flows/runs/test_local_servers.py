@@ -1,0 +1,73 @@
+"""Servers that the command line starts for a run, or finds running."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from sft_config import sft_fields
+
+from flows.config.train import SftConfig
+from flows.runs.blocks import engine_ahead, open_service
+
+pytestmark = pytest.mark.process
+
+SETTINGS = ("PREFECT_API_URL", "TINKER_BASE_URL", "TINKER_API_KEY", "MLFLOW_TRACKING_URI")
+
+
+def run_sft(folder: Path, base_url: str = "local") -> subprocess.CompletedProcess[str]:
+    """Run two steps on the command line, in the project home `folder/home` and without settings of servers."""
+    fields = sft_fields(folder, "mine", "", base_url) | {"num_steps": 2, "eval_every": 0, "objective": {}}
+    (folder / "sft.yaml").write_text(yaml.safe_dump(fields))
+    environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    environment |= {"TINKER_FLOWS_HOME": str(folder / "home"), "TINKER_API_KEY": "tml-test"}
+    command = [sys.executable, "-m", "flows.sft", "--config", str(folder / "sft.yaml")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_run_starts_one_server_of_each_kind_and_stops_them(tmp_path: Path) -> None:
+    run = run_sft(tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "mine: 2 steps" in run.stdout
+    assert "has not recorded" not in run.stderr
+    logs = sorted(log.name.partition("-")[0] for log in (tmp_path / "home" / "logs").iterdir())
+    assert logs == ["engine", "prefect"]
+    home = str(tmp_path / "home")
+    assert not [process for process in psutil.process_iter(["cmdline"]) if home in str(process.info["cmdline"])]
+
+
+def test_a_run_uses_the_prefect_server_of_up(tmp_path: Path, prefect_server: str, engine_url: str) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "up.json").write_text(json.dumps({"exports": {"PREFECT_API_URL": prefect_server}}))
+    run = run_sft(tmp_path, engine_url)
+    assert run.returncode == 0, run.stderr
+    assert f"Using the Prefect server of `tinker-flows up` at {prefect_server}" in run.stderr
+    assert f"Prefect UI   {prefect_server.removesuffix('/api')}/runs/flow-run/" in run.stdout
+    assert not (tmp_path / "home" / "logs").exists()
+
+
+def test_an_engine_started_ahead_serves_one_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that lost its engine starts another."""
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
+    config = SftConfig.model_validate(sft_fields(tmp_path, "mine", ""))
+    with engine_ahead(config):
+        with open_service(config) as first:
+            assert "tiny" in first.models()
+        with open_service(config) as second:
+            assert "tiny" in second.models()
+        assert second.base_url != first.base_url
+    assert not [child for child in psutil.Process().children() if f"{tmp_path}/home" in str(child.cmdline())]
+
+
+def test_an_invalid_config_ends_the_command_before_its_servers_are_up(tmp_path: Path) -> None:
+    run = run_sft(tmp_path, "http://me:secret@127.0.0.1:1")
+    assert run.returncode == 1
+    (message,) = run.stderr.splitlines()
+    assert message.startswith("error: The config is invalid")
+    assert "secret" not in message
