@@ -12,14 +12,15 @@ if __name__ == "__main__":  # first, so that --help does not wait for the import
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Self, cast
 
 import tinker
 from prefect import flow
 from prefect.runtime import flow_run
 from prefect.states import Completed
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from rich.table import Table
+from tasks.evaluation.base import SampledEvaluator
 from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
 
@@ -52,8 +53,10 @@ from tasks.evaluation.evaluators import (
     evaluate_sampler,
 )
 from tasks.evaluation.evaluators import evaluate as evaluate_trainer
+from tasks.evaluation.intervals import compare_scores
 from tasks.reports.tables import write_table
 from tasks.supervised.dataset import build_dataset
+from tasks.training.metric_names import logged_name
 from tasks.training.metrics import MetricsLog
 from tasks.training.model_registry import Promotion, promote
 
@@ -90,6 +93,15 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
         "`[NUMBER *] baseline`, the same metric of the baseline.",
         examples=["test/nll < 0.98 * baseline"],
     )
+    promote_confidence: float | None = Field(
+        default=None,
+        ge=0.5,
+        lt=1,
+        title="Promote with confidence",
+        description="Confidence with which the checkpoint must be better than the baseline on the same problems: 0.95 "
+        "registers at most 5 % of checkpoints that are as good. Only for metrics of evaluators that grade answers. "
+        "Unset: compare the metrics alone.",
+    )
 
     @field_validator("promote_if")
     @classmethod
@@ -97,6 +109,18 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
         if check_promote_if(value) and PromoteIf.parse(value or "").of_baseline and not info.data.get("baseline"):
             raise ValueError("it needs a baseline: set baseline to the weights to compare with")
         return value
+
+    @model_validator(mode="after")
+    def _check_confidence(self) -> Self:
+        if self.promote_confidence is None:
+            return self
+        gate = PromoteIf.parse(self.promote_if) if self.promote_if else None
+        if gate is None or not gate.of_baseline or gate.factor != 1:
+            raise ValueError(
+                "promote_confidence requires a condition such as test/NAME > baseline, because it tests if both have "
+                "equal scores: change promote_if, or remove it"
+            )
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +130,7 @@ class EvaluateResult:
     Attributes:
         metrics: Metrics of the checkpoint.
         baseline: Metrics of the baseline; empty without one.
+        differences: Differences between both, with intervals, for metrics that have a score for each problem.
         not_promoted: Reason why the checkpoint does not meet `promote_if`; empty if it does, or without a condition.
         version: Version of the registered model; empty if the checkpoint was not registered.
     """
@@ -113,6 +138,7 @@ class EvaluateResult:
     run_name: str
     metrics: dict[str, float]
     baseline: dict[str, float]
+    differences: dict[str, float]
     not_promoted: str
     version: str
     flow_run_id: str
@@ -137,28 +163,33 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
         with open_measurement(config, config.run_name, service.resolved_url, tags) as log, service.session() as session:
             resources = {"session": session, "base_model": config.model}
             evaluators = build_evaluators(config.evaluators, resources=resources)
+            _check_scores(config, evaluators)
             baseline_metrics: dict[str, float] = {}
+            baseline_scores: dict[str, list[float]] = {}
             if baseline:
                 of_baseline = _measure(session, config, baseline, evaluators)
-                baseline_metrics = of_baseline.metrics
+                baseline_metrics, baseline_scores = of_baseline.metrics, _take_scores(evaluators)
                 note_evaluation(log, of_baseline, "baseline/")
             measured = _measure(session, config, chosen, evaluators)
-            metrics = measured.metrics
+            metrics, scores = measured.metrics, _take_scores(evaluators)
+            differences = _differences(scores, baseline_scores)
             note_evaluation(log, measured)
             if not measured.skipped:
                 check_measured(config.promote_if, metrics)
-            log.log(chosen.step, metrics | {f"baseline/{key}": value for key, value in baseline_metrics.items()})
+            of_baseline = {f"baseline/{key}": value for key, value in baseline_metrics.items()}
+            log.log(chosen.step, metrics | of_baseline | differences)
             log.flush()
-            rejection = _rejection(config, metrics, baseline_metrics)
+            rejection = _rejection(config, metrics, baseline_metrics) or _doubt(config, scores, baseline_scores)
             if rejection:
                 note_rejection(log, config.run_name, config.register_as or "", rejection)
             version = "" if rejection or not config.register_as else _register(session, config, chosen, log)
             columns = ("metric", config.checkpoint, *([config.baseline] if config.baseline else []))
-            write_table(log, "evaluation", config.run_name, columns, _rows(metrics, baseline_metrics))
+            write_table(log, "evaluation", config.run_name, columns, _rows(metrics | differences, baseline_metrics))
         result = EvaluateResult(
             run_name=config.run_name,
             metrics=metrics,
             baseline=baseline_metrics,
+            differences=differences,
             not_promoted=rejection,
             version=version,
             flow_run_id=flow_run.get_id() or "",
@@ -176,7 +207,7 @@ def show_evaluation(result: EvaluateResult) -> None:
     table.add_column("metric")
     for column in ["checkpoint", "baseline"] if result.baseline else ["checkpoint"]:
         table.add_column(column, justify="right")
-    for name, *values in _rows(result.metrics, result.baseline):
+    for name, *values in _rows(result.metrics | result.differences, result.baseline):
         table.add_row(name, *("" if value is None else f"{value:.6g}" for value in values))
     console = TextConsole()
     console.print(table)
@@ -228,6 +259,63 @@ def _rejection(config: EvaluateConfig, metrics: Mapping[str, float], baseline: M
     gate = PromoteIf.parse(config.promote_if)
     rejection = gate.rejection(metrics.get(gate.metric), baseline.get(gate.metric))
     return f"{config.checkpoint} is not promoted: {rejection}." if rejection else ""
+
+
+def _check_scores(config: EvaluateConfig, evaluators: Sequence[ConfiguredEvaluator]) -> None:
+    """Check that the metric of a condition with a confidence has a score for each problem.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if config.promote_confidence is None:
+        return
+    metric = PromoteIf.parse(config.promote_if or "").metric
+    known = [logged_name(name) for evaluator in _graders(evaluators) for name in evaluator.scored_metrics]
+    if metric not in known:
+        raise ConfigError(
+            f"promote_confidence needs a metric with a score for each problem, but promote_if names {metric}: use "
+            f"{' or '.join(known) or 'an evaluator that grades answers'}, or remove promote_confidence."
+        )
+
+
+def _graders(evaluators: Sequence[ConfiguredEvaluator]) -> list[SampledEvaluator]:
+    return [entry.evaluator for entry in evaluators if isinstance(entry.evaluator, SampledEvaluator)]
+
+
+def _take_scores(evaluators: Sequence[ConfiguredEvaluator]) -> dict[str, list[float]]:
+    """Return the scores of the last measurement by metric and problem."""
+    taken = [evaluator.take_scores() for evaluator in _graders(evaluators)]
+    return {logged_name(name): scores_P for scores in taken for name, scores_P in scores.items()}
+
+
+def _differences(scores: Mapping[str, list[float]], baseline: Mapping[str, list[float]]) -> dict[str, float]:
+    """Return the differences to the baseline of all metrics that have a score for each problem."""
+    metrics: dict[str, float] = {}
+    for name in sorted(scores.keys() & baseline.keys()):
+        pairs = zip(scores[name], baseline[name], strict=True)
+        metrics |= compare_scores([first - second for first, second in pairs]).metrics(name)
+    return metrics
+
+
+def _doubt(config: EvaluateConfig, scores: Mapping[str, list[float]], baseline: Mapping[str, list[float]]) -> str:
+    """Return the reason not to promote a checkpoint that may meet the condition by chance; empty if there is none."""
+    if config.promote_confidence is None:
+        return ""
+    gate = PromoteIf.parse(config.promote_if or "")
+    if gate.metric not in scores or gate.metric not in baseline:
+        return f"{config.checkpoint} is not promoted: {gate.metric} was not measured by problem."
+    sign = 1 if gate.sign in (">", ">=") else -1
+    pairs = zip(scores[gate.metric], baseline[gate.metric], strict=True)
+    compared = compare_scores([sign * (first - second) for first, second in pairs])
+    # A p-value is a quotient of counts: allow for its rounding.
+    if compared.p_value <= 1 - config.promote_confidence + 1e-12:
+        return ""
+    effect = "" if compared.detectable is None else f", or expect an effect of {compared.detectable:.3g}"
+    return (
+        f"{config.checkpoint} is not promoted: {gate.metric} is better than that of the baseline by "
+        f"{compared.mean:.3g} on {len(scores[gate.metric])} problems, which happens by chance with a probability of "
+        f"{compared.p_value:.3g}, but promote_confidence is {config.promote_confidence:g}: use more problems{effect}."
+    )
 
 
 def _register(

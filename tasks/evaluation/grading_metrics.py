@@ -10,6 +10,7 @@ import numpy as np
 
 from blocks.errors import ConfigError
 from tasks.common.graders import pass_at
+from tasks.evaluation.intervals import proportion_interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,19 @@ class Graded:
     timed_out: bool = False
 
 
+def scores_by_problem(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int]) -> dict[str, list[float]]:
+    """Share of right answers `test/<name>` and pass@k of each problem, from 0 to 1; for arguments, see `summarize`."""
+    right_PG = [[graded.right for graded in graded_G] for graded_G in graded_PG]
+    scores = {f"test/{name}": [float(np.mean(right_G)) for right_G in right_PG]}
+    for k in ks:
+        scores[f"test/{name}_pass_at_{k}"] = [pass_at(k, len(right_G), sum(right_G)) for right_G in right_PG]
+    return scores
+
+
 def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int]) -> dict[str, float]:
     """Accuracy `test/<name>`, its standard error over problems, shares of truncated and timed-out answers, and pass@k.
+
+    Of pass@k there is also the interval of 95 % confidence, `_low` and `_high`, if there are several problems.
 
     Args:
         graded_PG: grades by problem and answer.
@@ -39,7 +51,8 @@ def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int
     >>> metrics["test/m"], metrics["test/m_pass_at_2"], metrics["test/m_truncated"]
     (0.25, 0.5, 0.75)
     """
-    right_P = [np.mean([graded.right for graded in graded_G]) for graded_G in graded_PG]
+    scores = scores_by_problem(name, graded_PG, ks)
+    right_P = scores.pop(f"test/{name}")
     grades = [graded for graded_G in graded_PG for graded in graded_G]
     error = float(np.std(right_P, ddof=1)) / math.sqrt(len(right_P)) if len(right_P) > 1 else 0.0
     metrics = {
@@ -48,9 +61,10 @@ def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int
         f"test/{name}_truncated": float(np.mean([graded.truncated for graded in grades])),
         f"test/{name}_timed_out": float(np.mean([graded.timed_out for graded in grades])),
     }
-    for k in ks:
-        pass_at_P = [pass_at(k, len(graded_G), sum(graded.right for graded in graded_G)) for graded_G in graded_PG]
-        metrics[f"test/{name}_pass_at_{k}"] = float(np.mean(pass_at_P))
+    for key, pass_at_P in scores.items():
+        metrics[key] = float(np.mean(pass_at_P))
+        if interval := proportion_interval(pass_at_P):
+            metrics |= {f"{key}_low": interval.low, f"{key}_high": interval.high}
     return metrics
 
 

@@ -18,7 +18,7 @@ from tasks.common.builders import import_object
 from tasks.common.jsonl import read_rows
 from tasks.common.sampling import Answer, Sampling, open_renderer, sample_answers
 from tasks.common.tokenizers import TokenizedEvaluator
-from tasks.evaluation.grading_metrics import Graded, check_pass_at, summarize
+from tasks.evaluation.grading_metrics import Graded, check_pass_at, scores_by_problem, summarize
 from tasks.sandbox.code_tests import run_tests_async
 from tasks.sandbox.runner import Limits
 
@@ -35,6 +35,7 @@ class SampledEvaluator(TokenizedEvaluator):
         limit: maximum number of problems, taken from the start of the file.
         pass_at: values of k to log pass@k for.
         sampling: sampling parameters.
+        scores: score of each problem in the last measurement, by metric.
     """
 
     required: ClassVar[tuple[str, ...]] = ()
@@ -46,6 +47,7 @@ class SampledEvaluator(TokenizedEvaluator):
     limit: int | None = None
     pass_at: tuple[int, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
+    scores: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Validate `pass_at` and read the problems, so that errors surface before a run starts."""
@@ -65,7 +67,19 @@ class SampledEvaluator(TokenizedEvaluator):
             list(await asyncio.gather(*(self.grade(answer, row) for answer in answers_G)))
             for row, answers_G in zip(self.rows, answers_PG, strict=True)
         ]
+        self.scores.update(scores_by_problem(self.name, graded_PG, self.pass_at))
         return summarize(self.name, graded_PG, self.pass_at)
+
+    @property
+    def scored_metrics(self) -> tuple[str, ...]:
+        """Names of the metrics with a score for each problem."""
+        return tuple(scores_by_problem(self.name, [], self.pass_at))
+
+    def take_scores(self) -> dict[str, list[float]]:
+        """Return the scores of the last measurement by metric and problem, once; empty before one."""
+        scores = dict(self.scores)
+        self.scores.clear()
+        return scores
 
     def question(self, row: Mapping[str, str]) -> str:
         """Prompt of a problem."""

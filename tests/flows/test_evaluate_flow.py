@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from mlflow import MlflowClient
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from pydantic import ValidationError
+from pydantic.dataclasses import dataclass
 from sft_config import sft_fields
+from tasks.evaluation.base import SampledEvaluator
 from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from tinker_cookbook.renderers import Message
@@ -24,7 +27,9 @@ from flows.config.train import SftConfig
 from flows.evaluate import EvaluateConfig, EvaluateResult, evaluate
 from flows.runs.result import TrainResult
 from flows.sft import sft
+from tasks.common.sampling import Answer
 from tasks.evaluation.evaluators import build_evaluator
+from tasks.evaluation.grading_metrics import Graded
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -100,6 +105,8 @@ def test_evaluation_equals_the_metrics_of_the_run(
         "test/bits_per_byte",
         "test/exact_match",
         "test/code_tests_pass_at_2",
+        "test/code_tests_pass_at_2_low",
+        "test/code_tests_pass_at_2_high",
     } < evaluated.metrics.keys()
     assert 0 <= evaluated.metrics["test/exact_match"] <= 1
 
@@ -217,6 +224,52 @@ def test_invalid_evaluations(trained: TrainResult, fields: dict[str, Any]) -> No
             evaluation(fields, **changes)
     with pytest.raises(ValidationError, match="it needs a baseline"):
         evaluation(fields, promote_if="test/nll < baseline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed(SampledEvaluator):
+    """Evaluator whose first policy has no right answer, and whose second has `num_right`."""
+
+    num_right: int
+    num_calls: list[int] = field(default_factory=list, init=False)
+
+    def question(self, row: Mapping[str, str]) -> str:
+        return row["question"]
+
+    async def grade(self, answer: Answer, row: Mapping[str, str]) -> Graded:
+        self.num_calls.append(0)
+        index = len(self.num_calls) - 1 - len(self.rows)
+        return Graded(0 <= index < self.num_right, False)
+
+
+def test_promotion_needs_a_difference_that_is_not_chance(
+    trained: TrainResult, fields: dict[str, Any], mlflow_uri: str
+) -> None:
+    """With 8 problems, 5 better answers are significant (1 / 32), and 4 are not (1 / 16)."""
+    params = {"path": str(DATA / "gsm8k_test.jsonl"), "renderer_name": "qwen3_instruct", "name": "fixed", "limit": 8}
+    params["sampling"] = {"max_tokens": 1}
+    gate = {"baseline": "base", "promote_if": "test/fixed > baseline", "promote_confidence": 0.95, "data": None}
+
+    def run(num_right: int) -> EvaluateResult:
+        evaluators = [{"builder": f"{__name__}:Fixed", "params": params | {"num_right": num_right}}]
+        return evaluation(fields, run_name=f"fixed-{num_right}", evaluators=evaluators, **gate)
+
+    good, doubtful = run(5), run(4)
+    assert good.not_promoted == ""
+    assert good.differences["difference/test/fixed"] == pytest.approx(5 / 8)
+    assert good.differences["difference/test/fixed_p_value"] == pytest.approx(1 / 32)
+    logged = MlflowClient(mlflow_uri).get_run(good.mlflow_run_id).data.metrics
+    assert good.differences.items() <= logged.items()
+    assert "by 0.5 on 8 problems, which happens by chance with a probability of 0.0625" in doubtful.not_promoted
+
+
+def test_a_confidence_without_scores_is_refused(trained: TrainResult, fields: dict[str, Any]) -> None:
+    gate = {"baseline": "base", "promote_confidence": 0.95}
+    for condition in (None, "test/exact_match > 0.5", "test/exact_match > 1.1 * baseline"):
+        with pytest.raises(ValidationError, match="promote_confidence requires a condition such as"):
+            evaluation(fields, **gate, promote_if=condition)
+    with pytest.raises(ConfigError, match=r"promote_if names test/nll: use test/exact_match or test/exact_match_pass"):
+        evaluation(fields, **gate, promote_if="test/nll < baseline", evaluators=SAMPLED)
 
 
 class Builder:

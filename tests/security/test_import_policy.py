@@ -235,11 +235,9 @@ def test_runs_of_a_deployment(
     """A form may not name the user's module; the trial of a sweep from a terminal may."""
     monkeypatch.delenv(ALLOWED_MODULES, raising=False)
     monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
-    fields = sft_fields(tmp_path, "from-a-form", f"sqlite:///{tmp_path}/mlflow.db", engine_url) | {
-        "num_steps": 1,
-        "eval_every": 0,
-    }
-    fields["data"] = fields["data"] | {"builder": f"{module}:Builder"}
+    fields = sft_fields(tmp_path, "from-a-form", f"sqlite:///{tmp_path}/mlflow.db", engine_url)
+    data: dict[str, Any] = {**fields["data"], "builder": f"{module}:Builder"}
+    fields = {**fields, "num_steps": 1, "eval_every": 0, "data": data}
     paths = os.pathsep.join([str(ROOT), str(tmp_path)])
     environment = os.environ | {"PREFECT_API_URL": prefect_server, "TINKER_API_KEY": "tml-test", "PYTHONPATH": paths}
     serving = subprocess.Popen([sys.executable, "-c", SERVE], env=environment, cwd=ROOT, stderr=subprocess.DEVNULL)
