@@ -20,7 +20,6 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from rich.table import Table
-from tasks.evaluation.base import SampledEvaluator
 from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
 
@@ -54,6 +53,7 @@ from tasks.evaluation.evaluators import (
 )
 from tasks.evaluation.evaluators import evaluate as evaluate_trainer
 from tasks.evaluation.intervals import compare_scores
+from tasks.evaluation.sampled import SampledEvaluator
 from tasks.reports.tables import write_table
 from tasks.supervised.dataset import build_dataset
 from tasks.training.metric_names import logged_name
