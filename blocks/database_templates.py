@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from blocks.home import open_private
+
 
 @dataclass(frozen=True, slots=True)
 class DatabaseTemplate:
@@ -41,8 +43,8 @@ class DatabaseTemplate:
         with suppress(OSError, sqlite3.Error):  # the package then migrates the database, or reports what is wrong
             revision = _revision(self.path)
             if is_missing(database):
-                with _replacing(database) as copy:
-                    shutil.copyfile(self.path, copy)
+                with _replacing(database) as copy, self.path.open("rb") as template, open_private(copy, "wb") as file:
+                    shutil.copyfileobj(template, file)
             return _revision(database) == revision
         return False
 

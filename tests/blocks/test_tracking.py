@@ -138,7 +138,7 @@ def test_an_unreachable_server_is_named_immediately() -> None:
     [
         ("foo://x", "unsupported URI 'foo://x'"),
         ("./mlruns", "maintenance mode"),
-        ("sqlite:///{folder}", "unable to open database file"),
+        ("sqlite:///{folder}", "unable to open database file|Is a directory"),
         ("sqlite:///{folder}/file/mlflow.db", "File exists|Not a directory"),
         ("sqlite:///{folder}/file", "file is not a database"),
     ],

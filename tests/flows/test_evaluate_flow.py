@@ -16,7 +16,6 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 from sft_config import sft_fields
-from tasks.evaluation.base import SampledEvaluator
 from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from tinker_cookbook.renderers import Message
@@ -30,6 +29,7 @@ from flows.sft import sft
 from tasks.common.sampling import Answer
 from tasks.evaluation.evaluators import build_evaluator
 from tasks.evaluation.grading_metrics import Graded
+from tasks.evaluation.sampled import SampledEvaluator
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 

@@ -115,7 +115,7 @@ def test_slow_tokenizers_are_never_used_by_two_threads_at_once() -> None:
     "opening",
     [
         "from tasks.evaluation.evaluators import build_evaluator; "
-        "build_evaluator('tasks.evaluation.exact_match:ExactMatch', "
+        "build_evaluator('tasks.evaluation.sampled:ExactMatch', "
         "{'file': 'x', 'prompt_field': 'a', 'answer_field': 'b'})",
         "from tasks.common.sampling import open_training_client; open_training_client(None, '/sampler_weights/', '')",
     ],
