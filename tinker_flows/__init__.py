@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from flows.config.rl import AdvantageConfig, CorrectionConfig, HealthConfig, ModeConfig, NamedRewardConfig, RlConfig
     from flows.config.rlhf import PolicyConfig, RewardConfig, RlhfConfig
     from flows.config.rollout import OverlongConfig, RolloutConfig, TerminationConfig
-    from flows.config.train import BudgetConfig, GuardConfig, ReportConfig, SftConfig, TrainConfig
+    from flows.config.train import AlertConfig, BudgetConfig, GuardConfig, ReportConfig, SftConfig, TrainConfig
     from flows.distill import off_policy_distillation, on_policy_distillation, prompt_distillation, self_distillation
     from flows.dpo import dpo
     from flows.estimate import Estimate, estimate
@@ -126,6 +126,7 @@ __version__ = "0.2.0"
 __all__ = [
     "AdamConfig",
     "AdvantageConfig",
+    "AlertConfig",
     "AlignedMTLSpec",
     "BaseLossSpec",
     "Batch",
@@ -323,6 +324,7 @@ _MODULES = {
     "TeacherConfig": "flows.config.distill",
     "DpoConfig": "flows.config.dpo",
     "VerdictConfig": "flows.config.dpo",
+    "AlertConfig": "flows.config.train",
     "GuardConfig": "flows.config.train",
     "ReportConfig": "flows.config.train",
     "load_config": "flows.config.loader",

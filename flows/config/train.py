@@ -16,6 +16,34 @@ Granularity = Literal["task", "step", "segment"]
 Policy = Literal["stop", "skip", "rollback"]
 
 
+class AlertConfig(Config):
+    """Limit of a metric, beyond which the run warns and emits the event `tinker-flows.alert`."""
+
+    metric: str = Field(min_length=1, title="Metric", description="Name of a metric, such as `test/nll`.")
+    above: float | None = Field(default=None, title="Above", description="The run warns above this value.")
+    below: float | None = Field(default=None, title="Below", description="The run warns below this value.")
+    patience: int = Field(
+        default=1, ge=1, title="Patience", description="Consecutive measurements beyond the limit until the warning."
+    )
+
+    @model_validator(mode="after")
+    def _check_limit(self) -> Self:
+        if (self.above is None) == (self.below is None):
+            raise ValueError(f"the alert on {self.metric} needs one limit: set either `above` or `below`")
+        return self
+
+    @property
+    def condition(self) -> str:
+        """Condition in words, such as `test/nll above 2`."""
+        limit = f"above {self.above:g}" if self.above is not None else f"below {self.below:g}"
+        return f"{self.metric} {limit}"
+
+    def is_beyond(self, figure: float) -> bool:
+        """Return whether a value is beyond the limit; NaN is beyond every limit."""
+        is_within = figure <= self.above if self.above is not None else self.below is None or figure >= self.below
+        return not is_within
+
+
 class GuardConfig(Config):
     """Policies for steps with a bad loss.
 
@@ -192,6 +220,9 @@ class TrainConfig(RunConfig):
         default=GuardConfig(), title="Guards", description="Policies for steps with a bad loss."
     )
     budget: BudgetConfig = Field(default=BudgetConfig(), title="Budget", description="Time and cost limits.")
+    alerts: list[AlertConfig] = Field(
+        default=[], title="Alerts", description="Limits of metrics beyond which the run warns and emits an event."
+    )
 
     @field_validator("learning_rate", mode="before")
     @classmethod

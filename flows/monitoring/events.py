@@ -17,7 +17,18 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
 Kind = Literal[
-    "dominance", "idle", "adverse", "conflict", "target", "explosion", "chance", "length", "budget", "health", "guard"
+    "dominance",
+    "idle",
+    "adverse",
+    "conflict",
+    "target",
+    "explosion",
+    "chance",
+    "length",
+    "budget",
+    "health",
+    "guard",
+    "alert",
 ]
 PREFIX = "tinker-flows"
 HEARTBEAT_EVERY_S = 30

@@ -39,6 +39,7 @@ MAY_CHANGE = {
     "max_restarts",
     "guards",
     "health",
+    "alerts",
     "budget",
     "checkpoint_every",
     "checkpoint_every_seconds",

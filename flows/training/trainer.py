@@ -45,6 +45,7 @@ from flows.runs.result import EndReasons, TrainResult, finish
 from flows.runs.resume import first_step, resolve_start
 from flows.runs.run import Run
 from flows.runs.teachers import open_reference
+from flows.training.alerts import Alerts
 from flows.training.budget import Ledger, cost_before_restart, price_of_reference
 from flows.training.evaluation import Evaluation
 from flows.training.granularity import run_segment, run_step
@@ -82,6 +83,7 @@ from tasks.training.forward_backward import (
     forward_logprobs,
     optim_step,
 )
+from tasks.training.metric_names import safe_name
 from tasks.training.metrics import log_metrics
 from tasks.training.metrics_file import MetricsFile
 from tasks.training.reference import REFERENCE_NAME, Reference, load_reference
@@ -150,6 +152,7 @@ class Trainer:
 
     Attributes:
         guard: skips, stops or rolls back bad steps.
+        alerts: checks the limits that the user sets for metrics.
         ledger: counts tokens, time and cost against the budget.
         reference_price: price of the reference's model; None for the price of the trained model.
         evaluation: evaluates the weights before the steps at which an evaluation is due.
@@ -320,13 +323,21 @@ class Trainer:
         return metrics
 
     def _warn(self, step: int, metrics: dict[str, float]) -> None:
-        """Show the warnings of terms and data after a step."""
+        """Show the warnings of terms, data and metrics after a step."""
         warn(self.run.log, self.config.run_name, self.objective.watch.pop_warnings())
         for key, text in self.source.pop_warnings().items():
             note_warning(self.run.log, key, text)
         warn_of_health(self.run.log, self.config.run_name, self.source.observe(step, metrics))
+        self._observe(step, metrics)
         if step == self.first_step:
             warn_of_equal_rewards(self.run, self.config, metrics)
+
+    def _observe(self, step: int, metrics: dict[str, float]) -> None:
+        """Warn about metrics that are beyond the limits of the user's alerts."""
+        for alert in self.alerts.observe(step, metrics):
+            note_warning(self.run.log, f"alert.{safe_name(alert.metric)}", alert.text)
+            payload = {"step": step, "metric": alert.metric, "figure": alert.figure, "message": alert.text}
+            emit("alert", self.config.run_name, payload)
 
     def _prepare(self, step: int) -> None:
         """Start to load the batch, reference and features of a step; do nothing after the last step."""
@@ -612,6 +623,10 @@ class Trainer:
             metrics = self.evaluation.run(step)
             self._count_reference(step)
             call(log_metrics, self.run.log, step, opaque_argument(metrics | self.ledger.metrics()))
+            self._observe(step, metrics)
+            for condition in self.alerts.unmeasured():
+                text = f"The alert {condition} had no effect, because no step reported this metric: check its name."
+                note_warning(self.run.log, f"alert.{safe_name(condition)}", text)
         self._record_saves()
 
     def _record_saves(self) -> None:
@@ -628,7 +643,8 @@ class Trainer:
     def _state(self, step: int, elapsed_tokens: int) -> dict[str, Any]:
         """Return the state that a checkpoint before a step records besides the weights."""
         state = {"objective": self.objective.state(), "guard": self.guard.state(), "source": self.source.state(step)}
-        return state | {"elapsed_tokens": elapsed_tokens, CONTENTS_KEY: self.contents.state()}
+        own = {"elapsed_tokens": elapsed_tokens, CONTENTS_KEY: self.contents.state(), "alerts": self.alerts.state()}
+        return state | own
 
     def _restore(self, start: CheckpointRecord | None) -> None:
         """Restore `_state` from the checkpoint that the run starts from."""
@@ -641,6 +657,8 @@ class Trainer:
             self.objective.keep_unweighted_kl()
         self.guard = Guard(config.guards, config.run_name, self.run.directory, self.run.log, self.objective)
         self.guard.restore(state.get("guard", {}))
+        self.alerts = Alerts(config.alerts)
+        self.alerts.restore(state.get("alerts", {}))
         price = price_of(config.model, service_url(config.base_url), config.budget.prices)
         self.ledger = Ledger(config.budget, price, cost_before_restart(self.run.log, state.get("spent", {})))
         self.cadence = CheckpointCadence(config, state)

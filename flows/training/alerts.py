@@ -1,0 +1,62 @@
+"""Alerts: limits that the user sets for metrics of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flows.config.train import AlertConfig
+from tasks.training.metric_names import safe_name
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Metric that has been beyond its limit long enough.
+
+    Attributes:
+        metric: name of the metric.
+        step: step of its last value.
+        figure: the value.
+        text: one sentence for the user.
+    """
+
+    metric: str
+    step: int
+    figure: float
+    text: str
+
+
+class Alerts:
+    """Alerts of a run; each one fires once, and again only after its metric was back within the limit."""
+
+    def __init__(self, configs: Sequence[AlertConfig]) -> None:
+        self._configs = configs
+        self._durations: dict[str, int] = {}
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[Alert]:
+        """Check the metrics of a step; return the alerts that fire. A step without a metric leaves its count."""
+        fired: list[Alert] = []
+        for config in self._configs:
+            figure = metrics.get(config.metric, metrics.get(safe_name(config.metric)))
+            if figure is None:
+                continue
+            key, is_beyond = config.condition, config.is_beyond(figure)
+            self._durations[key] = self._durations.get(key, 0) + 1 if is_beyond else 0
+            if self._durations[key] == config.patience:
+                times = f" in {config.patience} consecutive measurements" if config.patience > 1 else ""
+                text = f"Alert: {config.condition}{times}, up to step {step}, where it is {figure:.4g}."
+                fired.append(Alert(config.metric, step, figure, text))
+        return fired
+
+    def unmeasured(self) -> list[str]:
+        """Return the conditions whose metrics no step has reported."""
+        return [config.condition for config in self._configs if config.condition not in self._durations]
+
+    def state(self) -> dict[str, int]:
+        """Return the state for a checkpoint, as plain data."""
+        return dict(self._durations)
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Restore a state; conditions that the config no longer has are dropped."""
+        conditions = {config.condition for config in self._configs}
+        self._durations = {key: count for key, count in state.items() if key in conditions}
