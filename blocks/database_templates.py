@@ -40,9 +40,12 @@ class DatabaseTemplate:
 
     def prepare(self, database: Path) -> bool:
         """Create a missing database from the template; return whether the database needs no migration."""
-        with suppress(OSError, sqlite3.Error):  # the package then migrates the database, or reports what is wrong
+        with suppress(OSError, ValueError, sqlite3.Error):  # the package then migrates it, or reports what is wrong
+            database = database.resolve()  # a link to another disk stays one
             revision = _revision(self.path)
             if is_missing(database):
+                for suffix in ("-wal", "-shm"):  # of a database that was deleted; SQLite would replay it
+                    database.with_name(database.name + suffix).unlink(missing_ok=True)
                 with _replacing(database) as copy, self.path.open("rb") as template, open_private(copy, "wb") as file:
                     shutil.copyfileobj(template, file)
             return _revision(database) == revision
@@ -50,7 +53,7 @@ class DatabaseTemplate:
 
     def save(self, database: Path) -> None:
         """Make the template from a database that the package has just created, unless the template exists."""
-        with suppress(OSError, sqlite3.Error):  # a cache that cannot be written costs time, not correctness
+        with suppress(OSError, ValueError, sqlite3.Error):  # a cache that cannot be written costs time, not correctness
             if self.path.exists():
                 return
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,5 +91,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 def _revision(database: Path) -> str:
     """Return the revision of a database's tables; an OSError or sqlite3.Error says that it has none."""
     with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
-        (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-        return revision
+        row = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+        if row is None:  # its first migration was killed
+            raise sqlite3.DatabaseError("the database has no revision")
+        return row[0]

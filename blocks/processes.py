@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -15,8 +16,9 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,16 +55,24 @@ class LocalEngine:
     def serving(self) -> Iterator[TinkerService]:
         """Wait until the engine serves, yield its service, and tell it to stop, once.
 
+        After an error, the engine has stopped when the block ends, because the run may start another one.
+
         Raises:
             ServiceError: the engine did not start; the message contains the last error in its log.
         """
+        assert self.process.stdin is not None
         print(f"Starting the local engine with {self.model} (log: {self.log})", file=sys.stderr)
         url = _announced_url(self.process, self.log)
-        with _raise_on_exit(self.process, self.log):
-            from blocks.service import TinkerService  # imports Prefect, which takes a second
+        try:
+            with _raise_on_exit(self.process, self.log):
+                from blocks.service import TinkerService  # imports Prefect, which takes a second
 
-            yield TinkerService.model_validate({"base_url": url, "api_key": self.key})
-        assert self.process.stdin is not None
+                yield TinkerService.model_validate({"base_url": url, "api_key": self.key})
+        except BaseException:
+            self.process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE_S)
+            raise
         self.process.stdin.close()
 
 
@@ -119,10 +129,20 @@ class PrefectServer:
 def running_prefect_server() -> str | None:
     """Return the URL of the API of a Prefect server that `tinker-flows up` runs in this project home, or None."""
     try:
-        url = json.loads((home() / "up.json").read_bytes())["exports"]["PREFECT_API_URL"]
+        with (home() / "up.json").open("rb") as file:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None  # nobody holds the lock: the file is of an `up` that has ended
+            url = json.load(file)["exports"]["PREFECT_API_URL"]
         with urllib.request.urlopen(f"{url}/health", timeout=5):
             return url
-    except (OSError, ValueError, KeyError):  # no `up` runs here, or it is starting or stopping
+    except (
+        OSError,
+        HTTPException,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # no `up` runs here, or it is starting or stopping
         return None
 
 

@@ -96,7 +96,7 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
     promote_confidence: float | None = Field(
         default=None,
         ge=0.5,
-        lt=1,
+        le=0.999,
         title="Promote with confidence",
         description="Confidence with which the checkpoint must be better than the baseline on the same problems: 0.95 "
         "registers at most 5 % of checkpoints that are as good. Only for metrics of evaluators that grade answers. "

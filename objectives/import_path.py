@@ -12,7 +12,7 @@ from typing import Any
 
 from objectives.aliases import current_path
 from objectives.errors import ObjectiveError
-from objectives.import_policy import NotAllowedError, check_module, check_object
+from objectives.import_policy import NotAllowedError, check_function, check_module, check_object
 
 
 def import_path(path: str) -> object:
@@ -72,6 +72,7 @@ class ImportedFunction:
         """
         try:
             function = import_path(self.path)
+            check_function(function, self.path)
         except NotAllowedError:
             raise
         except Exception as error:  # importing a user's module can raise anything

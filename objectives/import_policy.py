@@ -17,6 +17,8 @@ from objectives.errors import ObjectiveError
 
 ALLOWED_MODULES = "TINKER_FLOWS_ALLOWED_MODULES"
 COMMANDS = "TINKER_FLOWS_COMMANDS"
+# Modules whose functions are made for the fields that name a function: scorers, graders, extractors and constraints.
+FUNCTION_MODULES = ("examples", "objectives", "tasks.common.graders", "tasks.preference.judges")
 OWN_MODULES = ("examples", "flows", "objectives", "tasks", "tinker_cookbook", "tinker_flows")
 
 _FLOW_RUN_OF_WORKER = "PREFECT__FLOW_RUN_ID"
@@ -76,6 +78,20 @@ def check_object(value: object, path: str) -> None:
         NotAllowedError: the module that defines it is not named.
     """
     check_module(getattr(value, "__module__", None) or type(value).__module__, path)
+
+
+def check_function(function: object, path: str) -> None:
+    """Check a function before it is called with texts of the data or of the model.
+
+    Raises:
+        NotAllowedError: a deployment's config names a function that is not made for such a field.
+    """
+    module = getattr(function, "__module__", None) or type(function).__module__
+    if is_restricted() and not _is_in(module, (*FUNCTION_MODULES, *named_modules())):
+        raise NotAllowedError(
+            f"A run of a deployment may not call {path!r} with texts: name a function of "
+            f"{', '.join(FUNCTION_MODULES)}, or add its module to {ALLOWED_MODULES} of the worker."
+        )
 
 
 def check_builder(target: object, path: str, interface: tuple[type, ...]) -> None:

@@ -62,7 +62,7 @@ class TargetSpec(BaseModel):
         default=None,
         allow_inf_nan=False,
         title="Upper bound",
-        description="Upper bound of the multiplier. Unset: 100 divided by the scale, times the unit if that is above 1.",
+        description="Upper bound of the multiplier. Unset: 100 divided by the scale, times the unit if it is above 1.",
     )
     warmup: int = Field(
         default=0, ge=0, title="Warmup (steps)", description="Steps before the multiplier starts to change."

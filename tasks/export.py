@@ -121,9 +121,11 @@ def _building(output: Path) -> Iterator[Path]:
             folder = Path(temporary) / output.name
             yield folder
             folder.rename(output)
+    except (ConfigError, StorageError):
+        raise
     except (TinkerCookbookError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"The weights could not be built ({type(error).__name__}: {reason(error)}): set base_model to the Hugging "
+            f"The export failed ({type(error).__name__}: {reason(error)}): set base_model to the Hugging "
             "Face name or directory of the model that the checkpoint was trained from."
         ) from error
     except OSError as error:

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from engine.compute.base import BaseModel
 from engine.compute.batches import micro_batches, pad_right
-from engine.compute.kv_cache import GROWTH, KVCache
+from engine.compute.kv_cache import GROWTH, KVCache, round_up
 from engine.sampling.batch_groups import RowGroup, fixed_size_groups, group_all
 from engine.sampling.choose import RowSamplingParams, choose_tokens
 from engine.sampling.job import TopTokens
@@ -30,9 +30,9 @@ class Batch:
         """Create an empty batch.
 
         Args:
-            cache_bytes: maximum memory of keys and values.
+            cache_bytes: memory budget of keys and values.
             prefill_tokens: maximum size of a prefill in tokens, including padding; a single prompt may exceed it.
-            deterministic: make the numbers of a row bitwise independent of the other rows.
+            deterministic: make a row's logits bitwise independent of the other rows.
         """
         self.base = base
         self.rows: list[Row] = []
@@ -46,14 +46,19 @@ class Batch:
     def has_room(self, new_rows: Sequence[Row]) -> bool:
         """Return True if the cache has room for more rows; a single row always fits."""
         rows = [*self.rows, *new_rows]
-        # A deterministic batch never evicts rows: a prefill of sampled tokens gives other bits than decoding them.
+        # A deterministic batch reserves the maximum length, so it never evicts: a prefill of sampled tokens would
+        # change their last bits.
         longest = max(row.max_tokens if self._deterministic else row.num_tokens for row in rows)
         return len(rows) == 1 or len(rows) * (longest + GROWTH) <= self._max_tokens
 
     def make_room(self) -> list[Row]:
-        """Remove rows, newest first, until a step fits; the returned rows can be added again and continue."""
+        """Remove rows from the end until the next step fits; return them, to be added again later."""
         evicted = []
-        while len(self.rows) > 1 and len(self.rows) * (max(row.num_tokens for row in self.rows) + 1) > self._max_tokens:
+        while len(self.rows) > 1:
+            # Buffers grow in units of `GROWTH` tokens.
+            num_tokens = round_up(max(row.num_tokens for row in self.rows) + 1)
+            if len(self.rows) * num_tokens <= self._max_tokens:
+                break
             evicted.append(self.rows[-1])
             self.remove(lambda row: row is evicted[-1])
         return evicted

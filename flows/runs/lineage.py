@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlflow.entities import Dataset, DatasetInput, InputTag
+from mlflow.exceptions import MlflowException
 
+from blocks.errors import reason
 from flows.config.base import RunConfig
+from flows.monitoring.run_tags import note_warning
 from flows.runs.mlflow_run import flatten
+from tasks.common.digests import digest_text
 from tasks.reports.summary import DATA_PARAMS
 from tasks.training.metrics import MetricsLog
 
 _CONTEXT = "mlflow.data.context"
+_MAX_SOURCE = 65_535  # MLflow's limit, in characters
+_EVALUATION = re.compile(r"(^|[._])(test|eval|evaluation|evaluators|held_out|validation)([._]|$)")
 _TYPES = {str: "string", bool: "boolean", int: "long", float: "double"}
 
 
@@ -38,16 +45,25 @@ def log_datasets(log: MetricsLog, config: RunConfig, digests: Mapping[str, str],
     if not datasets and first_batch and builder:
         section = builder.partition(".")[0]
         source = json.dumps({key: value for key, value in fields.items() if key.startswith(f"{section}.")})
+        if len(source) > _MAX_SOURCE:
+            source = json.dumps({builder: fields[builder], "digest": digest_text(source)})
         dataset = Dataset(str(fields[builder]), first_batch, source_type="code", source=source)
         datasets = [DatasetInput(dataset, [InputTag(_CONTEXT, "training")])]
     if datasets:
-        log.client.log_inputs(log.run_id, datasets)
+        try:
+            log.client.log_inputs(log.run_id, datasets)
+        except MlflowException as error:
+            note_warning(log, "datasets", f"MLflow did not store the datasets of the run ({reason(error)}).")
 
 
 def _context(fields: Mapping[str, object], text: str) -> str:
     """Return MLflow's word for the use of a file, which the name of its field tells."""
-    field = next((field for field, value in fields.items() if value == text), "")
-    return "evaluation" if "test" in field or "eval" in field else "training"
+    field = next((field for field, value in fields.items() if text == value or _has(value, text)), "")
+    return "evaluation" if _EVALUATION.search(field) else "training"
+
+
+def _has(value: object, text: str) -> bool:
+    return isinstance(value, list) and text in value
 
 
 def _dataset(path: Path, digest: str) -> Dataset:
@@ -62,14 +78,17 @@ def _dataset(path: Path, digest: str) -> Dataset:
     )
 
 
-def _describe(path: Path) -> tuple[list[dict[str, Any]], int]:
+def _describe(path: Path) -> tuple[list[dict[str, Any]], int | None]:
     """Return the columns of the first row of a JSONL file in MLflow's format, and the number of rows."""
     first: object = None
     num_rows = 0
-    with path.open(encoding="utf-8-sig") as file:
-        for line in filter(str.strip, file):
-            first = json.loads(line) if first is None else first
-            num_rows += 1
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for line in filter(str.strip, file):
+                first = json.loads(line) if first is None else first
+                num_rows += 1
+    except (OSError, ValueError):  # a builder of the user reads another format
+        return [], None
     columns = first.items() if isinstance(first, dict) else ()
     return [
         {"name": name, "type": _TYPES.get(type(value), "any"), "required": True} for name, value in columns

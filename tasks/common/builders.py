@@ -16,7 +16,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from objectives.import_path import import_path
-from objectives.import_policy import NotAllowedError, check_builder
+from objectives.import_policy import NotAllowedError, check_builder, check_function
 from tasks.common.chz_internals import guard_imports
 from tasks.common.renderers import find_renderer
 from tasks.common.tokenizers import lock_tokenizers
@@ -119,6 +119,20 @@ def import_object(path: str, field: str) -> Any:
         raise ConfigError(
             f"{field} is {path!r}, which cannot be imported ({error}): give an import path such as package.module:Name."
         ) from error
+
+
+def import_function(path: str, field: str) -> Any:
+    """Import a function that is called with texts of the data or of the model.
+
+    Raises:
+        ConfigError: as for `import_object`, or a deployment's config names a function of another purpose.
+    """
+    function = import_object(path, field)
+    try:
+        check_function(function, path)
+    except NotAllowedError as error:
+        raise ConfigError(f"{field}: {error}") from error
+    return function
 
 
 def import_builder(path: str, field: str, interface: type | tuple[type, ...]) -> Any:

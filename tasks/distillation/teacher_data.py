@@ -120,13 +120,14 @@ class TeacherDataSource(BatchSource):
         """Sequences of each item from the cache; missing ones are computed and saved."""
         keys = [f"{self._settings.key}/{part}/{_key(item)}" for item in items]
         cached = self._cache.find(keys)
-        new = {key: item for key, item in zip(keys, items, strict=True) if key not in cached}
+        new = {key: item for key, item in zip(keys, items, strict=True) if not cached.get(key)}
         if new:
-            new_sequences = zip(new, compute(list(new.values())), strict=True)
-            self._cache.put({key: [sequence.to_json() for sequence in sequences] for key, sequences in new_sequences})
+            computed = zip(new, compute(list(new.values())), strict=True)
+            # Failed groups have no sequences. They are sampled again when they come again.
+            self._cache.put({key: [sequence.to_json() for sequence in values] for key, values in computed if values})
             call(save_cache, self._cache, self._directory, TAUGHT_NAME)
             cached = self._cache.find(keys)
-        return [[TeacherSequence.from_json(data) for data in cached[key]] for key in keys]
+        return [[TeacherSequence.from_json(data) for data in cached.get(key, [])] for key in keys]
 
     def _generate(self, items: Sequence[Item[TeacherInput]], step: int) -> list[list[TeacherSequence]]:
         sequences_I = self._hard_sequences(items, step)

@@ -200,7 +200,8 @@ def build_evaluator(
     """
     lock_tokenizers()
     make: Callable[..., object] = import_object(builder, "evaluators.builder")
-    if not chz.is_chz(make):  # tinker-cookbook's builders of evaluators have no base class
+    is_inspect = make.__module__ == "tinker_cookbook.eval.inspect_evaluators"  # runs files of code by their names
+    if is_inspect or not chz.is_chz(make):  # tinker-cookbook's other builders of evaluators have no base class
         import_builder(builder, "evaluators.builder", (TrainingClientEvaluator, SamplingClientEvaluator))
     try:
         taken = signature(make).parameters

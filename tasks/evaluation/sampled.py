@@ -14,7 +14,7 @@ from tinker_cookbook.renderers import Message
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
-from tasks.common.builders import import_object
+from tasks.common.builders import import_function
 from tasks.common.jsonl import read_rows
 from tasks.common.sampling import Answer, Sampling, open_renderer, sample_answers
 from tasks.common.tokenizers import TokenizedEvaluator
@@ -110,7 +110,7 @@ class ExactMatch(SampledEvaluator):
     @cached_property
     def is_right(self) -> Callable[[str, str], bool]:
         """Imported grader."""
-        return import_object(self.grader, "grader")
+        return import_function(self.grader, "grader")
 
     def question(self, row: Mapping[str, str]) -> str:
         return f"{row['question']}\n{self.instruction}" if self.instruction else row["question"]

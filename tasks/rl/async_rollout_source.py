@@ -238,7 +238,7 @@ class AsyncRolloutSource(RolloutSource):
     def _note_failed(self, group: Group) -> None:
         """Record a failed group, which the next group replaces; fail the run if all groups fail."""
         self._failed.append(group)
-        if len(self._failed) > 2 * self._size and not self._completed:
+        if len(self._failed) > 2 * self._size and not self._completed and not self._discarded:
             message = next((str(error.error_message) for error in group.errors), "no error")
             self._error = ConfigError(
                 f"{len(self._failed)} consecutive groups failed ({' '.join(message.split())[:300]}): check the "

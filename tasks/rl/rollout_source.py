@@ -224,8 +224,10 @@ class RolloutSource(BatchSource):
         refill = _Refill(self, step, start, len(builders), len(parts))
 
         def wait(number: int, part: range) -> list[Group]:
-            groups = [rollouts.result()[index].result() for index in part]
-            return refill.complete(number, groups) if self.settings.refill_rounds else groups
+            def gather() -> list[Group]:
+                return [rollouts.result()[index].result() for index in part]
+
+            return refill.complete(number, gather) if self.settings.refill_rounds else gather()
 
         return self.start_gathering(step, [partial(wait, number, part) for number, part in enumerate(parts)])
 
@@ -431,14 +433,19 @@ class _Refill:
         self._num_groups = num_groups  # groups of the step that are started
         self._is_complete = [Event() for _ in range(num_parts)]
 
-    def complete(self, number: int, groups: list[Group]) -> list[Group]:
+    def complete(self, number: int, gather: Callable[[], list[Group]]) -> list[Group]:
         """Sample further groups for a minibatch, until as many as it has groups can teach or the rounds are over.
+
+        Args:
+            gather: waits for the minibatch's own groups. If it fails, the next minibatch does not wait for this one.
 
         Returns:
             All groups of the minibatch, those without use included.
         """
-        source, num_needed = self._source, len(groups)
+        source = self._source
         try:
+            groups = gather()
+            num_needed = len(groups)
             if number:
                 self._is_complete[number - 1].wait()
             for _ in range(source.settings.refill_rounds):

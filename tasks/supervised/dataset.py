@@ -9,7 +9,7 @@ import tinker
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
-from blocks.errors import ConfigError
+from blocks.errors import ConfigError, StorageError
 from objectives.batch import Batch
 from tasks.common.builders import NO_RESOURCES, build, one_line
 from tasks.common.task import Pending, retried_task, submit
@@ -34,13 +34,13 @@ class SupervisedSource(BatchSource):
         return len(self.train)
 
     def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
-        """Submit `batch_at` as a task, ahead of the step that trains on the batch."""
+        """Start loading the batch of a step."""
         return [submit(load_batch, self, step)]
 
     def batch_at(self, step: int) -> Batch:
         """Return the batch of a step, which depends only on the data, the seed and the step.
 
-        The last batch is cached, because a streaming dataset returns each index only once.
+        The last batch is cached: callers may request a step twice, but a streaming dataset returns each index once.
         """
         if self._last is None or self._last[0] != step:
             epoch, index = divmod(step, len(self.train))
@@ -49,10 +49,15 @@ class SupervisedSource(BatchSource):
                     self.train.set_epoch(seed=self.seed + epoch)
                     self._epoch = epoch
                 datums = self.train.get_batch(index)
-            except Exception as error:  # third-party code: any error concerns its data
+            except OSError as error:  # a disk or a hub, which may respond when the task is retried
+                raise StorageError(
+                    f"Batch {index} of epoch {epoch} could not be read ({type(error).__name__}: {one_line(error)}): "
+                    "check the files or the network of its data source."
+                ) from error
+            except Exception as error:  # third-party code can raise anything
                 raise ConfigError(
                     f"Batch {index} of epoch {epoch} could not be read ({type(error).__name__}: {one_line(error)}): "
-                    "check the rows of the data file."
+                    "check its data source."
                 ) from error
             self._last = (step, pack_datums(datums, self.tokenizer))
         return self._last[1]

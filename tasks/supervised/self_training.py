@@ -15,7 +15,7 @@ import chz
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.supervised.types import SupervisedDataset
 
-from tasks.common.builders import import_object
+from tasks.common.builders import import_function
 from tasks.common.graders import final_answer
 from tasks.common.jsonl import QUESTION, fill, read_rows
 from tasks.supervised.generated_data import Conversation, GeneratedDataBuilder
@@ -69,7 +69,7 @@ class SelfTrainingBuilder(GeneratedDataBuilder):
         if self.grader is None:
             accepted = majority_answers(answers, self.num_samples, self.min_agreement)
         else:
-            is_right = import_object(self.grader, "data.params.grader")
+            is_right = import_function(self.grader, "data.params.grader")
             accepted = [answer for answer in answers if is_right(row, answer)]
         return list(dict.fromkeys(accepted))[: self.max_kept]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -107,3 +108,41 @@ def test_mlflow_opens_a_copy_as_its_own(tmp_path: Path, monkeypatch: pytest.Monk
         run = client.create_run(stores[name].experiment_id(client))
         client.log_metric(run.info.run_id, "loss", 1.5)
         assert client.get_run(run.info.run_id).data.metrics == {"loss": 1.5}
+
+
+def test_files_of_a_deleted_database_are_not_replayed_onto_the_copy(tmp_path: Path) -> None:
+    template = DatabaseTemplate("mlflow", frozenset({"alembic_version"}))
+    template.save(small_database(tmp_path / "template.db", "1"))
+    old = tmp_path / "old" / "mlflow.db"
+    old.parent.mkdir()
+    with closing(sqlite3.connect(old)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("CREATE TABLE leftover (value TEXT)")
+        connection.commit()
+        shutil.copytree(old.parent, tmp_path / "killed")  # with the -wal file of the open database
+    killed = tmp_path / "killed" / "mlflow.db"
+    assert killed.with_name("mlflow.db-wal").stat().st_size
+    killed.unlink()
+    assert template.prepare(killed)
+    assert schema(killed) == schema(template.path)
+
+
+def test_a_link_to_a_database_on_another_disk_stays_a_link(tmp_path: Path) -> None:
+    template = DatabaseTemplate("mlflow", frozenset({"alembic_version"}))
+    template.save(small_database(tmp_path / "template.db", "1"))
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "mlflow.db"
+    link.symlink_to(tmp_path / "disk" / "mlflow.db")
+    assert template.prepare(link)
+    assert link.is_symlink()
+    assert schema(tmp_path / "disk" / "mlflow.db") == schema(template.path)
+
+
+def test_a_database_whose_first_migration_was_killed_is_migrated(tmp_path: Path) -> None:
+    template = DatabaseTemplate("mlflow", frozenset({"alembic_version"}))
+    template.save(small_database(tmp_path / "template.db", "1"))
+    database = small_database(tmp_path / "half.db", "1")
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("DELETE FROM alembic_version")
+        connection.commit()
+    assert not template.prepare(database)

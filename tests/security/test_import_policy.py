@@ -194,6 +194,26 @@ def test_inspect_tasks_are_no_files_of_code(tmp_path: Path) -> None:
             InspectTask(task=task, renderer_name="x")
 
 
+@pytest.mark.usefixtures("restricted")
+@pytest.mark.parametrize("field", ["grader", "extractor"])
+def test_functions_of_another_purpose_are_not_called_with_texts(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one imports the module that its argument names."""
+    path = "tinker_cookbook.recipes.chat_sl.sweep.cli:get_recipe"
+    with pytest.raises(ValueError, match=r"may not call .* with texts"):
+        FIELDS[field](path)
+    FIELDS[field]("tasks.common.graders:same_number")
+    monkeypatch.setenv(ALLOWED_MODULES, "tinker_cookbook.recipes.chat_sl.sweep.cli")
+    FIELDS[field](path)
+
+
+@pytest.mark.usefixtures("restricted")
+def test_the_cookbooks_inspect_evaluator_is_not_called() -> None:
+    pytest.importorskip("inspect_ai")
+    path = "tinker_cookbook.eval.inspect_evaluators:InspectEvaluatorBuilder"
+    with pytest.raises(ConfigError, match=ALLOWED_MODULES):
+        build_evaluator(path, {"tasks": ["task.py"], "renderer_name": "role_colon", "model_name": "tiny"})
+
+
 @flow(name="sft")
 def signed_flow(config: dict[str, Any]) -> None:
     pass

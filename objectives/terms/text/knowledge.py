@@ -57,7 +57,7 @@ async def check_facts(
     per_second: Positive = 10.0,
     timeout_s: Positive = 10.0,
 ) -> list[FactCounts]:
-    """Check the facts stated in each datum's text; each distinct fact is looked up once."""
+    """Check the facts stated in each datum's text; each distinct key is looked up once."""
     facts_D = [find_facts(text, pattern) for text in get_texts(batch)]
     keys = [key for facts in facts_D for key, _ in facts]
     values_by_key = await look_up(KnowledgeBase(source, query, per_second, timeout_s), keys)
@@ -71,9 +71,10 @@ def find_facts(text: str, pattern: str) -> list[tuple[Key, str]]:
     [((('country', 'Peru'),), 'Lima')]
     """
     facts = []
-    for match, _ in zip(re.finditer(pattern, text), range(MAX_FACTS), strict=False):
+    stating = (match for match in re.finditer(pattern, text) if match[STATED] is not None)
+    for match, _ in zip(stating, range(MAX_FACTS), strict=False):
         key = {name: value for name, value in match.groupdict(default="").items() if name != STATED}
-        facts.append((tuple(sorted(key.items())), match[STATED] or ""))
+        facts.append((tuple(sorted(key.items())), match[STATED]))
     return facts
 
 

@@ -58,6 +58,48 @@ def test_data_files_are_datasets_of_the_run(tracking: MLflowTracking, tmp_path: 
         assert schema.input_names() == ["question", "answer", "score", "tags"]
 
 
+@pytest.mark.parametrize("content", [b"no JSON", b"\xff\xfe", b""])
+def test_a_file_of_another_format_has_no_columns(tracking: MLflowTracking, tmp_path: Path, content: bytes):
+    path = tmp_path / "odd.jsonl"
+    path.write_bytes(content)
+    with open_mlflow_run(tracking, "odd", f"odd {content.hex()}", params={}, tags={}) as log:
+        log_datasets(log, config_of(data={"builder": "a:B", "params": {"path": str(path)}}), {str(path): "0"}, "")
+    inputs = MlflowClient(tracking.resolved_uri).get_run(log.run_id).inputs
+    assert inputs is not None
+    assert [entry.dataset.schema for entry in inputs.dataset_inputs] == [None]
+
+
+def test_params_beyond_the_limit_of_mlflow_are_a_digest(tracking: MLflowTracking):
+    config = config_of(data={"builder": "a:B", "params": {"text": "x" * 70_000}})
+    with open_mlflow_run(tracking, "long", "long", params={}, tags={}) as log:
+        log_datasets(log, config, {}, first_batch="1")
+    inputs = MlflowClient(tracking.resolved_uri).get_run(log.run_id).inputs
+    assert inputs is not None
+    assert json.loads(inputs.dataset_inputs[0].dataset.source).keys() == {"data.builder", "digest"}
+
+
+@pytest.mark.parametrize(
+    ("params", "context"),
+    [
+        ({"latest_path": "FILE"}, "training"),
+        ({"retrieval_file": "FILE"}, "training"),
+        ({"test_paths": ["other", "FILE"]}, "evaluation"),
+        ({"eval_path": "FILE"}, "evaluation"),
+    ],
+)
+def test_the_field_tells_the_use_of_a_file(
+    tracking: MLflowTracking, tmp_path: Path, params: dict[str, object], context: str
+):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n")
+    text = json.dumps(params).replace("FILE", str(path))
+    with open_mlflow_run(tracking, "use", text, params={}, tags={}) as log:
+        log_datasets(log, config_of(data={"builder": "a:B", "params": json.loads(text)}), {str(path): "0"}, "")
+    inputs = MlflowClient(tracking.resolved_uri).get_run(log.run_id).inputs
+    assert inputs is not None
+    assert inputs.dataset_inputs[0].tags[0].value == context
+
+
 def test_data_without_a_file_is_identified_by_its_builder_and_first_batch(tracking: MLflowTracking):
     config = config_of(data={"builder": "a:B", "params": {"split": "train"}})
     with open_mlflow_run(tracking, "builder", "builder", params={}, tags={}) as log:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,9 +22,9 @@ from objectives.batch import Batch
 from tasks.common.task import Pending, inline_tasks
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.async_rollout_source import AsyncRolloutSource
-from tasks.rl.group_rollout import RetryWholeGroup
+from tasks.rl.group_rollout import Group, RetryWholeGroup
 from tasks.rl.named_rewards import NamedRewards, RewardSpec
-from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
+from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource, _Refill
 from tasks.rl.sampling_distribution import SamplingDistribution
 from tasks.training.batch_source import SampledTokens, TrainedBatch
 
@@ -287,3 +288,18 @@ def test_refills_require_that_constant_groups_are_dropped() -> None:
     config = RlConfig.model_validate(fields | {"advantage": {"drop_constant": True}})
     settings = config.rollout.settings(0, AdvantageSettings(**config.advantage.model_dump()))
     assert settings.refill_rounds == 2
+
+
+def test_a_minibatch_that_fails_does_not_block_the_next_one() -> None:
+    def fail() -> list[Group]:
+        raise RuntimeError("the service is lost")
+
+    source = SimpleNamespace(settings=SETTINGS, can_teach=lambda _: True)
+    refill = _Refill(cast(RolloutSource, source), 0, lambda builders, first: [], 2, 2)
+    completed: list[list[Group]] = []
+    thread = threading.Thread(target=lambda: completed.append(refill.complete(1, list)), daemon=True)
+    thread.start()
+    with pytest.raises(RuntimeError, match="the service is lost"):
+        refill.complete(0, fail)
+    thread.join(60)
+    assert completed == [[]]
