@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
@@ -204,7 +204,7 @@ def build_evaluator(
     if is_inspect or not chz.is_chz(make):  # tinker-cookbook's other builders of evaluators have no base class
         import_builder(builder, "evaluators.builder", (TrainingClientEvaluator, SamplingClientEvaluator))
     try:
-        taken = signature(make).parameters
+        taken = _parameters(make)
         evaluator = make(**{**{name: value for name, value in resources.items() if name in taken}, **params})
         if callable(evaluator) and not isinstance(evaluator, TrainingClientEvaluator | SamplingClientEvaluator):
             evaluator = evaluator()
@@ -220,6 +220,13 @@ def build_evaluator(
             "tinker-cookbook (TrainingClientEvaluator or SamplingClientEvaluator)."
         )
     return evaluator
+
+
+def _parameters(make: Callable[..., object]) -> Collection[str]:
+    try:
+        return signature(make).parameters
+    except ValueError:  # a builtin type without a signature
+        return ()
 
 
 async def _run_sampling_evaluator(

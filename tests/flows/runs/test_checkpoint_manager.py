@@ -163,7 +163,7 @@ def test_fork_with_other_parameters_from_the_best_checkpoint_and_from_a_path(
         ({"resume": "parent@final"}, r"at step 8, but this run ends at step 8: raise num_steps"),
         ({"resume": "parent@4", "lora_rank": 8}, r"has rank 4, but lora_rank is 8: set lora_rank to 4"),
         ({"resume": "parent@4", "train_mlp": False}, r"has train_mlp True, but train_mlp is False: set it to True"),
-        ({"resume": "tinker://gone/weights/x"}, r"none of the 1 checkpoints that 'bad' could start from"),
+        ({"resume": "tinker://gone/weights/x"}, r"none of the 1 checkpoints that 'bad' can start from"),
     ],
 )
 def test_invalid_forks(

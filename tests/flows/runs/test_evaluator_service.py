@@ -72,4 +72,4 @@ def test_a_run_tags_strings_and_skips_evaluators_that_fail(
     assert result.metrics["points"] == 7.0
     tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
     assert tags["tinker_flows.evaluation.grade"] == "B+"
-    assert "no grade today" in tags["tinker_flows.skipped.evaluators.0"]
+    assert "no grade today" in tags["tinker_flows.warning.skipped.evaluators.0"]

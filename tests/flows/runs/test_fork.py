@@ -26,7 +26,7 @@ def test_missing_checkpoint_announces_no_other(
     service = tinker.ServiceClient(base_url=engine_url, api_key=API_KEY)
     trained = service.create_lora_training_client("tiny", rank=1).result()
     config = fork(tmp_path, f"tinker://{trained.model_id}/weights/none")
-    with pytest.raises(ServiceError, match="none of the 1 checkpoints that 'fork' could start from"):
+    with pytest.raises(ServiceError, match="none of the 1 checkpoints that 'fork' can start from"):
         _resumed_client(service, config, starts_of(config, storage_of(config)))
     assert "previous checkpoint" not in capsys.readouterr().err
 

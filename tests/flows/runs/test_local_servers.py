@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 import yaml
 from sft_config import sft_fields
 
+from blocks.errors import RolledBackError
+from blocks.processes import running_prefect_server
 from flows.config.train import SftConfig
 from flows.runs.blocks import engine_ahead, open_service
 
@@ -44,12 +47,28 @@ def test_a_run_starts_one_server_of_each_kind_and_stops_them(tmp_path: Path) -> 
 
 def test_a_run_uses_the_prefect_server_of_up(tmp_path: Path, prefect_server: str, engine_url: str) -> None:
     (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "up.json").write_text(json.dumps({"exports": {"PREFECT_API_URL": prefect_server}}))
-    run = run_sft(tmp_path, engine_url)
+    with (tmp_path / "home" / "up.json").open("w") as stack:
+        json.dump({"exports": {"PREFECT_API_URL": prefect_server}}, stack)
+        stack.flush()
+        fcntl.flock(stack, fcntl.LOCK_EX)  # as `up` does while it runs
+        run = run_sft(tmp_path, engine_url)
     assert run.returncode == 0, run.stderr
     assert f"Using the Prefect server of `tinker-flows up` at {prefect_server}" in run.stderr
     assert f"Prefect UI   {prefect_server.removesuffix('/api')}/runs/flow-run/" in run.stdout
     assert not (tmp_path / "home" / "logs").exists()
+
+
+def test_the_file_of_an_up_that_has_ended_names_no_server(
+    tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its port may be that of another home's server by now."""
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path))
+    stack = tmp_path / "up.json"
+    stack.write_text(json.dumps({"exports": {"PREFECT_API_URL": prefect_server}}))
+    assert running_prefect_server() is None
+    with stack.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert running_prefect_server() == prefect_server
 
 
 def test_an_engine_started_ahead_serves_one_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +81,29 @@ def test_an_engine_started_ahead_serves_one_attempt(tmp_path: Path, monkeypatch:
         with open_service(config) as second:
             assert "tiny" in second.models()
         assert second.base_url != first.base_url
-    assert not [child for child in psutil.Process().children() if f"{tmp_path}/home" in str(child.cmdline())]
+    assert not engines_in(tmp_path)
+
+
+def test_an_attempt_that_fails_leaves_no_engine_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
+    config = SftConfig.model_validate(sft_fields(tmp_path, "mine", ""))
+
+    def fail() -> None:
+        with open_service(config):
+            assert len(engines_in(tmp_path)) == 1
+            raise RolledBackError("Step 3 is skipped.")
+
+    with engine_ahead(config):
+        with pytest.raises(RolledBackError):
+            fail()
+        assert not engines_in(tmp_path)
+
+
+def engines_in(folder: Path) -> list[psutil.Process]:
+    """Child processes whose project home is in a folder."""
+    return [child for child in psutil.Process().children() if f"{folder}/home" in str(child.cmdline())]
 
 
 def test_an_invalid_config_ends_the_command_before_its_servers_are_up(tmp_path: Path) -> None:
