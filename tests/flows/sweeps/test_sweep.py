@@ -62,7 +62,7 @@ def sweep_fields(folder: Path, run_name: str, tracking: str, url: str, **changed
         "base": base,
         "space": {RATE: [1e-2, 1e-7], BATCH: [4, 100_000]},
         "seeds": [0, 1],
-        "prune": {"rule": "median", "min_trials": 1, "min_steps": 1},
+        "prune": {"rule": "median", "min_trials": 2, "min_steps": 1},
         "concurrency": 2,
     } | changed
 
