@@ -25,6 +25,7 @@ FILE = ROOT / "deployments" / "prefect.yaml"
 SPECS: list[dict[str, Any]] = yaml.safe_load(FILE.read_text())["deployments"]
 # A Range applies to another field, which has limits; the values of terms have none.
 UNLIMITED = {
+    "AlertConfig": {"above", "below"},
     "Range": {"low", "high"},
     "TargetSpec": {"at_most", "at_least", "equals", "initial", "lower", "upper"},
 }
