@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -122,13 +123,17 @@ def test_a_prefect_start_error_names_cause_and_log(home: Path) -> None:
 
 def test_the_prefect_server_of_up_is_found(home: Path, prefect_server: str) -> None:
     home.mkdir(exist_ok=True)
+    stack = home / "up.json"
     assert running_prefect_server() is None
-    (home / "up.json").write_text('{"pid": 1, "places": [], "exports": {}}')  # `up` is starting
-    assert running_prefect_server() is None
-    (home / "up.json").write_text(json.dumps({"exports": {"PREFECT_API_URL": prefect_server}}))
-    assert running_prefect_server() == prefect_server
-    (home / "up.json").write_text(json.dumps({"exports": {"PREFECT_API_URL": "http://127.0.0.1:1/api"}}))
-    assert running_prefect_server() is None  # of an `up` that was killed
+    with stack.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as `up` does while it runs
+        stack.write_text('{"pid": 1, "places": [], "exports": {}}')  # `up` is starting
+        assert running_prefect_server() is None
+        stack.write_text(json.dumps({"exports": {"PREFECT_API_URL": "http://127.0.0.1:1/api"}}))
+        assert running_prefect_server() is None
+        stack.write_text(json.dumps({"exports": {"PREFECT_API_URL": prefect_server}}))
+        assert running_prefect_server() == prefect_server
+    assert running_prefect_server() is None  # of an `up` that has ended
 
 
 def test_an_unusable_home_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import yaml
 from sft_config import sft_fields
 
 from blocks.errors import RolledBackError
-from blocks.processes import running_prefect_server
 from flows.config.train import SftConfig
 from flows.runs.blocks import engine_ahead, open_service
 
@@ -56,19 +55,6 @@ def test_a_run_uses_the_prefect_server_of_up(tmp_path: Path, prefect_server: str
     assert f"Using the Prefect server of `tinker-flows up` at {prefect_server}" in run.stderr
     assert f"Prefect UI   {prefect_server.removesuffix('/api')}/runs/flow-run/" in run.stdout
     assert not (tmp_path / "home" / "logs").exists()
-
-
-def test_the_file_of_an_up_that_has_ended_names_no_server(
-    tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its port may be that of another home's server by now."""
-    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path))
-    stack = tmp_path / "up.json"
-    stack.write_text(json.dumps({"exports": {"PREFECT_API_URL": prefect_server}}))
-    assert running_prefect_server() is None
-    with stack.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert running_prefect_server() == prefect_server
 
 
 def test_an_engine_started_ahead_serves_one_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,8 @@ def test_an_alert_has_one_limit(limits: dict[str, float]):
         AlertConfig.model_validate({"metric": "test/nll", **limits})
 
 
-def test_a_run_shows_its_alerts(tmp_path: Path, engine_url: str):
+def test_a_run_shows_its_alerts(tmp_path: Path, engine_url: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     fields = sft_fields(tmp_path, "watched", f"sqlite:///{tmp_path}/mlflow.db", engine_url)
     alerts = [
         {"metric": "train_mean_nll", "above": 0.0, "patience": 2},
