@@ -17,7 +17,8 @@ from objectives.gradients.alerts import TermWarning
 from tasks.evaluation.evaluators import EvaluationResult
 from tasks.reports.summary import STOPPED_TAG
 from tasks.reports.tables import TargetRow
-from tasks.training.batch_source import HealthWarning
+from tasks.training.batch_source import MetricWarning
+from tasks.training.metric_names import safe_name
 from tasks.training.metrics import MetricsLog
 
 REJECTED_TAG = "tinker_flows.not_promoted"
@@ -105,12 +106,12 @@ def is_console_silent() -> bool:
     return all(handler.level > logging.WARNING for handler in handlers)
 
 
-def warn_of_health(log: MetricsLog, run_name: str, warnings: Sequence[HealthWarning]) -> None:
-    """Note and emit each warning about the health of a run; the tag is `tinker_flows.warning.health.<check>`."""
+def warn_of_metrics(log: MetricsLog, run_name: str, kind: str, warnings: Sequence[MetricWarning]) -> None:
+    """Note and emit each warning; its tag is `tinker_flows.warning.<kind>.<check>`, its event `tinker-flows.<kind>`."""
     for warning in warnings:
-        note_warning(log, f"health.{warning.check}", warning.text)
+        note_warning(log, f"{kind}.{safe_name(warning.check)}", warning.text)
         payload = {"step": warning.step, "check": warning.check, "figure": warning.figure, "message": warning.text}
-        emit("health", run_name, payload)
+        emit(kind, run_name, payload)
 
 
 def warn(log: MetricsLog, run_name: str, warnings: Sequence[TermWarning]) -> None:

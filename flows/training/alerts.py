@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from flows.config.train import AlertConfig
+from tasks.training.batch_source import MetricWarning
 from tasks.training.metric_names import safe_name
-
-
-@dataclass(frozen=True, slots=True)
-class Alert:
-    """Metric that has been beyond its limit long enough.
-
-    Attributes:
-        metric: name of the metric.
-        step: step of its last value.
-        figure: the value.
-        text: one sentence for the user.
-    """
-
-    metric: str
-    step: int
-    figure: float
-    text: str
 
 
 class Alerts:
@@ -33,9 +16,9 @@ class Alerts:
         self._configs = configs
         self._durations: dict[str, int] = {}
 
-    def observe(self, step: int, metrics: Mapping[str, float]) -> list[Alert]:
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[MetricWarning]:
         """Check the metrics of a step; return the alerts that fire. A step without a metric leaves its count."""
-        fired: list[Alert] = []
+        fired: list[MetricWarning] = []
         for config in self._configs:
             figure = metrics.get(config.metric, metrics.get(safe_name(config.metric)))
             if figure is None:
@@ -45,7 +28,7 @@ class Alerts:
             if self._durations[key] == config.patience:
                 times = f" in {config.patience} consecutive measurements" if config.patience > 1 else ""
                 text = f"Alert: {config.condition}{times}, up to step {step}, where it is {figure:.4g}."
-                fired.append(Alert(config.metric, step, figure, text))
+                fired.append(MetricWarning(key, step, figure, text))
         return fired
 
     def unmeasured(self) -> list[str]:

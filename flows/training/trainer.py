@@ -34,7 +34,7 @@ from flows.config.train import TrainConfig
 from flows.monitoring.events import emit
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
 from flows.monitoring.progress import Progress, call_step_callback
-from flows.monitoring.run_tags import forget_end, note_end, note_warning, warn, warn_of_health
+from flows.monitoring.run_tags import forget_end, note_end, note_warning, warn, warn_of_metrics
 from flows.runs.blocks import service_url
 from flows.runs.checkpoint_manager import Checkpoints
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, FORMAT_OF_SCALES, recorded_format
@@ -327,17 +327,10 @@ class Trainer:
         warn(self.run.log, self.config.run_name, self.objective.watch.pop_warnings())
         for key, text in self.source.pop_warnings().items():
             note_warning(self.run.log, key, text)
-        warn_of_health(self.run.log, self.config.run_name, self.source.observe(step, metrics))
-        self._observe(step, metrics)
+        warn_of_metrics(self.run.log, self.config.run_name, "health", self.source.observe(step, metrics))
+        warn_of_metrics(self.run.log, self.config.run_name, "alert", self.alerts.observe(step, metrics))
         if step == self.first_step:
             warn_of_equal_rewards(self.run, self.config, metrics)
-
-    def _observe(self, step: int, metrics: dict[str, float]) -> None:
-        """Warn about metrics that are beyond the limits of the user's alerts."""
-        for alert in self.alerts.observe(step, metrics):
-            note_warning(self.run.log, f"alert.{safe_name(alert.metric)}", alert.text)
-            payload = {"step": step, "metric": alert.metric, "figure": alert.figure, "message": alert.text}
-            emit("alert", self.config.run_name, payload)
 
     def _prepare(self, step: int) -> None:
         """Start to load the batch, reference and features of a step; do nothing after the last step."""
@@ -623,7 +616,7 @@ class Trainer:
             metrics = self.evaluation.run(step)
             self._count_reference(step)
             call(log_metrics, self.run.log, step, opaque_argument(metrics | self.ledger.metrics()))
-            self._observe(step, metrics)
+            warn_of_metrics(self.run.log, self.config.run_name, "alert", self.alerts.observe(step, metrics))
             for condition in self.alerts.unmeasured():
                 text = f"The alert {condition} had no effect, because no step reported this metric: check its name."
                 note_warning(self.run.log, f"alert.{safe_name(condition)}", text)

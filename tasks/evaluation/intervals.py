@@ -56,7 +56,8 @@ class Difference:
         mean: the mean difference.
         interval: interval of Student's t over problems; None if all differences are equal.
         p_value: probability of such a mean, or a greater one, if the difference of each problem could as well have the
-            opposite sign: the exact one-sided test of two equal policies.
+            opposite sign: the one-sided test of two equal policies, over all signs of up to 13 problems and over 9,999
+            random ones of more.
         detectable: smallest true difference that a comparison like this finds significant, one-sided at 5 %, with a
             probability of 0.8; None if all differences are equal.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from tasks.training.batch_source import HealthWarning
+from tasks.training.batch_source import MetricWarning
 
 REWARD = "env/all/reward/total"
 LENGTH = "env/all/ac_tokens_per_turn"
@@ -72,18 +72,18 @@ class HealthWatch:
         self._evaluations: list[tuple[float, float]] = []
         self._rewards: list[float] = []
 
-    def observe(self, step: int, metrics: Mapping[str, float]) -> list[HealthWarning]:
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[MetricWarning]:
         """Check the metrics of a step; return the failures that have just lasted long enough."""
         for key in ("optim/entropy", LENGTH, REWARD):
             if key in metrics and len(self._first.setdefault(key, [])) < self._limits.patience:
                 self._first[key].append(metrics[key])
-        warnings: list[HealthWarning] = []
+        warnings: list[MetricWarning] = []
         for check in self._checks(metrics):
             self._durations[check.name] = self._durations.get(check.name, 0) + 1 if check.is_bad else 0
             if self._durations[check.name] == self._limits.patience:
                 duration = f"in {self._limits.patience} consecutive measurements, up to step {step}"
                 text = f"{check.problem} {duration}; {check.fix}."
-                warnings.append(HealthWarning(check.name, step, check.figure, text))
+                warnings.append(MetricWarning(check.name, step, check.figure, text))
         warnings += self._compare_evaluations(step, metrics)
         if REWARD in metrics:
             self._rewards.append(metrics[REWARD])
@@ -200,7 +200,7 @@ class HealthWatch:
             problem = f"The reward has risen while more than {limit:.0%} of the 4-grams of completions were repeated"
             yield _Check("repetition", repetition, rises and repetition > limit, f"{problem} ({repetition:.0%})", fix)
 
-    def _compare_evaluations(self, step: int, metrics: Mapping[str, float]) -> list[HealthWarning]:
+    def _compare_evaluations(self, step: int, metrics: Mapping[str, float]) -> list[MetricWarning]:
         """Warn if the reward rises in training and falls on the held-out groups, at several evaluations in a row."""
         held_out = metrics.get(f"test/{REWARD}")
         if held_out is None:
@@ -216,7 +216,7 @@ class HealthWatch:
             f"The reward has risen in training and fallen on the held-out groups ({held_out:.3g}) at {_NUM_DIVERGED} "
             f"consecutive evaluations, up to step {step}; use the best checkpoint (keep_best), or more problems."
         )
-        return [HealthWarning("held_out", step, held_out, text)]
+        return [MetricWarning("held_out", step, held_out, text)]
 
     def _is_started(self, key: str) -> bool:
         return len(self._first.get(key, ())) >= self._limits.patience

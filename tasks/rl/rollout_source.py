@@ -56,7 +56,7 @@ from tasks.rl.trajectories import (
     rollouts_of,
 )
 from tasks.rl.truncation import is_truncated
-from tasks.training.batch_source import BatchSource, HealthWarning, SampledTokens, TrainedBatch
+from tasks.training.batch_source import BatchSource, MetricWarning, SampledTokens, TrainedBatch
 from tasks.training.held_out import EvaluatedBatch
 from tasks.training.metric_names import safe_name
 from tasks.training.reference import Reference, load_reference, score_sequences, scored_tokens
@@ -199,7 +199,7 @@ class RolloutSource(BatchSource):
             | ({"has_several_turns": True} if self._has_several_turns else {})
         )
 
-    def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[HealthWarning]:
+    def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[MetricWarning]:
         return self.health.observe(step, metrics) if self.health else ()
 
     def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:

@@ -30,11 +30,11 @@ class TrainedBatch:
     by_datum: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class HealthWarning(NamedTuple):
-    """Failure of training that has lasted several steps.
+class MetricWarning(NamedTuple):
+    """Metric that has been beyond a limit long enough.
 
     Attributes:
-        check: name of the check.
+        check: name of the check, or the condition of an alert.
         step: last step.
         figure: value of the metric at this step.
         text: one sentence for the user.
@@ -99,7 +99,7 @@ class BatchSource(ABC):
         """Return the warnings since the last call, each with the suffix of its MLflow tag; called after each step."""
         return {}
 
-    def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[HealthWarning]:
+    def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[MetricWarning]:
         """Check all metrics of a step; return warnings about failures that have lasted."""
         return ()
 

@@ -68,6 +68,7 @@ def test_a_run_shows_its_alerts(tmp_path: Path, engine_url: str, monkeypatch: py
     fields = sft_fields(tmp_path, "watched", f"sqlite:///{tmp_path}/mlflow.db", engine_url)
     alerts = [
         {"metric": "train_mean_nll", "above": 0.0, "patience": 2},
+        {"metric": "train_mean_nll", "below": 1e6},
         {"metric": "test/nll", "above": 1e6},
         {"metric": "test/typo", "below": 1.0},
     ]
@@ -76,8 +77,8 @@ def test_a_run_shows_its_alerts(tmp_path: Path, engine_url: str, monkeypatch: py
     prefix = "tinker_flows.warning.alert."
     tags = MlflowClient(result.tracking_uri).get_run(result.mlflow_run_id).data.tags
     noted = {key.removeprefix(prefix): text for key, text in tags.items() if key.startswith(prefix)}
-    assert noted.keys() == {"train_mean_nll", "test/typo below 1"}
+    assert noted.keys() == {"train_mean_nll above 0", "train_mean_nll below 1e-x2b-06", "test/typo below 1"}
     first = "Alert: train_mean_nll above 0 in 2 consecutive measurements, up to step 1, where it is "
-    assert noted["train_mean_nll"].startswith(first)
+    assert noted["train_mean_nll above 0"].startswith(first)
     assert noted["test/typo below 1"].startswith("The alert test/typo below 1 had no effect, because no step reported")
     assert set(noted.values()) <= set(result.warnings)
