@@ -67,6 +67,12 @@ def moments(pytestconfig: pytest.Config) -> random.Random:
     return random.Random(seed)
 
 
+@pytest.fixture
+def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set an API key that every engine of the tests accepts."""
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+
+
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """Engine with the tiny model, shared by the whole test run; each test opens its own session."""

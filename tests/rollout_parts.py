@@ -1,4 +1,4 @@
-"""Completers and hooks that tests name by import path."""
+"""Completers and hooks that tests name by import path, and a training client for tests of rollouts."""
 
 from __future__ import annotations
 
@@ -88,3 +88,16 @@ class Recording(RolloutHooks):
     async def on_stop_reason(self, reason: str, state: RolloutState) -> str | None:
         self.calls.append(f"stop {reason}")
         return reason
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """Training client whose weights never change."""
+
+    sampler: tinker.SamplingClient
+
+    def save_weights_and_get_sampling_client(self) -> Snapshots:
+        return self
+
+    def result(self) -> tinker.SamplingClient:
+        return self.sampler

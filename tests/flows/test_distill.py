@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from distill_config import distill_fields, environment, make_teacher, questions
+from metric_history import curve
 from mlflow import MlflowClient
 from rl_config import rl_fields
 
@@ -25,17 +26,7 @@ ROOT = Path(__file__).parents[2]
 RECIPES = ("on_policy_distillation", "off_policy_distillation", "prompt_distillation", "self_distillation")
 PROMPT = "Say nothing but the letters a and b, eight of them, as in abababab."
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
-
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
-
-
-def curve(result: TrainResult, tracking: str, key: str) -> list[float]:
-    points = MlflowClient(tracking).get_metric_history(result.mlflow_run_id, key)
-    return [point.value for point in sorted(points, key=lambda point: point.step)]
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 
 
 def test_each_dataset_has_its_teacher(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
@@ -44,10 +35,10 @@ def test_each_dataset_has_its_teacher(tmp_path: Path, engine_url: str, mlflow_ur
     fields = distill_fields(tmp_path, "two-teachers", mlflow_uri, engine_url) | {"datasets": [plain, hinted]}
     result = on_policy_distillation(OnPolicyConfig.model_validate(fields))
     # The base weights are the teacher: initially, student and teacher differ only in their prompts.
-    assert curve(result, mlflow_uri, "teacher_kl/dataset_0")[0] == pytest.approx(0.0, abs=1e-4)
-    assert curve(result, mlflow_uri, "teacher_kl/dataset_1")[0] > 0.1
-    assert curve(result, mlflow_uri, "env/all/total_episodes") == [4.0, 4.0]
-    assert len(curve(result, mlflow_uri, "test/teacher_kl")) == 2
+    assert curve(result, "teacher_kl/dataset_0")[0] == pytest.approx(0.0, abs=1e-4)
+    assert curve(result, "teacher_kl/dataset_1")[0] > 0.1
+    assert curve(result, "env/all/total_episodes") == [4.0, 4.0]
+    assert len(curve(result, "test/teacher_kl")) == 2
 
 
 def test_rewards_are_trained_on_together_with_the_teacher(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
@@ -60,12 +51,12 @@ def test_rewards_are_trained_on_together_with_the_teacher(tmp_path: Path, engine
         return on_policy_distillation(OnPolicyConfig.model_validate(fields | {"run_name": name, **changes}))
 
     without, rewarded = run("teacher-only"), run("rewarded", train_on_rewards=True)
-    rewards = curve(rewarded, mlflow_uri, "env/all/reward/total")
-    assert curve(without, mlflow_uri, "env/all/reward/total") == rewards
-    assert curve(without, mlflow_uri, "advantage/std")[0] < 1e-4 < curve(rewarded, mlflow_uri, "advantage/std")[0]
+    rewards = curve(rewarded, "env/all/reward/total")
+    assert curve(without, "env/all/reward/total") == rewards
+    assert curve(without, "advantage/std")[0] < 1e-4 < curve(rewarded, "advantage/std")[0]
     for result in (without, rewarded):
-        assert curve(result, mlflow_uri, "teacher_kl")[0] == pytest.approx(0, abs=1e-4)
-    assert curve(rewarded, mlflow_uri, "kl_pre_post_v2")[0] > 0
+        assert curve(result, "teacher_kl")[0] == pytest.approx(0, abs=1e-4)
+    assert curve(rewarded, "kl_pre_post_v2")[0] > 0
 
 
 def test_soft_targets_lead_to_the_teacher(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
@@ -74,13 +65,13 @@ def test_soft_targets_lead_to_the_teacher(tmp_path: Path, engine_url: str, mlflo
     fields |= {"num_steps": 8, "compute_post_kl": True, "shown": "{question}"}
     fields |= {"teacher": {"checkpoint": make_teacher(engine_url).sampler}}
     result = self_distillation(SelfConfig.model_validate(fields))
-    forward = curve(result, mlflow_uri, "teacher_kl/forward")
+    forward = curve(result, "teacher_kl/forward")
     assert 0 < forward[-1] < 0.6 * forward[0]
     for key in ("teacher_kl", "teacher_kl/dataset_0", "optim/entropy", "kl_pre_post_v2", "train_mean_nll"):
-        assert len(curve(result, mlflow_uri, key)) == 8
-    assert curve(result, mlflow_uri, "optim/kl_sample_train_v1") == []
+        assert len(curve(result, key)) == 8
+    assert curve(result, "optim/kl_sample_train_v1") == []
     reverse = fields | {"run_name": "reverse", "objective": {"base_loss": "teacher_reverse_kl_topk"}}
-    loss = curve(self_distillation(SelfConfig.model_validate(reverse)), mlflow_uri, "loss/base")
+    loss = curve(self_distillation(SelfConfig.model_validate(reverse)), "loss/base")
     assert 0 < loss[-1] < 0.7 * loss[0]
 
 
@@ -117,9 +108,9 @@ def test_prompted_completions_are_cached_and_learned(tmp_path: Path, engine_url:
         4,
     ]  # held-out, and train for both epochs
     assert json.loads(directory.read_bytes(TEACHERS) or b"") == {" base": ["tiny", ""]}
-    assert len(set(curve(result, mlflow_uri, "test/nll_teacher"))) == 1
-    assert len(curve(result, mlflow_uri, "test/nll")) == 2
-    first, last = curve(result, mlflow_uri, "teacher_kl/forward")
+    assert len(set(curve(result, "test/nll_teacher"))) == 1
+    assert len(curve(result, "test/nll")) == 2
+    first, last = curve(result, "teacher_kl/forward")
     assert 0 < last < first
     tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
     assert "as for full fine-tuning" in tags["tinker_flows.warning.pitfall.learning_rate"]
@@ -159,10 +150,10 @@ def test_on_policy_is_closer_to_the_teacher_than_off_policy(
     start = run("near", False, num_steps=8).state_path
     more = {"num_steps": 64, "init_from": start, "learning_rate": 2e-3, "lr_schedule": "linear"}
     student, reader = (run(f"on-{on}", on, **more) for on in (True, False))
-    before, after = curve(student, mlflow_uri, "test/teacher_kl")
+    before, after = curve(student, "test/teacher_kl")
     assert before > 0.4
     assert after < 0.4
-    assert after < curve(reader, mlflow_uri, "test/teacher_kl")[-1]
+    assert after < curve(reader, "test/teacher_kl")[-1]
 
 
 @pytest.mark.slow
@@ -177,8 +168,8 @@ def test_prompt_distillation_learns_the_prompt(tmp_path: Path, engine_url: str, 
     fields |= {"learning_rate": 5e-3, "lr_schedule": "linear", "granularity": "segment"}
     fields |= {"num_steps": 150, "eval_every": 150, "checkpoint_every": 150}
     result = prompt_distillation(PromptConfig.model_validate(fields))
-    first, last = curve(result, mlflow_uri, "test/nll")
-    with_prompt = curve(result, mlflow_uri, "test/nll_teacher")[0]
+    first, last = curve(result, "test/nll")
+    with_prompt = curve(result, "test/nll_teacher")[0]
     assert first - with_prompt > 0.3
     assert last - with_prompt < 0.2 * (first - with_prompt)
 

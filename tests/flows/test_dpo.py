@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from dpo_config import dpo_fields
-from mlflow import MlflowClient
+from metric_history import curve
 
 from blocks import RunStorage
 from blocks.errors import ConfigError
@@ -20,22 +20,12 @@ from flows.runs.result import TrainResult
 from tasks.training.checkpoints import read_records
 from tasks.training.reference import REFERENCE_NAME
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 FIGURES = {"dpo_loss", "accuracy", "margin", "chosen_reward", "rejected_reward"}
-
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
 
 
 def run(folder: Path, name: str, mlflow_uri: str, engine_url: str, **changes: Any) -> TrainResult:
     return dpo(DpoConfig.model_validate(dpo_fields(folder, name, mlflow_uri, engine_url) | changes))
-
-
-def curve(result: TrainResult, tracking: str, key: str) -> list[float]:
-    points = MlflowClient(tracking).get_metric_history(result.mlflow_run_id, key)
-    return [point.value for point in sorted(points, key=lambda point: point.step)]
 
 
 def cached_logprobs(folder: Path, name: str) -> dict[str, str]:
@@ -49,9 +39,9 @@ def test_reference_is_the_start_of_the_run_after_every_restart(
 ) -> None:
     first = run(tmp_path, "preferences", mlflow_uri, engine_url)
     assert first.metrics.keys() >= FIGURES | {f"test/{key}" for key in FIGURES}
-    assert curve(first, mlflow_uri, "dpo_loss")[0] == pytest.approx(math.log(2), abs=1e-5)
-    assert curve(first, mlflow_uri, "margin")[0] == pytest.approx(0, abs=1e-5)
-    assert curve(first, mlflow_uri, "test/margin")[1] > 0.1
+    assert curve(first, "dpo_loss")[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert curve(first, "margin")[0] == pytest.approx(0, abs=1e-5)
+    assert curve(first, "test/margin")[1] > 0.1
     assert len(cached_logprobs(tmp_path, "preferences")) == 2 * (4 * 4 + 64)
     fields = dpo_fields(tmp_path, "preferences", mlflow_uri, engine_url)
     estimated = estimate(DpoConfig.model_validate(fields))
@@ -63,7 +53,7 @@ def test_reference_is_the_start_of_the_run_after_every_restart(
     path = read_records(directory).checkpoints[0].state_path
     fork = {"resume": path, "eval_every": 0, "num_steps": 3, "checkpoint_every": 1}
     forked = run(tmp_path, "further", mlflow_uri, engine_url, **fork)
-    margins = curve(forked, mlflow_uri, "margin")
+    margins = curve(forked, "margin")
     assert margins[0] == pytest.approx(0, abs=1e-5)
     assert margins[2] > 0.01
     before = cached_logprobs(tmp_path, "further")
@@ -90,7 +80,7 @@ def test_dpo_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int)
     learned = run(
         tmp_path, f"sure-{seed}", mlflow_uri, engine_url, seed=seed, learning_rate=1e-3, num_steps=48, eval_every=48
     )
-    before, after = curve(learned, mlflow_uri, "test/accuracy")
+    before, after = curve(learned, "test/accuracy")
     assert before < 0.6
     assert after > 0.9
 
@@ -100,5 +90,5 @@ def test_dpo_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, seed: int)
 def test_every_other_loss_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, loss: str) -> None:
     changes = {"objective": {"base_loss": loss}, "num_steps": 96, "eval_every": 96, "batch_size": 8, "num_epochs": 3}
     learned = run(tmp_path, loss, mlflow_uri, engine_url, **changes)
-    assert curve(learned, mlflow_uri, "test/accuracy")[-1] > 0.9
+    assert curve(learned, "test/accuracy")[-1] > 0.9
     assert f"{loss}_loss" in learned.metrics

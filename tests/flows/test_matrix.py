@@ -40,12 +40,7 @@ from objectives import Batch, Outputs, regularizer
 NUM_STEPS = 3
 STEPS = {"num_steps": NUM_STEPS, "num_epochs": 9, "eval_every": 0, "checkpoint_every": NUM_STEPS}
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
-
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 
 
 @regularizer("matrix_custom")

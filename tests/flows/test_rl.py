@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import tinker
+from metric_history import curve
 from mlflow import MlflowClient
 from rl_config import rl_fields
 from tinker import types
@@ -31,15 +32,7 @@ from tasks.training.checkpoints import read_records, step_of
 
 NUM_STEPS = 4
 
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
-
-
-def curve(result: TrainResult, tracking: str, key: str) -> list[float]:
-    points = MlflowClient(tracking).get_metric_history(result.mlflow_run_id, key)
-    return [point.value for point in sorted(points, key=lambda point: point.step)]
+pytestmark = pytest.mark.usefixtures("api_key")
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +54,18 @@ def run(
 def test_sync_steps_are_on_policy(run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str) -> None:
     _, _, result = run
     for key in ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2"):
-        assert curve(result, mlflow_uri, key) == pytest.approx([0.0] * NUM_STEPS, abs=1e-4)
-    assert all(entropy > 0 for entropy in curve(result, mlflow_uri, "optim/entropy"))
-    assert curve(result, mlflow_uri, "env/all/total_episodes") == [8.0] * NUM_STEPS
-    tags = [curve(result, mlflow_uri, f"env/letter_{letter}/reward/total") for letter in "ae"]
-    total = curve(result, mlflow_uri, "env/all/reward/total")
+        assert curve(result, key) == pytest.approx([0.0] * NUM_STEPS, abs=1e-4)
+    assert all(entropy > 0 for entropy in curve(result, "optim/entropy"))
+    assert curve(result, "env/all/total_episodes") == [8.0] * NUM_STEPS
+    tags = [curve(result, f"env/letter_{letter}/reward/total") for letter in "ae"]
+    total = curve(result, "env/all/reward/total")
     assert [sum(pair) / 2 for pair in zip(*tags, strict=True)] == pytest.approx(total)
-    assert curve(result, mlflow_uri, "term/kl/value")[0] == pytest.approx(0, abs=1e-9)
-    assert len(curve(result, mlflow_uri, "test/env/all/reward/total")) == 2
-    assert curve(result, mlflow_uri, "test/term/kl/value")[0] == pytest.approx(0, abs=1e-9)
+    assert curve(result, "term/kl/value")[0] == pytest.approx(0, abs=1e-9)
+    assert len(curve(result, "test/env/all/reward/total")) == 2
+    assert curve(result, "test/term/kl/value")[0] == pytest.approx(0, abs=1e-9)
     # Without free tokens, the penalty is the mean length over the buffer of 128 tokens.
-    lengths = curve(result, mlflow_uri, "test/env/all/ac_tokens_per_turn")
-    assert curve(result, mlflow_uri, "test/term/length/value") == pytest.approx([length / 128 for length in lengths])
+    lengths = curve(result, "test/env/all/ac_tokens_per_turn")
+    assert curve(result, "test/term/length/value") == pytest.approx([length / 128 for length in lengths])
 
 
 def test_transcripts_and_traces(run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str) -> None:
@@ -102,7 +95,7 @@ def test_stream_of_minibatches_equals_the_whole_batch(
     schedule = {"mode": "stream", "num_minibatches": 2}
     result = rl(RlConfig.model_validate(config | {"run_name": "stream", "schedule": schedule, "num_steps": 2}))
     for key in ("term/kl/weight", "cost/num_prefill_tokens", "env/all/reward/total", "loss/total", "term/length/value"):
-        actual, expected = (curve(finished, mlflow_uri, key)[:2] for finished in (result, whole))
+        actual, expected = (curve(finished, key)[:2] for finished in (result, whole))
         assert actual == pytest.approx(expected, rel=1e-3, abs=1e-5), key
 
 
@@ -141,11 +134,11 @@ def test_samples_of_a_low_temperature_train_with_their_own_logprobs(
     with pytest.raises(ConfigError, match=r"logprobs of samples of temperature=0.2 have an error of up to .* nats"):
         rl(RlConfig.model_validate(fields | {"rollout": cold | {"num_candidates": 5}}))
     exact = rl(RlConfig.model_validate(fields | {"run_name": "exact", "rollout": cold | {"num_candidates": 300}}))
-    assert curve(exact, mlflow_uri, "rollout/logprob_error_max")[0] < 1e-3
+    assert curve(exact, "rollout/logprob_error_max")[0] < 1e-3
     # On-policy, the divergence of the samples' distribution from the policy is that of the temperature.
-    assert curve(exact, mlflow_uri, "optim/kl_sample_train_v1")[0] > 0.02
+    assert curve(exact, "optim/kl_sample_train_v1")[0] > 0.02
     service = rl(RlConfig.model_validate(fields | {"run_name": "raw", "rollout": cold | {"logprobs": "service"}}))
-    assert curve(service, mlflow_uri, "optim/kl_sample_train_v1")[0] == pytest.approx(0, abs=1e-4)
+    assert curve(service, "optim/kl_sample_train_v1")[0] == pytest.approx(0, abs=1e-4)
 
 
 ASYNC = {
@@ -207,15 +200,15 @@ def test_second_update_of_a_step_is_off_policy(run: tuple[Path, dict[str, Any], 
         "advantage": {"estimator": "gae", "kl_coefficient": 0.01},
     }
     result = rl(RlConfig.model_validate(config | changed))
-    assert curve(result, mlflow_uri, "env/all/total_episodes") == [16.0] * 2
-    policy_loss = curve(result, mlflow_uri, "policy_loss")
-    assert policy_loss == curve(result, mlflow_uri, "term/base/policy")
-    assert policy_loss != curve(result, mlflow_uri, "loss/base"), "which includes the entropy and the critic"
-    assert min(curve(result, mlflow_uri, "optim/kl_sample_train_v2")) > 1e-6
-    at_base, moved = curve(result, mlflow_uri, "kl_policy_base")
+    assert curve(result, "env/all/total_episodes") == [16.0] * 2
+    policy_loss = curve(result, "policy_loss")
+    assert policy_loss == curve(result, "term/base/policy")
+    assert policy_loss != curve(result, "loss/base"), "which includes the entropy and the critic"
+    assert min(curve(result, "optim/kl_sample_train_v2")) > 1e-6
+    at_base, moved = curve(result, "kl_policy_base")
     assert abs(at_base) < 1e-4 < abs(moved)
     for key in ("policy_loss", "value_loss", "clip_fraction", "advantage/std"):
-        assert len(curve(result, mlflow_uri, key)) == 2
+        assert len(curve(result, key)) == 2
 
 
 def test_end_of_a_run_does_not_affect_another_run_of_the_process(
@@ -236,7 +229,7 @@ def test_end_of_a_run_does_not_affect_another_run_of_the_process(
         results = [future.result(200) for future in (long, *short)]
     for result, num_steps in zip(results, names.values(), strict=True):
         assert result.num_steps == num_steps
-        assert curve(result, mlflow_uri, "env/all/total_episodes") == [8.0] * num_steps
+        assert curve(result, "env/all/total_episodes") == [8.0] * num_steps
 
 
 def test_async_run_respects_max_steps_off_policy(
@@ -248,10 +241,10 @@ def test_async_run_respects_max_steps_off_policy(
     rl(RlConfig.model_validate(first))
     later = {"run_name": "async-on", "resume": "async@3", "num_steps": 6}
     result = rl(RlConfig.model_validate(first | later))
-    staleness = curve(result, mlflow_uri, "async/staleness_max")
+    staleness = curve(result, "async/staleness_max")
     assert staleness[0] == 0
     assert 0 < max(staleness) <= 2
-    assert curve(result, mlflow_uri, "env/all/total_episodes") == [8.0] * 3
+    assert curve(result, "env/all/total_episodes") == [8.0] * 3
 
 
 @pytest.mark.parametrize("schedule", [{}, {"mode": "stream", "num_minibatches": 2}, {"mode": "async"}])
@@ -293,8 +286,8 @@ def test_post_kl_is_that_of_the_saved_weights(
             changes += [before - (value or 0.0) for before, value in zip(turn.ac.logprobs, after, strict=True)]
             num_scored += sequence.length
         v1, v2 = fmean(changes), fmean(change**2 for change in changes) / 2
-        assert curve(result, mlflow_uri, "kl_pre_post_v1")[step] == pytest.approx(v1, abs=1e-4)
-        assert curve(result, mlflow_uri, "kl_pre_post_v2")[step] == pytest.approx(v2, abs=1e-4)
+        assert curve(result, "kl_pre_post_v1")[step] == pytest.approx(v1, abs=1e-4)
+        assert curve(result, "kl_pre_post_v2")[step] == pytest.approx(v2, abs=1e-4)
         assert v2 > 1e-4
     num_prompt = sum(turn.ob.length for turns in sampled for turn in turns)
     assert result.metrics["cost/num_prefill_tokens"] >= num_prompt + num_scored
@@ -311,17 +304,17 @@ def test_completer_and_hook_of_the_user(run: tuple[Path, dict[str, Any], TrainRe
     short = rl(RlConfig.model_validate(small | {"run_name": "short", "rollout": rollouts}))
     again = rl(RlConfig.model_validate(small | {"run_name": "short-again", "rollout": rollouts}))
     charged = rl(RlConfig.model_validate(small | {"run_name": "charged", "rollout": rollouts | {"hook": hook}}))
-    assert curve(short, mlflow_uri, "env/all/ac_tokens_per_turn")[0] <= 3
-    assert curve(short, mlflow_uri, "test/env/all/ac_tokens_per_turn")[0] <= 3
+    assert curve(short, "env/all/ac_tokens_per_turn")[0] <= 3
+    assert curve(short, "test/env/all/ac_tokens_per_turn")[0] <= 3
     # The completer returns the service's logprobs, so that the policy is the sampler.
-    assert curve(short, mlflow_uri, "optim/kl_sample_train_v2") == pytest.approx([0.0] * 2, abs=1e-6)
+    assert curve(short, "optim/kl_sample_train_v2") == pytest.approx([0.0] * 2, abs=1e-6)
     reward = "env/all/reward/total"
-    assert curve(again, mlflow_uri, reward)[0] == curve(short, mlflow_uri, reward)[0]
-    share = curve(charged, mlflow_uri, "hook/even/rollouts")[0]
+    assert curve(again, reward)[0] == curve(short, reward)[0]
+    share = curve(charged, "hook/even/rollouts")[0]
     assert 0 < share <= 1
-    difference = curve(short, mlflow_uri, reward)[0] - curve(charged, mlflow_uri, reward)[0]
+    difference = curve(short, reward)[0] - curve(charged, reward)[0]
     assert difference == pytest.approx(0.5 * share)
-    assert curve(charged, mlflow_uri, "hook/even/stopped") == [0.0] * 2
+    assert curve(charged, "hook/even/stopped") == [0.0] * 2
 
 
 def test_rewards_of_a_hook_and_a_reward_that_is_not_reported(
@@ -333,10 +326,10 @@ def test_rewards_of_a_hook_and_a_reward_that_is_not_reported(
     fields = config | {"num_steps": 2, "eval_every": 0, "checkpoint_every": 1, "run_name": "named"}
     fields |= {"objective": {"base_loss": "importance_sampling"}, "rollout": {"max_tokens": 8, "hook": hook}}
     result = rl(RlConfig.model_validate(fields | {"rewards": {"hook/even/reward": {}, "absent": {}}}))
-    share = curve(result, mlflow_uri, "hook/even/rollouts")[0]
-    mean = curve(result, mlflow_uri, "env/all/hook/even/reward")[0]
-    assert curve(result, mlflow_uri, "reward/absent/value") == [0.0] * 2
-    assert curve(result, mlflow_uri, "reward/hook/even/reward/value")[0] == pytest.approx(-0.5 * share)
+    share = curve(result, "hook/even/rollouts")[0]
+    mean = curve(result, "env/all/hook/even/reward")[0]
+    assert curve(result, "reward/absent/value") == [0.0] * 2
+    assert curve(result, "reward/hook/even/reward/value")[0] == pytest.approx(-0.5 * share)
     assert mean == pytest.approx(-0.5)
     tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
     assert "'absent', which no completion has reported so far" in tags["tinker_flows.warning.rewards.absent"]
@@ -353,7 +346,7 @@ def test_termination_without_a_stop_reason_is_announced(
     fields = config | {"num_steps": 2, "eval_every": 0, "objective": {"base_loss": "importance_sampling"}}
     rollouts = {"max_tokens": 8, "termination": {"zero_reward_on_limit": True}}
     result = rl(RlConfig.model_validate(fields | {"run_name": "unlimited", "rollout": rollouts}))
-    assert curve(result, mlflow_uri, "rollout/zero_reward_on_limit") == [0.0] * 2
+    assert curve(result, "rollout/zero_reward_on_limit") == [0.0] * 2
     tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
     assert "no stop reason in the first step" in tags["tinker_flows.warning.rollout.termination"]
 
@@ -369,20 +362,20 @@ def test_truncated_completions_are_masked_or_penalized(
             fields | {"run_name": "masked", "rollout": {"max_tokens": 8, "truncated": "mask"}, "eval_every": 0}
         )
     )
-    share = curve(masked, mlflow_uri, "rollout/masked")
-    assert share == curve(masked, mlflow_uri, "rollout/truncated")
+    share = curve(masked, "rollout/masked")
+    assert share == curve(masked, "rollout/truncated")
     tags = MlflowClient(mlflow_uri).get_run(masked.mlflow_run_id).data.tags
     assert (share == [1.0]) == ("tinker_flows.warning.rollout.masked" in tags)
-    assert masked.metrics["cost/num_sample_tokens"] == curve(plain, mlflow_uri, "rollout/num_sampled_tokens")[0]
+    assert masked.metrics["cost/num_sample_tokens"] == curve(plain, "rollout/num_sampled_tokens")[0]
     assert "Masked rollouts" in Path(masked.report).read_text()
 
     rollouts = {"max_tokens": 8, "truncated": {"length": 4, "penalty": 0.5}}
     penalized = rl(RlConfig.model_validate(fields | {"run_name": "overlong", "rollout": rollouts, "eval_every": 1}))
     for prefix in ("", "test/"):
         key = f"{prefix}env/all/reward/total"
-        penalty = curve(penalized, mlflow_uri, f"{prefix}env/all/overlong/reward")[0]
+        penalty = curve(penalized, f"{prefix}env/all/overlong/reward")[0]
         assert -0.5 <= penalty < 0
-        difference = curve(penalized, mlflow_uri, key)[0] - curve(plain, mlflow_uri, key)[0]
+        difference = curve(penalized, key)[0] - curve(plain, key)[0]
         assert difference == pytest.approx(penalty)
 
 
@@ -448,6 +441,6 @@ def test_rl_learns(tmp_path: Path, engine_url: str, mlflow_uri: str, mode: str, 
         "objective": {"base_loss": "importance_sampling", "regularizers": [{"name": "kl", "weight": 0.003}]},
     }
     config["environment"]["params"] |= {"letters": "a", "group_size": 16}
-    rewards = curve(rl(RlConfig.model_validate(config)), mlflow_uri, "env/all/reward/total")
+    rewards = curve(rl(RlConfig.model_validate(config)), "env/all/reward/total")
     assert sum(rewards[:3]) / 3 < 0.1
     assert sum(rewards[-3:]) / 3 > 0.9

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metric_history import curve
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from rlhf_config import rlhf_fields
@@ -18,17 +19,13 @@ from flows.config.rlhf import RlhfConfig
 from flows.config.train import SftConfig
 from flows.config.yaml_reader import read_yaml
 from flows.rlhf import rlhf
-from flows.runs.result import TrainResult
 from flows.sft import sft
 from tasks.rl.environments.reward_model import RewardModel
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("sft", "reward", "policy")
 
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+pytestmark = pytest.mark.usefixtures("api_key")
 
 
 def stages_of(run_name: str, tracking: str) -> dict[str, Run]:
@@ -41,11 +38,6 @@ def stages_of(run_name: str, tracking: str) -> dict[str, Run]:
 
 def num_updates(run: Run, tracking: str) -> int:
     return len(MlflowClient(tracking).get_metric_history(run.info.run_id, "loss/total"))
-
-
-def curve(result: TrainResult, tracking: str, key: str) -> list[float]:
-    points = MlflowClient(tracking).get_metric_history(result.mlflow_run_id, key)
-    return [point.value for point in sorted(points, key=lambda point: point.step)]
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -73,11 +65,11 @@ def test_finished_stages_are_not_repeated(
 
     assert ended["reward"].data.metrics.keys() >= {"bradley_terry_loss", "accuracy", "test/accuracy"}
     # The policy starts from the warm start, which is also its reference.
-    assert curve(first, mlflow_uri, "kl_policy_base")[0] == pytest.approx(0, abs=1e-4)
+    assert curve(first, "kl_policy_base")[0] == pytest.approx(0, abs=1e-4)
     policy = ended["policy"].data
     assert policy.params["reference"] == policy.params["init_from"] == policy.tags["tinker_flows.parent.state_path"]
     for key in ("env/all/score", "env/all/reward/total", "env/all/format"):
-        assert len(curve(first, mlflow_uri, key)) == 2
+        assert len(curve(first, key)) == 2
     assert "test/env/all/score" in first.metrics
 
 
@@ -122,9 +114,9 @@ def test_policy_improves_near_its_start(tmp_path: Path, engine_url: str, mlflow_
     result = rlhf(config)
     ranked = stages_of(config.run_name, mlflow_uri)["reward"].data.metrics["test/accuracy"]
     assert ranked > 0.9
-    before, *_, after = curve(result, mlflow_uri, "test/env/all/score")
+    before, *_, after = curve(result, "test/env/all/score")
     assert after > before + 2
-    assert max(curve(result, mlflow_uri, "kl_policy_base")) < 0.8
+    assert max(curve(result, "kl_policy_base")) < 0.8
 
 
 @pytest.mark.slow
@@ -138,7 +130,7 @@ def test_pairwise_judge_ranks_held_out_pairs(tmp_path: Path, engine_url: str, ml
     fields |= {"comparisons": recipe_fields()["comparisons"], "lora_rank": 16, "seed": seed, "reward": reward}
     stage = RlhfConfig.model_validate(fields).reward_stage()
     assert isinstance(stage, SftConfig)
-    assert curve(sft(stage), mlflow_uri, "test/accuracy")[-1] > 0.9
+    assert curve(sft(stage), "test/accuracy")[-1] > 0.9
 
 
 def recipe_fields() -> dict[str, Any]:
@@ -165,7 +157,7 @@ def test_pairwise_competition_with_trained_and_given_judges(
         }
     result = rlhf(RlhfConfig.model_validate(fields))
     for key, num_points in (("env/all/win_minus_loss", 2), ("test/env/all/win_rate", 2)):
-        assert len(curve(result, mlflow_uri, key)) == num_points
+        assert len(curve(result, key)) == num_points
     first = stages_of(f"compete-{kind}", mlflow_uri)
     assert first.keys() == ({"reward", "policy"} if kind == "pairwise" else {"policy"})
 

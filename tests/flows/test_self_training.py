@@ -19,12 +19,7 @@ from tasks.supervised.generated_data import WRITTEN_NAME
 ROOT = Path(__file__).parents[2]
 RECIPES = ("noisy_student", "constitution")
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
-
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 
 
 def recipe_fields(folder: Path, recipe: str, tracking: str, base_url: str, **params: Any) -> dict[str, Any]:

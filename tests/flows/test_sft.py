@@ -26,12 +26,7 @@ from objectives.objective import Objective
 from tasks.supervised.dataset import build_dataset
 
 GOLDEN = Path(__file__).with_name("golden_sft.json")
-pytestmark = pytest.mark.usefixtures("prefect_server")
-
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 
 
 @pytest.fixture(scope="module")

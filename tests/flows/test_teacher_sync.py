@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tinker
 from distill_config import distill_fields, questions
-from mlflow import MlflowClient
+from metric_history import curve
 from tinker import types
 from tinker_cookbook.distillation import sdft
 from tinker_cookbook.rl.train import save_checkpoint_and_get_sampling_client
@@ -20,7 +20,6 @@ from tinker_cookbook.rl.train import save_checkpoint_and_get_sampling_client
 from blocks import RunStorage
 from flows.config.distill import SelfConfig
 from flows.distill import self_distillation
-from flows.runs.result import TrainResult
 from tasks.distillation.prompts import QuestionsBuilder
 from tasks.training.checkpoints import read_records, step_of
 
@@ -28,17 +27,7 @@ NUM_STEPS = 6
 EVERY = 2
 PROBE = types.ModelInput.from_ints(list(range(60, 80)))
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
-
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
-
-
-def curve(result: TrainResult, tracking: str, key: str) -> list[float]:
-    points = MlflowClient(tracking).get_metric_history(result.mlflow_run_id, key)
-    return [point.value for point in sorted(points, key=lambda point: point.step)]
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 
 
 def sync_fields(folder: Path, run_name: str, tracking: str, base_url: str) -> dict[str, Any]:
@@ -62,8 +51,8 @@ def test_teacher_is_the_student_of_the_last_sync(tmp_path: Path, engine_url: str
     fields = sync_fields(tmp_path, "synced", mlflow_uri, engine_url)
     result = self_distillation(SelfConfig.model_validate(fields))
     ages = [step % EVERY for step in range(NUM_STEPS)]
-    assert curve(result, mlflow_uri, "teacher_age") == ages
-    divergences = curve(result, mlflow_uri, "teacher_kl")
+    assert curve(result, "teacher_age") == ages
+    divergences = curve(result, "teacher_kl")
     for age, divergence in zip(ages, divergences, strict=True):
         assert divergence == pytest.approx(0, abs=1e-4) if age == 0 else abs(divergence) > 1e-3
 
@@ -108,8 +97,8 @@ def test_a_resumed_run_has_the_teacher_of_an_uninterrupted_one(
     assert logged("teacher_age") == whole["teacher_age"] == [step % EVERY for step in range(NUM_STEPS)]
     assert logged("teacher_kl") == pytest.approx(whole["teacher_kl"], abs=1e-3)
     # A fork starts with its own first teacher, until the next sync.
-    assert curve(fork, mlflow_uri, "teacher_age") == [3.0, 0.0, 1.0][first - 3 :]
-    assert abs(curve(fork, mlflow_uri, "teacher_kl")[4 - first]) < 1e-4
+    assert curve(fork, "teacher_age") == [3.0, 0.0, 1.0][first - 3 :]
+    assert abs(curve(fork, "teacher_kl")[4 - first]) < 1e-4
 
 
 def test_the_cookbook_syncs_at_the_same_steps(tmp_path: Path, engine_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

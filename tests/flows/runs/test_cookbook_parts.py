@@ -16,7 +16,7 @@ from flows.config.train import SftConfig
 from flows.sft import sft
 from tasks.supervised.dataset import build_dataset
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 PARAMS = {
     "test_size": 4,
     "common_config": {
@@ -26,11 +26,6 @@ PARAMS = {
         "train_on_what": "last_assistant_message",
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
 
 
 @pytest.fixture

@@ -34,12 +34,7 @@ from flows.runs.cli import main
 from flows.runs.result import TrainResult
 from flows.sft import sft
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
-
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 
 
 def rejection(tmp_path: Path, fields: Mapping[str, object]) -> str:

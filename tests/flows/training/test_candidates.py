@@ -20,13 +20,8 @@ from objectives.labels import number_prompts
 from tasks.supervised.dataset import build_dataset
 from tasks.training.candidates import Completion, pack_candidates
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 CANDIDATES = {"num": 3, "max_tokens": 40, "every": 2}
-
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
 
 
 def fields(folder: Path, run_name: str, mlflow_uri: str, engine_url: str, **changes: Any) -> SftConfig:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from dpo_config import dpo_fields
-from mlflow import MlflowClient
+from metric_history import history
 from rl_config import rl_fields
 from sft_config import sft_fields
 
@@ -20,25 +20,14 @@ from flows.config.train import SftConfig
 from flows.dpo import dpo
 from flows.estimate import estimate
 from flows.rl import rl
-from flows.runs.result import TrainResult
 from flows.sft import sft
 from tasks.training.examples import Example, read_examples
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
-
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 
 
 def examples_of(folder: Path, name: str) -> dict[int, list[Example]]:
     return read_examples(RunStorage(url=str(folder / "runs")).run_directory(name))
-
-
-def history(result: TrainResult, key: str) -> dict[int, float]:
-    points = MlflowClient(result.tracking_uri).get_metric_history(result.mlflow_run_id, key)
-    return {point.step: point.value for point in points}
 
 
 def trained(folder: Path, name: str) -> list[dict[str, Any]]:

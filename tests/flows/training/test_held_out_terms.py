@@ -13,6 +13,7 @@ import chz
 import pytest
 import tinker
 import torch
+from metric_history import history
 from mlflow import MlflowClient
 from sft_config import sft_fields
 from tinker_cookbook.supervised.types import SupervisedDataset
@@ -21,7 +22,6 @@ from blocks.local_directory import LocalDirectory
 from examples.gsm8k import Gsm8kBuilder
 from flows.config.train import SftConfig
 from flows.estimate import estimate
-from flows.runs.result import TrainResult
 from flows.sft import sft
 from objectives.batch import Batch, Outputs
 from objectives.labels import get_label
@@ -50,11 +50,6 @@ def needs_a_label(outputs: Outputs, batch: Batch) -> torch.Tensor:
 def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     TEXTS.clear()
-
-
-def history(result: TrainResult, key: str) -> dict[int, float]:
-    points = MlflowClient(result.tracking_uri).get_metric_history(result.mlflow_run_id, key)
-    return {point.step: point.value for point in points}
 
 
 def fields(folder: Path, run_name: str, mlflow_uri: str, engine_url: str, **changes: Any) -> SftConfig:

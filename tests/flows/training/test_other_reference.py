@@ -13,7 +13,7 @@ import pytest
 import tinker
 import torch
 from engine_process import API_KEY, running_engine
-from mlflow import MlflowClient
+from metric_history import curve
 from rl_config import rl_fields
 from safetensors.torch import load_file, save_file
 from sft_config import sft_fields
@@ -25,7 +25,6 @@ from flows.config.rl import RlConfig
 from flows.config.train import SftConfig
 from flows.estimate import estimate
 from flows.rl import rl
-from flows.runs.result import TrainResult
 from flows.sft import sft
 from tasks.rl import rollout_source
 
@@ -65,11 +64,6 @@ def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", API_KEY)
 
 
-def curve(result: TrainResult, tracking: str, key: str) -> list[float]:
-    points = MlflowClient(tracking).get_metric_history(result.mlflow_run_id, key)
-    return [point.value for point in sorted(points, key=lambda point: point.step)]
-
-
 def expected_kl(engine: Engine, turns: list[tuple[list[int], list[int]]]) -> float:
     """Mean of ``log p - log p_ref`` over the tokens of turns, pairs of prompt and sample, scored by the SDK alone."""
     session = tinker.ServiceClient(base_url=engine.url, api_key=API_KEY)
@@ -106,11 +100,11 @@ def test_penalty_and_term_read_the_other_model(
     keys = ("tinker_id", "prefill", "sample", "train")
     prices.write_text(json.dumps([dict(zip(keys, (name, price, 0, 0), strict=True)) for name, price in rows]))
     result = rl(RlConfig.model_validate(fields | {"budget": {"prices": str(prices)}}))
-    (value,) = curve(result, mlflow_uri, "kl_policy_base")
+    (value,) = curve(result, "kl_policy_base")
     assert value > 0.05
     assert value == pytest.approx(expected_kl(models, sampled), abs=1e-4)
     # The term `kl` has the same reference: its estimate of the same samples is positive from the first step.
-    assert curve(result, mlflow_uri, "term/kl/value")[0] > 0.01
+    assert curve(result, "term/kl/value")[0] > 0.01
     # The reference scores each sequence once, for the penalty and the term, at its own price.
     num_prompt = sum(len(prompt) for prompt, _ in sampled)
     num_scored = sum(len(prompt) + len(tokens) for prompt, tokens in sampled)

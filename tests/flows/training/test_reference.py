@@ -26,12 +26,7 @@ from tasks.training.checkpoints import read_records
 from tasks.training.datums import Datums
 from tasks.training.reference import REFERENCE_NAME, Reference
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
-
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 
 
 def run(folder: Path, name: str, mlflow_uri: str, engine_url: str, **changes: Any) -> TrainResult:

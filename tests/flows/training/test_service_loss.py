@@ -20,17 +20,12 @@ from flows.runs.result import TrainResult
 from flows.sft import sft
 from objectives.errors import ObjectiveError
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 NUM_STEPS = 4
 TERMS = [
     {"name": "confidence", "weight": {"schedule": "linear", "start": 0.0, "end": 0.5}},
     {"name": "magnitude", "weight": 0.05, "every": 2},
 ]
-
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
 
 
 def run(

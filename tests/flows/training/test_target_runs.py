@@ -20,12 +20,7 @@ from flows.rl import rl
 from flows.runs.result import TrainResult
 from flows.sft import sft
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
-
-
-@pytest.fixture(autouse=True)
-def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 
 
 def run(fields: dict[str, Any], regularizers: list[dict[str, Any]], **changes: Any) -> TrainResult:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
-import tinker
 from tinker import types
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, RLDataset, StepResult
 
 from blocks.errors import ConfigError
 from objectives.batch import Batch
-from tasks.common.task import inline_tasks
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.async_rollout_source import AsyncRolloutSource
 from tasks.rl.group_batches import GroupBatches, split
@@ -26,6 +24,8 @@ from tasks.rl.group_rollout import RetryWholeGroup
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings
 from tasks.rl.sampling_distribution import SamplingDistribution
 from tasks.training.batch_source import TrainedBatch
+
+pytestmark = pytest.mark.usefixtures("without_task_runs")
 
 SETTINGS = RolloutSettings(0, 2, SamplingDistribution(), RetryWholeGroup(max_retries=0), AdvantageSettings())
 
@@ -78,31 +78,6 @@ class Tokens:
         return " ".join(map(str, tokens))
 
 
-@dataclass(frozen=True)
-class Snapshots:
-    """Training client whose weights never change."""
-
-    sampler: tinker.SamplingClient
-
-    def save_weights_and_get_sampling_client(self) -> Snapshots:
-        return self
-
-    def result(self) -> tinker.SamplingClient:
-        return self.sampler
-
-
-@pytest.fixture(scope="module")
-def client(engine_url: str) -> Iterator[Any]:
-    with tinker.ServiceClient(base_url=engine_url, api_key="tml-test") as service:
-        yield Snapshots(service.create_sampling_client(base_model="tiny").result())
-
-
-@pytest.fixture(autouse=True)
-def without_task_runs() -> Iterator[None]:
-    with inline_tasks():
-        yield
-
-
 def open_source(
     dataset: NumberedGroups, minibatches: MinibatchSettings | None = None, max_age: int = 1
 ) -> AsyncRolloutSource:
@@ -116,24 +91,24 @@ def numbers_of(batches: Sequence[Batch]) -> list[int]:
     return firsts[::2]
 
 
-def take(source: AsyncRolloutSource, step: int, client: Any) -> tuple[list[int], dict[str, float]]:
-    batches = [pending.result() for pending in source.load(step, client)]
+def take(source: AsyncRolloutSource, step: int, snapshots: Any) -> tuple[list[int], dict[str, float]]:
+    batches = [pending.result() for pending in source.load(step, snapshots)]
     trained = [TrainedBatch(batch, cast(Any, batch.sampling_logprobs_DT)) for batch in batches]
     return numbers_of(batches), source.metrics(step, trained, {"loss/base": 0.0})
 
 
-def test_slow_group_does_not_block_others_and_is_rolled_out_again_when_too_old(client: Any) -> None:
+def test_slow_group_does_not_block_others_and_is_rolled_out_again_when_too_old(snapshots: Any) -> None:
     release = threading.Event()
     with closing(open_source(NumberedGroups(8, {1: release}))) as source:
         source.begin(0, 4, {})
-        steps = [take(source, step, client) for step in range(3)]
+        steps = [take(source, step, snapshots) for step in range(3)]
         assert 1 not in [number for numbers, _ in steps for number in numbers]
         release.set()
         for _ in range(200):  # until group 1 is complete, too late for the next step
             if any(completed.place == (0, 1) for completed in source._completed):
                 break
             time.sleep(0.01)
-        steps.append(take(source, 3, client))
+        steps.append(take(source, 3, snapshots))
     numbers = [number for step_numbers, _ in steps for number in step_numbers]
     assert len(numbers) == len(set(numbers)) == 8
     assert max(metrics["async/staleness_max"] for _, metrics in steps) == 1
@@ -141,41 +116,41 @@ def test_slow_group_does_not_block_others_and_is_rolled_out_again_when_too_old(c
     assert steps[3][1]["async/groups_replayed"] == 1
 
 
-def test_resumed_run_trains_on_every_group_once(client: Any) -> None:
+def test_resumed_run_trains_on_every_group_once(snapshots: Any) -> None:
     dataset = NumberedGroups(6, {})
     with closing(open_source(dataset, max_age=2)) as source:
         source.begin(0, 6, {})
-        before = [number for step in range(3) for number in take(source, step, client)[0]]
+        before = [number for step in range(3) for number in take(source, step, snapshots)[0]]
         state = source.state(2)
         assert source.state(3)["next_step"] >= 3
     with closing(open_source(dataset, max_age=2)) as source:
         source.begin(2, 6, state)
-        after = [number for step in range(2, 6) for number in take(source, step, client)[0]]
+        after = [number for step in range(2, 6) for number in take(source, step, snapshots)[0]]
     assert sorted(before[:4] + after) == list(range(12))
 
 
-def test_failed_group_is_replaced_by_another(client: Any) -> None:
+def test_failed_group_is_replaced_by_another(snapshots: Any) -> None:
     with closing(open_source(NumberedGroups(8, {}, broken=frozenset({0, 3})))) as source:
         source.begin(0, 2, {})
-        steps = [take(source, step, client) for step in range(2)]
+        steps = [take(source, step, snapshots) for step in range(2)]
     numbers = [number for step_numbers, _ in steps for number in step_numbers]
     assert len(set(numbers)) == 4
     assert not {0, 3} & set(numbers)
     assert sum(metrics["rollout_errors/groups_skipped"] for _, metrics in steps) == 2
 
 
-def test_run_ends_if_all_groups_fail(client: Any) -> None:
+def test_run_ends_if_all_groups_fail(snapshots: Any) -> None:
     with closing(open_source(NumberedGroups(8, {}, broken=frozenset(range(16))))) as source:
         source.begin(0, 2, {})
         with pytest.raises(ConfigError, match=r"consecutive groups failed .*this one is broken"):
-            take(source, 0, client)
+            take(source, 0, snapshots)
 
 
-def test_minibatches_and_updates_share_the_groups_of_a_step(client: Any) -> None:
+def test_minibatches_and_updates_share_the_groups_of_a_step(snapshots: Any) -> None:
     minibatches = MinibatchSettings(groups_per_batch=5, num_substeps=2, num_minibatches=2)
     with closing(open_source(NumberedGroups(6, {}), minibatches)) as source:
         source.begin(0, 2, {})
-        batches = [pending.result() for pending in source.load(0, client)]
+        batches = [pending.result() for pending in source.load(0, snapshots)]
     assert [batch.num_datums // 2 for batch in batches] == [1, 1, 1, 2]
     assert source.num_minibatches == 2
     assert len(set(numbers_of(batches))) == 5

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import tinker
 from random_groups import Decoder
 from tinker import types
 from tinker_cookbook.completers import StopCondition
@@ -19,7 +18,7 @@ from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, 
 
 from flows.config.rl import RlConfig
 from objectives.batch import Batch
-from tasks.common.task import Pending, inline_tasks
+from tasks.common.task import Pending
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.async_rollout_source import AsyncRolloutSource
 from tasks.rl.group_rollout import Group, RetryWholeGroup
@@ -27,6 +26,8 @@ from tasks.rl.named_rewards import NamedRewards, RewardSpec
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource, _Refill
 from tasks.rl.sampling_distribution import SamplingDistribution
 from tasks.training.batch_source import SampledTokens, TrainedBatch
+
+pytestmark = pytest.mark.usefixtures("without_task_runs")
 
 NUM_TOKENS = 2
 SETTINGS = RolloutSettings(
@@ -92,31 +93,6 @@ class NumberedGroups(RLDataset):
         return self.num_batches
 
 
-@dataclass(frozen=True)
-class Snapshots:
-    """Training client whose weights never change."""
-
-    sampler: tinker.SamplingClient
-
-    def save_weights_and_get_sampling_client(self) -> Snapshots:
-        return self
-
-    def result(self) -> tinker.SamplingClient:
-        return self.sampler
-
-
-@pytest.fixture(scope="module")
-def client(engine_url: str) -> Iterator[Any]:
-    with tinker.ServiceClient(base_url=engine_url, api_key="tml-test") as service:
-        yield Snapshots(service.create_sampling_client(base_model="tiny").result())
-
-
-@pytest.fixture(autouse=True)
-def without_task_runs() -> Iterator[None]:
-    with inline_tasks():
-        yield
-
-
 def open_source(
     dataset: NumberedGroups, settings: RolloutSettings = SETTINGS, minibatches: MinibatchSettings | None = None
 ) -> RolloutSource:
@@ -137,8 +113,8 @@ class Step:
     tokens: list[list[int]]
 
 
-def take(source: RolloutSource, step: int, client: Any) -> Step:
-    return finish(source, step, source.load(step, client))
+def take(source: RolloutSource, step: int, snapshots: Any) -> Step:
+    return finish(source, step, source.load(step, snapshots))
 
 
 def finish(source: RolloutSource, step: int, pending: Sequence[Pending[Batch]]) -> Step:
@@ -174,18 +150,18 @@ DATA = NumberedGroups(8, frozenset({1, 2, 4, 5, 6, 9, 14, 20, 21, 22, 23}), brok
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])
-def test_constant_and_failed_groups_are_replaced_by_the_next_ones(client: Any, rounds: int) -> None:
+def test_constant_and_failed_groups_are_replaced_by_the_next_ones(snapshots: Any, rounds: int) -> None:
     with closing(open_source(DATA, replace(SETTINGS, refill_rounds=rounds))) as source:
         source.begin(0, 5, {})
-        steps = [take(source, step, client) for step in range(5)]
+        steps = [take(source, step, snapshots) for step in range(5)]
     assert [step.numbers for step in steps] == expected_steps(DATA, 5, rounds, [4])
     assert any(len(step.numbers[0]) < 4 for step in steps) == (rounds < 5)
 
 
-def test_every_group_that_is_sampled_is_counted(client: Any) -> None:
+def test_every_group_that_is_sampled_is_counted(snapshots: Any) -> None:
     with closing(open_source(DATA, replace(SETTINGS, refill_rounds=5))) as source:
         source.begin(0, 1, {})
-        step = take(source, 0, client)
+        step = take(source, 0, snapshots)
     # 0 and 3 teach; 1 and 2 are replaced by 4 and 5, these by 6 and 7, and 6 by 8.
     assert step.numbers == [[0, 3, 7, 8]]
     assert step.metrics["env/all/total_episodes"] == 9 * 2
@@ -194,68 +170,68 @@ def test_every_group_that_is_sampled_is_counted(client: Any) -> None:
     assert step.sampled == SampledTokens(9 * 2 * 2, 9 * 2 * NUM_TOKENS)
 
 
-def test_minibatches_take_the_same_groups_whichever_finish_first(client: Any) -> None:
+def test_minibatches_take_the_same_groups_whichever_finish_first(snapshots: Any) -> None:
     """The second minibatch of a stream is complete before the first, but takes its groups after it."""
     release = threading.Event()
     minibatches = MinibatchSettings(groups_per_batch=4, num_minibatches=2)
     with closing(open_source(replace(DATA, delayed={0: release}), minibatches=minibatches)) as source:
         source.begin(0, 3, {})
-        pending = source.load(0, client)
+        pending = source.load(0, snapshots)
         assert not pending[1].done()  # pyright: ignore[reportAttributeAccessIssue]
         release.set()
         delayed = [numbers_of(batch.result()) for batch in pending]
     with closing(open_source(DATA, minibatches=minibatches)) as source:
         source.begin(0, 3, {})
-        steps = [take(source, step, client) for step in range(3)]
+        steps = [take(source, step, snapshots) for step in range(3)]
     assert delayed == steps[0].numbers
     assert [step.numbers for step in steps] == expected_steps(DATA, 3, 2, [2, 2])
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2])
-def test_resumed_source_repeats_groups_and_tokens(client: Any, num_minibatches: int) -> None:
+def test_resumed_source_repeats_groups_and_tokens(snapshots: Any, num_minibatches: int) -> None:
     minibatches = MinibatchSettings(groups_per_batch=4, num_minibatches=num_minibatches)
     with closing(open_source(DATA, minibatches=minibatches)) as source:
         source.begin(0, 5, {})
         whole, states = list[Step](), list[dict[str, Any]]()
         for step in range(5):
             states.append(source.state(step))
-            pending = source.load(step, client)
+            pending = source.load(step, snapshots)
             assert source.state(step) == states[-1], "while the step is sampled, its state is that before it"
             whole.append(finish(source, step, pending))
             assert source.state(step) == states[-1]
     for first in range(1, 5):
         with closing(open_source(DATA, minibatches=minibatches)) as source:
             source.begin(first, 5, states[first])
-            resumed = [take(source, step, client) for step in range(first, 5)]
+            resumed = [take(source, step, snapshots) for step in range(first, 5)]
         assert [step.numbers for step in resumed] == [step.numbers for step in whole[first:]]
         assert [step.tokens for step in resumed] == [step.tokens for step in whole[first:]]
 
 
-def test_groups_are_constant_by_the_named_rewards(client: Any) -> None:
+def test_groups_are_constant_by_the_named_rewards(snapshots: Any) -> None:
     """Every member has the named reward 1, so that no group can teach."""
     with closing(open_source(DATA, replace(SETTINGS, refill_rounds=1))) as source:
         source.rewards = NamedRewards({"named": RewardSpec()}, "sum")
         source.begin(0, 1, {})
-        step = take(source, 0, client)
+        step = take(source, 0, snapshots)
     assert step.metrics["rollout/discarded"] == 1
     assert step.metrics["env/all/total_episodes"] == 2 * 8
     assert step.numbers == [[0]], "one group remains, with advantages of 0"
 
 
-def test_groups_that_are_masked_as_a_whole_are_replaced(client: Any) -> None:
+def test_groups_that_are_masked_as_a_whole_are_replaced(snapshots: Any) -> None:
     with closing(open_source(DATA, replace(SETTINGS, refill_rounds=1, mask_truncated=True))) as source:
         source.begin(0, 1, {})
-        step = take(source, 0, client)
+        step = take(source, 0, snapshots)
     assert step.metrics["rollout/masked"] == 1, "the untrained model does not end within two tokens"
     assert step.metrics["rollout/discarded"] == 1
     assert step.metrics["env/all/total_episodes"] == 2 * 8
 
 
-def test_async_steps_have_full_batches_of_groups_that_teach(client: Any) -> None:
+def test_async_steps_have_full_batches_of_groups_that_teach(snapshots: Any) -> None:
     source = AsyncRolloutSource(DATA, None, cast(Any, Decoder()), SETTINGS, MinibatchSettings(), 1)
     with closing(source):
         source.begin(0, 3, {})
-        steps = [take(source, step, client) for step in range(3)]
+        steps = [take(source, step, snapshots) for step in range(3)]
     numbers = [number for step in steps for number in step.numbers[0]]
     assert len(numbers) == len(set(numbers)) == 3 * 4
     assert not set(numbers) & (DATA.constant | DATA.broken)
@@ -266,12 +242,12 @@ def test_async_steps_have_full_batches_of_groups_that_teach(client: Any) -> None
         assert step.metrics["rollout/discarded"] == pytest.approx(1 - 4 / num_groups)
 
 
-def test_rounds_limit_the_groups_that_an_async_step_discards(client: Any) -> None:
+def test_rounds_limit_the_groups_that_an_async_step_discards(snapshots: Any) -> None:
     dataset = NumberedGroups(4, constant=frozenset(range(16)))
     settings = replace(SETTINGS, refill_rounds=1)
     with closing(AsyncRolloutSource(dataset, None, cast(Any, Decoder()), settings, MinibatchSettings(), 1)) as source:
         source.begin(0, 1, {})
-        step = take(source, 0, client)
+        step = take(source, 0, snapshots)
     assert step.metrics["env/all/total_episodes"] == 2 * 8
     assert step.metrics["rollout/discarded"] == 1
 
