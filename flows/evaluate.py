@@ -53,7 +53,7 @@ from tasks.evaluation.evaluators import (
 )
 from tasks.evaluation.evaluators import evaluate as evaluate_trainer
 from tasks.evaluation.intervals import compare_scores
-from tasks.evaluation.sampled import SampledEvaluator
+from tasks.evaluation.sampled import GradedEvaluator
 from tasks.reports.tables import write_table
 from tasks.supervised.dataset import build_dataset
 from tasks.training.metric_names import logged_name
@@ -168,10 +168,10 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
             baseline_scores: dict[str, list[float]] = {}
             if baseline:
                 of_baseline = _measure(session, config, baseline, evaluators)
-                baseline_metrics, baseline_scores = of_baseline.metrics, _take_scores(evaluators)
+                baseline_metrics, baseline_scores = of_baseline.metrics, of_baseline.scores
                 note_evaluation(log, of_baseline, "baseline/")
             measured = _measure(session, config, chosen, evaluators)
-            metrics, scores = measured.metrics, _take_scores(evaluators)
+            metrics, scores = measured.metrics, measured.scores
             differences = _differences(scores, baseline_scores)
             note_evaluation(log, measured)
             if not measured.skipped:
@@ -270,22 +270,13 @@ def _check_scores(config: EvaluateConfig, evaluators: Sequence[ConfiguredEvaluat
     if config.promote_confidence is None:
         return
     metric = PromoteIf.parse(config.promote_if or "").metric
-    known = [logged_name(name) for evaluator in _graders(evaluators) for name in evaluator.scored_metrics]
+    graders = [entry.evaluator for entry in evaluators if isinstance(entry.evaluator, GradedEvaluator)]
+    known = [logged_name(name) for grader in graders for name in grader.scored_metrics]
     if metric not in known:
         raise ConfigError(
             f"promote_confidence needs a metric with a score for each problem, but promote_if names {metric}: use "
             f"{' or '.join(known) or 'an evaluator that grades answers'}, or remove promote_confidence."
         )
-
-
-def _graders(evaluators: Sequence[ConfiguredEvaluator]) -> list[SampledEvaluator]:
-    return [entry.evaluator for entry in evaluators if isinstance(entry.evaluator, SampledEvaluator)]
-
-
-def _take_scores(evaluators: Sequence[ConfiguredEvaluator]) -> dict[str, list[float]]:
-    """Return the scores of the last measurement by metric and problem."""
-    taken = [evaluator.take_scores() for evaluator in _graders(evaluators)]
-    return {logged_name(name): scores_P for scores in taken for name, scores_P in scores.items()}
 
 
 def _differences(scores: Mapping[str, list[float]], baseline: Mapping[str, list[float]]) -> dict[str, float]:

@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from tasks.common.sampling import Sampling
     from tasks.common.tokenizers import TokenizedEvaluator
     from tasks.distillation.prompts import QuestionsBuilder
+    from tasks.evaluation.benchmarks import Benchmark
     from tasks.evaluation.inspect_tasks import InspectTask
     from tasks.evaluation.sampled import CodeTests, ExactMatch, SampledEvaluator
     from tasks.preference.judges import by_answer
@@ -130,6 +131,7 @@ __all__ = [
     "AlignedMTLSpec",
     "BaseLossSpec",
     "Batch",
+    "Benchmark",
     "BudgetConfig",
     "BuilderConfig",
     "CAGradSpec",
@@ -439,6 +441,7 @@ _MODULES = {
     "CodeTests": "tasks.evaluation.sampled",
     "ExactMatch": "tasks.evaluation.sampled",
     "InspectTask": "tasks.evaluation.inspect_tasks",
+    "Benchmark": "tasks.evaluation.benchmarks",
     "by_answer": "tasks.preference.judges",
     "PromptedJudgeBuilder": "tasks.preference.preference_models",
     "JudgeBuilder": "tasks.preference.preference_models",

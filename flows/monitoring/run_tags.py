@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from prefect.events import emit_event
 from prefect.logging import get_run_logger
@@ -106,7 +107,9 @@ def is_console_silent() -> bool:
     return all(handler.level > logging.WARNING for handler in handlers)
 
 
-def warn_of_metrics(log: MetricsLog, run_name: str, kind: str, warnings: Sequence[MetricWarning]) -> None:
+def warn_of_metrics(
+    log: MetricsLog, run_name: str, kind: Literal["health", "alert"], warnings: Sequence[MetricWarning]
+) -> None:
     """Note and emit each warning; its tag is `tinker_flows.warning.<kind>.<check>`, its event `tinker-flows.<kind>`."""
     for warning in warnings:
         note_warning(log, f"{kind}.{safe_name(warning.check)}", warning.text)

@@ -35,6 +35,7 @@ from tasks.common.builders import NO_RESOURCES, import_builder, import_object
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 from tasks.common.tokenizers import TokenizedEvaluator, lock_tokenizers
+from tasks.evaluation.grading_metrics import GradedMetrics
 from tasks.training.datums import pack_datums
 from tasks.training.held_out import EvaluatedBatch
 from tasks.training.metric_names import safe_name
@@ -139,11 +140,13 @@ class EvaluationResult:
     Attributes:
         metrics: numbers by the name under which MLflow stores them (`safe_name`).
         texts: metrics that are strings, by such a name.
+        scores: score of each problem by such a name, for metrics of graded answers.
         skipped: errors of the evaluators that were skipped, by their `key`.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
+    scores: dict[str, list[float]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
 
@@ -373,3 +376,5 @@ def _add_metrics(result: EvaluationResult, metrics: Mapping[str, object], evalua
         numbers[safe_name(key)] = float(value)
     result.metrics.update(numbers)
     result.texts.update(texts)
+    if isinstance(metrics, GradedMetrics):
+        result.scores.update({safe_name(key): scores_P for key, scores_P in metrics.scores.items()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,18 @@ class Graded:
     timed_out: bool = False
 
 
+class GradedMetrics(dict[str, float]):
+    """Metrics of graded answers, and the scores they are means of.
+
+    Attributes:
+        scores: score of each problem, from 0 to 1, by metric.
+    """
+
+    def __init__(self, metrics: Mapping[str, float], scores: Mapping[str, list[float]]) -> None:
+        super().__init__(metrics)
+        self.scores = scores
+
+
 def scores_by_problem(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int]) -> dict[str, list[float]]:
     """Share of right answers `test/<name>` and pass@k of each problem, from 0 to 1; for arguments, see `summarize`."""
     right_PG = [[graded.right for graded in graded_G] for graded_G in graded_PG]
@@ -37,7 +49,7 @@ def scores_by_problem(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequ
     return scores
 
 
-def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int]) -> dict[str, float]:
+def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int]) -> GradedMetrics:
     """Accuracy `test/<name>`, its standard error over problems, shares of truncated and timed-out answers, and pass@k.
 
     Of pass@k there is also the interval of 95 % confidence, `_low` and `_high`, if there are several problems.
@@ -52,7 +64,7 @@ def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int
     (0.25, 0.5, 0.75)
     """
     scores = scores_by_problem(name, graded_PG, ks)
-    right_P = scores.pop(f"test/{name}")
+    right_P = scores[f"test/{name}"]
     grades = [graded for graded_G in graded_PG for graded in graded_G]
     error = float(np.std(right_P, ddof=1)) / math.sqrt(len(right_P)) if len(right_P) > 1 else 0.0
     metrics = {
@@ -61,11 +73,11 @@ def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int
         f"test/{name}_truncated": float(np.mean([graded.truncated for graded in grades])),
         f"test/{name}_timed_out": float(np.mean([graded.timed_out for graded in grades])),
     }
-    for key, pass_at_P in scores.items():
+    for key, pass_at_P in list(scores.items())[1:]:
         metrics[key] = float(np.mean(pass_at_P))
         if interval := proportion_interval(pass_at_P):
             metrics |= {f"{key}_low": interval.low, f"{key}_high": interval.high}
-    return metrics
+    return GradedMetrics(metrics, scores)
 
 
 def check_pass_at(ks: Sequence[int], num_samples: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Evaluators that sample answers and grade each one: the base class, exact match, and unit tests of code."""
+"""Evaluators that sample answers and grade each one: the base classes, exact match, and unit tests of code."""
 
 from __future__ import annotations
 
@@ -24,30 +24,42 @@ from tasks.sandbox.runner import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledEvaluator(TokenizedEvaluator):
+class GradedEvaluator(TokenizedEvaluator):
+    """Evaluator that samples answers to problems and grades each one.
+
+    Attributes:
+        name: name of the metric `test/<name>`.
+        pass_at: values of k to log pass@k for.
+    """
+
+    name: str
+    pass_at: tuple[int, ...] = ()
+
+    @property
+    def scored_metrics(self) -> tuple[str, ...]:
+        """Names of the metrics with a score for each problem."""
+        return tuple(scores_by_problem(self.name, [], self.pass_at))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledEvaluator(GradedEvaluator):
     """Evaluator over the problems of a JSONL file; a subclass defines the prompt and the grading.
 
     Attributes:
         path: JSONL file of problems.
         renderer_name: tinker-cookbook renderer of the model's chat format.
-        name: name of the metric `test/<name>`.
         instruction: instruction that comes with each problem.
         limit: maximum number of problems, taken from the start of the file.
-        pass_at: values of k to log pass@k for.
         sampling: sampling parameters.
-        scores: score of each problem in the last measurement, by metric.
     """
 
     required: ClassVar[tuple[str, ...]] = ()
 
     path: str
     renderer_name: str
-    name: str
     instruction: str = ""
     limit: int | None = None
-    pass_at: tuple[int, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
-    scores: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Validate `pass_at` and read the problems, so that errors surface before a run starts."""
@@ -67,19 +79,7 @@ class SampledEvaluator(TokenizedEvaluator):
             list(await asyncio.gather(*(self.grade(answer, row) for answer in answers_G)))
             for row, answers_G in zip(self.rows, answers_PG, strict=True)
         ]
-        self.scores.update(scores_by_problem(self.name, graded_PG, self.pass_at))
         return summarize(self.name, graded_PG, self.pass_at)
-
-    @property
-    def scored_metrics(self) -> tuple[str, ...]:
-        """Names of the metrics with a score for each problem."""
-        return tuple(scores_by_problem(self.name, [], self.pass_at))
-
-    def take_scores(self) -> dict[str, list[float]]:
-        """Return the scores of the last measurement by metric and problem, once; empty before one."""
-        scores = dict(self.scores)
-        self.scores.clear()
-        return scores
 
     def question(self, row: Mapping[str, str]) -> str:
         """Prompt of a problem."""

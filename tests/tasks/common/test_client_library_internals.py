@@ -19,6 +19,7 @@ ADAPTERS = {
     "chz": "tasks/common/chz_internals.py",
     "mlflow": "blocks/mlflow_internals.py",
     "tinker": "blocks/tinker_internals.py",
+    "tinker-cookbook": "tasks/common/cookbook_internals.py",
 }
 
 
