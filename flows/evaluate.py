@@ -9,16 +9,16 @@ if __name__ == "__main__":  # first, so that --help does not wait for the import
     main("flows.evaluate:evaluate", "flows.evaluate:EvaluateConfig", __doc__, show="flows.evaluate:show_evaluation")
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import Annotated, Self, cast
 
 import tinker
 from prefect import flow
 from prefect.runtime import flow_run
 from prefect.states import Completed
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from rich.table import Table
 from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
@@ -38,7 +38,7 @@ from flows.config.base import (
 from flows.config.promotion import PromoteIf, check_measured, check_promote_if
 from flows.monitoring.run_tags import note_evaluation, note_rejection
 from flows.runs.blocks import open_service, storage_of
-from flows.runs.checkpoint_refs import NamedCheckpoint, find_checkpoint, with_model
+from flows.runs.checkpoint_refs import NamedCheckpoint, find_checkpoint, find_steps, with_model
 from flows.runs.mlflow_run import open_measurement
 from flows.runs.rights import apply_rights
 from flows.runs.run import open_builder_arguments
@@ -54,6 +54,7 @@ from tasks.evaluation.evaluators import (
 from tasks.evaluation.evaluators import evaluate as evaluate_trainer
 from tasks.evaluation.intervals import compare_scores
 from tasks.evaluation.sampled import GradedEvaluator
+from tasks.reports.evaluation_page import write_curves
 from tasks.reports.tables import write_table
 from tasks.supervised.dataset import build_dataset
 from tasks.training.metric_names import logged_name
@@ -65,6 +66,13 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
     """Evaluation of a checkpoint or the base model."""
 
     checkpoint: str = Field(title="Checkpoint", description=CHECKPOINT_HELP, pattern=CHECKPOINT)
+    steps: Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)] = Field(
+        default="",
+        title="Steps",
+        description="Steps of further checkpoints of the same run, such as `10,20`, or `all`. They are evaluated "
+        "alike, logged at their steps, and drawn as one chart over steps.",
+        pattern=r"^(all|\d+(, ?\d+)*)?$",
+    )
     baseline: str | None = Field(
         default=None,
         title="Baseline",
@@ -129,6 +137,7 @@ class EvaluateResult:
 
     Attributes:
         metrics: Metrics of the checkpoint.
+        by_step: Metrics of the other checkpoints of the run, by step.
         baseline: Metrics of the baseline; empty without one.
         differences: Differences between both, with intervals, for metrics that have a score for each problem.
         not_promoted: Reason why the checkpoint does not meet `promote_if`; empty if it does, or without a condition.
@@ -137,6 +146,7 @@ class EvaluateResult:
 
     run_name: str
     metrics: dict[str, float]
+    by_step: dict[int, dict[str, float]]
     baseline: dict[str, float]
     differences: dict[str, float]
     not_promoted: str
@@ -151,6 +161,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
     """Evaluate weights, optionally alongside a baseline, and register them if they meet the condition."""
     storage = storage_of(config)
     chosen = find_checkpoint(config.checkpoint, storage)
+    others = find_steps(chosen, config.steps, storage)
     baseline = find_checkpoint(config.baseline, storage) if config.baseline else None
     if config.register_as and not chosen.path:
         raise ConfigError("register_as needs a checkpoint, but checkpoint is the base model: set checkpoint to a run.")
@@ -164,31 +175,39 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
             resources = {"session": session, "base_model": config.model}
             evaluators = build_evaluators(config.evaluators, resources=resources)
             _check_scores(config, evaluators)
-            baseline_metrics: dict[str, float] = {}
-            baseline_scores: dict[str, list[float]] = {}
-            if baseline:
-                of_baseline = _measure(session, config, baseline, evaluators)
-                baseline_metrics, baseline_scores = of_baseline.metrics, of_baseline.scores
-                note_evaluation(log, of_baseline, "baseline/")
+            of_baseline = _measure(session, config, baseline, evaluators) if baseline else EvaluationResult()
+            note_evaluation(log, of_baseline, "baseline/")
+            by_step: dict[int, EvaluationResult] = {}
+            for other in others:
+                by_step[other.step] = _measure(session, config, other, evaluators)
+                note_evaluation(log, by_step[other.step], f"{other.step}/", other.step)
+                log.log(other.step, by_step[other.step].metrics)
             measured = _measure(session, config, chosen, evaluators)
             metrics, scores = measured.metrics, measured.scores
-            differences = _differences(scores, baseline_scores)
+            differences = _differences(scores, of_baseline.scores)
             note_evaluation(log, measured)
             if not measured.skipped:
                 check_measured(config.promote_if, metrics)
-            of_baseline = {f"baseline/{key}": value for key, value in baseline_metrics.items()}
-            log.log(chosen.step, metrics | of_baseline | differences)
+            with_prefix = {f"baseline/{key}": value for key, value in of_baseline.metrics.items()}
+            log.log(chosen.step, metrics | with_prefix | differences)
             log.flush()
-            rejection = _rejection(config, metrics, baseline_metrics) or _doubt(config, scores, baseline_scores)
+            rejection = _rejection(config, metrics, of_baseline.metrics) or _doubt(config, scores, of_baseline.scores)
             if rejection:
                 note_rejection(log, config.run_name, config.register_as or "", rejection)
             version = "" if rejection or not config.register_as else _register(session, config, chosen, log)
-            columns = ("metric", config.checkpoint, *([config.baseline] if config.baseline else []))
-            write_table(log, "evaluation", config.run_name, columns, _rows(metrics | differences, baseline_metrics))
+            steps = {step: result.metrics for step, result in by_step.items()}
+            columns = ("metric", *_columns(steps, config.checkpoint, config.baseline))
+            rows = _rows(*steps.values(), metrics | differences, *([of_baseline.metrics] if baseline else []))
+            write_table(log, "evaluation", config.run_name, columns, rows)
+            if by_step:
+                scores_by_step = {step: result.scores for step, result in by_step.items()} | {chosen.step: scores}
+                curves = steps | {chosen.step: metrics}
+                write_curves(log, config.run_name, curves, scores_by_step, of_baseline.metrics)
         result = EvaluateResult(
             run_name=config.run_name,
             metrics=metrics,
-            baseline=baseline_metrics,
+            by_step=steps,
+            baseline=of_baseline.metrics,
             differences=differences,
             not_promoted=rejection,
             version=version,
@@ -205,9 +224,10 @@ def show_evaluation(result: EvaluateResult) -> None:
     """Print the metrics and the outcome of the registration."""
     table = Table(title=result.run_name)
     table.add_column("metric")
-    for column in ["checkpoint", "baseline"] if result.baseline else ["checkpoint"]:
+    for column in _columns(result.by_step, "checkpoint", "baseline" if result.baseline else None):
         table.add_column(column, justify="right")
-    for name, *values in _rows(result.metrics | result.differences, result.baseline):
+    baseline = [result.baseline] if result.baseline else []
+    for name, *values in _rows(*result.by_step.values(), result.metrics | result.differences, *baseline):
         table.add_row(name, *("" if value is None else f"{value:.6g}" for value in values))
     console = TextConsole()
     console.print(table)
@@ -329,7 +349,10 @@ def _register(
     )
 
 
-def _rows(metrics: Mapping[str, float], baseline: Mapping[str, float]) -> list[tuple[str, *tuple[float | None, ...]]]:
-    return [
-        (key, metrics.get(key), *([baseline.get(key)] if baseline else [])) for key in sorted({*metrics, *baseline})
-    ]
+def _columns(steps: Iterable[int], checkpoint: str, baseline: str | None) -> list[str]:
+    return [*(f"step {step}" for step in steps), checkpoint, *([baseline] if baseline else [])]
+
+
+def _rows(*columns: Mapping[str, float]) -> list[tuple[str, *tuple[float | None, ...]]]:
+    keys = sorted({key for metrics in columns for key in metrics})
+    return [(key, *(metrics.get(key) for metrics in columns)) for key in keys]

@@ -100,6 +100,12 @@ def evaluate(
             "--baseline", metavar="CHECKPOINT", help="Checkpoint to evaluate for comparison.", show_default=False
         ),
     ] = "",
+    steps: Annotated[
+        str,
+        typer.Option(
+            "--steps", metavar="10,20|all", help="Further checkpoints of the run, for a chart.", show_default=False
+        ),
+    ] = "",
 ) -> None:
     """Evaluate a checkpoint, optionally against a baseline, and register it as a model if it is good enough.
 
@@ -110,6 +116,7 @@ def evaluate(
     from flows.runs.cli import start
 
     options = [*(overrides or []), *_override("checkpoint", checkpoint), *_override("baseline", baseline)]
+    options += _override("steps", steps)
     show = "flows.evaluate:show_evaluation"
     start("flows.evaluate:evaluate", "flows.evaluate:EvaluateConfig", config, options, show)
 

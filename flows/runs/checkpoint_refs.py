@@ -79,6 +79,28 @@ def find_checkpoints(name: str, storage: RunStorage) -> list[NamedCheckpoint]:
     return [_of_record(name, run_name, record, config) for record in matches]
 
 
+def find_steps(checkpoint: NamedCheckpoint, steps: str, storage: RunStorage) -> list[NamedCheckpoint]:
+    """Look the checkpoints of the same run at other steps up, in the order of the steps.
+
+    Args:
+        steps: `all`, or steps with commas; empty for none.
+
+    Raises:
+        ConfigError: The weights are not of a run, or the run has no checkpoint at a step.
+    """
+    if not steps:
+        return []
+    if not checkpoint.run_name:
+        raise ConfigError(f"steps needs the checkpoint of a run, but checkpoint is {checkpoint.name}: name a run.")
+    if steps == "all":
+        records = read_records(storage.run_directory(checkpoint.run_name))
+        chosen = {step_of(record) for record in (*records.checkpoints, *records.samplers)}
+    else:
+        chosen = {int(step) for step in steps.split(",")}
+    others = sorted(chosen - {checkpoint.step})
+    return [find_checkpoint(f"{checkpoint.run_name}@{step}", storage) for step in others]
+
+
 def select_checkpoints(records: Records, at: str) -> list[CheckpointRecord]:
     """Return the checkpoints with state at `STEP`, `best` or `final`, preferred one first; all for an empty string."""
     if at == "best":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine_process import API_KEY
+from metric_history import history
 from mlflow import MlflowClient
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
@@ -205,6 +207,29 @@ def test_comparison_by_a_biased_judge_on_completions_of_one_word(fields: dict[st
     assert [key for key in result.metrics if key.startswith("tokens")]
 
 
+def test_several_checkpoints_are_one_chart_over_steps(
+    trained: TrainResult, evaluated: EvaluateResult, fields: dict[str, Any], mlflow_uri: str
+) -> None:
+    result = evaluation(fields, run_name="curves", evaluators=SAMPLED, baseline="base", steps="all")
+    assert result.by_step.keys() == {2}
+    assert result.metrics == pytest.approx(evaluated.metrics, abs=1e-5)
+    alone = evaluation(fields, run_name="second", evaluators=SAMPLED, checkpoint="trained@2")
+    assert result.by_step[2] == pytest.approx(alone.metrics, abs=1e-5)
+    assert history(result, "test/nll") == {2: alone.metrics["test/nll"], 3: result.metrics["test/nll"]}
+    page = MlflowClient(mlflow_uri).download_artifacts(result.mlflow_run_id, "evaluation.html")
+    charts = re.findall(r'<script type="application/json">(.*?)</script>', Path(page).read_text(), re.DOTALL)
+    (nll,) = (json.loads(chart) for chart in charts if chart_values(chart) == history(result, "test/nll"))
+    assert nll["data"][1]["name"] == "held-out data (baseline)"
+    table = artifact("evaluation-curves")
+    (row,) = [row for row in table if row["metric"] == "test/nll"]
+    assert list(row) == ["metric", "step 2", "trained@final", "base"]
+
+
+def chart_values(chart: str) -> dict[int, float]:
+    line = json.loads(chart)["data"][0]
+    return dict(zip(line["x"], line["y"], strict=True))
+
+
 class NeedsTraining(TrainingClientEvaluator):
     pass
 
@@ -218,6 +243,8 @@ def test_invalid_evaluations(trained: TrainResult, fields: dict[str, Any]) -> No
         ),
         ({"checkpoint": "base", "register_as": "x", "model": "tiny"}, "register_as needs a checkpoint"),
         ({"data": None}, "has no data and no evaluators"),
+        ({"steps": "1"}, r"The checkpoint 'trained@1' does not exist: .* it has checkpoints at 2, 3"),
+        ({"checkpoint": "base", "steps": "all", "model": "tiny"}, "steps needs the checkpoint of a run"),
         ({"checkpoint": trained.sampler_path, "model": "tiny", "evaluators": needs}, "needs a training client"),
     ):
         with pytest.raises(ConfigError, match=expected):
