@@ -35,11 +35,12 @@ from flows.config.base import (
     TrackedConfig,
     WeightsConfig,
 )
-from flows.config.promotion import PromoteIf, check_measured, check_promote_if
+from flows.config.promotion import PromoteIf, check_confidence, check_measured, check_promote_if
 from flows.monitoring.run_tags import note_evaluation, note_rejection
 from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import NamedCheckpoint, find_checkpoint, find_steps, with_model
 from flows.runs.mlflow_run import open_measurement
+from flows.runs.promotion import Measurement, check_scores, find_rejection
 from flows.runs.rights import apply_rights
 from flows.runs.run import open_builder_arguments
 from tasks.common.sampling import open_sampler, open_training_client
@@ -53,11 +54,10 @@ from tasks.evaluation.evaluators import (
 )
 from tasks.evaluation.evaluators import evaluate as evaluate_trainer
 from tasks.evaluation.intervals import compare_scores
-from tasks.evaluation.sampled import GradedEvaluator
 from tasks.reports.evaluation_page import write_curves
 from tasks.reports.tables import write_table
 from tasks.supervised.dataset import build_dataset
-from tasks.training.metric_names import logged_name
+from tasks.training.held_out import BatchValues
 from tasks.training.metrics import MetricsLog
 from tasks.training.model_registry import Promotion, promote
 
@@ -120,14 +120,7 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
 
     @model_validator(mode="after")
     def _check_confidence(self) -> Self:
-        if self.promote_confidence is None:
-            return self
-        gate = PromoteIf.parse(self.promote_if) if self.promote_if else None
-        if gate is None or not gate.of_baseline or gate.factor != 1:
-            raise ValueError(
-                "promote_confidence requires a condition such as test/NAME > baseline, because it tests if both have "
-                "equal scores: change promote_if, or remove it"
-            )
+        check_confidence(self.promote_if, self.promote_confidence)
         return self
 
 
@@ -174,7 +167,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
         with open_measurement(config, config.run_name, service.resolved_url, tags) as log, service.session() as session:
             resources = {"session": session, "base_model": config.model}
             evaluators = build_evaluators(config.evaluators, resources=resources)
-            _check_scores(config, evaluators)
+            check_scores(config.promote_if, config.promote_confidence, evaluators)
             of_baseline = _measure(session, config, baseline, evaluators) if baseline else EvaluationResult()
             note_evaluation(log, of_baseline, "baseline/")
             by_step: dict[int, EvaluationResult] = {}
@@ -183,15 +176,15 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
                 note_evaluation(log, by_step[other.step], f"{other.step}/", other.step)
                 log.log(other.step, by_step[other.step].metrics)
             measured = _measure(session, config, chosen, evaluators)
-            metrics, scores = measured.metrics, measured.scores
-            differences = _differences(scores, of_baseline.scores)
+            metrics = measured.metrics
+            differences = _differences(measured.scores, of_baseline.scores)
             note_evaluation(log, measured)
             if not measured.skipped:
                 check_measured(config.promote_if, metrics)
             with_prefix = {f"baseline/{key}": value for key, value in of_baseline.metrics.items()}
             log.log(chosen.step, metrics | with_prefix | differences)
             log.flush()
-            rejection = _rejection(config, metrics, of_baseline.metrics) or _doubt(config, scores, of_baseline.scores)
+            rejection = _rejection(config, measured, of_baseline)
             if rejection:
                 note_rejection(log, config.run_name, config.register_as or "", rejection)
             version = "" if rejection or not config.register_as else _register(session, config, chosen, log)
@@ -200,9 +193,9 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
             rows = _rows(*steps.values(), metrics | differences, *([of_baseline.metrics] if baseline else []))
             write_table(log, "evaluation", config.run_name, columns, rows)
             if by_step:
-                scores_by_step = {step: result.scores for step, result in by_step.items()} | {chosen.step: scores}
-                curves = steps | {chosen.step: metrics}
-                write_curves(log, config.run_name, curves, scores_by_step, of_baseline.metrics)
+                by_step[chosen.step] = measured
+                scores = {step: result.scores for step, result in by_step.items()}
+                write_curves(log, config.run_name, steps | {chosen.step: metrics}, scores, of_baseline.metrics)
         result = EvaluateResult(
             run_name=config.run_name,
             metrics=metrics,
@@ -273,60 +266,20 @@ def _held_out(
         yield [HeldOutNLL(source.test, source.tokenizer)]
 
 
-def _rejection(config: EvaluateConfig, metrics: Mapping[str, float], baseline: Mapping[str, float]) -> str:
-    if not config.promote_if:
-        return ""
-    gate = PromoteIf.parse(config.promote_if)
-    rejection = gate.rejection(metrics.get(gate.metric), baseline.get(gate.metric))
-    return f"{config.checkpoint} is not promoted: {rejection}." if rejection else ""
-
-
-def _check_scores(config: EvaluateConfig, evaluators: Sequence[ConfiguredEvaluator]) -> None:
-    """Check that the metric of a condition with a confidence has a score for each problem.
-
-    Raises:
-        ConfigError: It does not.
-    """
-    if config.promote_confidence is None:
-        return
-    metric = PromoteIf.parse(config.promote_if or "").metric
-    graders = [entry.evaluator for entry in evaluators if isinstance(entry.evaluator, GradedEvaluator)]
-    known = [logged_name(name) for grader in graders for name in grader.scored_metrics]
-    if metric not in known:
-        raise ConfigError(
-            f"promote_confidence needs a metric with a score for each problem, but promote_if names {metric}: use "
-            f"{' or '.join(known) or 'an evaluator that grades answers'}, or remove promote_confidence."
-        )
-
-
-def _differences(scores: Mapping[str, list[float]], baseline: Mapping[str, list[float]]) -> dict[str, float]:
+def _differences(scores: Mapping[str, BatchValues], baseline: Mapping[str, BatchValues]) -> dict[str, float]:
     """Return the differences to the baseline of all metrics that have a score for each problem."""
     metrics: dict[str, float] = {}
     for name in sorted(scores.keys() & baseline.keys()):
-        pairs = zip(scores[name], baseline[name], strict=True)
-        metrics |= compare_scores([first - second for first, second in pairs]).metrics(name)
+        metrics |= compare_scores(scores[name].minus(baseline[name]).values_B).metrics(name)
     return metrics
 
 
-def _doubt(config: EvaluateConfig, scores: Mapping[str, list[float]], baseline: Mapping[str, list[float]]) -> str:
-    """Return the reason not to promote a checkpoint that may meet the condition by chance; empty if there is none."""
-    if config.promote_confidence is None:
-        return ""
-    gate = PromoteIf.parse(config.promote_if or "")
-    if gate.metric not in scores or gate.metric not in baseline:
-        return f"{config.checkpoint} is not promoted: {gate.metric} was not measured by problem."
-    sign = 1 if gate.sign in (">", ">=") else -1
-    pairs = zip(scores[gate.metric], baseline[gate.metric], strict=True)
-    compared = compare_scores([sign * (first - second) for first, second in pairs])
-    # A p-value is a quotient of counts: allow for its rounding.
-    if compared.p_value <= 1 - config.promote_confidence + 1e-12:
-        return ""
-    effect = "" if compared.detectable is None else f", or expect an effect of {compared.detectable:.3g}"
-    return (
-        f"{config.checkpoint} is not promoted: {gate.metric} is better than that of the baseline by "
-        f"{compared.mean:.3g} on {len(scores[gate.metric])} problems, which happens by chance with a probability of "
-        f"{compared.p_value:.3g}, but promote_confidence is {config.promote_confidence:g}: use more problems{effect}."
-    )
+def _rejection(config: EvaluateConfig, measured: EvaluationResult, baseline: EvaluationResult) -> str:
+    """Return the reason not to promote the checkpoint, as a sentence; empty if there is none."""
+    metric = PromoteIf.parse(config.promote_if).metric if config.promote_if else ""
+    values = [Measurement(result.metrics.get(metric), result.scores.get(metric)) for result in (measured, baseline)]
+    rejection = find_rejection(config.promote_if, config.promote_confidence, *values)
+    return f"{config.checkpoint} is not promoted: {rejection}." if rejection else ""
 
 
 def _register(

@@ -11,7 +11,7 @@ from pydantic.json_schema import JsonSchemaValue
 from tinker import types
 
 from blocks.urls import has_credentials
-from flows.config.promotion import check_promote_if
+from flows.config.promotion import check_confidence, check_promote_if
 from objectives.aliases import with_current_paths
 from objectives.json_schema import form_fields, put_first
 
@@ -333,6 +333,15 @@ class RunConfig(TrackedConfig, NamedConfig):
         "or `[NUMBER *] baseline`. The baseline is the same metric in the run's first evaluation, before training.",
         examples=["test/nll < 0.98 * baseline"],
     )
+    promote_confidence: float | None = Field(
+        default=None,
+        ge=0.5,
+        le=0.999,
+        title="Promote with confidence",
+        description="Confidence with which the checkpoint must be better than the baseline on the same problems: 0.95 "
+        "registers at most 5 % of checkpoints that are as good. Only for metrics of evaluators that grade answers. "
+        "Unset: compare the metrics alone.",
+    )
 
     @property
     def has_cadence(self) -> bool:
@@ -359,6 +368,11 @@ class RunConfig(TrackedConfig, NamedConfig):
         if value is not None and not info.data.get("register_as"):
             raise ValueError("it needs register_as: set the name of the registered model")
         return check_promote_if(value)
+
+    @model_validator(mode="after")
+    def _check_confidence(self) -> Self:
+        check_confidence(self.promote_if, self.promote_confidence)
+        return self
 
     @field_validator("init_from")
     @classmethod

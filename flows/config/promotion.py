@@ -96,6 +96,20 @@ def check_promote_if(text: str | None) -> str | None:
     return text
 
 
+def check_confidence(promote_if: str | None, confidence: float | None) -> None:
+    """Validate the config field `promote_confidence`.
+
+    Raises:
+        ValueError: The condition is none for which two sets of scores can be compared.
+    """
+    gate = PromoteIf.parse(promote_if) if promote_if else None
+    if confidence is not None and (gate is None or not gate.of_baseline or gate.factor != 1):
+        raise ValueError(
+            "promote_confidence requires a condition such as test/NAME > baseline, because it tests if both have "
+            "equal scores: change promote_if, or remove it"
+        )
+
+
 def check_measured(promote_if: str | None, metrics: Mapping[str, float]) -> None:
     """Check that the evaluations measure the metric of `promote_if`.
 

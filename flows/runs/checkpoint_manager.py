@@ -18,6 +18,7 @@ from blocks.errors import ServiceError
 from flows.config.base import RunConfig
 from flows.config.promotion import PromoteIf
 from flows.monitoring.run_tags import forget_rejection, note_rejection
+from flows.runs.promotion import Measurement, find_rejection
 from flows.runs.run import Run
 from tasks.common.service_errors import service_errors
 from tasks.common.task import call
@@ -30,6 +31,7 @@ from tasks.training.checkpoints import (
     resumable,
     step_of,
 )
+from tasks.training.held_out import read_batch_values
 from tasks.training.metric_names import logged_name
 from tasks.training.model_registry import Promotion, promote
 from tasks.training.retention import KeepPolicy, keep_checkpoints
@@ -143,12 +145,13 @@ class Checkpoints:
     def _rejection(self, record: CheckpointRecord) -> str:
         if not self._config.promote_if:
             return ""
-        gate = PromoteIf.parse(self._config.promote_if)
+        metric, step = PromoteIf.parse(self._config.promote_if).metric, step_of(record)
         self._run.log.flush()
-        values = self._run.log.values(gate.metric)
-        baseline = values[min(values)] if values else None
-        rejection = gate.rejection(values.get(step_of(record)), baseline)
-        return f"The checkpoint at step {step_of(record)} is not promoted: {rejection}." if rejection else ""
+        values, stored = self._run.log.values(metric), read_batch_values(self._run.directory)
+        steps = (step, min(values, default=0))
+        measured = [Measurement(values.get(at), stored.get(at, {}).get(metric)) for at in steps]
+        rejection = find_rejection(self._config.promote_if, self._config.promote_confidence, *measured)
+        return f"The checkpoint at step {step} is not promoted: {rejection}." if rejection else ""
 
     def _parent(self) -> dict[str, Any]:
         """Return the origin of a fork, from its first record; empty for other runs."""

@@ -55,6 +55,7 @@ MAY_CHANGE = {
     "register_as",
     "report",
     "promote_if",
+    "promote_confidence",
 }
 
 # Those that say where a run is and how it starts; a change of the others is announced.

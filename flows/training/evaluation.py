@@ -10,6 +10,7 @@ from tinker_cookbook.eval.evaluators import Evaluator
 from flows.config.promotion import check_measured
 from flows.config.train import TrainConfig
 from flows.monitoring.run_tags import note_evaluation, note_warning
+from flows.runs.promotion import check_scores
 from flows.runs.run import Run
 from flows.training.budget import Ledger
 from flows.training.candidates import open_examples
@@ -22,7 +23,7 @@ from tasks.evaluation.evaluators import ConfiguredEvaluator, EvaluationResult, H
 from tasks.preference.pair_source import HeldOutPairs
 from tasks.training.candidates import CandidateSampler
 from tasks.training.examples import append_examples, example_inputs, first_prompts, measure_examples
-from tasks.training.held_out import BatchValues, EvaluatedBatch, HeldOutData, append_batch_values, measure_held_out
+from tasks.training.held_out import EvaluatedBatch, HeldOutData, HeldOutTerms, append_batch_values, measure_held_out
 from tasks.training.reference import Reference
 from tasks.training.terms import TaskTermExecutor
 
@@ -46,6 +47,7 @@ class Evaluation:
         guard: Guard,
         ledger: Ledger,
     ) -> None:
+        check_scores(config.promote_if, config.promote_confidence, evaluators)
         self._run, self._config, self._schedule = run, config, schedule
         self._evaluators = evaluators
         self._objective, self._reference, self._candidates = objective, reference, candidates
@@ -76,7 +78,9 @@ class Evaluation:
             # Submitted: Prefect never runs an async task that a synchronous flow calls.
             result = cast(EvaluationResult, evaluate.submit(self._run.client, due, step).result())
         note_evaluation(self._run.log, result, step=step)
-        metrics = result.metrics | (self._measure_held_out(step) if often else {})
+        terms = self._measure_held_out(step) if often else HeldOutTerms()
+        append_batch_values(self._run.directory, step, terms.by_batch, result.scores)
+        metrics = result.metrics | terms.metrics
         if not result.skipped and often and (rarely or not self._schedule.evaluates_rarely):
             check_measured(self._config.promote_if, metrics)
         return metrics
@@ -88,32 +92,28 @@ class Evaluation:
         held_out = [entry for entry in self._evaluators if isinstance(entry, HeldOutNLL | HeldOutPairs)]
         return sum(evaluator.num_tokens for evaluator in held_out)
 
-    def _measure_held_out(self, step: int) -> dict[str, float]:
-        """Measure the terms on the held-out data that was evaluated; return no metrics without such data."""
+    def _measure_held_out(self, step: int) -> HeldOutTerms:
+        """Measure the terms on the held-out data that was evaluated; return nothing without such data."""
         held_out = next((entry for entry in self._evaluators if isinstance(entry, HeldOutData)), None)
         if held_out is None:
-            return {}
+            return HeldOutTerms()
         if step in (self._schedule.first, self._schedule.num_steps):
             self._store_examples(step, held_out.evaluated)
         terms, evaluated = self._objective.regularizers, held_out.evaluated
         if not terms:
-            return {}
+            return HeldOutTerms()
         inputs = [([term for term in terms if not term.on_candidates], evaluated)]
         sampled = [term for term in terms if term.on_candidates]
         if sampled and self._candidates:
             batches = [entry.batch for entry in evaluated]
             inputs.append((sampled, self._sample(step, self._candidates, batches)))
-        metrics: dict[str, float] = {}
-        by_batch: dict[str, BatchValues] = {}
+        measured = HeldOutTerms()
         for measured_terms, batches in inputs:
-            measured = measure_held_out(measured_terms, batches, self._executor, self._reference, step)
-            metrics |= measured.metrics
-            by_batch |= measured.by_batch
-            for name, reason in measured.failed.items():
-                text = f"Term {name} has no value on the held-out data: {reason}"
-                note_warning(self._run.log, f"held_out.{name}", text)
-        append_batch_values(self._run.directory, step, by_batch)
-        return metrics
+            measured |= measure_held_out(measured_terms, batches, self._executor, self._reference, step)
+        for name, reason in measured.failed.items():
+            text = f"Term {name} has no value on the held-out data: {reason}"
+            note_warning(self._run.log, f"held_out.{name}", text)
+        return measured
 
     def _store_examples(self, step: int, evaluated: Sequence[EvaluatedBatch]) -> None:
         """Store completions of held-out prompts with their scores, for the report."""

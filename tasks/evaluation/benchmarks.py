@@ -20,7 +20,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from blocks.errors import ConfigError, EvaluatorError, reason
 from tasks.common.cookbook_internals import find_benchmark, local_datasets, was_truncated
 from tasks.common.sampling import open_renderer
-from tasks.evaluation.grading_metrics import Graded, GradedMetrics, check_pass_at, summarize
+from tasks.evaluation.grading_metrics import Graded, GradedMetrics, check_pass_at, digest_problems, summarize
 from tasks.evaluation.sampled import GradedEvaluator
 
 
@@ -96,25 +96,28 @@ class Benchmark(GradedEvaluator):
             tinker.TinkerError: the service failed.
         """
         renderer = open_renderer(self.renderer_name, tokenizer)
-        rounds = [await self._run(sampler, renderer) for _ in range(self.num_samples)]
-        results = [result for result, _ in rounds]
+        recorded = _RecordedBenchmark(self.builder, self.path)
+        results = [await self._run(recorded, sampler, renderer) for _ in range(self.num_samples)]
         num_failed = sum(result.num_errors for result in results)
         if num_failed > self.max_failures:
             raise EvaluatorError(
                 f"{num_failed} answers to {self.name} failed, but max_failures is {self.max_failures}: see the log, "
                 "raise timeout_s, or raise max_failures to count them as wrong."
             )
-        graded_PG = list(zip(*(graded_P for _, graded_P in rounds), strict=True))
-        summary = summarize(self.name, graded_PG, self.pass_at)
+        graded_PG = list(zip(*recorded.graded_GP, strict=True))
+        summary = summarize(self.name, graded_PG, self.pass_at, recorded.problems)
         own = {
             f"test/{self.name}_{key.removeprefix(f'{self.name}/')}": fmean(result.metrics[key] for result in results)
             for key in results[0].metrics
         }
-        return GradedMetrics({**own, f"test/{self.name}_failed": num_failed, **summary}, summary.scores)
+        failed = {f"test/{self.name}_failed": num_failed}
+        return GradedMetrics(own | failed | summary, summary.scores, summary.problems)
 
-    async def _run(self, sampler: tinker.SamplingClient, renderer: Renderer) -> tuple[BenchmarkResult, list[Graded]]:
-        """Answer each problem once; return the result and the grade of each problem."""
-        recorded, monitored = _RecordedBenchmark(self.builder, self.path), _MonitoredSampler(sampler)
+    async def _run(
+        self, benchmark: BenchmarkBuilder, sampler: tinker.SamplingClient, renderer: Renderer
+    ) -> BenchmarkResult:
+        """Answer each problem once."""
+        monitored = _MonitoredSampler(sampler)
         config = BenchmarkConfig(
             max_examples=self.limit,
             concurrency=self.concurrency,
@@ -125,10 +128,10 @@ class Benchmark(GradedEvaluator):
             context_window=self.context_window,
             system_prompt=self.system_prompt,
         )
-        result = await run_benchmark(recorded, cast(tinker.SamplingClient, monitored), renderer, config)
+        result = await run_benchmark(benchmark, cast(tinker.SamplingClient, monitored), renderer, config)
         if monitored.error:
             raise monitored.error
-        return result, recorded.graded_P
+        return result
 
 
 class _MonitoredSampler:
@@ -147,13 +150,19 @@ class _MonitoredSampler:
 
 
 class _RecordedBenchmark(BenchmarkBuilder):
-    """Benchmark that keeps the grade of each problem, of which tinker-cookbook returns only the mean."""
+    """Benchmark that keeps the grade of each problem, of which tinker-cookbook returns only the mean.
+
+    Attributes:
+        graded_GP: grades of the problems in each round.
+        problems: digest of the problems.
+    """
 
     def __init__(self, builder: BenchmarkBuilder, path: str) -> None:
         self.name, self.multi_turn = builder.name, builder.multi_turn
         self.recommended_system_prompt = builder.recommended_system_prompt
         self.experimental = builder.experimental
-        self.graded_P: list[Graded] = []
+        self.graded_GP: list[list[Graded]] = []
+        self.problems = ""
         self._builder, self._path = builder, path
 
     def make_envs(self, renderer: Renderer, config: BenchmarkConfig) -> Sequence[Env]:
@@ -168,9 +177,10 @@ class _RecordedBenchmark(BenchmarkBuilder):
             ) from error
         if not envs:
             raise ConfigError(f"The benchmark {self.name} found no problems in {place}: check path and limit.")
+        self.problems = digest_problems(str(getattr(env, "example_id", number)) for number, env in enumerate(envs))
         return envs
 
     def aggregate(self, rewards: list[float], metrics_list: list[dict[str, float | int]]) -> BenchmarkResult:
         pairs = zip(rewards, metrics_list, strict=True)
-        self.graded_P = [Graded(reward > 0, was_truncated(metrics)) for reward, metrics in pairs]
+        self.graded_GP.append([Graded(reward > 0, was_truncated(metrics)) for reward, metrics in pairs])
         return self._builder.aggregate(rewards, metrics_list)

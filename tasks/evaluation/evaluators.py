@@ -37,7 +37,7 @@ from tasks.common.task import retried_task
 from tasks.common.tokenizers import TokenizedEvaluator, lock_tokenizers
 from tasks.evaluation.grading_metrics import GradedMetrics
 from tasks.training.datums import pack_datums
-from tasks.training.held_out import EvaluatedBatch
+from tasks.training.held_out import BatchValues, EvaluatedBatch
 from tasks.training.metric_names import safe_name
 
 OnEvaluatorError = Literal["raise", "skip"]
@@ -146,7 +146,7 @@ class EvaluationResult:
 
     metrics: dict[str, float] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    scores: dict[str, list[float]] = field(default_factory=dict)
+    scores: dict[str, BatchValues] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
 
@@ -377,4 +377,5 @@ def _add_metrics(result: EvaluationResult, metrics: Mapping[str, object], evalua
     result.metrics.update(numbers)
     result.texts.update(texts)
     if isinstance(metrics, GradedMetrics):
-        result.scores.update({safe_name(key): scores_P for key, scores_P in metrics.scores.items()})
+        for key, scores_P in metrics.scores.items():
+            result.scores[safe_name(key)] = BatchValues(scores_P, [1] * len(scores_P), metrics.problems)

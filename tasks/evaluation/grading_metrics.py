@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,8 @@ import numpy as np
 from blocks.errors import ConfigError
 from tasks.common.graders import pass_at
 from tasks.evaluation.intervals import proportion_interval
+
+_DIGEST_LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,17 @@ class GradedMetrics(dict[str, float]):
 
     Attributes:
         scores: score of each problem, from 0 to 1, by metric.
+        problems: digest of the problems, which tells whether two evaluations can be compared; empty if it is unknown.
     """
 
-    def __init__(self, metrics: Mapping[str, float], scores: Mapping[str, list[float]]) -> None:
+    def __init__(self, metrics: Mapping[str, float], scores: Mapping[str, list[float]], problems: str = "") -> None:
         super().__init__(metrics)
-        self.scores = scores
+        self.scores, self.problems = scores, problems
+
+
+def digest_problems(problems: Iterable[str]) -> str:
+    """Compute the digest of the texts or IDs of problems."""
+    return hashlib.sha256("\0".join(problems).encode(errors="surrogatepass")).hexdigest()[:_DIGEST_LENGTH]
 
 
 def scores_by_problem(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int]) -> dict[str, list[float]]:
@@ -49,7 +58,7 @@ def scores_by_problem(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequ
     return scores
 
 
-def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int]) -> GradedMetrics:
+def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int], problems: str = "") -> GradedMetrics:
     """Accuracy `test/<name>`, its standard error over problems, shares of truncated and timed-out answers, and pass@k.
 
     Of pass@k there is also the interval of 95 % confidence, `_low` and `_high`, if there are several problems.
@@ -57,6 +66,7 @@ def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int
     Args:
         graded_PG: grades by problem and answer.
         ks: values of k for pass@k.
+        problems: digest of the problems.
 
     >>> right, wrong = Graded(True, False), Graded(False, True)
     >>> metrics = summarize("m", [[right, wrong], [wrong, wrong]], [2])
@@ -77,7 +87,7 @@ def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int
         metrics[key] = float(np.mean(pass_at_P))
         if interval := proportion_interval(pass_at_P):
             metrics |= {f"{key}_low": interval.low, f"{key}_high": interval.high}
-    return GradedMetrics(metrics, scores)
+    return GradedMetrics(metrics, scores, problems)
 
 
 def check_pass_at(ks: Sequence[int], num_samples: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from functools import cached_property
@@ -18,7 +19,7 @@ from tasks.common.builders import import_function
 from tasks.common.jsonl import read_rows
 from tasks.common.sampling import Answer, Sampling, open_renderer, sample_answers
 from tasks.common.tokenizers import TokenizedEvaluator
-from tasks.evaluation.grading_metrics import Graded, check_pass_at, scores_by_problem, summarize
+from tasks.evaluation.grading_metrics import Graded, check_pass_at, digest_problems, scores_by_problem, summarize
 from tasks.sandbox.code_tests import run_tests_async
 from tasks.sandbox.runner import Limits
 
@@ -79,7 +80,8 @@ class SampledEvaluator(GradedEvaluator):
             list(await asyncio.gather(*(self.grade(answer, row) for answer in answers_G)))
             for row, answers_G in zip(self.rows, answers_PG, strict=True)
         ]
-        return summarize(self.name, graded_PG, self.pass_at)
+        problems = digest_problems(json.dumps(row, sort_keys=True) for row in self.rows)
+        return summarize(self.name, graded_PG, self.pass_at, problems)
 
     def question(self, row: Mapping[str, str]) -> str:
         """Prompt of a problem."""

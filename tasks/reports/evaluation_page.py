@@ -20,7 +20,7 @@ def write_curves(
     log: MetricsLog,
     run_name: str,
     metrics: Mapping[int, Mapping[str, float]],
-    scores: Mapping[int, Mapping[str, list[float]]],
+    scores: Mapping[int, Mapping[str, BatchValues]],
     baseline: Mapping[str, float],
 ) -> None:
     """Save the charts as `evaluation.html` in MLflow.
@@ -36,7 +36,7 @@ def write_curves(
 def evaluation_page(
     run_name: str,
     metrics: Mapping[int, Mapping[str, float]],
-    scores: Mapping[int, Mapping[str, list[float]]],
+    scores: Mapping[int, Mapping[str, BatchValues]],
     baseline: Mapping[str, float],
 ) -> str:
     """Page with a chart for each metric; for arguments, see `write_curves`."""
@@ -45,11 +45,7 @@ def evaluation_page(
     steps = sorted(metrics)
     keys = sorted({key for at_step in metrics.values() for key in at_step})
     history: History = {key: [(step, metrics[step][key]) for step in steps if key in metrics[step]] for key in keys}
-    problems = {
-        step: {key: BatchValues(scores_P, [1] * len(scores_P)) for key, scores_P in of_metrics.items()}
-        for step, of_metrics in scores.items()
-    }
-    runs = [DrawnRun(history, problems)]
+    runs = [DrawnRun(history, scores)]
     if baseline:
         level: History = {key: [(steps[0], value), (steps[-1], value)] for key, value in baseline.items()}
         runs.append(DrawnRun(level, label="(baseline)"))

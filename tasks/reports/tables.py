@@ -220,7 +220,7 @@ def held_out_rows(
     """Rows of the held-out metrics of a run: the main one first, the values of the terms last.
 
     Args:
-        batches: values of the terms by step, as `read_batch_values` returns them.
+        batches: values of terms and metrics by step, as `read_batch_values` returns them.
     """
     rows: list[HeldOutRow] = []
     keys = sorted(history, key=lambda key: (key not in _HEADLINES, key.startswith("test/term/"), key))
@@ -230,7 +230,8 @@ def held_out_rows(
         is_of_term = key.startswith("test/term/")
         name = key.removeprefix("test/term/").removesuffix(_VALUE) if is_of_term else key
         name, (first, before), (last, after) = name.removeprefix(HELD_OUT), points[0], points[-1]
-        earlier, later = batches.get(first, {}).get(name), batches.get(last, {}).get(name)
+        stored = name if is_of_term else key
+        earlier, later = batches.get(first, {}).get(stored), batches.get(last, {}).get(stored)
         change = _paired_difference(later, earlier) or Estimate(after - before)
         first_value = Estimate.of(earlier) if earlier else Estimate(before)
         last_value = Estimate.of(later) if later else Estimate(after)

@@ -1,4 +1,4 @@
-"""Values of an objective's terms on held-out data."""
+"""Values of an objective's terms and scores of graded answers on held-out data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -53,12 +53,12 @@ class HeldOutData(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BatchValues:
-    """Values of a term on each held-out batch, as stored for paired comparisons.
+    """Values of a metric on each held-out batch or problem, as stored for paired comparisons.
 
     Attributes:
         values_B: the values.
-        num_datums_B: number of datums of each batch, which weights its value.
-        digest: digest of the batches (`digest_batches`); empty in files that were written without it.
+        num_datums_B: number of datums of each batch, which weights its value; 1 for a problem.
+        digest: digest of the batches (`digest_batches`) or problems; empty in files that were written without it.
     """
 
     values_B: list[float]
@@ -104,6 +104,10 @@ class HeldOutTerms:
     metrics: dict[str, float] = field(default_factory=dict)
     by_batch: dict[str, BatchValues] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+
+    def __or__(self, other: HeldOutTerms) -> HeldOutTerms:
+        """Return the values of both."""
+        return HeldOutTerms(self.metrics | other.metrics, self.by_batch | other.by_batch, self.failed | other.failed)
 
 
 def measure_held_out(
@@ -181,22 +185,33 @@ def digest_batches(batches: Sequence[Batch]) -> str:
     return digest.hexdigest()[:_DIGEST_LENGTH]
 
 
-def append_batch_values(directory: RunDirectory, step: int, by_batch: Mapping[str, BatchValues]) -> None:
-    """Store the values of an evaluation with the run, if there are any."""
-    if not by_batch:
+def append_batch_values(
+    directory: RunDirectory, step: int, by_batch: Mapping[str, BatchValues], scores: Mapping[str, BatchValues]
+) -> None:
+    """Store the values of an evaluation with the run, if there are any.
+
+    Args:
+        by_batch: values of terms on each batch, by the name of the term.
+        scores: scores of each problem, by the name of the metric.
+    """
+    if not (by_batch or scores):
         return
-    record = {"step": step, "terms": {name: asdict(values) for name, values in by_batch.items()}}
-    directory.append_line(HELD_OUT_NAME, json.dumps(record))
+    kinds = {"terms": by_batch, "scores": scores}
+    stored = {kind: {name: asdict(values) for name, values in entries.items()} for kind, entries in kinds.items()}
+    directory.append_line(HELD_OUT_NAME, json.dumps({"step": step, **stored}))
 
 
 def read_batch_values(directory: RunDirectory) -> dict[int, dict[str, BatchValues]]:
-    """Read the stored values by step and term; those of a repeated evaluation replace earlier ones."""
-    records = read_jsonl(
-        directory,
-        HELD_OUT_NAME,
-        lambda record: (int(record["step"]), {name: BatchValues(**entry) for name, entry in record["terms"].items()}),
-    )
-    return dict(records)
+    """Read the stored values by step and by term or metric; those of a repeated evaluation replace earlier ones.
+
+    The name of a metric begins with `test/`, that of a term contains no slash.
+    """
+
+    def values_of(record: dict[str, Any]) -> dict[str, BatchValues]:
+        entries = {**record["terms"], **record.get("scores", {})}
+        return {name: BatchValues(**entry) for name, entry in entries.items()}
+
+    return dict(read_jsonl(directory, HELD_OUT_NAME, lambda record: (int(record["step"]), values_of(record))))
 
 
 def _is_constant(regularizer: Regularizer, evaluated: Sequence[EvaluatedBatch]) -> bool:

@@ -17,6 +17,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
+from scipy.stats import ttest_1samp
 from sft_config import sft_fields
 from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
@@ -288,6 +289,40 @@ def test_promotion_needs_a_difference_that_is_not_chance(
     logged = MlflowClient(mlflow_uri).get_run(good.mlflow_run_id).data.metrics
     assert good.differences.items() <= logged.items()
     assert "by 0.5 on 8 problems, which happens by chance with a probability of 0.0625" in doubtful.not_promoted
+
+
+def test_a_run_is_promoted_only_for_a_difference_that_is_not_chance(
+    prefect_server: str, fields: dict[str, Any]
+) -> None:
+    """The run compares its last evaluation with its first, and its report has the interval over the problems."""
+    params = {"path": str(DATA / "gsm8k_test.jsonl"), "renderer_name": "qwen3_instruct", "name": "fixed", "limit": 8}
+    params["sampling"] = {"max_tokens": 1}
+    gate = {"register_as": "graded", "promote_if": "test/fixed > baseline", "promote_confidence": 0.95}
+
+    def run(num_right: int) -> TrainResult:
+        evaluators = [{"builder": f"{__name__}:Fixed", "params": params | {"num_right": num_right}}]
+        changes = {"run_name": f"graded-{num_right}", "evaluators": evaluators, "num_steps": 2, "eval_every": 2, **gate}
+        return sft(SftConfig.model_validate(fields | changes))
+
+    good, doubtful = run(5), run(4)
+    assert good.not_promoted == ""
+    assert "by 0.5 on 8 problems, which happens by chance with a probability of 0.0625" in doubtful.not_promoted
+    (row,) = [row for row in good.held_out if row.metric == "fixed"]
+    low, high = ttest_1samp([1.0] * 5 + [0.0] * 3, 0).confidence_interval(0.95)
+    assert row.change.value == 5 / 8
+    assert row.change.half_width == pytest.approx((high - low) / 2)
+    with pytest.raises(ConfigError, match=r"promote_if names test/nll: use test/fixed, or remove"):
+        sft(
+            SftConfig.model_validate(
+                fields
+                | {
+                    "run_name": "unscored",
+                    **gate,
+                    "promote_if": "test/nll < baseline",
+                    "evaluators": [{"builder": f"{__name__}:Fixed", "params": params | {"num_right": 1}}],
+                }
+            )
+        )
 
 
 def test_a_confidence_without_scores_is_refused(trained: TrainResult, fields: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ def stored(folder: Path, name: str, rate: str) -> ReportedRun:
     tags = [RunTag("prefect.flow_name", "sft"), RunTag("tinker_flows.warning.x", f"Warning of {name}.")]
     info = RunInfo("id", "1", "user", RunStatus.to_string(RunStatus.FINISHED), 0, 1, "active")
     with RunStorage(url=str(folder)).run_directory(name) as directory:
-        append_batch_values(directory, 6, {"logic": BatchValues(values, [2] * 3)})
+        append_batch_values(directory, 6, {"logic": BatchValues(values, [2] * 3)}, {})
         append_examples(directory, 6, [Example("prompt", f"completion of {name}")])
         record = {"name": "6", "batch": 6, "epoch": 0, "final": True, "state_path": "tinker://a/weights/final"}
         directory.append_line("checkpoints.jsonl", json.dumps(record))

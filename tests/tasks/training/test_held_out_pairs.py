@@ -49,8 +49,9 @@ def test_values_without_a_digest_are_paired_by_size(tmp_path: Path) -> None:
     assert not older.is_paired_with(BatchValues([2.0], [2]))
     directory = LocalDirectory(tmp_path)
     directory.append_line(HELD_OUT_NAME, '{"step": 0, "terms": {"a": {"values_B": [2.0], "num_datums_B": [1]}}}')
-    append_batch_values(directory, 4, {"a": values})
-    append_batch_values(directory, 8, {})
-    assert read_batch_values(directory) == {0: {"a": older}, 4: {"a": values}}
+    scores = BatchValues([0.0, 1.0], [1, 1], "problems")
+    append_batch_values(directory, 4, {"a": values}, {"test/exact_match": scores})
+    append_batch_values(directory, 8, {}, {})
+    assert read_batch_values(directory) == {0: {"a": older}, 4: {"a": values, "test/exact_match": scores}}
     assert len((tmp_path / HELD_OUT_NAME).read_text().splitlines()) == 2, "an evaluation without terms is not stored"
     assert len(asdict(values)["digest"]) == 16

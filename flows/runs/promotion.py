@@ -1,0 +1,83 @@
+"""Decision to promote a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tinker_cookbook.eval.evaluators import Evaluator
+
+from blocks.errors import ConfigError
+from flows.config.promotion import PromoteIf
+from tasks.evaluation.evaluators import ConfiguredEvaluator
+from tasks.evaluation.intervals import compare_scores
+from tasks.evaluation.sampled import GradedEvaluator
+from tasks.training.held_out import BatchValues
+from tasks.training.metric_names import logged_name
+
+
+class Measurement(NamedTuple):
+    """Metric of a condition.
+
+    Attributes:
+        value: the metric; None if it was not measured.
+        scores: score of each problem; None if the metric has none.
+    """
+
+    value: float | None
+    scores: BatchValues | None
+
+
+def check_scores(
+    promote_if: str | None, confidence: float | None, evaluators: Sequence[Evaluator | ConfiguredEvaluator]
+) -> None:
+    """Check that the metric of a condition with a confidence has a score for each problem.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if not promote_if or confidence is None:
+        return
+    metric = PromoteIf.parse(promote_if).metric
+    entries = [entry.evaluator for entry in evaluators if isinstance(entry, ConfiguredEvaluator)]
+    graders = [entry for entry in entries if isinstance(entry, GradedEvaluator)]
+    known = [logged_name(name) for grader in graders for name in grader.scored_metrics]
+    if metric not in known:
+        raise ConfigError(
+            f"promote_confidence needs a metric with a score for each problem, but promote_if names {metric}: use "
+            f"{' or '.join(known) or 'an evaluator that grades answers'}, or remove promote_confidence."
+        )
+
+
+def find_rejection(
+    promote_if: str | None, confidence: float | None, checkpoint: Measurement, baseline: Measurement
+) -> str:
+    """Return the reason not to promote a checkpoint; empty if it meets the condition, or without a condition.
+
+    Args:
+        confidence: confidence with which the checkpoint must be better than the baseline; None to compare the values
+            alone.
+    """
+    if not promote_if:
+        return ""
+    gate = PromoteIf.parse(promote_if)
+    if rejection := gate.rejection(checkpoint.value, baseline.value):
+        return rejection
+    if confidence is None:
+        return ""
+    if not (checkpoint.scores and baseline.scores):
+        return f"{gate.metric} was not measured by problem"
+    if not checkpoint.scores.is_paired_with(baseline.scores):
+        return f"{gate.metric} of the checkpoint and of the baseline were measured on different problems"
+    sign = 1 if gate.sign in (">", ">=") else -1
+    differences = checkpoint.scores.minus(baseline.scores).values_B
+    compared = compare_scores([sign * difference for difference in differences])
+    # A p-value is a quotient of counts: allow for its rounding.
+    if compared.p_value <= 1 - confidence + 1e-12:
+        return ""
+    effect = "" if compared.detectable is None else f", or expect an effect of {compared.detectable:.3g}"
+    return (
+        f"{gate.metric} is better than that of the baseline by {compared.mean:.3g} on {len(differences)} problems, "
+        f"which happens by chance with a probability of {compared.p_value:.3g}, but promote_confidence is "
+        f"{confidence:g}: use more problems{effect}"
+    )
