@@ -12,7 +12,9 @@ from prefect.runtime import flow_run
 from blocks.errors import ServiceError
 from blocks.storage import RunDirectory
 from blocks.urls import hide_credentials
+from flows.runs.blocks import storage_of
 from flows.sweeps.ablation import weighted_regularizers
+from flows.sweeps.differences import compare_with_best
 from flows.sweeps.plan import SweepPlan
 from flows.sweeps.record import SweepLog, log_best
 from objectives.aliases import renamed_attribute
@@ -20,6 +22,7 @@ from objectives.schedule import WeightSchedule
 from tasks.sweeps.report import SweepSummary, write_sweep_report
 from tasks.sweeps.store import Point, Trials
 from tasks.sweeps.table import PointRow, point_rows, row_cells, table_columns
+from tasks.training.held_out import BatchValues, read_batch_values
 from tasks.training.metric_names import logged_name
 
 __getattr__ = partial(renamed_attribute, "flows.sweeps.result")  # names of release 0.1
@@ -79,6 +82,9 @@ def finish_sweep(plan: SweepPlan, directory: RunDirectory, log: SweepLog, trials
         trials=trials,
         rows=rows,
         strengths={point.number: _strengths(plan, point) for point in trials.points},
+        differences=[
+            difference.cells() for difference in compare_with_best(rows, _scores(plan, trials, metric), config.mode)
+        ],
         best_config=best_config,
     )
     report = write_sweep_report(directory, log.client, log.run_id, summary)
@@ -115,6 +121,20 @@ def _write_best(plan: SweepPlan, directory: RunDirectory, best: PointRow) -> str
     text = header + command + yaml.safe_dump(fields, sort_keys=False)
     directory.write_bytes(BEST_NAME, text.encode())
     return text
+
+
+def _scores(plan: SweepPlan, trials: Trials, metric: str) -> dict[tuple[int, int], BatchValues]:
+    """Read the scores of each problem in the last evaluation of the completed trials, if the metric has such scores."""
+    scores: dict[tuple[int, int], BatchValues] = {}
+    storage = storage_of(plan.base_config)
+    for key, trial in trials.finished.items():
+        if trial.status != "completed":
+            continue
+        by_step = read_batch_values(storage.run_directory(trial.run_name))
+        measured = [by_step[step][metric] for step in sorted(by_step) if metric in by_step[step]]
+        if measured:
+            scores[key] = measured[-1]
+    return scores
 
 
 def _strengths(plan: SweepPlan, point: Point) -> dict[str, float]:

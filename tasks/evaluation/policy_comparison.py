@@ -14,6 +14,7 @@ from tinker_cookbook.renderers import Message, Renderer
 from tasks.common.sampling import Answer, Sampling, sample_answers, score_answers
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
+from tasks.evaluation.intervals import compare_scores
 from tasks.evaluation.policy_metrics import (
     NGRAMS,
     Estimate,
@@ -38,7 +39,7 @@ class PolicyComparison:
     """Result of a comparison.
 
     Attributes:
-        metrics: metrics by `<key>/<policy name>`, and the metrics of a prompted judge.
+        metrics: metrics by `<key>/<policy name>`, the difference of the win rates, and the metrics of a prompted judge.
         rows: the same metrics side by side: key, value of the checkpoint, value of the policy it is compared against.
         samples: prompt, sample index, both answers and the judge's verdict.
     """
@@ -62,17 +63,20 @@ async def compare_policies(
         figures |= {(key, name): value for key, value in _diversity(answers).items()}
     with record_verdicts() as record:
         verdicts_PG = await _verdicts(judge, rows, answers_PG, others_PG) if judge else []
+    shared: dict[str, float] = {}
     if judge:
         wins = estimate([sum(verdicts) / len(verdicts) for verdicts in verdicts_PG])
         figures |= {("win_rate", "checkpoint"): wins.mean, ("win_rate", "against"): 1 - wins.mean}
         figures |= {("win_rate_stderr", name): wins.error for name in NAMES}
+        difference = compare_scores([2 * sum(verdicts) / len(verdicts) - 1 for verdicts in verdicts_PG])
+        shared = difference.metrics("win_rate") | record.metrics()
     figures = {key: value for key, value in figures.items() if math.isfinite(value)}
     keys = [key for key, _ in figures]
     return PolicyComparison(
-        {f"{key}/{name}": value for (key, name), value in figures.items()} | record.metrics(),
+        {f"{key}/{name}": value for (key, name), value in figures.items()} | shared,
         [
             *((key, figures.get((key, NAMES[0])), figures.get((key, NAMES[1]))) for key in dict.fromkeys(keys)),
-            *((key, value, None) for key, value in record.metrics().items()),
+            *((key, value, None) for key, value in shared.items()),
         ],
         _samples(rows, answers_PG, others_PG, verdicts_PG),
     )
@@ -89,7 +93,8 @@ async def _figures(
     ):
         flat = [answer for answer in chain(*own_PG) if answer.tokens]
         own_D, other_D = await asyncio.gather(score_answers(own, flat), score_answers(other, flat))
-        per_token, per_answer = kl_per_token(own_D, other_D), kl_per_answer(own_D, other_D)
+        problems = [p for p, answers_G in enumerate(own_PG) for answer in answers_G if answer.tokens]
+        per_token, per_answer = kl_per_token(own_D, other_D, problems), kl_per_answer(own_D, other_D, problems)
         figures |= _with_error("kl_per_token", name, per_token) | _with_error("kl_per_answer", name, per_answer)
         figures[("entropy_per_token", name)] = entropy_per_token(own_D)
     return figures

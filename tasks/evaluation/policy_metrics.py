@@ -18,7 +18,7 @@ NGRAMS = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Mean over answers or prompts and its standard error, which is NaN for a single value."""
+    """Mean and its standard error over prompts, which is NaN for a single one."""
 
     mean: float
     error: float
@@ -34,31 +34,57 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(float(np.mean(values)), error)
 
 
-def kl_per_token(own_D: Sequence[Sequence[float]], other_D: Sequence[Sequence[float]]) -> Estimate:
+def clustered(sums_D: Sequence[float], sizes_D: Sequence[float], problems_D: Sequence[int]) -> Estimate:
+    """Ratio of the totals of sums and sizes, with its standard error if answers to one problem are alike.
+
+    The error is that of a ratio estimator over clusters.
+
+    Source: Cochran 1977, "Sampling Techniques", chapters 6 and 9.
+
+    >>> clustered([1.0, 3.0], [1, 1], [0, 1])
+    Estimate(mean=2.0, error=1.0)
+    """
+    problems, index_D = np.unique(np.asarray(problems_D), return_inverse=True)
+    sums_P, sizes_P = (np.bincount(index_D, values) for values in (sums_D, sizes_D))
+    mean, num = float(sums_P.sum() / sizes_P.sum()), len(problems)
+    if num < 2:
+        return Estimate(mean, math.nan)
+    residuals_P = (sums_P - mean * sizes_P) / sizes_P.mean()
+    return Estimate(mean, float(np.std(residuals_P, ddof=1)) / math.sqrt(num))
+
+
+def kl_per_token(
+    own_D: Sequence[Sequence[float]], other_D: Sequence[Sequence[float]], problems_D: Sequence[int]
+) -> Estimate:
     """KL(own || other) in nats per token, by the k3 estimator on answers sampled from the policy of `own_D`.
 
     The estimate is non-negative and unbiased for the divergence of the next-token distributions along the policy's own
     answers.
 
-    >>> kl_per_token([[-1.0, -2.0]], [[-1.0, -2.0]]).mean
+    Args:
+        problems_D: number of the problem that each answer belongs to.
+
+    >>> kl_per_token([[-1.0, -2.0]], [[-1.0, -2.0]], [0]).mean
     0.0
     """
     target_DT, offsets_D = pack([torch.tensor(own) for own in own_D])
     reference_DT = pack([torch.tensor(other) for other in other_D])[0]
     batch = Batch(torch.zeros(target_DT.shape, dtype=torch.int64), torch.ones(target_DT.shape), offsets_D)
     value_DT, _ = kl(Outputs(target_DT, ref_logprobs_DT=reference_DT), batch, estimator="k3")
-    means = [float(part.mean()) for part in value_DT.split(offsets_D.diff().tolist()) if len(part)]
-    # Weighted by tokens, so that short answers do not count more.
-    return Estimate(float(value_DT.mean()), estimate(means).error)
+    sizes_D = offsets_D.diff().tolist()
+    return clustered([float(part.sum()) for part in value_DT.split(sizes_D)], sizes_D, problems_D)
 
 
-def kl_per_answer(own_D: Sequence[Sequence[float]], other_D: Sequence[Sequence[float]]) -> Estimate:
+def kl_per_answer(
+    own_D: Sequence[Sequence[float]], other_D: Sequence[Sequence[float]], problems_D: Sequence[int]
+) -> Estimate:
     """KL(own || other) in nats per answer, by the k1 estimator, which is unbiased for whole answers.
 
-    >>> kl_per_answer([[-1.0, -2.0], [-1.0]], [[-2.0, -2.0], [-1.0]]).mean
+    >>> kl_per_answer([[-1.0, -2.0], [-1.0]], [[-2.0, -2.0], [-1.0]], [0, 1]).mean
     0.5
     """
-    return estimate([sum(own) - sum(other) for own, other in zip(own_D, other_D, strict=True)])
+    sums_D = [sum(own) - sum(other) for own, other in zip(own_D, other_D, strict=True)]
+    return clustered(sums_D, [1.0] * len(sums_D), problems_D)
 
 
 def entropy_per_token(own_D: Sequence[Sequence[float]]) -> float:

@@ -33,6 +33,7 @@ from tasks.sweeps.table import PointRow, dimensions, row_cells, table_columns
 
 BASE = "loss/base"
 _MAX_TABLE_ROWS = 20
+DIFFERENCE_COLUMNS = ("point", "worse than the best by", "pairs", "p-value", "smallest detectable difference")
 _TRIAL_COLUMNS = ("trial", "status", "value", "seconds", "reason")
 
 
@@ -47,6 +48,7 @@ class SweepSummary:
         trials: all points and finished trials.
         rows: points, the best first.
         strengths: weight of each regularizer, by point number and regularizer.
+        differences: comparisons of points with the best one: text cells in the order of `DIFFERENCE_COLUMNS`.
         best_config: text of the best config; None if no point has completed all of its seeds.
     """
 
@@ -56,6 +58,7 @@ class SweepSummary:
     trials: Trials
     rows: Sequence[PointRow]
     strengths: Mapping[int, Mapping[str, float]]
+    differences: Sequence[Sequence[str]]
     best_config: str | None
 
 
@@ -129,6 +132,14 @@ def _body(summary: SweepSummary, effects: Sequence[Effect], figures: Mapping[str
         f"{html.escape(summary.metric)} over the seeds; {better} is better. Intervals are 95 % intervals.</p>",
         html_table(table_columns(rows, summary.metric), [row_cells(row, rows) for row in rows]),
     ]
+    if summary.differences:
+        parts += [
+            "<h2>Is the best point better?</h2>",
+            "<p>Paired differences from the best point. The p-value is the probability of such a difference between "
+            "equal points; it does not account for the choice of the best one among all points. The last column is the "
+            "smallest difference that as many pairs show, significant at 5 %, in 80 % of cases.</p>",
+            html_table(DIFFERENCE_COLUMNS, summary.differences),
+        ]
     if effects:
         parts += [
             "<h2>Effect of each regularizer</h2>",

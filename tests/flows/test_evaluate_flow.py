@@ -167,6 +167,9 @@ def test_comparison_metrics(compared: CompareResult, mlflow_uri: str) -> None:
         assert 1 <= metrics[f"vendi/{name}"] <= 2.0 + 1e-9
     assert metrics["perplexity/checkpoint"] < metrics["perplexity/against"], "it was trained on such answers"
     assert metrics["win_rate/checkpoint"] + metrics["win_rate/against"] == pytest.approx(1)
+    difference = metrics["win_rate/checkpoint"] - metrics["win_rate/against"]
+    assert metrics["difference/win_rate"] == pytest.approx(difference)
+    assert 0 < metrics["difference/win_rate_p_value"] <= 1
     assert (
         MlflowClient(mlflow_uri).get_run(compared.mlflow_run_id).data.metrics["vendi/against"]
         == metrics["vendi/against"]

@@ -148,7 +148,7 @@ def pages(folder: Path) -> dict[str, str]:
     ]
     trial = Trial(0, 0, TEXT, "completed", value=1.0, metrics={TEXT: 1.0})
     trials = Trials((Point(0, {TEXT: TEXT}), Point(1, {TEXT: "other"})), {(0, 0): trial})
-    summary = SweepSummary(TEXT, TEXT, "min", trials, point_rows(trials, [0], TEXT, "min"), {}, TEXT)
+    summary = SweepSummary(TEXT, TEXT, "min", trials, point_rows(trials, [0], TEXT, "min"), {}, [], TEXT)
     return {
         "report": report,
         "comparison": comparison_page(runs[0], runs[1]),

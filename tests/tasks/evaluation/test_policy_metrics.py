@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import sem
 from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.preference.types import Comparison, PreferenceModel, PreferenceModelBuilder
 from tinker_cookbook.renderers import Message, get_text_content
 
 from blocks.errors import ConfigError
-from tasks.evaluation.policy_metrics import distinct, entropy_per_token, kl_per_answer, kl_per_token, vendi
+from tasks.evaluation.policy_metrics import clustered, distinct, entropy_per_token, kl_per_answer, kl_per_token, vendi
 from tasks.preference.judges import build_judge, by_answer
 
 ROW = {"question": "2 + 2?", "answer": "#### 4"}
@@ -27,10 +28,36 @@ def test_sampled_kl_and_entropy_converge_to_the_exact_values() -> None:
         exact = float((own * np.log(own / other)).sum())
         tokens = generator.choice(3, size=(4000, 3), p=own)
         own_D, other_D = np.log(own)[tokens].tolist(), np.log(other)[tokens].tolist()
-        for estimate, truth in ((kl_per_token(own_D, other_D), exact), (kl_per_answer(own_D, other_D), 3 * exact)):
+        problems_D = list(range(4000))
+        per_token, per_answer = (of(own_D, other_D, problems_D) for of in (kl_per_token, kl_per_answer))
+        for estimate, truth in ((per_token, exact), (per_answer, 3 * exact)):
             assert 0 < estimate.error < 0.1 * truth
             assert abs(estimate.mean - truth) < 5 * estimate.error
         assert entropy_per_token(own_D) == pytest.approx(-float((own * np.log(own)).sum()), rel=0.05)
+
+
+def test_errors_cover_answers_that_are_alike() -> None:
+    """Repeating each answer ten times adds nothing: the error stays, and covers the truth in 95 % of cases."""
+    generator, num_covered = np.random.default_rng(0), 0
+    for _ in range(400):
+        values_P = generator.normal(1.0, 0.5, 40)
+        repeated = clustered([*np.repeat(values_P, 10)], [1.0] * 400, [*np.repeat(range(40), 10)])
+        assert repeated.error == pytest.approx(float(sem(values_P)))
+        num_covered += abs(repeated.mean - 1.0) <= 1.96 * repeated.error
+    assert 0.91 < num_covered / 400 < 0.98
+
+
+def test_error_of_a_ratio_is_that_of_the_jackknife() -> None:
+    """Answers of different lengths in clusters of different sizes."""
+    generator = np.random.default_rng(1)
+    problems_D = generator.integers(0, 60, 500)
+    sizes_D = generator.integers(1, 30, 500).astype(float)
+    sums_D = sizes_D * generator.normal(0.2, 0.1, 500) + generator.normal(0, 1, 60)[problems_D]
+    left_out = [sums_D[problems_D != p].sum() / sizes_D[problems_D != p].sum() for p in range(60)]
+    jackknife = math.sqrt(59 / 60 * float(((np.array(left_out) - np.mean(left_out)) ** 2).sum()))
+    ratio = clustered([*sums_D], [*sizes_D], [*problems_D])
+    assert ratio.mean == pytest.approx(float(sums_D.sum() / sizes_D.sum()))
+    assert ratio.error == pytest.approx(jackknife, rel=0.03)
 
 
 def test_diversity_metrics() -> None:
