@@ -65,7 +65,7 @@ def decode_datum(message: pb.Datum, index: int, inputs: Sequence[str]) -> Datum:
     """Decode one datum with the ``loss_fn_inputs`` that the loss reads.
 
     Raises:
-        RequestError: the datum has an image or audio chunk, or an invalid tensor.
+        RequestError: the datum has an image or audio chunk, an invalid tensor, or an invalid provenance.
     """
     name = f"Datum {index}"
     sent = message.loss_fn_inputs
@@ -74,8 +74,10 @@ def decode_datum(message: pb.Datum, index: int, inputs: Sequence[str]) -> Datum:
     targets = decode_tensor(sent["target_tokens"], f"target_tokens of datum {index}")
     if not np.issubdtype(targets.dtype, np.integer):
         raise RequestError(f"target_tokens of datum {index} are {targets.dtype}; send int64.")
+    tokens_T = decode_tokens(message.model_input, name)
+    _check_provenance(message, len(tokens_T), len(targets), name)
     return Datum(
-        tokens_T=_int64(decode_tokens(message.model_input, name)),
+        tokens_T=_int64(tokens_T),
         targets=_int64(targets),
         inputs={key: _tensor(decode_tensor(sent[key], f"{key} of datum {index}")) for key in inputs if key in sent},
     )
@@ -96,6 +98,31 @@ def decode_tokens(chunks: Sequence[pb.Chunk], name: str) -> NDArray[np.int32]:
             raise RequestError(f"{name} has a token chunk of a length that is not a multiple of 4 bytes; send int32.")
         tokens.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
     return np.concatenate(tokens) if tokens else np.empty(0, np.int32)
+
+
+def _check_provenance(message: pb.Datum, num_tokens: int, num_targets: int, name: str) -> None:
+    """Check the spans that say which sampled sequences the tokens and targets of a datum come from.
+
+    Raises:
+        RequestError: only one field has spans, a span names no sequence, or the spans do not tile their field.
+    """
+    if bool(message.model_input_spans) != bool(message.loss_fn_input_spans):
+        raise RequestError(f"{name} has provenance for one of model_input and loss_fn_inputs only: send both or none.")
+    for field, spans, length in (
+        ("model_input", message.model_input_spans, num_tokens),
+        ("loss_fn_inputs", message.loss_fn_input_spans, num_targets),
+    ):
+        runs = [getattr(span, kind) if (kind := span.WhichOneof("span")) else None for span in spans]
+        if any(run is None or not run.sequence_id or run.offset < 0 or run.length < 0 for run in runs):
+            raise RequestError(
+                f"{name} has a provenance span of {field} without a sequence_id or with a negative offset or length: "
+                "take the sequence_id of the sampled sequence."
+            )
+        covered = sum(run.length for run in runs if run is not None)
+        if spans and covered != length:
+            raise RequestError(
+                f"The provenance spans of {field} of {name} cover {covered} positions of {length}: tile it exactly."
+            )
 
 
 def encode_output(logprobs_D: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
 
 from engine.compute.base import BaseModel
 from engine.compute.datum import Datum
 from engine.compute.lora import Adapter, LoraSpec
 from engine.compute.loss import Loss, bind_loss
 from engine.compute.train import exhaust, iterate_loss
+from engine.errors import RequestError
+from engine.wire.forward_backward import decode_datum
 
 # With a large eps, the length of an Adam step is proportional to the gradient.
 LINEAR = types.AdamParams(learning_rate=1.0, eps=100.0, beta1=0.0, beta2=0.0)
@@ -209,6 +213,66 @@ def test_missing_input_gives_one_sentence_and_client_continues(
     assert error.value.category == "user"
     assert trainer.forward_backward(rollouts, "ppo").result().metrics["loss:sum"]
     trainer.optim_step(LINEAR).result()
+
+
+def with_spans(datum: types.Datum, sequence_id: str, *lengths: int) -> types.Datum:
+    """Return a datum whose provenance spans have these lengths, unchecked by the SDK."""
+    spans = [types.SampledProvenanceSpan(sequence_id=sequence_id, length=length) for length in lengths]
+    return dataclasses.replace(datum, model_input_spans=spans, loss_fn_input_spans=spans)
+
+
+def test_provenance_is_accepted_and_changes_no_loss(engine_url: str) -> None:
+    """Samples with recorded stability, and datums that name them, as StableReinforce needs on the hosted service."""
+    prompt = types.ModelInput.from_ints([5, 6, 7])
+    with tinker.ServiceClient(base_url=engine_url, api_key="tml-test") as service:
+        trainer = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+        path = trainer.save_weights_for_sampler("provenance").result().path
+        sampler = trainer.create_sampling_client(path, record_stability_info=True).result()
+        params = types.SamplingParams(max_tokens=4, seed=1)
+        (sequence,) = sampler.sample(prompt, 1, params).result().sequences
+        num = len(sequence.tokens)
+        whole = [*prompt.to_ints(), *sequence.tokens]
+        inputs = {
+            "target_tokens": types.TensorData(data=whole[1:], dtype="int64"),
+            "logprobs": types.TensorData(data=[0.0, 0.0, *(sequence.logprobs or [])], dtype="float32"),
+            "advantages": types.TensorData(data=[0.0, 0.0, *[1.0] * num], dtype="float32"),
+        }
+        plain = types.Datum(types.ModelInput.from_ints(whole[:-1]), inputs)
+        from_prompt = types.PromptProvenanceSpan(sequence_id=sequence.sequence_id, length=3)
+        sampled = types.SampledProvenanceSpan(sequence_id=sequence.sequence_id, length=num - 1)
+        targets = [
+            types.PromptProvenanceSpan(sequence_id=sequence.sequence_id, offset=1, length=2),
+            types.SampledProvenanceSpan(sequence_id=sequence.sequence_id, length=num),
+        ]
+        named = plain.with_provenance(model_input=[from_prompt, sampled], loss_fn_inputs=targets)
+        losses = [trainer.forward([datum], "stable_reinforce").result().metrics for datum in (plain, named)]
+        assert losses[0] == losses[1]
+
+
+def test_wrong_provenance_is_one_sentence(trainer: tinker.TrainingClient, rollouts: list[types.Datum]) -> None:
+    length = rollouts[0].model_input.length
+    for wrong, message in (
+        (with_spans(rollouts[0], "s", length - 1), f"of Datum 0 cover {length - 1} positions of {length}: tile it"),
+        (with_spans(rollouts[0], "s", length, 1), f"cover {length + 1} positions of {length}: tile it exactly"),
+    ):
+        with pytest.raises(tinker.RequestFailedError, match=re.escape(message)) as error:
+            trainer.forward([wrong], "ppo").result()
+        assert error.value.category == "user"
+    assert trainer.forward([with_spans(rollouts[0], "s", length)], "ppo").result().metrics["loss:sum"]
+
+
+def test_incomplete_provenance_is_refused() -> None:
+    """Messages that the SDK does not build."""
+    tokens = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=(1).to_bytes(4, "little")))
+    targets = {"target_tokens": pb.Tensor(dtype=pb.DTYPE_INT64, dense=(1).to_bytes(8, "little"))}
+    span = pb.ProvenanceSpan(sampled_tokens=pb.SampledProvenanceSpan(sequence_id="", length=1))
+    for spans, message in (
+        ({"model_input_spans": [span]}, "for one of model_input and loss_fn_inputs only"),
+        ({"model_input_spans": [span], "loss_fn_input_spans": [span]}, "span of model_input without a sequence_id"),
+        ({"model_input_spans": [pb.ProvenanceSpan()], "loss_fn_input_spans": [span]}, "without a sequence_id"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            decode_datum(pb.Datum(model_input=[tokens], loss_fn_inputs=targets, **spans), 0, ())
 
 
 def test_policy_losses_take_one_target_per_token(trainer: tinker.TrainingClient) -> None:
