@@ -18,7 +18,7 @@ from rich.text import Text
 from tinker_cookbook.display import to_ints
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
-from blocks.console import TextConsole
+from blocks.console import TextConsole, escape_terminal
 from blocks.storage import RunDirectory
 from objectives.batch import Batch, unpack
 from objectives.labels import MEMBER, PROMPT
@@ -39,9 +39,6 @@ FIRST_BATCH = "first_batch.html"
 # Datums on the page, so that a large batch of long sequences stays readable.
 _MOST_DATUMS = 32
 _COLUMNS = ("datum", "tokens", "trained tokens", "smallest weight", "largest weight")
-# Control characters by the text that shows them; lines and tabs stay. C1 codes, too, begin escape sequences.
-_VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
-_VISIBLE |= {0x7F: "\u2421"} | {code: f"\\x{code:x}" for code in range(0x80, 0xA0)}
 _PAIR, _DESIRABLE = "pair", "desirable"
 _SIDES = {1: "chosen", 0: "rejected"}
 
@@ -110,7 +107,7 @@ def styled_text(datum: WeightedDatum, tokenizer: Tokenizer) -> Text:
     """Text of a datum in tinker-cookbook's colors. Control characters in the data are shown and have no effect."""
     text = Text()
     for sign, decoded in _runs(datum, tokenizer, [(weight > 0) - (weight < 0) for weight in datum.weights]):
-        text.append(decoded.translate(_VISIBLE), {1.0: "green", 0.0: "yellow", -1.0: "red"}[sign])
+        text.append(escape_terminal(decoded), {1.0: "green", 0.0: "yellow", -1.0: "red"}[sign])
     return text
 
 
