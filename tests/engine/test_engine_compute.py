@@ -87,10 +87,11 @@ def test_gradients_and_logprobs_match_autograd(
     torch.testing.assert_close(output.logprobs_D, expected, atol=1e-5, rtol=1e-5)
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-4, abs=1e-4)
     actual_gradients = take_gradients(adapter)
+    # Of a gradient that nearly cancels only rounding is left, in proportion to what was summed.
+    scale = max(gradient.abs().max().item() for gradient in expected_gradients.values())
     for name, parameter in adapter.named_parameters():
         zero = torch.zeros_like(parameter)
         expected_gradient = expected_gradients.get(name, zero)
-        scale = expected_gradient.abs().max().item()
         actual_gradient = actual_gradients.get(name, zero)
         torch.testing.assert_close(actual_gradient, expected_gradient, atol=1e-5 * scale + 1e-6, rtol=1e-5)
 
