@@ -394,9 +394,9 @@ def table(lines: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the held-out preference over the steps, and the final measures of each arm, as PNG."""
+    """Draw the held-out share of false annotations over the steps, and two final measures of each arm, as PNG."""
     figure = Figure(figsize=(10, 3.4), dpi=110, layout="constrained")
-    over_steps, preference, valid = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
+    over_steps, margin, valid = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
     # Okabe and Ito's palette, which colour-blind readers can tell apart.
     colors = dict(zip(ARMS, ("#000000", "#0072B2", "#009E73", "#E69F00", "#999999"), strict=True))
     for number, arm in enumerate(ARMS):
@@ -405,15 +405,15 @@ def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
         curves = np.array([[line["curve"][str(step)] for step in steps] for line in runs])
         over_steps.plot(steps, curves.mean(axis=0), color=colors[arm], label=arm, marker=".")
         over_steps.fill_between(steps, curves.min(axis=0), curves.max(axis=0), color=colors[arm], alpha=0.15)
-        for panel, shown in ((preference, interval(preferred(runs))), (valid, validity(runs))):
+        for panel, shown in ((margin, interval(margins(runs))), (valid, validity(runs))):
             bars = [[shown.mean - shown.low], [shown.high - shown.mean]]
             panel.errorbar([shown.mean], [-number], xerr=bars, fmt="o", color=colors[arm], capsize=3)
     over_steps.set(xlabel="step", ylabel="share of false annotations,\nexpected between both solutions")
     over_steps.legend(frameon=False, fontsize=8)
-    preference.set(xlabel="right solution preferred", yticks=range(0, -len(ARMS), -1), yticklabels=list(ARMS))
-    preference.axvline(0.5, color="0.8", linewidth=0.8)
-    valid.set(xlabel="true among sampled annotations", yticks=[])
-    for panel in (over_steps, preference, valid):
+    margin.set(xlabel="margin, nats", yticks=range(0, -len(ARMS), -1), yticklabels=list(ARMS))
+    margin.set_xlim(left=0)
+    valid.set(xlabel="true of sampled annotations", yticks=[], xlim=(0, None))
+    for panel in (over_steps, margin, valid):
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
