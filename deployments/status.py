@@ -21,6 +21,7 @@ from flows.runs.blocks import storage_at
 from tasks.reports.summary import run_warnings
 from tasks.training.checkpoints import read_records, step_of
 from tasks.training.metric_names import logged_name
+from tasks.training.metrics import metric_values
 
 # Main metrics in order of preference, for runs that have not logged the metric of `keep_best`.
 METRICS = ("test/nll", "env/all/reward/total", "accuracy", "train_mean_nll", "loss/total")
@@ -111,10 +112,7 @@ def status_of(run: StoredRun) -> RunStatus:
 def _warnings(client: MlflowClient, mlflow_run: MlflowRun) -> tuple[str, ...]:
     """Return the sentences that the report and the end of the run show too."""
     skipped = [key for key in mlflow_run.data.metrics if key.endswith("/skipped")]
-    history = {
-        key: [(point.step, point.value) for point in client.get_metric_history(mlflow_run.info.run_id, key)]
-        for key in skipped
-    }
+    history = {key: list(metric_values(client, mlflow_run.info.run_id, key).items()) for key in skipped}
     return run_warnings(mlflow_run.data.tags, history)
 
 

@@ -34,6 +34,7 @@ from tasks.supervised.dataset import SupervisedSource, build_dataset
 from tasks.training.batch_source import SampledTokens
 from tasks.training.candidates import prompts_of
 from tasks.training.datums import pack_datums
+from tasks.training.metrics import metric_values
 from tasks.training.reference import scored_tokens
 
 # Counting the tokens of a batch means tokenizing it; beyond this many batches, the mean is used instead.
@@ -309,10 +310,7 @@ def _pace(config: SftConfig | DpoConfig) -> tuple[str, float]:
         same = f"params.model = '{name}' and tags.`prefect.flow_name` = '{method}'"
         runs: Sequence[Run] = client.search_runs([tracking.experiment_id(client)], same)
         for run in runs:
-            tokens, seconds = (
-                {point.step: point.value for point in client.get_metric_history(run.info.run_id, key)}
-                for key in ("num_tokens", "time/step")
-            )
+            tokens, seconds = (metric_values(client, run.info.run_id, key) for key in ("num_tokens", "time/step"))
             # Skip the first step, whose time includes setup.
             later = sorted(tokens.keys() & seconds.keys())[1:]
             if total := sum(seconds[step] for step in later):

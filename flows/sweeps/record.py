@@ -19,6 +19,7 @@ from blocks.storage import RunDirectory
 from flows.runs.blocks import tracking_of
 from flows.runs.mlflow_run import open_mlflow_run
 from flows.sweeps.plan import SweepPlan
+from tasks.training.metrics import metric_values
 
 CONFIG_NAME = "sweep.json"
 
@@ -51,8 +52,7 @@ class SweepLog:
         if run is None:
             return []
         with self.tracking.failures():
-            points = self.client.get_metric_history(run.info.run_id, metric)
-        return sorted((point.step, point.value) for point in points)
+            return list(metric_values(self.client, run.info.run_id, metric).items())
 
 
 def check_sweep(directory: RunDirectory, plan: SweepPlan) -> None:

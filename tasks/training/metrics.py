@@ -25,6 +25,17 @@ _WRITE_EVERY_S = 0.5
 _MAX_POINTS = 1000  # MLflow's limit per write
 
 
+def metric_values(client: MlflowClient, run_id: str, key: str) -> dict[int, float]:
+    """Read the values of a metric by step, in the order of steps.
+
+    A step has one value, the newest. MLflow may store a step twice: a process that was suspended in the middle of a
+    write completes the write when it continues, although another process has taken over its run.
+    """
+    points = sorted(client.get_metric_history(run_id, key), key=lambda point: point.timestamp)
+    newest = {point.step: point.value for point in points}
+    return dict(sorted(newest.items()))
+
+
 class MetricsLog:
     """Metrics of one MLflow run; a step that a crashed run has already logged is not logged again.
 
@@ -110,18 +121,13 @@ class MetricsLog:
                 self.file.flush()
 
     def values(self, key: str) -> dict[int, float]:
-        """Values of a metric by step.
-
-        A step has one value, the newest: a write that was on its way when another process took over the run may have
-        left a second one.
-        """
-        points = sorted(self.client.get_metric_history(self.run_id, key), key=lambda point: point.timestamp)
-        return {point.step: point.value for point in points}
+        """Values of a metric by step."""
+        return metric_values(self.client, self.run_id, key)
 
     def history(self) -> dict[str, list[tuple[int, float]]]:
         """Points (step, value) of every metric, in the order of steps."""
         keys = self.client.get_run(self.run_id).data.metrics
-        return {key: sorted(self.values(key).items()) for key in keys}
+        return {key: list(self.values(key).items()) for key in keys}
 
     def _start_to_write(self) -> None:
         is_busy = self._writer is not None and self._writer.is_alive()
