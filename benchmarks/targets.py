@@ -94,7 +94,7 @@ CASES = (
     ),
     Case("tiny", "dpo", {"name": "kl", "target": {"at_most": 0.05}}, DPO, 80, SEEDS),
     Case("tiny", "rl", ENTROPY, RL, 120, SEEDS),
-    Case("smollm2-135m", "sft", {"name": "kl", "target": {"at_most": 0.2}}, SMOL, 48, (0,)),
+    Case("smollm2-135m", "sft", {"name": "kl", "target": {"at_most": 0.2}}, SMOL, 120, (0,)),
 )
 
 

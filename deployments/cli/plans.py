@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from blocks.errors import ConfigError
 from deployments.cli.options import BaseUrl, Json, Overrides
 
 
@@ -73,6 +75,9 @@ def which_method(
         "long_prompt": long_prompt,
     }
     if not as_json and all(flag is None for flag in available.values()):
+        if not sys.stdin.isatty():
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in available)
+            raise ConfigError(f"There is no terminal to ask in: say what you have with {flags}.")
         available = {
             resource.name: typer.confirm(f"Do you have {resource.question}?", default=False) for resource in questions()
         }
