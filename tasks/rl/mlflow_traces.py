@@ -1,4 +1,7 @@
-"""Rollouts of a step as MLflow traces: one trace per group, with a span per member and per turn."""
+"""Rollouts of a step as MLflow traces: one trace per group, with a span per member and per turn.
+
+Rewards, metrics of the environment and scores of terms are assessments of the members.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlflow.entities import Span, SpanType, TraceInfo, TraceLocation, TraceState
+from mlflow.entities import (
+    Assessment,
+    AssessmentSource,
+    AssessmentSourceType,
+    Feedback,
+    Span,
+    SpanType,
+    TraceInfo,
+    TraceLocation,
+    TraceState,
+)
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.mlflow_internals import SpanAttributeKey, TraceMetadataKey, TraceTagKey, TracingClient
@@ -18,6 +31,7 @@ from tasks.rl.rollout_log import Transcript, prompt_text
 from tasks.training.metrics import MetricsLog
 
 _PREVIEW = 1000  # characters
+_JUDGE_PREFIX = "judge/"  # of the metrics of prompted judges
 
 
 @retried_task(name="traces", task_run_name="traces-{step}")
@@ -61,7 +75,15 @@ class _Trace:
             response_preview=str(spans[0].outputs)[:_PREVIEW],
             trace_metadata={TraceMetadataKey.SOURCE_RUN: self.run_id},
             tags={TraceTagKey.TRACE_NAME: name, "step": str(self.step), "tags": " ".join(group.tags)},
+            assessments=list(_assessments(self, transcript)),
         )
+
+    def feedback(self, span: str, name: str, value: float, source: AssessmentSource) -> Feedback:
+        """Assessment of a span."""
+        return Feedback(name=name, value=value, source=source, trace_id=self.trace_id, span_id=self.span_id(span))
+
+    def span_id(self, name: str) -> str:
+        return self._digest(name)[:16]
 
     def span(self, name: str, parent: str, kind: str, inputs: object, outputs: Mapping[str, Any]) -> Span:
         """Finished span; `name` and `parent` identify spans within the trace, and the root's parent is empty."""
@@ -76,8 +98,8 @@ class _Trace:
             {
                 "name": name,
                 "trace_id": self.trace_id,
-                "span_id": self._digest(name)[:16],
-                "parent_span_id": self._digest(parent)[:16] if parent else None,
+                "span_id": self.span_id(name),
+                "parent_span_id": self.span_id(parent) if parent else None,
                 "start_time_unix_nano": now,  # the time of the rollout is unknown; this keeps the order of the turns
                 "end_time_unix_nano": now,
                 "status": {"code": "STATUS_CODE_OK", "message": ""},
@@ -106,3 +128,23 @@ def _spans(trace: _Trace, tokenizer: Tokenizer, transcript: Transcript) -> Itera
             outputs = {"text": text, "reward": turn.reward, "metrics": metrics}
             prompt = {"prompt": prompt_text(tokenizer, turn.ob)}
             yield trace.span(f"{answer}, turn {number}", answer, SpanType.LLM, prompt, outputs)
+
+
+def _assessments(trace: _Trace, transcript: Transcript) -> Iterator[Assessment]:
+    """Yield the reward, the metrics of the environment and the scores of the terms of each member of a group."""
+    trajectories = transcript.groups[trace.number].trajectories
+    if trajectories is None:
+        return
+    for index, reward in enumerate(trajectories.get_total_rewards()):
+        answer = f"answer {index}"
+        metrics = trajectories.metrics_G[index]
+        is_judged = any(name.startswith(_JUDGE_PREFIX) for name in metrics)
+        judge = AssessmentSource(AssessmentSourceType.LLM_JUDGE, "judge")
+        environment = AssessmentSource(AssessmentSourceType.CODE, "environment")
+        yield trace.feedback(answer, "reward", reward, judge if is_judged else environment)
+        for name, value in metrics.items():
+            if isinstance(value, int | float):
+                yield trace.feedback(answer, name, value, judge if name.startswith(_JUDGE_PREFIX) else environment)
+        for name, score in transcript.scores.get((trace.number, index), {}).items():
+            source = AssessmentSource(AssessmentSourceType.CODE, f"term {name}")
+            yield trace.feedback(answer, f"term/{name}", float(score), source)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mlflow import MlflowClient
+from mlflow.entities import Feedback, Trace
 from mlflow_process import running_mlflow
 from tinker import types
 from tinker_cookbook.completers import TokensWithLogprobs
@@ -44,7 +45,8 @@ def trajectory(*turns: str) -> Trajectory:
 
 def group(tag: str, *members: Trajectory) -> Group:
     rewards = [float(index) for index in range(len(members))]
-    return Group((tag,), TrajectoryGroup(list(members), rewards, [{} for _ in members]), ())
+    metrics = [{"judge/unparsed": 0.0} if tag == "one" else {"correct": index} for index in range(len(members))]
+    return Group((tag,), TrajectoryGroup(list(members), rewards, metrics), ())
 
 
 LOST = Group(("lost",), None, (RolloutError("ValueError", "no such game"),))
@@ -74,6 +76,15 @@ def test_each_completion_has_its_reward_and_term_scores() -> None:
     assert "Say &lt;b&gt;:" in page
 
 
+def assessments(trace: Trace, span_id: str) -> set[tuple[str, Any, str, str]]:
+    """Assessments of a span: name, value, and type and name of the source."""
+    return {
+        (feedback.name, feedback.value, feedback.source.source_type, feedback.source.source_id)
+        for feedback in trace.info.assessments
+        if isinstance(feedback, Feedback) and feedback.span_id == span_id
+    }
+
+
 @pytest.mark.slow
 def test_traces_are_written_once_to_the_experiment_of_the_run(tmp_path: Path) -> None:
     with running_mlflow(tmp_path) as url:
@@ -95,6 +106,19 @@ def test_traces_are_written_once_to_the_experiment_of_the_run(tmp_path: Path) ->
         assert spans["answer 1"].outputs == {"reward": 2.0, "terms": {"kl": 1.5}}
         assert spans["answer 1, turn 1"].inputs == {"prompt": "1. Say <b>:"}
         assert spans["answer 1, turn 1"].outputs == {"text": "cccc", "reward": 0.5, "metrics": {"length": 4}}
+        (one,) = (trace for trace in traces if trace.info.tags["tags"] == "one")
+        assert assessments(two, spans["answer 1"].span_id) == {
+            ("reward", 2.0, "CODE", "environment"),
+            ("correct", 1, "CODE", "environment"),
+            ("term/kl", 1.5, "CODE", "term kl"),
+        }
+        judged = next(span for span in one.data.spans if span.name == "answer 1")
+        assert assessments(one, judged.span_id) == {
+            ("reward", 1.5, "LLM_JUDGE", "judge"),
+            ("judge/unparsed", 0.0, "LLM_JUDGE", "judge"),
+            ("term/kl", 1.0, "CODE", "term kl"),
+        }
         (lost,) = (trace for trace in traces if trace.info.tags["tags"] == "lost")
+        assert lost.info.assessments == []
         assert lost.info.state == "ERROR"
         assert lost.data.spans[0].outputs["errors"] == ["ValueError: no such game"]
