@@ -12,7 +12,7 @@ from mlflow.entities import Feedback, Trace
 from mlflow_process import running_mlflow
 from tinker import types
 from tinker_cookbook.completers import TokensWithLogprobs
-from tinker_cookbook.rl.types import RolloutError, Trajectory, TrajectoryGroup, Transition
+from tinker_cookbook.rl.types import Metrics, RolloutError, Trajectory, TrajectoryGroup, Transition
 
 from engine.tiny import byte_tokenizer
 from tasks.rl.advantages import AdvantageSettings
@@ -45,7 +45,9 @@ def trajectory(*turns: str) -> Trajectory:
 
 def group(tag: str, *members: Trajectory) -> Group:
     rewards = [float(index) for index in range(len(members))]
-    metrics = [{"judge/unparsed": 0.0} if tag == "one" else {"correct": index} for index in range(len(members))]
+    metrics: list[Metrics] = [
+        {"judge/unparsed": 0.0} if tag == "one" else {"correct": index} for index in range(len(members))
+    ]
     return Group((tag,), TrajectoryGroup(list(members), rewards, metrics), ())
 
 
@@ -76,7 +78,7 @@ def test_each_completion_has_its_reward_and_term_scores() -> None:
     assert "Say &lt;b&gt;:" in page
 
 
-def assessments(trace: Trace, span_id: str) -> set[tuple[str, Any, str, str]]:
+def assessments(trace: Trace, span_id: str) -> set[tuple[Any, ...]]:
     """Assessments of a span: name, value, and type and name of the source."""
     return {
         (feedback.name, feedback.value, feedback.source.source_type, feedback.source.source_id)
