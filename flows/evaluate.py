@@ -59,7 +59,7 @@ from tasks.reports.tables import write_table
 from tasks.supervised.dataset import build_dataset
 from tasks.training.held_out import BatchValues
 from tasks.training.metrics import MetricsLog
-from tasks.training.model_registry import Promotion, promote
+from tasks.training.model_registry import Promotion, promote_from
 
 
 class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
@@ -297,9 +297,8 @@ def _register(
             return trainer.save_weights_for_sampler(alias).result().path
 
     assert config.register_as
-    return promote(
-        log, config.register_as, Promotion(alias, checkpoint.step, checkpoint.path, lineage), save_for_sampling
-    )
+    promoted = Promotion(alias, checkpoint.step, checkpoint.path, lineage)
+    return promote_from(checkpoint.key, log, config.register_as, promoted, save_for_sampling)
 
 
 def _columns(steps: Iterable[int], checkpoint: str, baseline: str | None) -> list[str]:

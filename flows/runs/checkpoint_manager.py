@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -12,14 +12,17 @@ from typing import Any, Self
 
 import tinker
 from mlflow.exceptions import MlflowException
+from prefect.assets import Asset
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.errors import ServiceError
 from flows.config.base import RunConfig
 from flows.config.promotion import PromoteIf
 from flows.monitoring.run_tags import forget_rejection, note_rejection
+from flows.runs.checkpoint_refs import checkpoint_key
 from flows.runs.promotion import Measurement, find_rejection
 from flows.runs.run import Run
+from tasks.common.assets import materialize
 from tasks.common.service_errors import service_errors
 from tasks.common.task import call
 from tasks.training.checkpoints import (
@@ -33,11 +36,13 @@ from tasks.training.checkpoints import (
 )
 from tasks.training.held_out import read_batch_values
 from tasks.training.metric_names import logged_name
-from tasks.training.model_registry import Promotion, promote
+from tasks.training.model_registry import Promotion, promote_from
 from tasks.training.retention import KeepPolicy, keep_checkpoints
 
 # After an error the service may not respond; a pending save gets this much time.
 LAST_WAIT_S = 10.0
+# Beginnings of the metrics in the metadata of a checkpoint's asset.
+_SHOWN_METRICS = ("loss/total", "train_mean_nll", "test/nll", "test/accuracy", "env/all/reward/total")
 
 
 class Checkpoints:
@@ -47,8 +52,21 @@ class Checkpoints:
         rejection: Reason why `finish` promoted no checkpoint; empty if it did, or without `register_as`.
     """
 
-    def __init__(self, run: Run, config: RunConfig, steps_per_epoch: int, start: CheckpointRecord | None) -> None:
-        self._run, self._config, self._steps_per_epoch = run, config, steps_per_epoch
+    def __init__(
+        self,
+        run: Run,
+        config: RunConfig,
+        steps_per_epoch: int,
+        start: CheckpointRecord | None,
+        data: Sequence[Asset] = (),
+    ) -> None:
+        """Open the checkpoints of a run.
+
+        Args:
+            start: the checkpoint that the run starts from.
+            data: the data of the run, from which its checkpoints derive.
+        """
+        self._run, self._config, self._steps_per_epoch, self._data = run, config, steps_per_epoch, data
         self._rest = tinker.RestClient(run.session.holder)
         best = config.keep_best
         self._policy = KeepPolicy(
@@ -127,7 +145,9 @@ class Checkpoints:
             self._thread.shutdown(wait=False)
 
     def _record(self, pending: PendingCheckpoint, state: Mapping[str, Any]) -> CheckpointRecord:
-        record = call(record_checkpoint, pending, self._run.directory, self._run.log, state)
+        key = checkpoint_key(self._run.directory.location, pending.name)
+        task = materialize(record_checkpoint, key, self._data, self._describe)
+        record = call(task, pending, self._run.directory, self._run.log, state)
         if self._policy.last or self._policy.metric:
             try:
                 call(keep_checkpoints, self._rest, self._run.directory, self._run.log, self._policy)
@@ -140,7 +160,17 @@ class Checkpoints:
         lineage = {"tinker_flows.run_name": self._config.run_name, "tinker.base_model": self._config.model, **parent}
         alias = "final" if record.final else "best"
         promoted = Promotion(alias, step_of(record), record.state_path or "", lineage)
-        promote(self._run.log, name, promoted, lambda: self._for_sampling(record))
+        key = checkpoint_key(self._run.directory.location, record.name)
+        promote_from(key, self._run.log, name, promoted, lambda: self._for_sampling(record))
+
+    def _describe(self, record: CheckpointRecord) -> dict[str, Any]:
+        """Return the metadata of a checkpoint as a Prefect asset."""
+        paths = {"state_path": record.state_path, "sampler_path": record.sampler_path}
+        origin = {"mlflow_run_id": self._run.log.run_id, "digest_of_datums": record.get("contents", {}).get("datums")}
+        metrics = self._run.log.client.get_run(self._run.log.run_id).data.metrics
+        shown = {name: value for name, value in metrics.items() if name.startswith(_SHOWN_METRICS)}
+        known = {"step": step_of(record), **paths, **origin, **shown}
+        return {name: value for name, value in known.items() if value is not None}
 
     def _rejection(self, record: CheckpointRecord) -> str:
         if not self._config.promote_if:

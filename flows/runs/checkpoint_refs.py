@@ -12,6 +12,7 @@ from blocks import RunStorage
 from blocks.errors import ConfigError
 from blocks.storage import CONFIG
 from flows.config.base import BASE, SERVICE_PATH, WeightsConfig
+from tasks.common.assets import asset_key
 from tasks.training.checkpoints import Records, read_records, step_of
 
 C = TypeVar("C", bound=WeightsConfig)
@@ -26,6 +27,7 @@ class NamedCheckpoint:
         path: tinker:// path; empty for the base model.
         step: Number of updates according to the run's record; 0 without a record.
         run_name, model: Run and base model; empty without a record.
+        key: Key as a Prefect asset; empty for the base model.
     """
 
     name: str
@@ -33,6 +35,7 @@ class NamedCheckpoint:
     step: int = 0
     run_name: str = ""
     model: str = ""
+    key: str = ""
 
 
 def find_checkpoint(name: str, storage: RunStorage) -> NamedCheckpoint:
@@ -53,7 +56,7 @@ def find_checkpoints(name: str, storage: RunStorage) -> list[NamedCheckpoint]:
     if name == BASE:
         return [NamedCheckpoint(name, "")]
     if name.startswith(SERVICE_PATH):
-        return [NamedCheckpoint(name, name)]
+        return [NamedCheckpoint(name, name, key=asset_key(name))]
     run_name, _, at = name.partition("@")
     directory = storage.run_directory(run_name)
     records = read_records(directory)
@@ -76,7 +79,7 @@ def find_checkpoints(name: str, storage: RunStorage) -> list[NamedCheckpoint]:
             "tinker:// path."
         )
     config = directory.read_bytes(CONFIG)
-    return [_of_record(name, run_name, record, config) for record in matches]
+    return [_of_record(name, run_name, record, config, directory.location) for record in matches]
 
 
 def find_steps(checkpoint: NamedCheckpoint, steps: str, storage: RunStorage) -> list[NamedCheckpoint]:
@@ -130,6 +133,19 @@ def with_model(config: C, *checkpoints: NamedCheckpoint) -> C:
     return config.model_copy(update={"model": model})
 
 
-def _of_record(name: str, run_name: str, record: CheckpointRecord, config: bytes | None) -> NamedCheckpoint:
+def checkpoint_key(location: str, name: str) -> str:
+    """Return the key of a run's checkpoint as a Prefect asset.
+
+    Args:
+        location: location of the run's directory.
+        name: name of the checkpoint's record.
+    """
+    return asset_key(f"{location}/checkpoints/{name}")
+
+
+def _of_record(
+    name: str, run_name: str, record: CheckpointRecord, config: bytes | None, location: str
+) -> NamedCheckpoint:
     model = str(json.loads(config).get("model", "")) if config else ""
-    return NamedCheckpoint(name, record.state_path or record.sampler_path or "", step_of(record), run_name, model)
+    path = record.state_path or record.sampler_path or ""
+    return NamedCheckpoint(name, path, step_of(record), run_name, model, checkpoint_key(location, record.name))

@@ -1,4 +1,4 @@
-"""Data of a run as datasets of its MLflow run, which lead from a registered version back to its rows."""
+"""Data of a run as datasets of its MLflow run and as Prefect assets, to which checkpoints and versions lead back."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 from mlflow.entities import Dataset, DatasetInput, InputTag
 from mlflow.exceptions import MlflowException
+from prefect.assets import Asset
 
 from blocks.errors import reason
 from flows.config.base import RunConfig
 from flows.monitoring.run_tags import note_warning
 from flows.runs.mlflow_run import flatten
+from tasks.common.assets import asset_key, describe_asset
 from tasks.common.digests import digest_text
 from tasks.reports.summary import DATA_PARAMS
 from tasks.training.metrics import MetricsLog
@@ -54,6 +56,28 @@ def log_datasets(log: MetricsLog, config: RunConfig, digests: Mapping[str, str],
             log.client.log_inputs(log.run_id, datasets)
         except MlflowException as error:
             note_warning(log, "datasets", f"MLflow did not store the datasets of the run ({reason(error)}).")
+
+
+def data_assets(config: RunConfig, digests: Mapping[str, str]) -> list[Asset]:
+    """Return the data of a run as Prefect assets: its files with digest and rows, or else the builder.
+
+    Args:
+        digests: see `log_datasets`.
+    """
+    assets: list[Asset] = []
+    for text, digest in digests.items():
+        path = Path(text).expanduser()
+        if path.is_file():
+            columns, num_rows = _describe(path) if path.suffix == ".jsonl" else ([], None)
+            rows = "" if num_rows is None else f"{num_rows} rows"
+            names = ", ".join(str(column["name"]) for column in columns)
+            parts = [f"digest {digest}", rows, names and f"columns {names}"]
+            assets.append(describe_asset(asset_key(text), "; ".join(filter(None, parts))))
+    fields = flatten(config.model_dump(mode="json"))
+    builder = next((str(fields[key]) for key in DATA_PARAMS if fields.get(key)), "")
+    if not assets and builder:
+        assets.append(describe_asset(asset_key(f"python://{builder.replace(':', '/')}"), "builder of the data"))
+    return assets
 
 
 def _context(fields: Mapping[str, object], text: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from prefect.assets import Asset
 from prefect.runtime import flow_run
 from prefect.states import Completed
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
@@ -13,8 +14,10 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from blocks.errors import StorageError
 from blocks.urls import hide_credentials
 from flows.monitoring.run_tags import note_targets
+from flows.runs.checkpoint_refs import checkpoint_key
 from flows.runs.run import Run
 from objectives.targets import TargetSpec
+from tasks.common.assets import asset_key, materialize
 from tasks.reports.run_report import write_report
 from tasks.reports.summary import run_warnings
 from tasks.reports.tables import HeldOutRow, held_out_rows, target_rows
@@ -97,14 +100,17 @@ def finish(
     rows = target_rows(history, targets)
     note_targets(run.log, rows)
     mlflow_run = run.log.client.get_run(run.log.run_id)
+    location = run.directory.location
+    key, checkpoint = asset_key(f"{location}/report.html"), Asset(key=checkpoint_key(location, last.name))
+    report = materialize(write_report, key, [checkpoint], lambda _: {"mlflow_run_id": run.log.run_id})
     return TrainResult(
         run_name=run_name,
         num_steps=step_of(last),
         resumed_from=first,
         state_path=last.state_path,
         sampler_path=last.sampler_path or "",
-        directory=run.directory.location,
-        report=write_report(run.directory, run.log, run_name, history, reasons.not_promoted, rows),
+        directory=location,
+        report=report(run.directory, run.log, run_name, history, reasons.not_promoted, rows),
         flow_run_id=flow_run.get_id() or "",
         tracking_uri=hide_credentials(run.log.client.tracking_uri),
         experiment_id=mlflow_run.info.experiment_id,

@@ -39,7 +39,7 @@ from flows.runs.blocks import service_url
 from flows.runs.checkpoint_manager import Checkpoints
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, FORMAT_OF_SCALES, recorded_format
 from flows.runs.contents import CONTENTS_KEY, open_contents
-from flows.runs.lineage import log_datasets
+from flows.runs.lineage import data_assets, log_datasets
 from flows.runs.prices import price_of
 from flows.runs.result import EndReasons, TrainResult, finish
 from flows.runs.resume import first_step, resolve_start
@@ -204,7 +204,8 @@ class Trainer:
             reference = open_reference(run, config, keeps=not source.sampled)
         self.reference = reference
         self.reference_price = price_of_reference(run.log, config, reference.model) if reference else None
-        self.checkpoints = Checkpoints(run, config, schedule.steps_per_epoch, self.start)
+        data = data_assets(config, self.contents.digests.get("data", {}))
+        self.checkpoints = Checkpoints(run, config, schedule.steps_per_epoch, self.start, data)
         self._restore(self.start)
         self.one_pass = OnePass(objective, run.session)
         self.executor = TaskTermExecutor(objective.runner)

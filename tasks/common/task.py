@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from prefect import State, Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
+from prefect.tasks import MaterializingTask
 from prefect.utilities.annotations import opaque
 
 from blocks.errors import ConfigError, NotFiniteError
@@ -62,8 +63,11 @@ def inline_tasks() -> Iterator[None]:
 
 
 def call(task: Task[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a task; an inline task with retries that fails is called again with a task run, which retries it."""
-    if not _INLINE.get():
+    """Call a task; an inline task with retries that fails is called again with a task run, which retries it.
+
+    A task that materializes an asset always has a task run, which reports the asset.
+    """
+    if not _INLINE.get() or isinstance(task, MaterializingTask):
         return task(*args, **kwargs)
     try:
         return task.fn(*args, **kwargs)

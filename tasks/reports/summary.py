@@ -13,6 +13,7 @@ from blocks.storage import RunDirectory, RunStorage
 from tasks.reports.tables import HELD_OUT, HeldOutRow, History, held_out_rows, is_headline
 from tasks.training.checkpoints import Records, read_records, step_of
 from tasks.training.held_out import read_batch_values
+from tasks.training.model_registry import VERSION_TAG
 
 STOPPED_TAG = "tinker_flows.stopped"
 # Tags whose values are sentences about something that a person should know, by what they are about. Release 0.1 had
@@ -139,8 +140,20 @@ def _facts(run: MlflowRun, records: Records, history: History) -> list[tuple[str
         ("cost", price),
         ("started", f"{started:%Y-%m-%d %H:%M} UTC"),
         ("service", run.data.tags.get("tinker.base_url")),
+        ("lineage", _lineage(run, records)),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def _lineage(run: MlflowRun, records: Records) -> str | None:
+    """Describe the way from the data to the newest checkpoint and to the registered version; None without data."""
+    datasets = [entry.dataset for entry in run.inputs.dataset_inputs] if run.inputs else []
+    if not datasets or not records.checkpoints:
+        return None
+    data = ", ".join(f"{dataset.name} (digest {dataset.digest})" for dataset in datasets)
+    newest = records.checkpoints[0]
+    checkpoint = f"checkpoint {newest.name} at step {step_of(newest)}"
+    return " → ".join(filter(None, [data, checkpoint, run.data.tags.get(VERSION_TAG)]))
 
 
 def _commands(run_name: str, directory: RunDirectory, records: Records, method: str) -> list[tuple[str, str]]:

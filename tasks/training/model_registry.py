@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from mlflow.entities import LoggedModelStatus, Metric
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+from prefect.assets import Asset
 
 from blocks.errors import ServiceError, reason
 from blocks.mlflow_internals import RESOURCE_ALREADY_EXISTS, ErrorCode
-from tasks.common.task import retried_task
+from tasks.common.assets import asset_key, materialize
+from tasks.common.task import call, retried_task
 from tasks.training.metrics import MetricsLog
 
 STATE_TAG = "tinker.state_path"
+# Tag of a run with the newest version that it has registered.
+VERSION_TAG = "tinker_flows.version"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +55,27 @@ def promote(log: MetricsLog, name: str, promoted: Promotion, save_for_sampling: 
     try:
         version = _find(log, name, promoted.state_path) or _register(log, name, promoted, save_for_sampling())
         log.client.set_registered_model_alias(name, promoted.alias, version)
+        log.tag(VERSION_TAG, f"{name} version {version}")
     except MlflowException as error:
         raise ServiceError(
             f"The checkpoint {promoted.state_path} could not be registered as the model {name!r} ({reason(error)}): "
             "choose another name for register_as, or a tracking server with a model registry."
         ) from error
     return version
+
+
+def promote_from(
+    checkpoint_key: str, log: MetricsLog, name: str, promoted: Promotion, save_for_sampling: Callable[[], str]
+) -> str:
+    """Call `promote`, and report the model version as a Prefect asset that derives from the checkpoint."""
+
+    def describe(version: str) -> dict[str, object]:
+        path = {"alias": promoted.alias, "step": promoted.step, "state_path": promoted.state_path}
+        return {"version": version, "mlflow_run_id": log.run_id, **path}
+
+    upstream = [Asset(key=checkpoint_key)] if checkpoint_key else []
+    task = materialize(promote, asset_key(f"mlflow://models/{name}@{promoted.alias}"), upstream, describe)
+    return call(task, log, name, promoted, save_for_sampling)
 
 
 def _find(log: MetricsLog, name: str, state_path: str) -> str | None:
