@@ -95,7 +95,8 @@ class Outputs:
 
     Attributes:
         logprobs_DT: float32, nats, shape of the targets: logprobs under the current policy.
-        ref_logprobs_DT: logprobs under the frozen reference; ``None`` unless a term needs them.
+        ref_logprobs_DT: logprobs under the frozen reference; ``None`` unless a term needs them. 0 at targets before
+            the first trained one of a datum, unless the run scores whole sequences.
         sampling_logprobs_DT: logprobs under the policy that sampled the data; ``None`` unless a term needs them.
     """
 

@@ -149,6 +149,13 @@ class TrainConfig(RunConfig):
         "the same tokenizer. The run computes its log-probabilities once per datum, at the price of prompt tokens.",
         min_length=1,
     )
+    prompt_logprobs_last_n: Literal["auto", "off"] = Field(
+        default="auto",
+        title="Score the end of sequences",
+        description="Use the SDK's option of this name, with which reference and teachers score a sequence only from "
+        "its first trained token on, so that the service can take the prompt from its prefix cache. `auto`: unless the "
+        "service does not know the option, which is a warning. `off`: score whole sequences.",
+    )
     lora_rank: int = Field(default=32, ge=1, le=4096, title="LoRA rank", description="Rank of the trained adapter.")
     train_attn: bool = Field(
         default=True, title="Train attention", description="Train an adapter on the attention layers."

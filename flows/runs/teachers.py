@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import tinker
 from tinker_cookbook.tokenizer_utils import Tokenizer
@@ -13,10 +14,12 @@ from flows.config.base import SERVICE_PATH
 from flows.config.distill import TeacherConfig
 from flows.config.dpo import START
 from flows.config.train import BASE_MODEL, TrainConfig
+from flows.monitoring.run_tags import note_warning
 from flows.runs.blocks import storage_of
 from flows.runs.checkpoint_refs import find_checkpoint
 from flows.runs.run import Run
 from tasks.common.datum_cache import load_cache
+from tasks.common.prompt_scores import supports_last_n
 from tasks.common.sampling import open_sampler
 from tasks.common.service_errors import service_errors
 from tasks.training.checkpoints import resumable
@@ -42,7 +45,22 @@ def open_teachers(run: Run, config: TrainConfig, teachers: Sequence[TeacherConfi
         (model, path): _open(run, model, path, tokenizer if model != config.model else None)
         for model, path in dict.fromkeys(weights)
     }
-    return [clients[key] for key in weights]
+    has_last_n = _has_last_n(run, config, clients[weights[0]].sampler)
+    return [replace(clients[key], has_last_n=has_last_n) for key in weights]
+
+
+def _has_last_n(run: Run, config: TrainConfig, sampler: tinker.SamplingClient) -> bool:
+    """Return whether reference and teachers score only the ends of sequences; warn if the service cannot."""
+    if config.prompt_logprobs_last_n == "off":
+        return False
+    if supports_last_n(sampler):
+        return True
+    text = (
+        "The service does not know prompt_logprobs_last_n, so reference and teachers score whole sequences: set "
+        "prompt_logprobs_last_n to off, or update the service."
+    )
+    note_warning(run.log, "prompt_logprobs_last_n", text)
+    return False
 
 
 def _resolve(run: Run, config: TrainConfig, teachers: Sequence[TeacherConfig]) -> list[tuple[str, str]]:
@@ -117,7 +135,8 @@ def open_reference(run: Run, config: TrainConfig, *, keeps: bool = True) -> Refe
                 sampler = run.session.create_sampling_client(model_path=path).result()
             else:
                 sampler = open_trainer().save_weights_and_get_sampling_client().result()
-    reference = Reference(sampler, open_trainer, name, model=model, uses_cache=keeps)
+    has_last_n = _has_last_n(run, config, sampler)
+    reference = Reference(sampler, open_trainer, name, model=model, uses_cache=keeps, has_last_n=has_last_n)
     load_cache(reference.cache, run.directory, REFERENCE_NAME)
     return reference
 

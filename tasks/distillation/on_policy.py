@@ -117,7 +117,7 @@ class OnPolicySource(RolloutSource):
         if synced := state.get("teacher_sync"):
             self._synced = SyncedWeights(*synced)
             self._last_due = self._synced.step
-            self._teachers = [self._sync.open(self._synced.path)]
+            self._teachers = [self._open(self._synced.path)]
 
     def state(self, step: int) -> dict[str, Any]:
         return super().state(step) | ({"teacher_sync": list(self._synced)} if self._synced else {})
@@ -130,6 +130,11 @@ class OnPolicySource(RolloutSource):
                 self._saving = (due, client.save_weights_for_sampler(f"teacher_sync_{due}"))
         return super().load(step, client)
 
+    def _open(self, path: str) -> Teacher:
+        """Open saved weights as a teacher on the same service as the first one."""
+        assert self._sync is not None
+        return replace(self._sync.open(path), has_last_n=self._teachers[0].has_last_n)
+
     def _replace_teacher(self) -> None:
         """Wait for the weights that are due to become the teacher, and open them."""
         if self._sync is None or self._saving is None:
@@ -137,7 +142,7 @@ class OnPolicySource(RolloutSource):
         step, save = self._saving
         path = wait_for_response(save, "save the weights of the student as its teacher").path
         self._synced, self._saving = SyncedWeights(step, path), None
-        self._teachers = [self._sync.open(path)]
+        self._teachers = [self._open(path)]
 
     def gather(self, step: int, groups: Sequence[Group]) -> Batch:
         self._replace_teacher()

@@ -18,6 +18,7 @@ from blocks.errors import ServiceError
 from objectives.batch import Batch, pack, unpack
 from objectives.jsonl_cache import JsonlCache
 from tasks.common.event_loop import run_coroutine
+from tasks.common.prompt_scores import score_last_tokens
 from tasks.common.service_errors import service_errors, wait_for_response
 from tasks.common.task import retried_task
 from tasks.training.batch_source import SampledTokens
@@ -44,6 +45,7 @@ class Reference:
         *,
         model: str = "",
         uses_cache: bool = True,
+        has_last_n: bool = False,
     ) -> None:
         """Create a reference from clients that are never updated.
 
@@ -53,9 +55,11 @@ class Reference:
             name: name of the reference in the config.
             model: base model by its name on the service.
             uses_cache: False for sampled data, which does not repeat.
+            has_last_n: True to score a sequence only from its first trained target on; earlier targets get 0.
         """
         self._sampler, self._open_trainer, self._trainer = sampler, open_trainer, None
         self._name, self.model, self._uses_cache, self.cache = name, model, uses_cache, JsonlCache()
+        self._has_last_n = has_last_n
         # Batches of several steps are scored at once, by several threads.
         self._lock = Lock()
         self._sampled: dict[int, SampledTokens] = {}
@@ -77,6 +81,8 @@ class Reference:
     def logprobs(self, batch: Batch, step: int) -> Tensor:
         """Return the reference's logprobs of the batch's targets, float32, in nats, in the shape of the targets.
 
+        With `has_last_n`, targets before the first trained one of a datum get 0.
+
         Args:
             step: step that pays for the tokens.
 
@@ -84,11 +90,15 @@ class Reference:
             ServiceError: the service failed, or returned logprobs of another shape or that are not finite.
         """
         targets_D = unpack(batch.target_tokens_DT, batch.offsets_D)
-        keys_D = self._keys(batch, targets_D)
-        cached = self.cache.find(keys_D) if self._uses_cache else self._find_recent(step)
+        firsts_D = [self._first_scored(mask_T) for mask_T in unpack(batch.mask_DT, batch.offsets_D)]
+        # Logprobs of all targets serve a datum too of which only the last are needed.
+        whole_D = self._keys(batch, targets_D)
+        suffix_D = [f"{key}+{first}" if first else key for key, first in zip(whole_D, firsts_D, strict=True)]
+        cached = self.cache.find([*whole_D, *suffix_D]) if self._uses_cache else self._find_recent(step)
+        keys_D = [whole if whole in cached else suffix for whole, suffix in zip(whole_D, suffix_D, strict=True)]
         new = {key: d for d, key in enumerate(keys_D) if key not in cached}
         if new:
-            new_D = self._compute(batch, list(new.values()), targets_D, step)
+            new_D = self._compute(batch, list(new.values()), targets_D, firsts_D, step)
             for d, logprobs in zip(new.values(), new_D, strict=True):
                 if logprobs.shape != targets_D[d].shape or not bool(logprobs.isfinite().all()):
                     raise ServiceError(
@@ -115,19 +125,36 @@ class Reference:
             # The next step may be scored while a step is still trained on.
             self._recent = {key: values for key, values in self._recent.items() if key >= step - 1}
 
-    def _compute(self, batch: Batch, indices: Sequence[int], targets_D: Sequence[Tensor], step: int) -> list[Tensor]:
+    def _first_scored(self, mask_T: Tensor) -> int:
+        """Index of the first target of a datum whose logprob is needed."""
+        return int(mask_T.long().argmax()) if self._has_last_n else 0
+
+    def _compute(
+        self,
+        batch: Batch,
+        indices: Sequence[int],
+        targets_D: Sequence[Tensor],
+        firsts_D: Sequence[int],
+        step: int,
+    ) -> list[Tensor]:
         """Return the logprobs of some datums of a batch, in the order of `indices`."""
         datums, masks_D = list(batch.datums), unpack(batch.mask_DT, batch.offsets_D)
         scored = [d for d in indices if has_next_token_targets(datums[d], targets_D[d], masks_D[d])]
         others = [d for d in indices if d not in set(scored)]
-        logprobs = self._score([(datums[d], targets_D[d]) for d in scored], step) if scored else []
+        logprobs = self._score([(datums[d], targets_D[d], firsts_D[d]) for d in scored], step) if scored else []
         logprobs += self._forward([datums[d] for d in others], step) if others else []
         by_datum = dict(zip([*scored, *others], logprobs, strict=True))
         return [by_datum[d] for d in indices]
 
-    def _score(self, sequences: Sequence[tuple[tinker.Datum, Tensor]], step: int) -> list[Tensor]:
-        inputs = [datum.model_input.append_int(int(targets[-1])) for datum, targets in sequences]
-        logprobs = score_sequences(self._sampler, inputs, f"score a sequence with the reference {self._name}")
+    def _score(self, sequences: Sequence[tuple[tinker.Datum, Tensor, int]], step: int) -> list[Tensor]:
+        inputs = [datum.model_input.append_int(int(targets[-1])) for datum, targets, _ in sequences]
+        firsts = [first for _, _, first in sequences] if self._has_last_n else None
+        logprobs = score_sequences(self._sampler, inputs, f"score a sequence with the reference {self._name}", firsts)
+        if firsts:
+            logprobs = [
+                torch.cat([torch.zeros(first), logprobs_T[first:]])
+                for first, logprobs_T in zip(firsts, logprobs, strict=True)
+            ]
         sampled = scored_tokens(sum(tokens.length - 1 for tokens in inputs), len(inputs))
         with self._lock:
             self._sampled[step] = self._sampled.get(step, SampledTokens()) + sampled
@@ -151,24 +178,31 @@ class Reference:
         ]
 
 
-def score_sequences(sampler: tinker.SamplingClient, sequences: Sequence[types.ModelInput], action: str) -> list[Tensor]:
-    """Return the logprobs of all tokens but the first of each sequence, float32, in nats.
+def score_sequences(
+    sampler: tinker.SamplingClient,
+    sequences: Sequence[types.ModelInput],
+    action: str,
+    firsts: Sequence[int] | None = None,
+) -> list[Tensor]:
+    """Return the logprobs of all tokens but the first of each sequence, float32, in nats; NaN where not scored.
 
     Args:
         action: what fails if the service fails, for the error message.
+        firsts: index of the first logprob that is needed of each sequence, if the service can score the end of a
+            sequence alone (`supports_last_n`); None to score whole sequences.
 
     Raises:
         ServiceError: the service failed.
     """
 
-    async def score(tokens: types.ModelInput) -> Tensor:
+    async def score(tokens: types.ModelInput, first: int) -> Tensor:
         with service_errors(action):
-            logprobs = await sampler.compute_logprobs(tokens)
+            logprobs = await score_last_tokens(sampler, tokens, first + 1, has_last_n=firsts is not None)
         # The first token of a sequence has no logprob.
         return torch.tensor([float("nan") if value is None else value for value in logprobs[1:]])
 
     async def score_all() -> list[Tensor]:
-        return list(await asyncio.gather(*map(score, sequences)))
+        return list(await asyncio.gather(*map(score, sequences, firsts or [0] * len(sequences))))
 
     return run_coroutine(score_all())
 

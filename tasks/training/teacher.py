@@ -14,6 +14,7 @@ from torch import Tensor
 
 from blocks.errors import PoisonedError, ServiceError
 from tasks.common.event_loop import run_coroutine
+from tasks.common.prompt_scores import last_n, score_last_tokens
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 
@@ -25,10 +26,12 @@ class Teacher:
     Attributes:
         sampler: client of its weights.
         name: name in error messages.
+        has_last_n: True to score a sequence only from its first trained token on (`supports_last_n`).
     """
 
     sampler: tinker.SamplingClient
     name: str
+    has_last_n: bool = False
 
 
 class TeacherRequest(NamedTuple):
@@ -119,11 +122,13 @@ def hard_datum(tokens: Sequence[int], weights: Sequence[float]) -> tinker.Datum:
 
 
 async def _score(request: TeacherRequest) -> Tensor:
-    with service_errors(f"query the teacher {request.teacher.name}"):
-        logprobs = await request.teacher.sampler.compute_logprobs(_input_with_last_target(request.datum))
+    teacher, positions_M = request.teacher, trained_positions(request.datum)
+    tokens, first = _input_with_last_target(request.datum), int(positions_M[0]) + 1
+    with service_errors(f"query the teacher {teacher.name}"):
+        logprobs = await score_last_tokens(teacher.sampler, tokens, first, has_last_n=teacher.has_last_n)
     # The first token of a sequence has no logprob.
-    logprobs_T = torch.tensor([0.0 if value is None else value for value in logprobs[1:]])
-    logprobs_M = logprobs_T[trained_positions(request.datum)]
+    logprobs_T = torch.tensor([torch.nan if value is None else value for value in logprobs[1:]])
+    logprobs_M = logprobs_T[positions_M]
     if not bool(logprobs_M.isfinite().all()):
         raise PoisonedError(
             f"The teacher {request.teacher.name} gives the logprob {logprobs_M.min()} to a token: check its weights."
@@ -132,16 +137,18 @@ async def _score(request: TeacherRequest) -> Tensor:
 
 
 async def _compute_top_k(request: TeacherRequest, top_k: int) -> TopK:
-    with service_errors(f"query the teacher {request.teacher.name}"):
-        response = await request.teacher.sampler.sample(
-            _input_with_last_target(request.datum),
+    teacher, tokens = request.teacher, _input_with_last_target(request.datum)
+    positions = (trained_positions(request.datum) + 1).tolist()
+    with service_errors(f"query the teacher {teacher.name}"):
+        response = await teacher.sampler.sample(
+            tokens,
             1,
             types.SamplingParams(max_tokens=1),
             include_prompt_logprobs=True,
             topk_prompt_logprobs=top_k,
+            prompt_logprobs_last_n=last_n(tokens, positions[0]) if teacher.has_last_n else None,
         )
     top_T = response.topk_prompt_logprobs
-    positions = (trained_positions(request.datum) + 1).tolist()
     rows = [top_T[position] or [] for position in positions] if top_T else [[]]
     if not all(rows):
         raise ServiceError(

@@ -53,6 +53,28 @@ def test_base_model_is_queried_once_per_datum(tmp_path: Path, engine_url: str, m
     assert kl_of(fused, mlflow_uri) == pytest.approx(distances, abs=1e-6)
 
 
+def test_reference_on_a_service_without_scores_of_ends(
+    tmp_path: Path, engine_url: str, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run warns and scores whole sequences, with the same values as without the option and with it."""
+    runs = [
+        run(tmp_path, option, mlflow_uri, engine_url, num_steps=2, prompt_logprobs_last_n=option)
+        for option in ("auto", "off")
+    ]
+    send = tinker.SamplingClient._send_asample_request
+    monkeypatch.setattr(
+        tinker.SamplingClient, "_send_asample_request", lambda client, *args: send(client, *args[:-1], None)
+    )
+    runs.append(run(tmp_path, "fallback", mlflow_uri, engine_url, num_steps=2))
+    values = [kl_of(result, mlflow_uri) for result in runs]
+    assert values[0] == pytest.approx(values[1], abs=1e-7)
+    assert values[2] == pytest.approx(values[1], abs=1e-7)
+    tags = [MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags for result in runs]
+    warnings = [run_tags.get("tinker_flows.warning.prompt_logprobs_last_n", "") for run_tags in tags]
+    assert warnings[:2] == ["", ""]
+    assert "score whole sequences" in warnings[2]
+
+
 def one_pass() -> dict[str, Any]:
     return {"regularizers": [{"name": "kl", "weight": 0.1}], "backend": "server"}
 
