@@ -13,6 +13,7 @@ from typing import Any
 from prefect import flow
 from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.rl.types import RLDataset
+from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from flows.config.base import BuilderConfig
@@ -27,6 +28,7 @@ from flows.config.distill import (
     TeacherDataConfig,
     TeacherTargetsConfig,
 )
+from flows.config.loader import renderer_names
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import run_with_restarts
@@ -39,12 +41,15 @@ from objectives.aliases import renamed_attribute
 from objectives.batch import TOPK
 from objectives.objective import Objective
 from tasks.common.builders import build
+from tasks.common.renderers import renderer_of
+from tasks.common.sampling import open_renderer
+from tasks.distillation.hindsight import Hindsight
 from tasks.distillation.mixture import Mixture
 from tasks.distillation.on_policy import OnPolicySource, TeacherKL, TeacherSync, TeacherTargets
 from tasks.distillation.teacher_data import SequenceSettings, TeacherDataSource
 from tasks.evaluation.evaluators import build_evaluators
 from tasks.rl.advantages import AdvantageSettings
-from tasks.rl.rollout_source import build_environments
+from tasks.rl.rollout_source import HeldOutEnvironments, build_environments
 from tasks.training.batch_source import BatchSource
 
 __getattr__ = partial(renamed_attribute, "flows.distill")  # names of release 0.1
@@ -71,13 +76,7 @@ def self_distillation(config: SelfConfig) -> TrainResult:
     """Train the student on its own samples, with earlier weights that see more context as the teacher."""
     questions = config.questions.builder(config.shown, config.batch_size)
     datasets = [GroupsConfig(environment=questions, teacher=config.teacher)]
-
-    def open_source(run: Run) -> SourceAndEvaluators:
-        every = config.teacher_sync_every
-        sync = TeacherSync(every, partial(open_saved_teacher, run, config.model)) if every else None
-        return _on_policy(run, config, datasets, sync)
-
-    return _run(config, _on_policy_inputs(config), open_source)
+    return _run(config, _on_policy_inputs(config), lambda run: _on_policy(run, config, datasets))
 
 
 @flow(name="prompt_distillation", flow_run_name="{config.run_name}", on_running=[apply_rights])
@@ -125,9 +124,7 @@ def _check_base(objective: Objective, *, on_policy: bool) -> None:
         )
 
 
-def _on_policy(
-    run: Run, config: SamplingConfig, datasets: Sequence[GroupsConfig], sync: TeacherSync | None = None
-) -> SourceAndEvaluators:
+def _on_policy(run: Run, config: SamplingConfig, datasets: Sequence[GroupsConfig]) -> SourceAndEvaluators:
     teachers = open_teachers(run, config, [dataset.teacher for dataset in datasets])
     tokenizer, settings = run.client.get_tokenizer(), config.rollout.settings(config.seed, NO_REWARD)
     if recorded_format(run.directory) < FORMAT_OF_CORRECTIONS:
@@ -136,7 +133,13 @@ def _on_policy(
     weights = [dataset.weight for dataset in datasets]
     mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
     tests = [(teacher, test) for teacher, (_, test) in zip(teachers, built, strict=True) if test is not None]
-    held_out = [TeacherKL(tests, tokenizer, settings)] if tests else []
+    hindsight = _open_hindsight(config, tokenizer)
+    if hindsight:  # without a context, the teacher is no better than the student
+        held_out = [HeldOutEnvironments(test, settings, tokenizer) for _, test in tests]
+    else:
+        held_out = [TeacherKL(tests, tokenizer, settings)] if tests else []
+    every = config.teacher_sync_every
+    sync = TeacherSync(every, partial(open_saved_teacher, run, config.model)) if every else None
     targets = TeacherTargets(
         kl_penalty_coef=config.kl_penalty_coef,
         kl_discount_factor=config.kl_discount_factor,
@@ -145,8 +148,18 @@ def _on_policy(
         skip_first_n_tokens=config.skip_first_n_tokens,
     )
     source = OnPolicySource(mixture, teachers, tokenizer, settings, targets, sync)
+    source.hindsight = hindsight
     source.measures_post_kl = config.compute_post_kl
     return source, held_out
+
+
+def _open_hindsight(config: SamplingConfig, tokenizer: Tokenizer) -> Hindsight | None:
+    if not isinstance(config, OnPolicyConfig) or config.hindsight is None:
+        return None
+    fields = config.hindsight.model_dump(exclude={"renderer_name"})
+    names = [config.hindsight.renderer_name, *renderer_names(config.datasets[0])]
+    name = next(filter(None, names), "") or renderer_of(config.model, tokenizer)
+    return Hindsight(**fields, renderer=open_renderer(name, tokenizer))
 
 
 def _off_policy(run: Run, config: TeacherTargetsConfig, datasets: Sequence[TeacherDataConfig]) -> SourceAndEvaluators:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flows.config.base import AdamConfig, BuilderConfig, EngineConfig, EvaluatorConfig, KeepBestConfig
     from flows.config.distill import (
         GroupsConfig,
+        HindsightConfig,
         OffPolicyConfig,
         OnPolicyConfig,
         PromptConfig,
@@ -166,6 +167,7 @@ __all__ = [
     "GuardError",
     "GymBuilder",
     "HealthConfig",
+    "HindsightConfig",
     "HookAction",
     "HumanEvalBuilder",
     "InspectTask",
@@ -317,6 +319,7 @@ _MODULES = {
     "KeepBestConfig": "flows.config.base",
     "BudgetConfig": "flows.config.train",
     "GroupsConfig": "flows.config.distill",
+    "HindsightConfig": "flows.config.distill",
     "TeacherDataConfig": "flows.config.distill",
     "OffPolicyConfig": "flows.config.distill",
     "OnPolicyConfig": "flows.config.distill",

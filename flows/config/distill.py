@@ -150,6 +150,14 @@ class SamplingConfig(DistillConfig):
         "`kl_pre_post_v1` and `kl_pre_post_v2`: how far the update moved the policy from the one that sampled.",
     )
 
+    teacher_sync_every: int = Field(
+        default=0,
+        ge=0,
+        title="Sync teacher every",
+        description="Steps after which the student's weights become the teacher's, as in tinker-cookbook's SDFT; 0 "
+        "keeps the teacher. The teacher's weights stay on the service, one copy for each time; 1 needs no copies.",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _default_objective(cls, fields: Any) -> Any:
@@ -168,6 +176,15 @@ class SamplingConfig(DistillConfig):
             raise ValueError(f"top_k trains without advantages, which {changed[0]} changes: remove one of both")
         if not self.top_k and self.skip_first_n_tokens != fields["skip_first_n_tokens"].default:
             raise ValueError("skip_first_n_tokens requires soft targets: set top_k, or remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sync(self) -> Self:
+        if self.num_steps is not None and self.teacher_sync_every >= max(self.num_steps, 1):
+            raise ValueError(
+                f"teacher_sync_every={self.teacher_sync_every} is not reached within num_steps={self.num_steps}: lower "
+                "it, or set it to 0"
+            )
         return self
 
 
@@ -191,6 +208,39 @@ class TeacherTargetsConfig(DistillConfig):
         return self
 
 
+class HindsightConfig(Config):
+    """Context of the teacher in SDPO (Hübotter et al. 2026, arXiv:2601.20802), after the user's message."""
+
+    success_reward: float = Field(
+        default=1.0,
+        title="Reward of a success",
+        description="Total reward from which on a rollout is a success, which the teachers of the others in its group "
+        "see.",
+    )
+    solution: str = Field(
+        default="\n\nCorrect solution:\n\n{solution}",
+        title="Solution",
+        description="Template of the part with a success, its completion in `{solution}`.",
+        min_length=1,
+    )
+    feedback: str = Field(
+        default="\n\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback}",
+        title="Feedback",
+        description="Template of the part with the environment's feedback in `{feedback}`: the text label `feedback` "
+        "of a rollout's environment.",
+        min_length=1,
+    )
+    closing: str = Field(
+        default="\n\nCorrectly solve the original question.\n\n", title="End", description="Text after these parts."
+    )
+    renderer_name: str = Field(
+        default="",
+        title="Renderer",
+        description="Chat format of the environments. Empty: `renderer_name` of the environment, or the format "
+        "recommended for the model.",
+    )
+
+
 class OnPolicyConfig(SamplingConfig):
     """On-policy distillation: the student samples, and the teacher scores each token."""
 
@@ -203,6 +253,25 @@ class OnPolicyConfig(SamplingConfig):
         description="Add to the advantages from the teacher those of the environments' rewards: the total reward of a "
         "completion minus the mean of its group, as in tinker-cookbook.",
     )
+    hindsight: HindsightConfig | None = Field(
+        default=None,
+        title="Hindsight",
+        description="Show the teacher of a rollout another rollout of its group that succeeded, and the environment's "
+        "feedback, as SDPO does. Rollouts with neither are not trained on. Unset: the teacher sees the prompt.",
+    )
+
+    @model_validator(mode="after")
+    def _check_one_dataset(self) -> Self:
+        names = [name for name in ("teacher_sync_every", "hindsight") if getattr(self, name)]
+        dataset, *others = self.datasets
+        if names and others:
+            raise ValueError(f"{names[0]} works with one dataset, but there are {1 + len(others)}: remove the others")
+        if self.teacher_sync_every and dataset.teacher.model not in ("", self.model):
+            raise ValueError(
+                f"teacher_sync_every replaces the teacher's weights, but the teacher is another model, "
+                f"{dataset.teacher.model}: remove datasets.0.teacher.model"
+            )
+        return self
 
 
 class OffPolicyConfig(TeacherTargetsConfig):
@@ -265,22 +334,6 @@ class SelfConfig(SamplingConfig):
         title="Teacher",
         description="Earlier weights of the model: `base`, or a checkpoint that this run starts from.",
     )
-    teacher_sync_every: int = Field(
-        default=0,
-        ge=0,
-        title="Sync teacher every",
-        description="Steps after which the student's weights become the teacher's, as in tinker-cookbook's SDFT; 0 "
-        "keeps the teacher. The teacher's weights stay on the service, one copy for each time.",
-    )
-
-    @model_validator(mode="after")
-    def _check_sync(self) -> Self:
-        if self.num_steps is not None and self.teacher_sync_every >= max(self.num_steps, 1):
-            raise ValueError(
-                f"teacher_sync_every={self.teacher_sync_every} is not reached within num_steps={self.num_steps}: lower "
-                "it, or set it to 0"
-            )
-        return self
 
 
 class PromptConfig(TeacherTargetsConfig):

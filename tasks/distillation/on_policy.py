@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import tinker
@@ -18,21 +19,28 @@ from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from torch import Tensor
 
-from objectives.batch import Batch
+from objectives.batch import Batch, unpack
+from objectives.labels import MEMBER
 from objectives.reductions import mean_by_datum
+from tasks.common.sampling import wait_for_snapshot
 from tasks.common.service_errors import wait_for_response
 from tasks.common.task import Pending, call, opaque_argument
+from tasks.distillation.hindsight import Hindsight
 from tasks.distillation.mixture import Mixture
 from tasks.distillation.prompts import PromptGroup
 from tasks.distillation.soft_targets import OnPolicyTopK, with_top_k
 from tasks.rl.group_rollout import Group, RewardedGroup
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
-from tasks.rl.trajectories import add_later_tokens, compute_entropy, pack_groups
+from tasks.rl.trajectories import GROUP_INDEX, add_later_tokens, compute_entropy, pack_groups
 from tasks.training.batch_source import TrainedBatch
+from tasks.training.examples import take_datums
 from tasks.training.held_out import EvaluatedBatch
 from tasks.training.teacher import Teacher, TeacherRequest, compute_top_k, replace_prompt, score, score_all
 
 logger = logging.getLogger(__name__)
+
+# Factor of soft targets that teach nothing: a batch needs a token of non-zero weight.
+_NO_SIGNAL = 1e-20
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,18 @@ class TeacherSync:
     open: Callable[[str], Teacher]
 
 
+class TaughtBatch(NamedTuple):
+    """Student's samples with the datums that the teacher scores.
+
+    Attributes:
+        batch: student's samples to train on.
+        datums_D: teacher's datum of each; None for a datum that the teacher does not score.
+    """
+
+    batch: Batch
+    datums_D: Sequence[tinker.Datum | None]
+
+
 class SyncedWeights(NamedTuple):
     """Weights of the teacher: the student's before a step, and their path on the service."""
 
@@ -81,7 +101,12 @@ class OnPolicySource(RolloutSource):
     expected gradient is that of the negative reverse KL, token by token (Agarwal et al. 2023, arXiv:2306.13649). With
     `top_k`, the targets are the teacher's most likely tokens at each position of the student's samples (Shenfeld et al.
     2026, arXiv:2601.19897).
+
+    Attributes:
+        hindsight: context of the teacher from the outcomes of each group, as in SDPO; None for none.
     """
+
+    hindsight: Hindsight | None = None
 
     def __init__(
         self,
@@ -99,6 +124,7 @@ class OnPolicySource(RolloutSource):
         """
         super().__init__(_MixtureDataset(mixture), None, tokenizer, settings, MinibatchSettings())
         self._mixture, self._teachers, self._targets, self._sync = mixture, teachers, targets, sync
+        self._hindsight_metrics: dict[int, dict[str, float]] = {}
         self._synced: SyncedWeights | None = None  # None for the first teacher
         self._last_due = 0  # last step at which the teacher was to be replaced
         # Step and requested save of the weights that become the teacher.
@@ -125,7 +151,7 @@ class OnPolicySource(RolloutSource):
     def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
         if self._sync:
             due = step // self._sync.every * self._sync.every
-            if due > self._last_due:
+            if due > self._last_due and not self._teacher_is_policy(step):
                 self._last_due = due
                 self._saving = (due, client.save_weights_for_sampler(f"teacher_sync_{due}"))
         return super().load(step, client)
@@ -135,40 +161,106 @@ class OnPolicySource(RolloutSource):
         assert self._sync is not None
         return replace(self._sync.open(path), has_last_n=self._teachers[0].has_last_n)
 
-    def _replace_teacher(self) -> None:
+    def _teacher_is_policy(self, step: int) -> bool:
+        """Return whether the teacher of a step is the policy that samples, whose snapshot exists anyway."""
+        return self._sync is not None and self._sync.every == 1 and (step > 0 or self.hindsight is not None)
+
+    def _replace_teacher(self, step: int) -> None:
         """Wait for the weights that are due to become the teacher, and open them."""
+        if self._teacher_is_policy(step):
+            assert self._snapshot is not None
+            version, snapshot = self._snapshot
+            assert version == step, "a step is gathered before the next one is loaded"
+            teacher = replace(self._teachers[0], sampler=wait_for_snapshot(snapshot), name="the policy")
+            self._teachers, self._synced = [teacher], None
+            return
         if self._sync is None or self._saving is None:
             return
-        step, save = self._saving
+        due, save = self._saving
         path = wait_for_response(save, "save the weights of the student as its teacher").path
-        self._synced, self._saving = SyncedWeights(step, path), None
+        self._synced, self._saving = SyncedWeights(due, path), None
         self._teachers = [self._open(path)]
 
     def gather(self, step: int, groups: Sequence[Group]) -> Batch:
-        self._replace_teacher()
+        self._replace_teacher(step)
         if self._sync:
-            self._ages[step] = step - (self._synced.step if self._synced else 0)
+            age = 0 if self._teacher_is_policy(step) else step - (self._synced.step if self._synced else 0)
+            self._ages[step] = age
         batch = super().gather(step, groups)
         rollouts = zip(self._mixture.at(step), groups, strict=True)
         items = [item for item, group in rollouts if group.trajectories is not None]
-        items_D = [items[index] for index in batch.labels_D["group"].tolist()]
-        requests_D = [
-            TeacherRequest(self._teachers[item.dataset], datum_for_teacher(item.value, datum))
-            for item, datum in zip(items_D, batch.datums, strict=True)
-        ]
-        labels_D = {**batch.labels_D, "dataset": torch.tensor([item.dataset for item in items_D])}
-        batch = replace(batch, labels_D=labels_D)
+        dataset_D = torch.tensor([items[index].dataset for index in batch.labels_D["group"].tolist()])
+        batch = replace(batch, labels_D={**batch.labels_D, "dataset": dataset_D})
+        if self.hindsight:
+            taught = self._with_hindsight(step, self.hindsight, batch, groups)
+        else:
+            sources_D = [items[index].value for index in batch.labels_D["group"].tolist()]
+            pairs = zip(sources_D, batch.datums, strict=True)
+            taught = TaughtBatch(batch, [datum_for_teacher(source, datum) for source, datum in pairs])
         if self._targets.top_k:
-            return self._gather_top_k(step, batch, requests_D)
-        self._gaps[step] = _logprob_gap(batch, call(score, opaque_argument(requests_D)))
+            return self._gather_top_k(step, taught)
+        batch = taught.batch
+        self._gaps[step] = _logprob_gap(batch, self._score_taught(taught))
         return replace(batch, advantages_DT=add_teacher_advantages(batch, self._gaps[step], self._targets))
 
-    def _gather_top_k(self, step: int, batch: Batch, requests_D: Sequence[TeacherRequest]) -> Batch:
-        tops_D = call(compute_top_k, opaque_argument(requests_D), self._targets.top_k)
+    def _with_hindsight(self, step: int, hindsight: Hindsight, batch: Batch, groups: Sequence[Group]) -> TaughtBatch:
+        """Return the samples whose teacher has a context; all of them if they also train on rewards.
+
+        If no sample has a context, one is left, which the teacher does not score.
+        """
+        contexts = {number: hindsight.contexts(group) for number, group in enumerate(groups) if group.trajectories}
+        places_D = zip(batch.labels_D[GROUP_INDEX].tolist(), batch.labels_D[MEMBER].tolist(), strict=True)
+        contexts_D = [contexts[number][member] for number, member in places_D]
+        all_contexts = [context for of_group in contexts.values() for context in of_group]
+        self._hindsight_metrics[step] = {"hindsight/taught": fmean(map(bool, all_contexts))}
+        if step == self._first_step and not any(all_contexts):
+            self._warnings["hindsight"] = (
+                f"No rollout of step {step} has a context for its teacher, so the step teaches nothing: make the "
+                "problems easier, lower hindsight.success_reward, sample larger groups, or give feedback in "
+                "text_labels of the environment."
+            )
+        rows = range(batch.num_datums)
+        if not self._targets.train_on_rewards:
+            rows = [row for row, context in enumerate(contexts_D) if context] or [0]
+        return TaughtBatch(
+            take_datums(batch, rows),
+            [
+                hindsight.datum(datum, contexts_D[row], self.tokenizer) if contexts_D[row] else None
+                for row, datum in enumerate(batch.datums)
+                if row in set(rows)
+            ],
+        )
+
+    def _score_taught(self, taught: TaughtBatch) -> list[Tensor]:
+        """Teacher's logprobs of the samples; those of the student for samples that the teacher does not score."""
+        batch = taught.batch
+        assert batch.sampling_logprobs_DT is not None
+        requests = self._requests(batch, taught.datums_D)
+        scores = iter(call(score, opaque_argument([request for request in requests if request])))
+        students_D = zip(
+            unpack(batch.sampling_logprobs_DT, batch.offsets_D), unpack(batch.mask_DT, batch.offsets_D), strict=True
+        )
+        return [
+            next(scores) if request else logprobs_T[mask_T]
+            for request, (logprobs_T, mask_T) in zip(requests, students_D, strict=True)
+        ]
+
+    def _requests(self, batch: Batch, datums_D: Sequence[tinker.Datum | None]) -> list[TeacherRequest | None]:
+        teachers_D = [self._teachers[dataset] for dataset in batch.labels_D["dataset"].tolist()]
+        pairs = zip(teachers_D, datums_D, strict=True)
+        return [TeacherRequest(teacher, datum) if datum else None for teacher, datum in pairs]
+
+    def _gather_top_k(self, step: int, taught: TaughtBatch) -> Batch:
+        batch = taught.batch
+        has_targets = any(taught.datums_D)
+        datums_D = [ours or own for ours, own in zip(taught.datums_D, batch.datums, strict=True)]
+        requests = [request for request in self._requests(batch, datums_D) if request]
+        tops_D = call(compute_top_k, opaque_argument(requests), self._targets.top_k)
         teacher_D = [top.target_logprobs_M for top in tops_D if top.target_logprobs_M is not None]
         if len(teacher_D) == len(tops_D):
             self._gaps[step] = _logprob_gap(batch, teacher_D)
-        soft = with_top_k(batch, tops_D, self._targets.skip_first_n_tokens)
+        skipped = self._targets.skip_first_n_tokens
+        soft = with_top_k(batch, tops_D, skipped, scale=1.0 if has_targets else _NO_SIGNAL)
         self._soft[step] = (batch, soft)
         return soft.batch
 
@@ -182,7 +274,8 @@ class OnPolicySource(RolloutSource):
             trained = [replace(minibatch, batch=sampled)]
         batch = trained[0].batch
         age = {"teacher_age": float(self._ages.pop(step))} if self._sync else {}
-        metrics = super().metrics(step, trained, terms) | forward | age
+        hindsight = self._hindsight_metrics.pop(step, {})
+        metrics = super().metrics(step, trained, terms) | forward | age | hindsight
         if (gap_DT := self._gaps.pop(step, None)) is None:
             return metrics
         kl_M = -gap_DT[batch.mask_DT]

@@ -150,7 +150,7 @@ class OnPolicyTopK(NamedTuple):
         return _forward_kl(self.probs_DTK[mask_DT], logprobs_DTK[mask_DT]).mean().item()
 
 
-def with_top_k(batch: Batch, tops_D: Sequence[TopK], skip_first_n_tokens: int) -> OnPolicyTopK:
+def with_top_k(batch: Batch, tops_D: Sequence[TopK], skip_first_n_tokens: int, *, scale: float = 1.0) -> OnPolicyTopK:
     """Replace the sampled targets of a batch by a teacher's soft targets, as tinker-cookbook's SDFT does.
 
     The weights of each trained position are the teacher's probabilities of its K most likely tokens, normalized to 1.
@@ -159,6 +159,7 @@ def with_top_k(batch: Batch, tops_D: Sequence[TopK], skip_first_n_tokens: int) -
         batch: student's samples, one target per position.
         tops_D: teacher's most likely tokens at the sampled positions of each datum.
         skip_first_n_tokens: number of sampled tokens at the start of each datum that get no targets.
+        scale: factor of the weights, above 0.
 
     Raises:
         ConfigError: no datum has more sampled tokens than are skipped.
@@ -174,7 +175,7 @@ def with_top_k(batch: Batch, tops_D: Sequence[TopK], skip_first_n_tokens: int) -
             f"All samples of a step have at most {skip_first_n_tokens} tokens, and skip_first_n_tokens is "
             f"{skip_first_n_tokens}: reduce it."
         )
-    weights_DTK = probs_DTK / probs_DTK.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    weights_DTK = scale * probs_DTK / probs_DTK.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     pairs_D = zip(unpack(targets_DTK, batch.offsets_D), unpack(weights_DTK, batch.offsets_D), strict=True)
     datums = [
         tinker.Datum(model_input=datum.model_input, loss_fn_inputs=_inputs(targets, weights))

@@ -1,0 +1,95 @@
+"""Runs of SDPO on the letters environment: what they train on, and resumption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distill_config import distill_fields
+from metric_history import curve
+from mlflow import MlflowClient
+from pydantic import ValidationError
+from rl_config import rl_fields
+
+from flows.config.distill import OnPolicyConfig
+from flows.distill import on_policy_distillation
+from flows.runs.result import TrainResult
+
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
+
+
+def sdpo_fields(folder: Path, run_name: str, tracking: str, base_url: str, **hindsight: Any) -> dict[str, Any]:
+    """Return a run of three steps whose teacher is the policy itself."""
+    return distill_fields(folder, run_name, tracking, base_url) | {
+        "datasets": [{"environment": rl_fields(folder, "", "")["environment"]}],
+        "batch_size": 2,
+        "num_steps": 3,
+        "eval_every": 3,
+        "checkpoint_every": 1,
+        "teacher_sync_every": 1,
+        "hindsight": {"success_reward": 0.0, **hindsight},
+    }
+
+
+def run(fields: dict[str, Any]) -> TrainResult:
+    return on_policy_distillation(OnPolicyConfig.model_validate(fields))
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    fields = sdpo_fields(tmp_path, "whole", mlflow_uri, engine_url)
+    result = run(fields)
+    directory = Path(result.directory)
+    # Every rollout counts as a success, so each sees another one; the teacher differs only by this context.
+    assert curve(result, "hindsight/taught") == [1.0] * 3
+    assert abs(curve(result, "teacher_kl")[0]) > 1e-3
+    assert curve(result, "teacher_age") == [0.0] * 3
+    assert len(curve(result, "test/env/all/reward/total")) == 2
+
+    def logged() -> list[float]:
+        rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+        return [row["teacher_kl"] for row in rows if "teacher_kl" in row]
+
+    whole = logged()
+    records = (directory / "checkpoints.jsonl").read_text().splitlines()
+    kept = [line for line in records if json.loads(line)["step"] <= 1]
+    (directory / "checkpoints.jsonl").write_text("".join(f"{line}\n" for line in kept))
+    assert run(fields).resumed_from == 1
+    assert logged() == pytest.approx(whole, abs=1e-5)
+
+
+def test_soft_targets(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    fields = sdpo_fields(tmp_path, "soft", mlflow_uri, engine_url) | {"num_steps": 2, "eval_every": 0}
+    result = run(fields | {"top_k": 8, "objective": {"base_loss": "teacher_reverse_kl_topk"}})
+    assert all(distance > 0 for distance in curve(result, "teacher_kl/forward"))
+
+
+def test_a_run_without_successes_warns(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    """Its steps move no weight, with advantages and with soft targets."""
+    fields = sdpo_fields(tmp_path, "hopeless", mlflow_uri, engine_url, success_reward=5.0)
+    fields |= {"num_steps": 2, "eval_every": 0, "compute_post_kl": True}
+    result = run(fields)
+    assert curve(result, "hindsight/taught") == [0.0, 0.0]
+    assert curve(result, "kl_pre_post_v2") == pytest.approx([0.0, 0.0], abs=1e-8)
+    tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
+    assert "has a context for its teacher" in tags["tinker_flows.warning.hindsight"]
+    soft = run(fields | {"run_name": "hopeless-soft", "top_k": 8, "compute_post_kl": False})
+    assert curve(soft, "optim/grad_norm") == pytest.approx([0.0, 0.0], abs=1e-12)
+
+
+def test_rewards_train_all_rollouts(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    fields = sdpo_fields(tmp_path, "mixed", mlflow_uri, engine_url, success_reward=5.0)
+    result = run(fields | {"num_steps": 2, "eval_every": 0, "train_on_rewards": True})
+    assert curve(result, "teacher_kl") == pytest.approx([0.0, 0.0], abs=1e-8)
+    assert curve(result, "advantage/std")[0] > 1e-3
+    assert curve(result, "optim/grad_norm")[0] > 0
+
+
+def test_settings_without_a_meaning_are_refused(tmp_path: Path) -> None:
+    fields = sdpo_fields(tmp_path, "refused", "", "")
+    dataset = fields["datasets"][0]
+    with pytest.raises(ValidationError, match="teacher_sync_every works with one dataset, but there are 2"):
+        OnPolicyConfig.model_validate(fields | {"datasets": [dataset, dataset]})
+    with pytest.raises(ValidationError, match="the teacher is another model, smollm2-135m"):
+        OnPolicyConfig.model_validate(fields | {"datasets": [dataset | {"teacher": {"model": "smollm2-135m"}}]})
