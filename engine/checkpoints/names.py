@@ -64,12 +64,17 @@ def parse_path(path: str) -> CheckpointName:
     )
 
 
+def is_run(run: str) -> bool:
+    """Return True if ``run`` is a valid id of a training run."""
+    return _RUN.fullmatch(run) is not None
+
+
 def run_folder(run: str) -> str:
     """Return the folder name of a training run.
 
     Raises:
         NotFoundError: the run id is invalid, so no such run exists.
     """
-    if not _RUN.fullmatch(run):
+    if not is_run(run):
         raise NotFoundError(f"There is no training run {run!r} in this engine's state folder: check the run id.")
     return run.replace(":", "_")

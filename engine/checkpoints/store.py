@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engine.checkpoints.checkpoint import ADAPTER, OPTIMIZER, Checkpoint, SaveMetadata, StoredFile, expiry_time
 from engine.checkpoints.files import disk_errors, flush_folder, replace_json, write_durably
-from engine.checkpoints.names import KINDS, CheckpointName, run_folder
+from engine.checkpoints.names import KINDS, CheckpointName, is_run, run_folder
 from engine.errors import EngineError, NotFoundError, RequestError
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,9 @@ class CheckpointStore:
         return safetensors.torch.load(content)
 
     def list_run(self, run: str) -> list[Checkpoint]:
-        """List the checkpoints of a training run, oldest first, and remove expired ones."""
+        """List the checkpoints of a training run, oldest first, and remove expired ones; an invalid run has none."""
+        if not is_run(run):
+            return []
         folder = self._runs / run_folder(run)
         current = []
         for checkpoint in [checkpoint for kind in KINDS for checkpoint in self._readable(folder / kind)]:

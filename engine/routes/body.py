@@ -1,8 +1,14 @@
-"""Request bodies: bounded reading, parsing, and digests that identify repeated requests."""
+"""Request bodies: bounded reading, parsing, and digests that identify repeated requests.
+
+Large bodies are decompressed and parsed on another thread, so that the event loop keeps serving other clients.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import json.scanner
+import re
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -14,6 +20,15 @@ from engine.errors import RequestError
 
 Model = TypeVar("Model", bound=BaseModel)
 JsonObject = dict[str, Any]
+
+MAX_JSON_VALUES = 2**21  # enough for 100 targets at each of 8,192 positions of a prompt, in sparse form
+MAX_METADATA_LENGTH = 65_536  # characters
+MAX_MODEL_SEQ_ID = 10**9 - 1  # names of checkpoints have room for nine digits
+_MAX_SEQ_ID = 2**63 - 1
+_MAX_ID = 512
+_MANY_VALUES = 2**15
+_LONG_INTEGER = re.compile(r"[0-9]{19}")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -34,6 +49,59 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         return body
     if encoding != "zstd":
         raise RequestError(f"The body is encoded as {encoding!r}; send it plain or as zstd.")
+    return await asyncio.to_thread(_decompress, body, max_bytes)
+
+
+async def read_json(request: Request, max_bytes: int) -> JsonObject:
+    """Read a body as a JSON object of valid Unicode and integers of up to 64 bits.
+
+    Raises:
+        RequestError: the body is something else, or has too many values.
+    """
+    body = await read_body(request, max_bytes)
+    num_values = body.count(b",") + 1
+    if num_values > MAX_JSON_VALUES:
+        raise RequestError(f"The body has about {num_values} values, more than {MAX_JSON_VALUES}: send less at once.")
+    if num_values > _MANY_VALUES:
+        content = await asyncio.to_thread(_decode, body, _PythonDecoder)
+    else:
+        content = _decode(body, json.JSONDecoder)
+    if not isinstance(content, dict):
+        raise RequestError(f"The body is a JSON {type(content).__name__}; send an object.")
+    return content
+
+
+class _PythonDecoder(json.JSONDecoder):
+    """JSON decoder in Python. The one in C is faster, but holds the interpreter's lock until it ends."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.scan_once = json.scanner.py_make_scanner(self)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _decode(body: bytes, decoder: type[json.JSONDecoder]) -> object:
+    try:
+        text = body.decode()
+        content = decoder(parse_int=_int64 if _LONG_INTEGER.search(text) else None).decode(text)
+        if _SURROGATE.search(text):
+            json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"The body has the unpaired surrogate {error.object[error.start]!a} in a text: send valid Unicode."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The body is not valid JSON: {error}.") from error
+    return content
+
+
+def _int64(digits: str) -> int:
+    value = int(digits) if len(digits) <= 20 else 2**64
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"the integer {digits[:20]}... has more than 64 bits")
+    return value
+
+
+def _decompress(body: bytes, max_bytes: int) -> bytes:
     try:
         with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(body) as reader:
             plain = reader.read(max_bytes + 1)
@@ -44,29 +112,17 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return plain
 
 
-async def read_json(request: Request, max_bytes: int) -> JsonObject:
-    """Read a body as a JSON object.
-
-    Raises:
-        RequestError: the body is not a JSON object.
-    """
-    try:
-        content = json.loads(await read_body(request, max_bytes))
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise RequestError(f"The body is a JSON {type(content).__name__}; send an object.")
-    return content
-
-
-def parse(model: type[Model], content: JsonObject) -> Model:
+def parse(model: type[Model], content: JsonObject, strict: bool = True) -> Model:
     """Validate ``content`` as a type of the Tinker protocol.
+
+    Args:
+        strict: reject booleans and texts as numbers. A type with times needs conversions.
 
     Raises:
         RequestError: a field is invalid.
     """
     try:
-        return model.model_validate(content)
+        return model.model_validate(content, strict=strict)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "body"
@@ -78,16 +134,47 @@ def digest(kind: str, content: JsonObject) -> bytes:
     return blake2b(f"{kind}:{json.dumps(content, sort_keys=True)}".encode(), digest_size=16).digest()
 
 
+def read_id(content: JsonObject, name: str) -> str:
+    """Return the id in the field ``name``; raises a RequestError if it is no text, or too long."""
+    value = content.get(name)
+    if not isinstance(value, str) or len(value) > _MAX_ID:
+        raise RequestError(f"{name} is {str(value)[:80]!r}; send a string of up to {_MAX_ID} characters.")
+    return value
+
+
 def read_seq_id(content: JsonObject, name: str) -> int:
     """Return the seq id in the field ``name``.
 
     Raises:
-        RequestError: the field is not an integer of at least 0.
+        RequestError: the field is not an integer of a seq id.
     """
     value = content.get(name)
-    if not isinstance(value, int) or value < 0:
-        raise RequestError(f"{name} is {value!r}; send an integer of at least 0.")
+    if type(value) is not int:
+        raise RequestError(f"{name} is {str(value)[:80]!r}; send an integer of at least 0.")
+    return check_seq_id(value, name)
+
+
+def check_seq_id(value: int, name: str) -> int:
+    """Return ``value`` if it can be the seq id ``name``; raises a RequestError otherwise."""
+    largest = _MAX_SEQ_ID if name == "seq_id" else MAX_MODEL_SEQ_ID
+    if not 0 <= value <= largest:
+        raise RequestError(f"{name} is {value}; use 0 to {largest}.")
     return value
+
+
+def check_metadata(metadata: object) -> dict[str, str]:
+    """Return the ``user_metadata`` of a request; None is empty.
+
+    Raises:
+        RequestError: it is not an object with texts, or too long.
+    """
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise RequestError(f"user_metadata is {str(metadata)[:80]!r}; send an object with string values.")
+    if sum(len(key) + len(value) for key, value in metadata.items()) > MAX_METADATA_LENGTH:
+        raise RequestError(f"user_metadata is longer than {MAX_METADATA_LENGTH} characters: shorten it.")
+    return metadata
 
 
 def _too_long(max_bytes: int) -> str:

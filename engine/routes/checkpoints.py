@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.names import CheckpointName, parse_path
 from engine.errors import RequestError
-from engine.routes.body import JsonObject, read_json
+from engine.routes.body import JsonObject, read_id, read_json
 from engine.service.engine import Engine
 
 Limit = Annotated[int, Query(ge=0, le=10_000)]
@@ -59,7 +59,7 @@ def checkpoints_router(engine: Engine) -> APIRouter:
     @router.post("/weights_info")
     async def weights_info(request: Request) -> JsonObject:
         content = await read_json(request, engine.settings.max_body_bytes)
-        checkpoint = store.find(parse_path(str(content.get("tinker_path"))))
+        checkpoint = store.find(parse_path(read_id(content, "tinker_path")))
         return {
             "base_model": checkpoint.base_model,
             "optimizer_config": {"type": "adamw"},

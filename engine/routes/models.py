@@ -7,7 +7,7 @@ from tinker import types
 
 from engine.compute.lora import LoraSpec
 from engine.errors import RequestError
-from engine.routes.body import JsonObject, digest, parse, read_json, read_seq_id
+from engine.routes.body import JsonObject, check_metadata, digest, parse, read_id, read_json, read_seq_id
 from engine.service.engine import Engine
 from engine.service.futures import WireResponse
 from engine.service.ordered_queue import QueuedRequest
@@ -22,7 +22,7 @@ def models_router(engine: Engine) -> APIRouter:
     @router.post("/create_model")
     async def create_model(request: Request) -> dict[str, str]:
         content = await read_json(request, limit)
-        model = engine.new_model(str(content.get("session_id")), read_seq_id(content, "model_seq_id"))
+        model = engine.new_model(read_id(content, "session_id"), read_seq_id(content, "model_seq_id"))
         request_digest = digest(request.url.path, content)
         queued = QueuedRequest(0, "create_model", request_digest, True, lambda: _create(model, content))
         return {"request_id": model.queue.submit(queued), "model_id": model.model_id}
@@ -31,10 +31,10 @@ def models_router(engine: Engine) -> APIRouter:
     async def load_weights(request: Request) -> dict[str, str]:
         content = await read_json(request, limit)
         if content.get("session_id") is None:
-            model = engine.model(str(content.get("model_id")))
+            model = engine.model(read_id(content, "model_id"))
             seq_id, work = read_seq_id(content, "seq_id"), _load
         else:
-            model = engine.new_model(str(content["session_id"]), read_seq_id(content, "model_seq_id"))
+            model = engine.new_model(read_id(content, "session_id"), read_seq_id(content, "model_seq_id"))
             seq_id, work = 0, _create_from_checkpoint
         request_digest = digest(request.url.path, content)
         queued = QueuedRequest(seq_id, "load_weights", request_digest, True, lambda: work(model, content))
@@ -42,7 +42,7 @@ def models_router(engine: Engine) -> APIRouter:
 
     @router.post("/get_info")
     async def get_info(request: Request) -> JsonObject:
-        model = engine.model(str((await read_json(request, limit)).get("model_id")))
+        model = engine.model(read_id(await read_json(request, limit), "model_id"))
         loaded = engine.base(model.origin.base_model).loaded
         return {
             "type": "get_info",
@@ -73,13 +73,15 @@ async def _create(model: TrainingModel, content: JsonObject) -> WireResponse:
         train_mlp=lora.train_mlp,
         train_unembed=lora.train_unembed,
     )
-    return await model.create(request.base_model, spec, request.user_metadata or {})
+    return await model.create(request.base_model, spec, check_metadata(request.user_metadata))
 
 
 async def _create_from_checkpoint(model: TrainingModel, content: JsonObject) -> WireResponse:
     request = parse(types.LoadWeightsRequest, content)
     _check_optimizer(request.optimizer_config)
-    return await model.create_from(request.path, request.optimizer, request.base_model, request.user_metadata or {})
+    return await model.create_from(
+        request.path, request.optimizer, request.base_model, check_metadata(request.user_metadata)
+    )
 
 
 async def _load(model: TrainingModel, content: JsonObject) -> WireResponse:

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from tinker import types
 
 from engine.errors import RequestError
-from engine.routes.body import JsonObject, digest, parse, read_json
+from engine.routes.body import JsonObject, check_seq_id, digest, parse, read_id, read_json
 from engine.routes.service import LONG_POLL_S
 from engine.sampling.job import MAX_SAMPLES
 from engine.service.engine import Engine
@@ -26,7 +26,7 @@ def sampling_router(engine: Engine) -> APIRouter:
         session_request = parse(types.CreateSamplingSessionRequest, await read_json(request, limit))
         sampler = engine.new_sampler(
             session_request.session_id,
-            session_request.sampling_session_seq_id,
+            check_seq_id(session_request.sampling_session_seq_id, "sampling_session_seq_id"),
             session_request.base_model,
             session_request.model_path,
         )
@@ -35,7 +35,7 @@ def sampling_router(engine: Engine) -> APIRouter:
     @router.post("/join_sampling_session")
     async def join_sampling_session(request: Request) -> JsonObject:
         content = await read_json(request, limit)
-        sampler = engine.sampler(str(content.get("sampling_session_id")))
+        sampler = engine.sampler(read_id(content, "sampling_session_id"))
         sampler.num_clients += 1
         return {"client_counter": sampler.num_clients, "type": "join_sampling_session"}
 
@@ -55,7 +55,7 @@ def sampling_router(engine: Engine) -> APIRouter:
 
     @router.post("/cancel_future")
     async def cancel_future(request: Request) -> dict[str, str]:
-        request_id = str((await read_json(request, limit)).get("request_id"))
+        request_id = read_id(await read_json(request, limit), "request_id")
         engine.sampler(request_id.rpartition(":")[0]).cancel(request_id)
         return {"type": "cancel_future"}
 
@@ -73,7 +73,7 @@ def sampling_router(engine: Engine) -> APIRouter:
 
 
 def _start_sample(engine: Engine, content: JsonObject) -> JsonObject:
-    sampler = engine.sampler(str(content.get("sampling_session_id")))
+    sampler = engine.sampler(read_id(content, "sampling_session_id"))
     request = parse(types.SampleRequest, content)
     if request.seq_id is None:
         raise RequestError("asample has no seq_id: send it together with sampling_session_id.")
@@ -81,7 +81,7 @@ def _start_sample(engine: Engine, content: JsonObject) -> JsonObject:
         # The response has an id per sample, so check here: billions of ids would fill the memory.
         raise RequestError(f"num_samples is {request.num_samples}; use 1 to {MAX_SAMPLES}.")
     request_id = sampler.start(
-        request.seq_id,
+        check_seq_id(request.seq_id, "seq_id"),
         digest("asample", content),
         engine.futures,
         request.num_samples,

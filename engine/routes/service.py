@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
 from engine.errors import NotFoundError
-from engine.routes.body import JsonObject, read_json
+from engine.routes.body import JsonObject, read_id, read_json
 from engine.service.engine import Engine
 
 LONG_POLL_S = 25.0  # the SDK times out after 45 s, and polls again at once after a 408
@@ -56,7 +56,7 @@ def service_router(engine: Engine) -> APIRouter:
 
     @router.post("/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
-        request_id = str((await read_json(request, limit)).get("request_id"))
+        request_id = read_id(await read_json(request, limit), "request_id")
         try:
             response = await engine.futures.fetch(request_id, LONG_POLL_S)
         except NotFoundError as error:

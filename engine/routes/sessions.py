@@ -7,13 +7,12 @@ from starlette.responses import JSONResponse
 from tinker import types
 
 from engine.errors import NotFoundError, RequestError
-from engine.routes.body import JsonObject, parse, read_json
+from engine.routes.body import MAX_METADATA_LENGTH, JsonObject, check_metadata, parse, read_id, read_json
 from engine.routes.checkpoints import Limit, Offset
 from engine.routes.runs import OWNER
 from engine.service.engine import Engine
 from engine.service.sessions import FINISH_REASONS, FinishReason, SessionSummary
 
-MAX_METADATA_BYTES = 65_536
 MAX_NAME = 256
 _REASONS: dict[str, FinishReason] = {reason: reason for reason in FINISH_REASONS}
 
@@ -26,7 +25,7 @@ def sessions_router(engine: Engine) -> APIRouter:
     @router.post("/create_session")
     async def create_session(request: Request) -> dict[str, str | None]:
         content = await read_json(request, limit)
-        session = engine.open_session(_metadata(content.get("user_metadata")), _display_name(content))
+        session = engine.open_session(check_metadata(content.get("user_metadata")), _display_name(content))
         project = content.get("project_id")
         return {
             "session_id": session.session_id,
@@ -38,7 +37,7 @@ def sessions_router(engine: Engine) -> APIRouter:
     async def heartbeat(request: Request) -> Response:
         content = await read_json(request, limit)
         try:
-            engine.session(str(content.get("session_id")))
+            engine.session(read_id(content, "session_id"))
         except NotFoundError as error:
             return JSONResponse({"detail": str(error)}, 410)  # stops the client's heartbeats
         return JSONResponse({"type": "session_heartbeat"})
@@ -49,7 +48,7 @@ def sessions_router(engine: Engine) -> APIRouter:
         sent_reason, detail = content.get("reason"), content.get("detail")
         kind = sent_reason.get("type") if isinstance(sent_reason, dict) else None
         reason = _REASONS.get(str(kind), "interrupted")
-        engine.close_session(session_id, reason, detail[:MAX_METADATA_BYTES] if isinstance(detail, str) else None)
+        engine.close_session(session_id, reason, detail[:MAX_METADATA_LENGTH] if isinstance(detail, str) else None)
         return {"status": "finished"}
 
     @router.get("/sessions")
@@ -68,7 +67,7 @@ def sessions_router(engine: Engine) -> APIRouter:
 
     @router.post("/sessions/search")
     async def search(request: Request) -> JsonObject:
-        query = parse(types.SessionSearchRequest, await read_json(request, limit))
+        query = parse(types.SessionSearchRequest, await read_json(request, limit), strict=False)
         if query.project_ids is not None:
             raise RequestError("The local engine has no projects: search without project_ids.")
         matches = [summary for summary in engine.summaries() if _matches(summary, query)]
@@ -85,16 +84,6 @@ def sessions_router(engine: Engine) -> APIRouter:
         return {"status": "accepted"}
 
     return router
-
-
-def _metadata(metadata: object) -> dict[str, str]:
-    if metadata is None:
-        return {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise RequestError(f"user_metadata is {str(metadata)[:80]!r}; send an object with string values.")
-    if sum(len(key) + len(value) for key, value in metadata.items()) > MAX_METADATA_BYTES:
-        raise RequestError(f"user_metadata is longer than {MAX_METADATA_BYTES} characters: shorten it.")
-    return metadata
 
 
 def _display_name(content: JsonObject) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from fastapi import APIRouter, Response
@@ -12,6 +13,7 @@ from engine.routes.body import JsonObject
 from engine.service.engine import Engine
 from engine.service.metrics import CONTENT_TYPE
 
+_SEQ_ID = re.compile(r"[0-9]{1,19}")
 PAGE = Path(__file__).with_name("status.html")
 
 
@@ -30,7 +32,8 @@ def status_router(engine: Engine) -> APIRouter:
     @router.get("/runs/{model_id}/requests/{request_id}/status")
     async def request_status(model_id: str, request_id: str) -> dict[str, str]:
         seq_id = request_id.removeprefix(f"{model_id}:")
-        status = engine.model(model_id).queue.status(int(seq_id)) if seq_id.isdecimal() else "unknown"
+        queue = engine.model(model_id).queue
+        status = queue.status(int(seq_id)) if _SEQ_ID.fullmatch(seq_id) else "unknown"
         if status == "unknown":
             raise NotFoundError(f"{model_id} has no request {request_id}: use its request id, or its seq id.")
         return {"request_id": f"{model_id}:{seq_id}", "status": status}

@@ -8,6 +8,7 @@ the last case the client sends the request again with the same seq id.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -16,13 +17,24 @@ from tinker import types
 from tinker.types import AdamParams
 
 from engine.errors import RequestError
-from engine.routes.body import JsonObject, digest, parse, read_body, read_json, read_seq_id
+from engine.routes.body import (
+    JsonObject,
+    check_metadata,
+    check_seq_id,
+    digest,
+    parse,
+    read_body,
+    read_id,
+    read_json,
+    read_seq_id,
+)
 from engine.service.engine import Engine
 from engine.service.futures import WireResponse
 from engine.service.ordered_queue import QueuedRequest
 from engine.service.training import SaveRequest, TrainingModel
 from engine.wire.forward_backward import decode_request
 
+LARGE_BODY_BYTES = 2**20  # a smaller body is parsed within milliseconds
 MAX_CUSTOM_LOSS_BYTES = 4 * 2**20  # enough for a graph of 1,000 nodes with long arguments
 
 Work = Callable[[TrainingModel, JsonObject], Awaitable[WireResponse]]
@@ -35,7 +47,9 @@ def training_router(engine: Engine) -> APIRouter:
 
     @router.post("/forward_backward")
     async def forward_backward(request: Request) -> dict[str, str]:
-        decoded = decode_request(await read_body(request, limit))
+        body = await read_body(request, limit)
+        large = len(body) > LARGE_BODY_BYTES
+        decoded = await asyncio.to_thread(decode_request, body) if large else decode_request(body)
         model = engine.model(decoded.model_id)
         kind = "forward" if decoded.forward_only else "forward_backward"
         request_id = model.queue.submit(
@@ -51,7 +65,7 @@ def training_router(engine: Engine) -> APIRouter:
 
     async def queue(request: Request, work: Work) -> dict[str, str]:
         content = await read_json(request, limit)
-        model = engine.model(str(content.get("model_id")))
+        model = engine.model(read_id(content, "model_id"))
         kind = request.url.path.rpartition("/")[2]
         request_id = model.queue.submit(
             QueuedRequest(
@@ -83,7 +97,7 @@ def training_router(engine: Engine) -> APIRouter:
     @router.post("/create_custom_loss")
     async def create_custom_loss(request: Request) -> dict[str, str]:
         content = await read_json(request, min(MAX_CUSTOM_LOSS_BYTES, limit))
-        session = engine.session(str(content.get("session_id")))
+        session = engine.session(read_id(content, "session_id"))
         read_seq_id(content, "custom_loss_seq_id")
         # Derive the id from the content, so that a resent request gets the same id and a different request a new one.
         request_id = f"{session.session_id}:loss:{digest(request.url.path, content).hex()}"
@@ -109,7 +123,9 @@ async def _optim_step(model: TrainingModel, content: JsonObject) -> WireResponse
 async def _save(model: TrainingModel, content: JsonObject) -> WireResponse:
     request = parse(types.SaveWeightsRequest, content)
     return await model.save(
-        SaveRequest("weights", request.path, request.overwrite, request.ttl_seconds, request.user_metadata or {})
+        SaveRequest(
+            "weights", request.path, request.overwrite, request.ttl_seconds, check_metadata(request.user_metadata)
+        )
     )
 
 
@@ -118,11 +134,14 @@ async def _save_for_sampler(engine: Engine, model: TrainingModel, content: JsonO
     if request.path is not None:
         # Always overwrite: this SDK call has no overwrite option, and a resumed run saves under the same names again.
         return await model.save(
-            SaveRequest("sampler_weights", request.path, True, request.ttl_seconds, request.user_metadata or {})
+            SaveRequest(
+                "sampler_weights", request.path, True, request.ttl_seconds, check_metadata(request.user_metadata)
+            )
         )
     if request.sampling_session_seq_id is None:
         raise RequestError("save_weights_for_sampler has neither path nor sampling_session_seq_id: send one of them.")
-    sampler = await engine.new_snapshot_sampler(model, request.sampling_session_seq_id)
+    seq_id = check_seq_id(request.sampling_session_seq_id, "sampling_session_seq_id")
+    sampler = await engine.new_snapshot_sampler(model, seq_id)
     return WireResponse.json({"sampling_session_id": sampler.sampler_id})
 
 

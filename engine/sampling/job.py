@@ -131,16 +131,7 @@ def check_job(job: SampleJob, max_context: int) -> None:
                 ("prompt_alt_tokens_k", job.prompt_draws),
             )
         ),
-        (
-            job.prompt_targets is not None and (job.prompt_targets.dim() != 2 or len(job.prompt_targets) != length - 1),
-            f"target_prompt_logprobs has the shape {_shape(job.prompt_targets)} for a prompt of {length} tokens; use "
-            f"the shape ({length - 1}, K), one row for each token after the first.",
-        ),
     ]
     for is_rejected, sentence in rejections:
         if is_rejected:
             raise RequestError(sentence)
-
-
-def _shape(tensor: Tensor | None) -> tuple[int, ...]:
-    return () if tensor is None else tuple(tensor.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from engine.custom_loss.loss import CustomLoss
 from engine.errors import EngineError, NotFoundError, RequestError
 
 MAX_LOSSES = 1000  # per session
+_NUMBER = re.compile(r"[0-9]{1,3}")
 
 
 class CustomLossStore:
@@ -61,7 +63,8 @@ class CustomLossStore:
         """
         loss = self._losses.get(str(loss_id))
         session, _, number = str(loss_id).partition(":loss:")
-        if session != session_id or not (loss or (number.isdecimal() and self._path(session_id, int(number)).exists())):
+        is_stored = _NUMBER.fullmatch(number) is not None and self._path(session_id, int(number)).exists()
+        if session != session_id or not (loss or is_stored):
             raise NotFoundError(
                 f"The session {session_id} has no custom loss {loss_id!r}: create it with create_custom_loss on the "
                 "service client that created this training client."

@@ -38,12 +38,18 @@ class Journal:
             raise
 
     def read(self) -> list[Record]:
-        """Read all records; truncate a last record that a kill cut short."""
+        """Read all records; truncate a last record that a kill cut short.
+
+        Raises:
+            ValueError: a record is not JSON, or contains an unpaired surrogate, which no response could contain.
+        """
         content = self._path.read_bytes()
         complete = content.rfind(b"\n") + 1
         if self._file is not None and complete < len(content):
             os.ftruncate(self._file, complete)
-        return [json.loads(line) for line in content[:complete].splitlines()]
+        records = [json.loads(line) for line in content[:complete].splitlines()]
+        json.dumps(records, ensure_ascii=False).encode()
+        return records
 
     def append(self, record: Record) -> None:
         """Append a record; does nothing after the journal was closed."""

@@ -134,7 +134,7 @@ class SessionStore:
         try:
             temporary.write_bytes(_SUMMARY.dump_json(summary))
             temporary.replace(path)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             log.warning("The summary %s of a session could not be written: %s", path, error)
         session.journal.remove()
 

@@ -26,7 +26,7 @@ from engine.service.ordered_queue import OrderedQueue, QueueServices
 from engine.service.origin import Origin
 from engine.service.trainer_store import TrainerStore
 from engine.service.worker import Worker
-from engine.wire.forward_backward import ForwardBackward, decode_datum, encode_output
+from engine.wire.forward_backward import ForwardBackward, decode_data, encode_output
 
 Result = TypeVar("Result")
 
@@ -137,7 +137,7 @@ class TrainingModel:
     async def forward_backward(self, request: ForwardBackward) -> WireResponse:
         def compute(trainer: Trainer) -> Generator[None, None, bytes]:
             loss = self._services.find_loss(self.model_id, request)
-            data_D = [decode_datum(message, index, loss.inputs) for index, message in enumerate(request.data)]
+            data_D = decode_data(request.data, loss.inputs)
             output = yield from trainer.forward_backward(data_D, loss, request.forward_only)
             use = "forwarded" if request.forward_only else "trained"
             self._services.queues.metrics.count_tokens(use, sum(len(datum.tokens_T) for datum in data_D))

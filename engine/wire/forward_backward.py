@@ -16,7 +16,11 @@ from torch import Tensor
 
 from engine.compute.datum import Datum
 from engine.errors import RequestError
-from engine.wire.tensors import decode_tensor
+from engine.wire.tensors import decode_tensor, num_sparse_elements
+
+MAX_MESSAGES = 2**20  # datums of a request, and their chunks, inputs and spans: each takes memory when it is parsed
+MAX_SPARSE_ELEMENTS = 2**27  # of all sparse tensors of a request: a few bytes can claim any shape
+_DATA_FIELD = pb.ForwardBackwardRequest.DATA_FIELD_NUMBER
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +45,19 @@ def decode_request(body: bytes) -> ForwardBackward:
     """Decode the protobuf body of a request.
 
     Raises:
-        RequestError: the body is not a valid message.
+        RequestError: the body is not a valid message, or has too many parts.
     """
     message = pb.ForwardBackwardRequest()
     try:
+        if len(body) > 2 * MAX_MESSAGES:  # a part has at least two bytes
+            _check_num_messages(body)
         message.ParseFromString(body)
-    except DecodeError as error:
+    except (DecodeError, IndexError, ValueError) as error:
         raise RequestError(
             f"The body of forward_backward ({len(body)} bytes) is not a message of tinker 0.38: {error}."
         ) from error
+    if message.seq_id < 0:
+        raise RequestError(f"seq_id is {message.seq_id}; send an integer of at least 0.")
     return ForwardBackward(
         model_id=message.model_id,
         seq_id=message.seq_id,
@@ -61,12 +69,30 @@ def decode_request(body: bytes) -> ForwardBackward:
     )
 
 
-def decode_datum(message: pb.Datum, index: int, inputs: Sequence[str]) -> Datum:
-    """Decode one datum with the ``loss_fn_inputs`` that the loss reads.
+def decode_data(messages: Sequence[pb.Datum], inputs: Sequence[str]) -> list[Datum]:
+    """Decode datums with the ``loss_fn_inputs`` that the loss reads.
 
     Raises:
-        RequestError: the datum has an image or audio chunk, an invalid tensor, or an invalid provenance.
+        RequestError: a datum has an image or audio chunk, an invalid tensor, or an invalid provenance, or the sparse
+            tensors are too large.
     """
+    names = ("target_tokens", *inputs)
+    total = sum(
+        num_sparse_elements(message.loss_fn_inputs[name])
+        for message in messages
+        for name in names
+        if name in message.loss_fn_inputs
+    )
+    if total > MAX_SPARSE_ELEMENTS:
+        raise RequestError(
+            f"The sparse tensors of the batch have {total} elements, more than {MAX_SPARSE_ELEMENTS}: send smaller "
+            "batches, or fewer targets per token."
+        )
+    return [decode_datum(message, index, inputs) for index, message in enumerate(messages)]
+
+
+def decode_datum(message: pb.Datum, index: int, inputs: Sequence[str]) -> Datum:
+    """Decode one datum; `decode_data` checks the sizes of its sparse tensors first."""
     name = f"Datum {index}"
     sent = message.loss_fn_inputs
     if "target_tokens" not in sent:
@@ -142,6 +168,48 @@ def encode_output(logprobs_D: Sequence[Tensor], metrics: Mapping[str, float]) ->
         field.data = b"".join(array.tobytes() for array in arrays)
         field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64).tobytes()
     return output.SerializeToString()
+
+
+def _check_num_messages(body: bytes) -> None:
+    """Count the fields of a request and of its datums.
+
+    Raises:
+        RequestError: there are too many.
+        IndexError: the body ends within a field.
+        ValueError: a field has no valid header.
+    """
+    count = position = datum_end = 0
+    while position < len(body):
+        count += 1
+        if count > MAX_MESSAGES:
+            raise RequestError(f"The body has more than {MAX_MESSAGES} datums and parts of datums: send less at once.")
+        tag, position = _read_varint(body, position)
+        match tag & 7:
+            case 0:
+                _, position = _read_varint(body, position)
+            case 1:
+                position += 8
+            case 2:
+                length, position = _read_varint(body, position)
+                if tag >> 3 == _DATA_FIELD and position >= datum_end:
+                    datum_end = position + length
+                else:
+                    position += length
+            case 5:
+                position += 4
+            case kind:
+                raise ValueError(f"a field has the wire type {kind}")
+
+
+def _read_varint(body: bytes, position: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = body[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise ValueError("a number has more than ten bytes")
 
 
 def _config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:

@@ -17,7 +17,7 @@ from engine.errors import RequestError
 from engine.models import LoadedModel
 from engine.sampling.job import SampleJob, SampleResult, TopTokens, check_job
 
-MAX_ELEMENTS = 2**26  # a sparse tensor of a few bytes can claim any shape
+MAX_ELEMENTS = 2**24  # a sparse tensor of a few bytes can claim any shape
 
 
 def decode_job(request: SampleRequest, loaded: LoadedModel) -> SampleJob:
@@ -47,7 +47,7 @@ def decode_job(request: SampleRequest, loaded: LoadedModel) -> SampleJob:
         prompt_logprobs=(request.prompt_logprobs_last_n or len(tokens)) if request.prompt_logprobs else 0,
         topk_prompt=request.topk_prompt_logprobs,
         topk_sample=request.topk_sample_logprobs,
-        prompt_targets=_prompt_targets(request),
+        prompt_targets=_prompt_targets(request, len(tokens)),
         prompt_draws=request.prompt_alt_tokens_k,
     )
     check_job(job, loaded.max_context)
@@ -94,8 +94,8 @@ def _dense(tensor: Tensor, dtype: pb.DType.ValueType) -> pb.Tensor:
     return pb.Tensor(dense=tensor.numpy().tobytes(), dtype=dtype, shape=tensor.shape)
 
 
-def _prompt_targets(request: SampleRequest) -> Tensor | None:
-    """Decode the request's target tokens, dense or sparse CSR, to int64 with -1 in empty cells.
+def _prompt_targets(request: SampleRequest, num_tokens: int) -> Tensor | None:
+    """Decode the target tokens of a prompt, dense or sparse CSR, to int64 with -1 in empty cells.
 
     Raises:
         RequestError: the tensor is not a matrix of token ids.
@@ -104,9 +104,12 @@ def _prompt_targets(request: SampleRequest) -> Tensor | None:
     if tensor is None:
         return None
     shape, size = tuple(tensor.shape or ()), len(tensor.data)
-    if tensor.dtype != "int64" or len(shape) != 2 or min(shape) < 0 or math.prod(shape) > MAX_ELEMENTS:
+    is_matrix = tensor.dtype == "int64" and len(shape) == 2 and shape[0] == num_tokens - 1 and shape[1] >= 0
+    if not is_matrix or math.prod(shape) > MAX_ELEMENTS:
         raise RequestError(
-            f"target_prompt_logprobs is {tensor.dtype} of shape {shape}; send int64 of shape (prompt length - 1, K)."
+            f"target_prompt_logprobs is {tensor.dtype} of shape {shape} for a prompt of {num_tokens} tokens; send "
+            f"int64 of shape ({num_tokens - 1}, K), one row for each token after the first, and at most "
+            f"{MAX_ELEMENTS} elements."
         )
     values = torch.tensor(tensor.data, dtype=torch.int64)
     if tensor.sparse_crow_indices is None:

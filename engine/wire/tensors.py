@@ -15,11 +15,21 @@ _DTYPES: dict[int, type[np.generic]] = {
     pb.DTYPE_INT64: np.int64,
     pb.DTYPE_INT32: np.int32,
 }
-_MAX_ELEMENTS = 2**28  # a sparse tensor of a few bytes can claim any shape
+_MAX_DIMS = 8
+_MAX_SIZE = 2**31 - 1
+
+
+def num_sparse_elements(message: pb.Tensor) -> int:
+    """Return the number of elements that a sparse tensor claims to have; 0 for a dense one."""
+    if not message.HasField("sparse_csr"):
+        return 0
+    return math.prod(max(size, 0) for size in message.shape[:_MAX_DIMS])
 
 
 def decode_tensor(message: pb.Tensor, name: str) -> NDArray[np.generic]:
     """Decode a tensor to a dense array; unlisted entries of a sparse tensor are 0.
+
+    The caller bounds the size of a sparse tensor, whose few bytes can claim any shape.
 
     Args:
         name: the tensor's name in errors.
@@ -30,9 +40,11 @@ def decode_tensor(message: pb.Tensor, name: str) -> NDArray[np.generic]:
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise RequestError(f"{name} has dtype number {message.dtype}; send float32 or int64.")
+    if len(message.shape) > _MAX_DIMS:
+        raise RequestError(f"{name} has {len(message.shape)} dimensions; use at most {_MAX_DIMS}.")
     shape = tuple(message.shape)
-    if any(size < 0 for size in shape) or math.prod(shape) > _MAX_ELEMENTS:
-        raise RequestError(f"{name} has the shape {shape}; use at most {_MAX_ELEMENTS} elements.")
+    if any(not 0 <= size <= _MAX_SIZE for size in shape):
+        raise RequestError(f"{name} has the shape {shape}; use sizes of 0 to {_MAX_SIZE}.")
     if message.HasField("sparse_csr"):
         return _decode_csr(message.sparse_csr, np.dtype(dtype), shape, name)
     values = _read(message.dense, np.dtype(dtype), name)

@@ -132,7 +132,7 @@ def test_sampling_scoring_and_training_agree(
     [
         ({"topk_prompt_logprobs": 5000}, "topk_prompt_logprobs is 5000"),
         ({"topk_sample_logprobs": -1}, "topk_sample_logprobs is -1"),
-        ({"target_prompt_logprobs": torch.zeros(3, 2, dtype=torch.int64)}, r"use the shape \(11, K\)"),
+        ({"target_prompt_logprobs": torch.zeros(3, 2, dtype=torch.int64)}, r"int64 of shape \(11, K\)"),
         ({"target_prompt_logprobs": torch.full((11, 1), 999)}, "target_prompt_logprobs has the token id 999"),
         ({"include_prompt_logprobs": True, "prompt_logprobs_last_n": 99}, "use 1 to 11"),
     ],
