@@ -13,7 +13,7 @@ from engine.compute.datum import Datum
 from engine.compute.loss import LossValue
 from engine.custom_loss.arguments import resolve
 from engine.custom_loss.graph import Call, Graph
-from engine.custom_loss.size_limits import SizeLimits
+from engine.custom_loss.limits import Limits
 from engine.errors import RequestError
 
 
@@ -51,17 +51,17 @@ class CustomLoss:
     def compute(self, logprobs_M: Tensor, data_B: Sequence[Datum]) -> LossValue:
         total = torch.zeros(())
         metrics_B: list[dict[str, float]] = []
+        limits = Limits()
         flat_B = logprobs_M.cpu().split([datum.targets.numel() for datum in data_B])
         for datum, flat in zip(data_B, flat_B, strict=True):
-            loss, metrics = self._run(flat.reshape(datum.targets.shape).clone(), datum)
+            loss, metrics = self._run(flat.reshape(datum.targets.shape).clone(), datum, limits)
             total = total + loss
             metrics_B.append(metrics)
         return LossValue(total, metrics_B)
 
-    def _run(self, logprobs: Tensor, datum: Datum) -> tuple[Tensor, dict[str, float]]:
+    def _run(self, logprobs: Tensor, datum: Datum, limits: Limits) -> tuple[Tensor, dict[str, float]]:
         graph = self.graph
         values: dict[str, Any] = {"logprobs": logprobs, **datum.inputs}
-        limits = SizeLimits()
         for call in graph.calls:
             try:
                 values[call.name] = _evaluate(call, values, limits)
@@ -92,7 +92,7 @@ class CustomLoss:
         return float(value.detach() if isinstance(value, Tensor) else value)
 
 
-def _evaluate(call: Call, values: dict[str, Any], limits: SizeLimits) -> object:
+def _evaluate(call: Call, values: dict[str, Any], limits: Limits) -> object:
     args, kwargs = resolve(call.args, values), resolve(call.kwargs, values)
     limits.check_before(call.operation, args, kwargs)
     result = call.operation(*args, **kwargs)

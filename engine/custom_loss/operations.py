@@ -173,7 +173,14 @@ def _operations_named(names: str) -> frozenset[Operation]:
     return frozenset(operation for name, operation in known.items() if name.rpartition(".")[2] in names.split())
 
 
-# Operations whose results can be larger than their broadcast inputs: their output sizes are checked before they run.
-GROWING = _operations_named(f"{_GROWING} {_FUNCTIONAL_GROWING} {_FFT} getitem")
+# Operations whose results or work can be larger than their broadcast inputs: they are checked before they run.
+GROWING = _operations_named(f"{_GROWING} {_FUNCTIONAL_GROWING} {_FFT} norm getitem")
 # Operations that return many results.
 SPLITTING = _operations_named("chunk split split_with_sizes unbind")
+# Operations that sort, or compute a series, for each element.
+SLOW = _operations_named(
+    "argsort bucketize kthvalue logcumsumexp median mode msort nanmedian nanquantile polygamma psi quantile "
+    "searchsorted sort topk unique unique_consecutive zeta"
+)
+ITERATIVE = _operations_named("gammainc gammaincc")  # hundreds of terms for each element
+REPEATED = _operations_named("diff")  # their argument n is a number of passes

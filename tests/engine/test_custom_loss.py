@@ -16,6 +16,7 @@ from tinker.types.custom_loss_graph import CustomLossNode
 
 from engine.compute.datum import Datum
 from engine.custom_loss.graph import MAX_NODES, read_graph
+from engine.custom_loss.limits import Limits
 from engine.custom_loss.loss import CustomLoss
 from engine.errors import EngineError, RequestError
 from engine.service.custom_losses import CustomLossStore
@@ -270,6 +271,65 @@ def many_results(logprobs, advantages, beta):
 def test_oversized_values_are_rejected_before_allocation(fn, length) -> None:
     with pytest.raises(RequestError, match=r"failed at .*(more than|not supported|without output_size)"):
         run(fn, length)
+
+
+def pairs(logprobs, advantages):
+    return logprobs[:, None] * advantages
+
+
+def slow_distances(logprobs, advantages, beta):
+    x = pairs(logprobs, advantages)
+    return torch.cdist(x, x, p=1.5).sum(), {}
+
+
+def slow_norm(logprobs, advantages, beta):
+    return torch.norm(pairs(logprobs, advantages), p="nuc"), {}
+
+
+def slow_einsum(logprobs, advantages, beta):
+    x = pairs(logprobs, advantages)
+    return torch.einsum("ij,jk,kl,lm->im", x, x, x, x).sum(), {}
+
+
+def slow_differences(logprobs, advantages, beta):
+    return torch.diff(pairs(logprobs, advantages).flatten(), 10**6).sum(), {}
+
+
+def slow_series(logprobs, advantages, beta):
+    return torch.special.gammainc(advantages, pairs(logprobs, advantages)).sum(), {}
+
+
+@pytest.mark.parametrize("fn", [slow_distances, slow_norm, slow_einsum, slow_differences, slow_series])
+def test_work_of_minutes_is_rejected_before_it_runs(fn) -> None:
+    """Without a limit each loss computes for minutes."""
+    with pytest.raises(RequestError, match=r"failed at .* takes about .* FLOPs, more than 2.1e\+11"):
+        run(fn, 4096)
+
+
+def test_work_is_limited_for_all_datums_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = upload(arithmetic, RANKS)
+    datum = loss.prepare(make_datum(6, advantages=torch.ones(6), beta=torch.ones(1)), 0)
+    monkeypatch.setattr("engine.custom_loss.limits.MAX_FLOPS", 10**8)
+    loss.compute(-torch.rand(6), [datum])
+    with pytest.raises(RequestError, match="on the datums that are computed together"):
+        loss.compute(-torch.rand(60), [datum] * 10)
+
+
+@pytest.mark.parametrize(
+    ("operation", "shapes", "expected"),
+    [
+        (torch.matmul, [(3, 5), (5, 7)], 2 * 3 * 5 * 7),
+        (torch.bmm, [(2, 3, 5), (2, 5, 7)], 2 * 2 * 3 * 5 * 7),
+        (torch.addmm, [(3, 7), (3, 5), (5, 7)], 2 * 3 * 5 * 7),
+        (torch.exp, [(3, 5)], 32 * 15),
+        (torch.add, [(3, 1), (5,)], 32 * 15),
+        (torch.sort, [(3, 5)], 1024 * 15),
+    ],
+)
+def test_work_is_estimated(operation, shapes, expected) -> None:
+    limits = Limits()
+    limits.check_before(operation, tuple(torch.zeros(shape) for shape in shapes), {})
+    assert limits._flops == expected + 2**20
 
 
 def node(op: str, name: str, target: str, *args: Any, **kwargs: Any) -> CustomLossNode:
