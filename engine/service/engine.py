@@ -75,6 +75,8 @@ class Engine:
             runs=self.runs,
             memory=self.memory,
             micro_batch_tokens=settings.micro_batch_tokens,
+            check_session=self._check_session,
+            max_request_s=settings.max_request_s,
         )
         for history, journal in self.session_store.unfinished():
             self._restore(history, journal)
@@ -138,6 +140,12 @@ class Engine:
         for session in [s for s in self.sessions.values() if now - s.last_seen > CLIENT_TIMEOUT_S]:
             self.close_session(session.session_id, "interrupted", "the client stopped sending requests")
 
+    def _check_session(self, session_id: str) -> None:
+        """Close idle sessions; raise a NotFoundError if ``session_id`` is not open."""
+        self._close_idle_sessions()
+        if session_id not in self.sessions:
+            raise NotFoundError(f"The session {session_id} has ended, so its running request was cancelled.")
+
     def session(self, session_id: str) -> Session:
         """Return an open session; raises a NotFoundError for sessions that ended or were lost in a restart."""
         if (session := self.sessions.get(session_id)) is None:
@@ -146,7 +154,13 @@ class Engine:
                 "create a new service client."
             )
         session.last_seen = time.monotonic()
+        self._close_idle_sessions()
         return session
+
+    def record_request(self, request_id: str) -> None:
+        """Record that the client of a model, a sampler or a request is alive."""
+        if (session := self.sessions.get(request_id.partition(":")[0])) is not None:
+            session.last_seen = time.monotonic()
 
     def close_session(self, session_id: str, reason: FinishReason, detail: str | None) -> None:
         """Close a session and free its models and samplers; its checkpoints remain."""
@@ -189,6 +203,7 @@ class Engine:
                 "create a training client from the last checkpoint."
             )
         model.last_request = datetime.now(UTC)
+        self.record_request(model_id)
         return model
 
     def new_sampler(self, session_id: str, seq_id: int, base_model: str | None, model_path: str | None) -> Sampler:
@@ -211,7 +226,7 @@ class Engine:
         sampler_id = f"{session.session_id}:sample:{seq_id}"
         queue = self._sampling_queues[id(self.base(base_name))]
         adapter_store = await self.worker.run(
-            lambda: AdapterStore.from_snapshot(self.memory, queue.base, adapter), sampler_id
+            lambda: AdapterStore.from_snapshot(self.memory, queue.base, adapter), session.session_id
         )
         return session.samplers.setdefault(sampler_id, Sampler(sampler_id, base_name, queue, None, adapter_store))
 
@@ -224,6 +239,7 @@ class Engine:
                 f"The engine has no sampler {sampler_id}: its session ended, or the engine was restarted; "
                 "create a new sampling client."
             )
+        self.record_request(sampler_id)
         return sampler
 
     def can_resample(self, request_id: str) -> bool:

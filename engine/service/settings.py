@@ -24,6 +24,7 @@ class Settings:
         max_body_bytes: maximum size of a request body after decompression.
         max_sessions: maximum number of open sessions.
         max_models: maximum number of models in training.
+        max_request_s: maximum compute time of one forward or forward_backward in seconds.
         max_waiting_requests: maximum number of waiting requests per model; clients retry additional requests later.
         memory_limit_bytes: memory for adapters, moments, gradients and snapshots; the least recently used move to disk
             when it is full.
@@ -48,6 +49,7 @@ class Settings:
     max_body_bytes: int = 256 * 2**20
     max_sessions: int = 256
     max_models: int = 256
+    max_request_s: float = 3600.0
     max_waiting_requests: int = 1024
     memory_limit_bytes: int = 2 * 2**30
     clock_cycle_s: float = 0.0

@@ -33,7 +33,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class TrainingServices:
-    """Services shared by all training models."""
+    """Services shared by all training models.
+
+    Attributes:
+        check_session: raises an EngineError if the session of a model has ended, or its client is gone.
+        max_request_s: maximum compute time of a pass.
+    """
 
     find_base: Callable[[str], BaseModel]
     find_loss: Callable[[str, ForwardBackward], Loss]
@@ -43,6 +48,8 @@ class TrainingServices:
     runs: RunStore
     memory: MemoryBudget
     micro_batch_tokens: int
+    check_session: Callable[[str], None]
+    max_request_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,7 @@ class TrainingModel:
         self.queue = OrderedQueue(model_id, services.queues, journal)
         self.last_request = datetime.now(UTC)
         self._services = services
+        self._client = model_id.partition(":")[0]  # the models of a session share its compute time
         self._journal = journal
         self._origin: Origin | None = None
         self._trainer_store: TrainerStore | None = None
@@ -185,13 +193,13 @@ class TrainingModel:
             )
 
         self._services.find_base(origin.base_model)
-        await self._services.worker.run(create_and_record, self.model_id)
+        await self._services.worker.run(create_and_record, self._client)
         self._trainer_store = store
         self._record_origin(origin)
 
     async def _run(self, function: Callable[[Trainer], Result]) -> Result:
         store = self._usable_store()
-        return await self._services.worker.run(lambda: function(store.trainer()), self.model_id)
+        return await self._services.worker.run(lambda: function(store.trainer()), self._client)
 
     async def _run_generator(self, function: Callable[[Trainer], Generator[None, None, Result]]) -> Result:
         store = self._usable_store()
@@ -199,7 +207,15 @@ class TrainingModel:
         def run() -> Generator[None, None, Result]:
             return (yield from function(store.trainer()))
 
-        return await self._services.worker.run_generator(run(), self.model_id)
+        return await self._services.worker.run_generator(run(), self._client, self._check_running)
+
+    def _check_running(self, seconds: float) -> None:
+        """Raise an EngineError if the running pass has computed for too long, or nobody waits for it."""
+        self._services.check_session(self._client)
+        if seconds > (limit := self._services.max_request_s):
+            raise RequestError(
+                f"The request has computed for {seconds:.0f} s, and the limit is {limit:g} s: send smaller batches."
+            )
 
     def _usable_store(self) -> TrainerStore:
         if self._lost_message is not None:

@@ -68,10 +68,26 @@ class Worker:
         self._start()
         return await result
 
-    async def run_generator(self, generator: Generator[None, None, Result], owner: str) -> Result:
-        """Run a generator on the thread; return its return value. Other owners get their turn at each yield."""
-        while not (returned := await self.run(lambda: _advance(generator), owner)):
-            pass
+    async def run_generator(
+        self, generator: Generator[None, None, Result], owner: str, check: Callable[[float], None]
+    ) -> Result:
+        """Run a generator on the thread; return its return value. Other owners get their turn at each yield.
+
+        Args:
+            check: called between its items with the seconds that it has computed; ends it by raising an exception.
+        """
+        seconds = 0.0
+
+        def advance() -> tuple[Result] | None:
+            nonlocal seconds
+            started = self._clock()
+            try:
+                return _advance(generator)
+            finally:
+                seconds += self._clock() - started
+
+        while not (returned := await self.run(advance, owner)):
+            check(seconds)
         return returned[0]
 
     def stop(self) -> None:

@@ -79,7 +79,7 @@ def test_training_and_sampling_take_turns(base: BaseModel, settings: Settings) -
             await worker.run(lambda: base.hidden(make_job(2, length=64).prompt_T[None]), "model")
             pieces += 1
         trained_meanwhile = not sampling.done()
-        more = asyncio.create_task(worker.run_generator(endless_work(), "model"))
+        more = asyncio.create_task(worker.run_generator(endless_work(), "model", lambda seconds: None))
         await queue.sample("other", make_job(3, max_tokens=2), lambda: None)
         sampled_meanwhile = not more.done()
         sampling.cancel()

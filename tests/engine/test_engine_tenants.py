@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
 import torch
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
@@ -16,7 +19,7 @@ from engine.compute.lora import Adapter, LoraSpec
 from engine.compute.loss import bind_loss
 from engine.compute.train import exhaust, iterate_loss
 from engine.routes.app import make_app
-from engine.service.engine import Engine
+from engine.service.engine import CLIENT_TIMEOUT_S, Engine
 from engine.service.settings import Settings
 
 LOSS = bind_loss("cross_entropy", {})
@@ -64,32 +67,94 @@ def request(model_id: str, num_datums: int) -> bytes:
     return forward_backward_request_to_proto(types.ForwardBackwardRequest(batch, model_id, 1)).SerializeToString()
 
 
+Use = Callable[[httpx.AsyncClient, Engine], Awaitable[None]]
+
+
+def with_engine(base: BaseModel, folder: Path, use: Use, **settings: Any) -> None:
+    """Run ``use`` with a client of an engine in this process, whose micro-batches have one datum of `request`."""
+
+    async def main() -> None:
+        engine = Engine(Settings(("tiny",), folder, folder, micro_batch_tokens=64, **settings), {"tiny": base})
+        transport = httpx.ASGITransport(make_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost/api/v1", timeout=60) as http:
+            await use(http, engine)
+        engine.worker.stop()
+
+    asyncio.run(main())
+
+
+async def create_models(http: httpx.AsyncClient, num_models: int) -> list[str]:
+    """Open a session and create models in it."""
+    session = (await http.post("create_session", json={})).json()["session_id"]
+    models = []
+    for number in range(num_models):
+        content = {"session_id": session, "model_seq_id": number, "base_model": "tiny", "lora_config": {"rank": 4}}
+        created = (await http.post("create_model", json=content)).json()
+        await http.post("retrieve_future", json={"request_id": created["request_id"]})
+        models.append(created["model_id"])
+    return models
+
+
+async def send(http: httpx.AsyncClient, model_id: str, num_datums: int) -> str:
+    headers = {"Content-Type": "application/x-protobuf"}
+    response = await http.post("forward_backward", content=request(model_id, num_datums), headers=headers)
+    return response.json()["request_id"]
+
+
 def test_small_batch_does_not_wait_for_a_large_one(base: BaseModel, tmp_path: Path) -> None:
     """A request with one micro-batch gets its response while another client's 200 micro-batches are running."""
 
-    async def main() -> int | None:
-        settings = Settings(models=("tiny",), state=tmp_path, cache=tmp_path, micro_batch_tokens=64)
-        engine = Engine(settings, {"tiny": base})
-        transport = httpx.ASGITransport(make_app(engine))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost/api/v1", timeout=60) as http:
-            models = []
-            for _ in range(2):
-                session = (await http.post("create_session", json={})).json()["session_id"]
-                content = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
-                created = (await http.post("create_model", json=content)).json()
-                await http.post("retrieve_future", json={"request_id": created["request_id"]})
-                models.append(created["model_id"])
-            sent = []
-            for model_id, num_datums in zip(models, (200, 1), strict=True):
-                body = request(model_id, num_datums)
-                headers = {"Content-Type": "application/x-protobuf"}
-                response = await http.post("forward_backward", content=body, headers=headers)
-                sent.append(response.json()["request_id"])
-            await http.post("retrieve_future", json={"request_id": sent[1]})
-            still_running = engine.model(models[0]).queue.running
-            large = await http.post("retrieve_future", json={"request_id": sent[0]})
-            assert large.headers["content-type"] == "application/x-protobuf"
-        engine.worker.stop()
-        return still_running
+    async def use(http: httpx.AsyncClient, engine: Engine) -> None:
+        (first,), (second,) = await create_models(http, 1), await create_models(http, 1)
+        large, small = await send(http, first, 200), await send(http, second, 1)
+        await http.post("retrieve_future", json={"request_id": small})
+        assert engine.model(first).queue.running == 1
+        result = await http.post("retrieve_future", json={"request_id": large})
+        assert result.headers["content-type"] == "application/x-protobuf"
 
-    assert asyncio.run(main()) == 1
+    with_engine(base, tmp_path, use)
+
+
+def test_a_client_with_many_models_has_the_share_of_one(base: BaseModel, tmp_path: Path) -> None:
+    """Four models of one client and one of another train on equal batches; the single one is the first to finish."""
+
+    async def use(http: httpx.AsyncClient, engine: Engine) -> None:
+        many, (single,) = await create_models(http, 4), await create_models(http, 1)
+        for model_id in many:
+            await send(http, model_id, 40)
+        await http.post("retrieve_future", json={"request_id": await send(http, single, 40)})
+        assert [engine.model(model_id).queue.running for model_id in many] == [1, 1, 1, 1]
+
+    with_engine(base, tmp_path, use)
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_the_request_of_a_client_that_is_gone_is_cancelled(base: BaseModel, tmp_path: Path, is_finished: bool) -> None:
+    """The client finishes its session, or sends no heartbeat for a long time, while its request is running."""
+
+    async def use(http: httpx.AsyncClient, engine: Engine) -> None:
+        (gone,), (other,) = await create_models(http, 1), await create_models(http, 1)
+        model, session = engine.model(gone), gone.partition(":")[0]
+        await send(http, gone, 400)
+        if is_finished:
+            await http.post(f"sessions/{session}/finish", json={"reason": {"type": "success"}})
+        else:
+            engine.sessions[session].last_seen -= CLIENT_TIMEOUT_S + 1
+        await http.post("retrieve_future", json={"request_id": await send(http, other, 20)})
+        assert model.queue.running is None
+        assert session not in engine.sessions
+
+    with_engine(base, tmp_path, use)
+
+
+def test_a_request_has_a_limit_of_compute_time(base: BaseModel, tmp_path: Path) -> None:
+    async def use(http: httpx.AsyncClient, engine: Engine) -> None:
+        (model_id,) = await create_models(http, 1)
+        result = await http.post("retrieve_future", json={"request_id": await send(http, model_id, 2)})
+        assert result.json()["category"] == "user"
+        assert "has computed for 0 s, and the limit is 0 s: send smaller batches" in result.json()["error"]
+        (model_id,) = await create_models(http, 1)
+        result = await http.post("retrieve_future", json={"request_id": await send(http, model_id, 1)})
+        assert result.headers["content-type"] == "application/x-protobuf"
+
+    with_engine(base, tmp_path, use, max_request_s=0.0)

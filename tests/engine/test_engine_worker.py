@@ -108,6 +108,8 @@ def test_idle_time_is_not_saved_up() -> None:
 
 
 def test_other_work_runs_between_the_yields_of_a_generator() -> None:
+    seconds: list[float] = []
+
     async def main() -> tuple[int, list[str]]:
         work_log = WorkLog()
         worker = Worker(work_log.clock)
@@ -118,13 +120,15 @@ def test_other_work_runs_between_the_yields_of_a_generator() -> None:
                 yield
             return 7
 
-        result, _ = await asyncio.gather(worker.run_generator(work(), "generator"), queue(worker, work_log, "other", 3))
+        generator = worker.run_generator(work(), "generator", seconds.append)
+        result, _ = await asyncio.gather(generator, queue(worker, work_log, "other", 3))
         worker.stop()
         return result, work_log.order
 
     result, order = asyncio.run(main())
     assert result == 7
     assert order[:6] == ["generator", "other"] * 3
+    assert seconds == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_exceptions_are_raised_to_the_caller_and_work_continues() -> None:
