@@ -126,16 +126,25 @@ class PrefectServer:
     wait: Callable[[], None]
 
 
-def running_prefect_server() -> str | None:
-    """Return the URL of the API of a Prefect server that `tinker-flows up` runs in this project home, or None."""
+@dataclass(frozen=True, slots=True)
+class RunningPrefectServer:
+    """URL of the API of a Prefect server, and its login `USER:PASSWORD`."""
+
+    url: str
+    login: str
+
+
+def running_prefect_server() -> RunningPrefectServer | None:
+    """Return the Prefect server that `tinker-flows up` runs in this project home, or None."""
     try:
         with (home() / "up.json").open("rb") as file:
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return None  # nobody holds the lock: the file is of an `up` that has ended
-            url = json.load(file)["exports"]["PREFECT_API_URL"]
-        with urllib.request.urlopen(f"{url}/health", timeout=5):
-            return url
+            exports = json.load(file)["exports"]
+            server = RunningPrefectServer(exports["PREFECT_API_URL"], exports["PREFECT_API_AUTH_STRING"])
+        with urllib.request.urlopen(f"{server.url}/health", timeout=5):
+            return server
     except (
         OSError,
         HTTPException,

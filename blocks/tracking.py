@@ -6,6 +6,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 _FIRST_RESPONSE_S = 20.0
+_LOGIN = (
+    "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to those of the server (`tinker-flows up` prints them)"
+)
 _REMEDY = "check `tracking`, or leave it out for a local SQLite file"
 
 # Tag of an MLflow run: the key of the run directory (the record) that it belongs to.
@@ -165,6 +169,10 @@ class MLflowTracking(Block):
         except TinkerFlowsError:
             raise
         except (MlflowException, SQLAlchemyError, sqlite3.Error, ImportError, OSError) as error:
+            if isinstance(error, MlflowException) and error.get_http_status_code() == HTTPStatus.UNAUTHORIZED:
+                raise ServiceError(
+                    f"The MLflow server at {self.shown_uri} rejects the login (401): {_LOGIN}."
+                ) from error
             raise ServiceError(
                 f"The MLflow server at {self.shown_uri} could not be used "
                 f"({hide_credentials(reason(error))}): {_REMEDY}."

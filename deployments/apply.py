@@ -14,12 +14,12 @@ from pathlib import Path
 import flows.runs.cli
 import flows.training.trainer  # noqa: F401
 from deployments.automations import install_all
-from deployments.work_pool import wait_for_pool
+from deployments.work_pool import prefect_api, wait_for_pool
 
 FILE = Path(__file__).with_name("prefect.yaml")
 
 if __name__ == "__main__":
-    wait_for_pool(os.environ["PREFECT_API_URL"].removesuffix("/api"))
+    wait_for_pool(prefect_api(os.environ["PREFECT_API_URL"], os.environ.get("PREFECT_API_AUTH_STRING", "")))
     install_all()
     # Equivalent to `python -m prefect deploy ...`, in this process, which has imported the flows already.
     sys.argv = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(FILE)]

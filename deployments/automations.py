@@ -20,6 +20,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 
 from blocks.errors import ConfigError
+from blocks.prefect_errors import prefect_failures
 from flows.monitoring.events import HEARTBEAT_EVERY_S, HEARTBEAT_TAG, PREFIX, Kind
 
 RESTART_TAG = "tinker-flows:restart"
@@ -128,14 +129,16 @@ def install_all() -> None:
 
     Raises:
         ConfigError: PREFECT_API_URL is not set.
+        ServiceError: the server does not respond or rejects a request.
     """
     if not PREFECT_API_URL.value():
         raise ConfigError("PREFECT_API_URL is not set: set it to a permanent Prefect server, which runs automations.")
-    webhook = _webhook_id()
-    automations = [crash_automation(), restart_automation(), stop_automation()]
-    for automation in (*automations, *([notify_automation(webhook)] if webhook else [])):
-        install(automation)
-        print(f"{automation.name}: {automation.description}")
+    with prefect_failures("set PREFECT_API_URL to a running server"):
+        webhook = _webhook_id()
+        automations = [crash_automation(), restart_automation(), stop_automation()]
+        for automation in (*automations, *([notify_automation(webhook)] if webhook else [])):
+            install(automation)
+            print(f"{automation.name}: {automation.description}")
     if not webhook:
         print(f"No notifications: save a Webhook block named {WEBHOOK_BLOCK!r} in the UI and run this command again.")
 

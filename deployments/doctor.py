@@ -12,19 +12,19 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-import httpx
 from packaging.requirements import Requirement
 from prefect.client.orchestration import get_client
-from prefect.exceptions import PrefectException
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from rich.table import Table
 from rich.text import Text
 from sqlalchemy import make_url
 
 from blocks.console import TextConsole
-from blocks.errors import ConfigError, ServiceError, StorageError, TinkerFlowsError, reason
+from blocks.errors import ConfigError, StorageError, TinkerFlowsError, reason
 from blocks.home import home
 from blocks.object_directory import ObjectDirectory
+from blocks.prefect_errors import prefect_failures
+from blocks.processes import running_prefect_server
 from blocks.service import TinkerService
 from blocks.urls import check_reachable
 from flows.runs.blocks import service_at, storage_at, tracking_at
@@ -139,22 +139,22 @@ def _key(base_url: str) -> str:
 
 def _prefect() -> str:
     url = PREFECT_API_URL.value()
+    if not url and (server := running_prefect_server()):
+        with temporary_settings({PREFECT_API_URL: server.url, PREFECT_API_AUTH_STRING: server.login}):
+            return f"{_prefect()} (of the running `tinker-flows up`)"
     if not url:
         return f"local: each run starts its own server on {home() / 'prefect.db'} (PREFECT_API_URL is not set)"
     remedy = "set PREFECT_API_URL to a running server, unset it, or start a server with `tinker-flows up`"
     check_reachable(f"The Prefect server at {url}", f"{url}/health", TIMEOUT_S, remedy)
-    try:
-        with get_client(sync_client=True) as client:
-            server = client.api_version()
-            settings = client.request("GET", "/admin/settings").json()
-    except (httpx.HTTPError, PrefectException, RuntimeError, ValueError) as error:
-        raise ServiceError(f"The Prefect server at {url} could not be used ({reason(error)}): {remedy}.") from error
+    with prefect_failures(remedy), get_client(sync_client=True) as client:
+        server_version = client.api_version()
+        settings = client.request("GET", "/admin/settings").json()
     batch_size = settings.get("server", {}).get("services", {}).get("task_run_recorder", {}).get("batch_size")
     warning = (
         f". It records task runs in batches of {batch_size} and may lose task runs of a busy run: start it with "
         f"{RECORDER_BATCH_SIZE}=100"
     )
-    return f"{url}, version {server}{warning if isinstance(batch_size, int) and batch_size < 100 else ''}"
+    return f"{url}, version {server_version}{warning if isinstance(batch_size, int) and batch_size < 100 else ''}"
 
 
 def _mlflow(tracking: str) -> str:

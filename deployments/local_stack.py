@@ -83,21 +83,51 @@ def record_stack(file: TextIO, stack: LocalStack) -> None:
 
 
 def engine_key(home: Path) -> str:
-    """Return the engine's API key of a project home; the key is permanent, so that exported variables stay valid.
+    """Return the engine's API key of a project home.
 
     Raises:
         StorageError: the key file cannot be written.
     """
-    path = home / "engine.key"
+    return _permanent_secret(home / "engine.key", "tml-")
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """Login of the Prefect server and of the MLflow server."""
+
+    user: str
+    password: str
+
+    @property
+    def exports(self) -> dict[str, str]:
+        """Environment variables with which the clients of both servers log in."""
+        return {
+            "PREFECT_API_AUTH_STRING": f"{self.user}:{self.password}",
+            "MLFLOW_TRACKING_USERNAME": self.user,
+            "MLFLOW_TRACKING_PASSWORD": self.password,
+        }
+
+
+def server_login(home: Path) -> Login:
+    """Return the login of the servers of a project home.
+
+    Raises:
+        StorageError: the file of the password cannot be written.
+    """
+    return Login("tinker-flows", _permanent_secret(home / "servers.key"))
+
+
+def _permanent_secret(path: Path, prefix: str = "") -> str:
+    """Return the secret in a file; create it if missing. It is permanent, so that exported variables stay valid."""
     try:
         path.touch(mode=0o600)
-        key = path.read_text()
-        if not key:
-            key = f"tml-{secrets.token_urlsafe(24)}"
-            path.write_text(key)
+        secret = path.read_text()
+        if not secret:
+            secret = prefix + secrets.token_urlsafe(24)
+            path.write_text(secret)
     except OSError as error:
-        raise storage_error("write the engine's key to", path, error) from error
-    return key
+        raise storage_error("write the secret to", path, error) from error
+    return secret
 
 
 def choose_port(preferred: int) -> int:
@@ -111,14 +141,19 @@ def choose_port(preferred: int) -> int:
     return preferred
 
 
-def print_stack(stack: LocalStack, console: Console) -> None:
-    """Print the services and the variables to export in another terminal."""
+def print_stack(stack: LocalStack, login: Login, console: Console) -> None:
+    """Print the services, the login for a browser and the variables to export in another terminal."""
     table = Table(title="tinker-flows up", title_justify="left")
     for column in ("service", "URL", "log"):
         table.add_column(column, overflow="fold")
     for endpoint in stack.places:
         table.add_row(endpoint.name, endpoint.url, Path(endpoint.log).name)
     console.print(table)
+    console.print(
+        f"In a browser, log in to Prefect with {login.user}:{login.password} and to MLflow as user {login.user} with "
+        f"the password {login.password}",
+        soft_wrap=True,
+    )
     console.print(f"The logs are in {Path(stack.places[0].log).parent}. In another terminal, run:", soft_wrap=True)
     for name, value in stack.exports.items():
         console.print(f"export {name}={shlex.quote(value)}", soft_wrap=True)

@@ -12,6 +12,7 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 
 from blocks.errors import ConfigError
+from blocks.prefect_errors import prefect_failures
 from deployments.methods import METHODS, config_type_of
 from deployments.work_pool import POOL
 from flows.config.loader import load_config
@@ -63,9 +64,10 @@ def deploy_recipes(recipes: Sequence[str]) -> list[str]:
 
     Raises:
         ConfigError: a recipe is unknown, or the server has no work pool `POOL`.
+        ServiceError: the server does not respond or rejects a request.
     """
     files = [file_of(recipe) for recipe in recipes]
-    with get_client(sync_client=True) as client:
+    with prefect_failures("set PREFECT_API_URL to a running server"), get_client(sync_client=True) as client:
         try:
             client.read_work_pool(POOL)
         except ObjectNotFound as error:

@@ -6,7 +6,9 @@ seconds to import them, in parallel.
 
 from __future__ import annotations
 
+import configparser
 import os
+import secrets
 import signal
 import sys
 import time
@@ -22,7 +24,8 @@ from rich.status import Status
 
 from blocks.console import TextConsole
 from blocks.database_templates import MLFLOW, PREFECT, is_missing
-from blocks.home import file_lock, home
+from blocks.errors import storage_error
+from blocks.home import file_lock, home, open_private
 from blocks.processes import (
     GRACE_S,
     managed_process,
@@ -36,13 +39,15 @@ from deployments.health import Service, is_healthy, monitor, wait_until_ready
 from deployments.local_stack import (
     Endpoint,
     LocalStack,
+    Login,
     choose_port,
     engine_key,
     print_stack,
     record_stack,
+    server_login,
     stack_lock,
 )
-from deployments.work_pool import POOL, crash_orphaned_runs, is_worker_online, open_pool, pause_pool
+from deployments.work_pool import POOL, crash_orphaned_runs, is_worker_online, open_pool, pause_pool, prefect_api
 
 ROOT = Path(__file__).parents[1]
 WORKER = "tinker-flows-up"
@@ -66,10 +71,11 @@ def up(engine_models: Sequence[str] | None, *, with_engine: bool) -> None:
     with _stopped_by_signals(), stack_lock(home()) as lock_file:
         try:
             with ExitStack() as exit_stack:
+                login = server_login(home())
                 with console.status("starting") as status:
-                    local_stack, services = _start_all(_Starter(exit_stack, lock_file), models, status)
+                    local_stack, services = _start_all(_Starter(exit_stack, lock_file), models, login, status)
                 record_stack(lock_file, local_stack)
-                print_stack(local_stack, console)
+                print_stack(local_stack, login, console)
                 console.print(f"Ready in {time.monotonic() - started_at:.1f} s. Press Ctrl-C to stop all services.")
                 monitor(services)
         except KeyboardInterrupt:
@@ -104,7 +110,9 @@ class _Starter:
         return Service(name, url, log, process)
 
 
-def _start_all(starter: _Starter, models: Sequence[str], status: Status) -> tuple[LocalStack, Sequence[Service]]:
+def _start_all(
+    starter: _Starter, models: Sequence[str], login: Login, status: Status
+) -> tuple[LocalStack, Sequence[Service]]:
     """Start the servers in parallel, then the deployments and a worker, which need Prefect; the worker stops first."""
     exports = {"TINKER_FLOWS_HOME": str(home())}
     servers: list[Service] = []
@@ -118,20 +126,22 @@ def _start_all(starter: _Starter, models: Sequence[str], status: Status) -> tupl
             exports |= {"TINKER_BASE_URL": engine.url, "TINKER_API_KEY": key}
         databases = {PREFECT: prefect_database(), MLFLOW: mlflow_database()}
         created = [template for template, database in databases.items() if is_missing(database)]
-        prefect, mlflow = _start_prefect(starter), _start_mlflow(starter)
+        prefect, mlflow = _start_prefect(starter, login), _start_mlflow(starter, login)
         servers += [prefect, mlflow]
-        exports |= {"PREFECT_API_URL": f"{prefect.url}/api", "MLFLOW_TRACKING_URI": mlflow.url}
+        exports |= {"PREFECT_API_URL": f"{prefect.url}/api", "MLFLOW_TRACKING_URI": mlflow.url, **login.exports}
         deploy_job = _start_deploy_job(starter, prefect, exports)  # imports the flows while Prefect starts
         wait_until_ready(servers, {prefect: partial(is_healthy, f"{prefect.url}/api/health")}, status)
         for server in servers:  # after the worker has stopped, all servers stop in parallel
             starter.exit_stack.callback(server.request_stop)
-        open_pool(prefect.url)
-        crash_orphaned_runs(prefect.url)
+        api = prefect_api(exports["PREFECT_API_URL"], exports["PREFECT_API_AUTH_STRING"])
+        open_pool(api)
+        crash_orphaned_runs(api)
         since = time.time()
         worker = _start_worker(starter, prefect, exports)
+        starter.exit_stack.callback(pause_pool, api)
         health = {servers[0]: "/api/v1/healthz", prefect: "/api/health", mlflow: "/health"}
         checks = {server: partial(is_healthy, server.url + health[server]) for server in servers}
-        worker_check = partial(is_worker_online, prefect.url, WORKER, since)
+        worker_check = partial(is_worker_online, api, WORKER, since)
         wait_until_ready([*servers, worker, deploy_job], {**checks, worker: worker_check}, status, job=deploy_job)
         for template in created:
             template.save(databases[template])
@@ -148,32 +158,66 @@ def _start_engine(starter: _Starter, models: Sequence[str], key: str) -> Service
     return starter.start(f"Engine ({', '.join(models)})", f"http://127.0.0.1:{port}", command, env)
 
 
-def _start_prefect(starter: _Starter) -> Service:
+def _start_prefect(starter: _Starter, login: Login) -> Service:
     port = choose_port(4200)
     url = f"http://127.0.0.1:{port}"
-    env = {**prepare_prefect_database(), "PREFECT_API_URL": f"{url}/api"}
+    env = {
+        **prepare_prefect_database(),
+        "PREFECT_API_URL": f"{url}/api",
+        "PREFECT_SERVER_API_AUTH_STRING": login.exports["PREFECT_API_AUTH_STRING"],
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{url},http://localhost:{port}",
+    }
     return starter.start("Prefect server", url, prefect_server_command(port)[2:], env)
 
 
-def _start_mlflow(starter: _Starter) -> Service:
+def _start_mlflow(starter: _Starter, login: Login) -> Service:
     """Start MLflow on the same files as runs without a server; its clients are local and write artifacts directly."""
     MLFLOW.prepare(mlflow_database())
     port = choose_port(5000)
     command = ["mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{mlflow_database()}"]
     command += ["--default-artifact-root", (home() / "mlflow-artifacts").as_uri(), "--no-serve-artifacts"]
-    # The job runner is unused here and costs eight processes and more than a gigabyte of memory.
-    env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    command += ["--app-name", "basic-auth"]
+    env = {
+        # The job runner is unused here and costs eight processes and more than a gigabyte of memory.
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_AUTH_CONFIG_PATH": str(_write_mlflow_auth(login)),
+        "MLFLOW_AUTH_ADMIN_PASSWORD": login.password,
+        "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_urlsafe(24),
+    }
     return starter.start("MLflow server", f"http://127.0.0.1:{port}", command, env)
+
+
+def _write_mlflow_auth(login: Login) -> Path:
+    """Write the settings of MLflow's login; its database is new at each start, so that it has the current password.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
+    path, database = home() / "mlflow-auth.ini", home() / "mlflow-auth.db"
+    settings = configparser.ConfigParser(interpolation=None)
+    settings["mlflow"] = {
+        "default_permission": "NO_PERMISSIONS",
+        "database_uri": f"sqlite:///{database}".replace("%", "%%"),
+        "admin_username": login.user,
+        # MLflow would hash the password of every request, which takes longer than the request.
+        "auth_cache_ttl_seconds": "3600",
+    }
+    try:
+        for file in home().glob(f"{database.name}*"):
+            file.unlink()
+        with open_private(path, "w") as file:
+            settings.write(file)
+    except OSError as error:
+        raise storage_error("write", path, error) from error
+    return path
 
 
 def _start_worker(starter: _Starter, prefect: Service, exports: Mapping[str, str]) -> Service:
     url = f"{prefect.url}/work-pools/work-pool/{POOL}"
     command = ["prefect", "worker", "start", "--pool", POOL, "--name", WORKER]
     env = {**exports, "PREFECT_WORKER_QUERY_SECONDS": "2"}
-    worker = starter.start("Worker", url, command, env, WORKER_GRACE_S)
-    starter.exit_stack.callback(pause_pool, prefect.url)
-    return worker
+    return starter.start("Worker", url, command, env, WORKER_GRACE_S)
 
 
 def _start_deploy_job(starter: _Starter, prefect: Service, exports: Mapping[str, str]) -> Service:

@@ -6,13 +6,14 @@ Plain HTTP requests avoid importing Prefect, which takes seconds.
 from __future__ import annotations
 
 import time
+from base64 import b64encode
 from datetime import datetime
 from typing import Any
 
 import httpx
 
 from blocks.errors import ServiceError, reason
-from deployments.health import CLIENT, STARTUP_LIMIT_S, is_healthy
+from deployments.health import STARTUP_LIMIT_S
 
 POOL = "tinker-flows"
 UNFINISHED_STATES = ("RUNNING", "PENDING", "CANCELLING")
@@ -27,44 +28,52 @@ _JOB_TEMPLATE: dict[str, Any] = {
 }
 
 
-def open_pool(prefect: str) -> None:
-    """Create the work pool, or unpause the existing one; its runs have no job variables.
+def prefect_api(url: str, login: str) -> httpx.Client:
+    """Return a client for Prefect's REST API.
 
     Args:
-        prefect: URL of the Prefect server.
+        url: URL of the API.
+        login: `USER:PASSWORD`, as in PREFECT_API_AUTH_STRING; empty for a server without a login.
+    """
+    headers = {"Authorization": f"Basic {b64encode(login.encode()).decode()}"} if login else {}
+    return httpx.Client(base_url=url, headers=headers, timeout=30)
+
+
+def open_pool(api: httpx.Client) -> None:
+    """Create the work pool, or unpause the existing one; its runs have no job variables.
 
     Raises:
         ServiceError: the server rejected the request or did not respond.
     """
-    _request(prefect, "work_pools/", {"name": POOL, "type": "process"}, accepted=(httpx.codes.CONFLICT,))
-    _update_pool(prefect, {"is_paused": False, "base_job_template": _JOB_TEMPLATE})
+    _request(api, "work_pools/", {"name": POOL, "type": "process"}, accepted=(httpx.codes.CONFLICT,))
+    _update_pool(api, {"is_paused": False, "base_job_template": _JOB_TEMPLATE})
 
 
-def wait_for_pool(prefect: str) -> None:
+def wait_for_pool(api: httpx.Client) -> None:
     """Wait until the server responds and has the work pool.
 
     Raises:
         ServiceError: the work pool did not exist within `STARTUP_LIMIT_S`.
     """
     deadline = time.monotonic() + STARTUP_LIMIT_S
-    while not is_healthy(f"{prefect}/api/work_pools/{POOL}"):
+    while not _has_pool(api):
         if time.monotonic() > deadline:
             raise ServiceError(
-                f"The Prefect server at {prefect} had no work pool {POOL!r} within {STARTUP_LIMIT_S:.0f} s: start the "
-                f"server and run `prefect work-pool create {POOL} --type process`."
+                f"The Prefect server at {api.base_url} had no work pool {POOL!r} within {STARTUP_LIMIT_S:.0f} s: start "
+                f"the server and run `prefect work-pool create {POOL} --type process`."
             )
         time.sleep(0.2)
 
 
-def pause_pool(prefect: str) -> None:
+def pause_pool(api: httpx.Client) -> None:
     """Pause the work pool until the next `open_pool`, so that a run rescheduled during shutdown does not start."""
     try:
-        _update_pool(prefect, {"is_paused": True})
+        _update_pool(api, {"is_paused": True})
     except ServiceError:
         return  # the server is down and cannot start runs
 
 
-def crash_orphaned_runs(prefect: str) -> None:
+def crash_orphaned_runs(api: httpx.Client) -> None:
     """Mark unfinished runs of the previous worker as Crashed, because they occupy concurrency slots.
 
     The automations restart the runs whose deployment has the restart tag.
@@ -76,42 +85,49 @@ def crash_orphaned_runs(prefect: str) -> None:
         "flow_runs": {"state": {"type": {"any_": list(UNFINISHED_STATES)}}},
         "work_pools": {"name": {"any_": [POOL]}},
     }
-    for run in _request(prefect, "flow_runs/filter", orphans):
+    for run in _request(api, "flow_runs/filter", orphans):
         state = {"type": "CRASHED", "name": "Crashed", "message": "The worker ended and took the run with it."}
-        _request(prefect, f"flow_runs/{run['id']}/set_state", {"state": state, "force": False})
+        _request(api, f"flow_runs/{run['id']}/set_state", {"state": state, "force": False})
 
 
-def is_worker_online(prefect: str, worker: str, since: float) -> bool:
+def is_worker_online(api: httpx.Client, worker: str, since: float) -> bool:
     """Return whether the worker sent a heartbeat after the time `since`; an earlier worker may have had its name."""
     try:
-        workers = _request(prefect, f"work_pools/{POOL}/workers/filter", {})
+        workers = _request(api, f"work_pools/{POOL}/workers/filter", {})
     except ServiceError:
         return False
     heartbeats = [record["last_heartbeat_time"] for record in workers if record["name"] == worker]
     return any(datetime.fromisoformat(heartbeat).timestamp() > since for heartbeat in heartbeats)
 
 
-def _update_pool(prefect: str, fields: dict[str, Any]) -> None:
-    _request(prefect, f"work_pools/{POOL}", fields, method="PATCH")
+def _has_pool(api: httpx.Client) -> bool:
+    try:
+        return api.get(f"work_pools/{POOL}", timeout=5).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def _update_pool(api: httpx.Client, fields: dict[str, Any]) -> None:
+    _request(api, f"work_pools/{POOL}", fields, method="PATCH")
 
 
 def _request(
-    prefect: str, path: str, body: dict[str, Any], accepted: tuple[int, ...] = (), method: str = "POST"
+    api: httpx.Client, path: str, body: dict[str, Any], accepted: tuple[int, ...] = (), method: str = "POST"
 ) -> Any:
     """Send a request and return the decoded response, or None if it is empty; retry while the server is busy.
 
     Args:
         accepted: error statuses that count as success.
     """
-    url = f"{prefect}/api/{path}"
     deadline = time.monotonic() + BUSY_LIMIT_S
     try:
-        response = CLIENT.request(method, url, json=body)
+        response = api.request(method, path, json=body)
         while response.status_code == httpx.codes.SERVICE_UNAVAILABLE and time.monotonic() < deadline:
             time.sleep(0.5)
-            response = CLIENT.request(method, url, json=body)
+            response = api.request(method, path, json=body)
         if response.status_code not in accepted:
             response.raise_for_status()
         return response.json() if response.content else None
     except (httpx.HTTPError, ValueError) as error:
+        url = f"{api.base_url}{path}"
         raise ServiceError(f"The Prefect server failed on {method} {url} ({reason(error)}): see its log.") from error

@@ -16,7 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from blocks.errors import ServiceError, TinkerFlowsError, reason, traceback_is_requested
+from blocks.errors import TinkerFlowsError, traceback_is_requested
+from blocks.prefect_errors import prefect_failures
 from blocks.processes import PrefectServer, running_prefect_server, starting_prefect_server
 from objectives.errors import ObjectiveError
 from objectives.import_path import import_path
@@ -112,13 +113,13 @@ def run(flow: Flow[..., R], config: Config) -> R:
 @contextmanager
 def _prefect_server() -> Iterator[PrefectServer | None]:
     """Start a Prefect server for a run; None if Prefect's settings name one, or `tinker-flows up` runs one here."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     if PREFECT_API_URL.value():
         yield None
-    elif url := running_prefect_server():
-        print(f"Using the Prefect server of `tinker-flows up` at {url}", file=sys.stderr)
-        with temporary_settings({PREFECT_API_URL: url}):
+    elif server := running_prefect_server():
+        print(f"Using the Prefect server of `tinker-flows up` at {server.url}", file=sys.stderr)
+        with temporary_settings({PREFECT_API_URL: server.url, PREFECT_API_AUTH_STRING: server.login}):
             yield None
     else:
         with starting_prefect_server() as server:
@@ -181,21 +182,13 @@ def _delivered(flow: Flow[..., R], config: Config) -> State[R]:
     Raises:
         ServiceError: The Prefect server is not usable.
     """
-    import httpx
-    from prefect.exceptions import PrefectException
-    from prefect.settings import PREFECT_API_URL
-
     from flows.monitoring.drain import deliver_events
     from flows.monitoring.events import heartbeats
 
+    remedy = "set PREFECT_API_URL to a running server and run the same command again to resume from the last checkpoint"
     try:
-        with heartbeats():
+        with heartbeats(), prefect_failures(remedy):  # the flow's own errors are in its state
             return cast("State[R]", flow(config, return_state=True))
-    except (httpx.HTTPError, PrefectException, RuntimeError, ValueError) as error:  # the flow's errors are in its state
-        raise ServiceError(
-            f"The Prefect server at {PREFECT_API_URL.value()} could not be used ({reason(error)}): set PREFECT_API_URL "
-            "to a running server and run the same command again to resume from the last checkpoint."
-        ) from error
     finally:
         deliver_events()
 

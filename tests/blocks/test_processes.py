@@ -16,7 +16,13 @@ import pytest
 
 from blocks import supervise
 from blocks.errors import ServiceError, StorageError
-from blocks.processes import local_engine, local_prefect_server, running_prefect_server, supervised_command
+from blocks.processes import (
+    RunningPrefectServer,
+    local_engine,
+    local_prefect_server,
+    running_prefect_server,
+    supervised_command,
+)
 
 pytestmark = pytest.mark.process
 
@@ -129,10 +135,11 @@ def test_the_prefect_server_of_up_is_found(home: Path, prefect_server: str) -> N
         fcntl.flock(file, fcntl.LOCK_EX)  # as `up` does while it runs
         stack.write_text('{"pid": 1, "places": [], "exports": {}}')  # `up` is starting
         assert running_prefect_server() is None
-        stack.write_text(json.dumps({"exports": {"PREFECT_API_URL": "http://127.0.0.1:1/api"}}))
+        login = {"PREFECT_API_AUTH_STRING": "me:secret"}
+        stack.write_text(json.dumps({"exports": {"PREFECT_API_URL": "http://127.0.0.1:1/api", **login}}))
         assert running_prefect_server() is None
-        stack.write_text(json.dumps({"exports": {"PREFECT_API_URL": prefect_server}}))
-        assert running_prefect_server() == prefect_server
+        stack.write_text(json.dumps({"exports": {"PREFECT_API_URL": prefect_server, **login}}))
+        assert running_prefect_server() == RunningPrefectServer(prefect_server, "me:secret")
     assert running_prefect_server() is None  # of an `up` that has ended
 
 

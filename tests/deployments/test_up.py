@@ -17,10 +17,19 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
+from browser import browser, page_text, wait_for_text
 from chaos.servers import MARK, processes_of
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+from websockets.typing import Subprotocol
 
-from blocks.errors import StorageError
-from deployments.local_stack import LocalStack, choose_port, engine_key, record_stack, stack_lock
+from blocks.errors import ServiceError, StorageError
+from blocks.tracking import MLflowTracking
+from deployments.automations import install_all
+from deployments.local_stack import LocalStack, choose_port, engine_key, record_stack, server_login, stack_lock
 
 T = TypeVar("T")
 
@@ -39,10 +48,14 @@ class Up:
     def state_file(self) -> dict[str, Any]:
         return json.loads((self.home / "up.json").read_text())
 
+    def login(self) -> tuple[str, str]:
+        exports = self.state_file()["exports"]
+        return exports["MLFLOW_TRACKING_USERNAME"], exports["MLFLOW_TRACKING_PASSWORD"]
+
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """Send a request to its Prefect server."""
         url = f"{self.state_file()['exports']['PREFECT_API_URL']}/{path}"
-        response = httpx.request(method, url, json=body, timeout=60)
+        response = httpx.request(method, url, json=body, auth=self.login(), timeout=60)
         response.raise_for_status()
         return response.json()
 
@@ -108,7 +121,8 @@ def test_up_runs_a_deployment_stops_and_resumes_on_the_next_start(tmp_path: Path
         until_ready(up)
         exports = up.state_file()["exports"]
         for place in up.state_file()["places"]:
-            page = httpx.get(place["url"], headers={"Accept": "text/html"}, follow_redirects=True, timeout=60)
+            headers = {"Accept": "text/html"}
+            page = httpx.get(place["url"], headers=headers, auth=up.login(), follow_redirects=True, timeout=60)
             assert page.status_code == 200, place
             assert Path(place["log"]).exists()
         for name, value in exports.items():
@@ -138,7 +152,8 @@ def test_up_runs_a_deployment_stops_and_resumes_on_the_next_start(tmp_path: Path
     up.out.unlink()
     with started(home, "--engine-model", "tiny") as up:
         until_ready(up)
-        assert up.state_file()["exports"]["TINKER_API_KEY"] == exports["TINKER_API_KEY"]
+        for name in ("TINKER_API_KEY", "PREFECT_API_AUTH_STRING", "MLFLOW_TRACKING_PASSWORD"):
+            assert up.state_file()["exports"][name] == exports[name]
         assert up.state(first_run) == "COMPLETED"
         assert set(mlflow_runs(up.state_file()["exports"])) == {"first", "long"}
         # The deployment has the restart tag, so the run resumes with the new worker.
@@ -151,11 +166,111 @@ def test_up_runs_a_deployment_stops_and_resumes_on_the_next_start(tmp_path: Path
 def mlflow_runs(exports: dict[str, str]) -> dict[str, str]:
     """Return the Tinker service URL of each run on the MLflow server by run name."""
     uri = f"{exports['MLFLOW_TRACKING_URI']}/api/2.0/mlflow"
-    experiment = httpx.get(f"{uri}/experiments/get-by-name?experiment_name=tinker-flows", timeout=60).json()
+    login = (exports["MLFLOW_TRACKING_USERNAME"], exports["MLFLOW_TRACKING_PASSWORD"])
+    experiment = httpx.get(f"{uri}/experiments/get-by-name?experiment_name=tinker-flows", auth=login, timeout=60).json()
     body = {"experiment_ids": [experiment["experiment"]["experiment_id"]]}
-    runs = httpx.post(f"{uri}/runs/search", json=body, timeout=60).json().get("runs", [])
+    runs = httpx.post(f"{uri}/runs/search", json=body, auth=login, timeout=60).json().get("runs", [])
     tags = [{tag["key"]: tag["value"] for tag in run["data"]["tags"]} for run in runs]
     return {run["info"]["run_name"]: run_tags["tinker.base_url"] for run, run_tags in zip(runs, tags, strict=True)}
+
+
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_prefect_and_mlflow_refuse_requests_without_the_login(
+    tmp_path: Path, engine_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    with started(home, "--no-engine") as up:
+        until_ready(up)
+        exports = up.state_file()["exports"]
+        api, mlflow = exports["PREFECT_API_URL"], exports["MLFLOW_TRACKING_URI"]
+        user, password = up.login()
+
+        for url in (f"{api}/deployments/name/sft/sft", f"{mlflow}/api/2.0/mlflow/experiments/search?max_results=1"):
+            assert httpx.get(url, timeout=60).status_code == 401
+            assert httpx.get(url, auth=(user, "guessed"), timeout=60).status_code == 401
+            assert httpx.get(url, auth=(user, password), timeout=60).status_code == 200
+        for url in (f"{api}/health", f"{mlflow}/health"):
+            assert httpx.get(url, timeout=60).status_code == 200
+        assert subscription_end(api, "guessed") == 1008
+        assert subscription_end(api, f"{user}:{password}") is None
+        for origin in ("http://elsewhere.example", "http://localhost:9999"):
+            assert allowed_origin(api, origin) is None
+        assert allowed_origin(api, api.removesuffix("/api")) == api.removesuffix("/api")
+
+        assert f"log in to Prefect with {user}:{password} and to MLflow as user {user}" in up.out.read_text()
+        for name in ("servers.key", "up.json", "mlflow-auth.db", "mlflow-auth.ini"):
+            assert (home / name).stat().st_mode & 0o077 == 0, name
+        for pid in processes_of(str(home)):
+            assert password not in Path(f"/proc/{pid}/cmdline").read_text()
+
+        with (
+            temporary_settings({PREFECT_API_URL: api, PREFECT_API_AUTH_STRING: f"{user}:guessed"}),
+            pytest.raises(ServiceError, match=r"rejects the login \(401\): set PREFECT_API_AUTH_STRING"),
+        ):
+            install_all()
+        with pytest.raises(ServiceError, match=r"rejects the login \(401\): set MLFLOW_TRACKING_USERNAME"):
+            MLflowTracking(tracking_uri=mlflow).get_client()
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", user)
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", password)
+        MLflowTracking(tracking_uri=mlflow).get_client()
+
+        service = {"TINKER_BASE_URL": engine_url, "TINKER_API_KEY": "tml-test"}
+        command = [*COMMAND[:-1], "run", "sft", "--config", "examples/sft.yaml", "run_name=by-itself", "model=tiny"]
+        command += ["num_steps=1", "eval_every=0", "objective.regularizers=[]", "report.num_examples=0"]
+        run = subprocess.run(
+            command, cwd=ROOT, env=environment(home) | service, capture_output=True, text=True, timeout=300
+        )
+        assert run.returncode == 0, run.stderr
+        assert f"Using the Prefect server of `tinker-flows up` at {api}" in run.stderr
+        assert "did not accept" not in run.stderr
+        (flow_run,) = up.request("POST", "flow_runs/filter", {"flow_runs": {"deployment_id": {"is_null_": True}}})
+        assert flow_run["state"]["type"] == "COMPLETED"
+        assert up.request("POST", "logs/filter", {"logs": {"flow_run_id": {"any_": [flow_run["id"]]}}})
+        doctor = subprocess.run(
+            [*COMMAND[:-1], "doctor"], cwd=ROOT, env=environment(home), capture_output=True, text=True, timeout=300
+        )
+        assert "(of the running `tinker-flows up`)" in " ".join(doctor.stdout.replace("│", " ").split())
+
+
+def subscription_end(api: str, token: str) -> int | None:
+    """Return the code with which the server closes a subscription to its events, or None if it accepts the token."""
+    url = f"{api.replace('http', 'ws', 1)}/events/out"
+    with connect(url, subprotocols=[Subprotocol("prefect")]) as subscription:
+        subscription.send(json.dumps({"type": "auth", "token": token}))
+        try:
+            assert json.loads(subscription.recv())["type"] == "auth_success"
+        except ConnectionClosed as end:
+            return end.rcvd.code if end.rcvd else 0
+    return None
+
+
+def allowed_origin(api: str, origin: str) -> str | None:
+    """Return the origin that the server allows to send a request from a page of another origin."""
+    headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    response = httpx.options(f"{api}/flow_runs/filter", headers=headers, timeout=60)
+    return response.headers.get("access-control-allow-origin")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_browser_logs_in_to_both_uis(tmp_path: Path) -> None:
+    with started(tmp_path / "home", "--no-engine") as up, browser() as driver:
+        until_ready(up)
+        exports = up.state_file()["exports"]
+        ui = exports["PREFECT_API_URL"].removesuffix("/api")
+        user, password = up.login()
+        for host in ("127.0.0.1", "localhost"):
+            driver.get(f"{ui.replace('127.0.0.1', host)}/deployments")
+            wait_for_text(driver, "Login")
+            driver.find_element(By.XPATH, "//input[@type='password']").send_keys(f"{user}:{password}", Keys.ENTER)
+            wait_for_text(driver, "on_policy_distillation")
+
+        mlflow = exports["MLFLOW_TRACKING_URI"]
+        driver.get(mlflow)
+        assert "Experiments" not in page_text(driver)
+        driver.get(mlflow.replace("://", f"://{user}:{password}@"))
+        wait_for_text(driver, "Experiments")
 
 
 @pytest.mark.slow
@@ -210,3 +325,10 @@ def test_engine_key_is_stable_and_private(tmp_path: Path) -> None:
     assert key.startswith("tml-")
     assert engine_key(tmp_path) == key
     assert (tmp_path / "engine.key").stat().st_mode & 0o077 == 0
+
+
+def test_login_is_stable_and_private(tmp_path: Path) -> None:
+    login = server_login(tmp_path)
+    assert server_login(tmp_path) == login
+    assert len(login.password) >= 32
+    assert (tmp_path / "servers.key").stat().st_mode & 0o077 == 0

@@ -43,7 +43,7 @@ def serving(*responses: tuple[int, bytes]) -> Iterator[tuple[str, list[str]]]:
 
 def test_requests_to_a_busy_server_are_retried() -> None:
     with serving((503, b""), (409, b"{}"), (503, b""), (204, b"")) as (url, requests):
-        work_pool.open_pool(url)
+        work_pool.open_pool(work_pool.prefect_api(f"{url}/api", ""))
     assert requests == ["POST /api/work_pools/"] * 2 + ["PATCH /api/work_pools/tinker-flows"] * 2
 
 
@@ -51,10 +51,10 @@ def test_requests_to_a_busy_server_are_retried() -> None:
 def test_a_failing_server_is_named_in_the_error(response: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_pool, "BUSY_LIMIT_S", 0.0)
     with serving(response) as (url, _), pytest.raises(ServiceError, match=f"failed on POST {url}/api/work_pools/"):
-        work_pool.open_pool(url)
+        work_pool.open_pool(work_pool.prefect_api(f"{url}/api", ""))
 
 
 def test_waiting_for_a_missing_pool_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_pool, "STARTUP_LIMIT_S", 0.0)
     with serving((404, b"{}")) as (url, _), pytest.raises(ServiceError, match="had no work pool 'tinker-flows'"):
-        work_pool.wait_for_pool(url)
+        work_pool.wait_for_pool(work_pool.prefect_api(f"{url}/api", ""))

@@ -1,0 +1,32 @@
+"""Errors of requests to the Prefect server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from blocks.errors import ServiceError, TinkerFlowsError, reason
+
+LOGIN_REMEDY = "set PREFECT_API_AUTH_STRING to USER:PASSWORD of the server (`tinker-flows up` prints it)"
+
+
+@contextmanager
+def prefect_failures(remedy: str) -> Iterator[None]:
+    """Convert failures of Prefect's client into a `ServiceError` that names the server and how to fix the problem.
+
+    Args:
+        remedy: ends the error message, unless the server has rejected the login.
+    """
+    import httpx
+    from prefect.exceptions import PrefectException
+    from prefect.settings import PREFECT_API_URL
+
+    try:
+        yield
+    except TinkerFlowsError:
+        raise
+    except (httpx.HTTPError, PrefectException, RuntimeError, ValueError) as error:
+        url = PREFECT_API_URL.value()
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.UNAUTHORIZED:
+            raise ServiceError(f"The Prefect server at {url} rejects the login (401): {LOGIN_REMEDY}.") from error
+        raise ServiceError(f"The Prefect server at {url} could not be used ({reason(error)}): {remedy}.") from error
