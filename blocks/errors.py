@@ -12,6 +12,7 @@ TinkerFlowsError            an error the user can fix; its message is one senten
 ├── GuardError              (RuntimeError)  a guard ended the run
 │   └── RolledBackError                     a guard ended this attempt; the run resumes without the bad step
 └── StorageError            (OSError)       a run directory could not be read or written
+    └── LostRunError                        another process has taken over the run, or its directory was removed
 """
 
 from __future__ import annotations
@@ -70,6 +71,10 @@ class RolledBackError(GuardError):
 
 class StorageError(TinkerFlowsError, OSError):
     """Run directory that could not be read or written."""
+
+
+class LostRunError(StorageError):
+    """Run that this process may no longer write: another process has taken it over, or its directory was removed."""
 
 
 def reason(error: BaseException) -> str:

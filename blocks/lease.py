@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict
 
 from blocks.errors import StorageError
-from blocks.lock_holder import LockHolder, current_process, locked_error
+from blocks.lock_holder import LockHolder, current_process, locked_error, taken_over_error
 from blocks.objects import ChangedError, Objects
 
 LEASE_S = 30.0
@@ -69,7 +69,7 @@ class Lease:
         Raises:
             StorageError: another process took over the lease (the message names it), or the server cannot be reached.
         """
-        if self._own and time.monotonic() - self._renewed_at > LEASE_S:
+        if self._own and _now() - self._renewed_at > LEASE_S:
             self._renew(patient=True)
         if self._lost:
             raise self._lost
@@ -107,17 +107,17 @@ class Lease:
 
     def _wait_until_stale(self, holder: LockHolder, version: str | None) -> tuple[LockHolder | None, str | None]:
         """Return once the lease was released or stayed unchanged for `LEASE_S`; raise if it was renewed."""
-        until = time.monotonic() + LEASE_S
-        while time.monotonic() < until:
+        until = _now() + LEASE_S
+        while _now() < until:
             time.sleep(LEASE_S / 10)
-            started = time.monotonic()
+            started = _now()
             new_holder, new_version = self._read()
             if new_holder and new_version != version:
                 raise locked_error(self._objects.location, new_holder)
             if new_holder is None:
                 return None, new_version
-            if time.monotonic() - started > LEASE_S / 10:  # the server was unreachable, so nobody could renew
-                until = time.monotonic() + LEASE_S
+            if _now() - started > LEASE_S / 10:  # the server was unreachable, so nobody could renew
+                until = _now() + LEASE_S
         return holder, version
 
     def _renew_periodically(self) -> None:
@@ -143,15 +143,22 @@ class Lease:
         assert self._own is not None
         self._num_renewals += 1
         content = json.dumps({"holder": asdict(self._own), "renewal": self._num_renewals})
-        started = time.monotonic()
+        started = _now()
         self._version = self._objects.write(NAME, content.encode(), version, patient=patient)
         self._renewed_at = started
 
     def _resolve_conflict(self, own: LockHolder) -> None:
         """Accept a rejected write if the stored lease is our own, written by a request whose response was lost."""
-        started = time.monotonic()
+        started = _now()
         holder, version = self._read()
         if holder is None or version is None or holder.token != own.token:
             self._own = None
-            raise locked_error(self._objects.location, holder or "another process")
+            raise taken_over_error(self._objects.location, holder or "another process")
         self._version, self._renewed_at = version, started
+
+
+def _now() -> float:
+    """Return seconds on a clock that cannot be set; if possible, one that also runs while the machine is suspended."""
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()

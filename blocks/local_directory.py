@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from blocks.errors import StorageError, storage_error
+from blocks.errors import LostRunError, storage_error
 from blocks.home import open_private, private_folder
 from blocks.lock_holder import current_process, locked_error
 
@@ -102,7 +102,7 @@ class LocalDirectory:
         except OSError as error:
             raise storage_error("inspect", path, error) from error
         if current is None or (current.st_dev, current.st_ino) != (held.st_dev, held.st_ino):
-            raise StorageError(
+            raise LostRunError(
                 f"The run directory {self.location} was removed or replaced while this process was writing it: this "
                 "process stops; start the same command again for a new run."
             )

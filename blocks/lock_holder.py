@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefect.runtime import flow_run
 
-from blocks.errors import StorageError
+from blocks.errors import LostRunError, StorageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,16 @@ def current_process() -> LockHolder:
 
 def locked_error(location: str, holder: LockHolder | str) -> StorageError:
     """Build the error for a second writer of a run."""
-    return StorageError(
-        f"The run in {location} is being written by {holder}: wait for it, stop it, or choose another run_name."
-    )
+    return StorageError(_locked(location, holder))
+
+
+def taken_over_error(location: str, holder: LockHolder | str) -> LostRunError:
+    """Build the error for a writer from which another process has taken over the run."""
+    return LostRunError(_locked(location, holder))
+
+
+def _locked(location: str, holder: LockHolder | str) -> str:
+    return f"The run in {location} is being written by {holder}: wait for it, stop it, or choose another run_name."
 
 
 def _machine() -> str:

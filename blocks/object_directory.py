@@ -7,7 +7,7 @@ from typing import Self
 
 from blocks.lease import NAME as LEASE_NAME
 from blocks.lease import Lease
-from blocks.lock_holder import locked_error
+from blocks.lock_holder import taken_over_error
 from blocks.objects import ChangedError, Objects
 
 PROBE = ".probe"
@@ -70,7 +70,7 @@ class ObjectDirectory:
             self._objects.write(name, content, version)
         except ChangedError as error:
             if self._objects.read(name) != content:
-                raise locked_error(self.location, "another process") from error
+                raise taken_over_error(self.location, "another process") from error
 
     def check_writer(self) -> None:
         self._lease.check()

@@ -19,6 +19,7 @@ from flows.rl import rl
 from flows.runs.blocks import storage_of
 from flows.runs.checkpoint_refs import find_checkpoint
 from flows.runs.result import TrainResult, as_state
+from flows.runs.retries import leave_state_to_successor
 from flows.runs.rights import apply_rights
 from flows.sft import sft
 
@@ -30,20 +31,21 @@ def rlhf(config: RlhfConfig) -> TrainResult:
     Returns:
         Result of the policy stage, or of an earlier stage that ended the flow through its budget or promotion gate.
     """
-    start = reward = ""
-    if config.warm_start:
-        warm_start = config.warm_start_stage()
-        result = sft(warm_start)
-        if _is_final(result):
-            return as_state(result)
-        start = _weights(warm_start, result)
-    if config.judge is None:
-        stage = config.reward_stage()
-        result = dpo(stage) if isinstance(stage, DpoConfig) else sft(stage)
-        if _is_final(result):
-            return as_state(result)
-        reward = _weights(stage, result)
-    return as_state(rl(config.policy_stage(start, reward)))
+    with leave_state_to_successor():
+        start = reward = ""
+        if config.warm_start:
+            warm_start = config.warm_start_stage()
+            result = sft(warm_start)
+            if _is_final(result):
+                return as_state(result)
+            start = _weights(warm_start, result)
+        if config.judge is None:
+            stage = config.reward_stage()
+            result = dpo(stage) if isinstance(stage, DpoConfig) else sft(stage)
+            if _is_final(result):
+                return as_state(result)
+            reward = _weights(stage, result)
+        return as_state(rl(config.policy_stage(start, reward)))
 
 
 def _is_final(result: TrainResult) -> bool:

@@ -21,6 +21,7 @@ from blocks.console import TextConsole
 from blocks.storage import RunDirectory
 from flows.monitoring.interrupts import CancelledInTheUI
 from flows.runs.blocks import storage_of
+from flows.runs.retries import leave_state_to_successor
 from flows.runs.rights import apply_rights
 from flows.sweeps.backends.cluster import TrialCluster
 from flows.sweeps.backends.deployment import TrialDeployment, check_deployment
@@ -40,7 +41,7 @@ from tasks.training.metric_names import logged_name
 def sweep(config: SweepConfig) -> SweepResult:
     """Run a flow at every point of a search space and compare the results; a stopped sweep resumes."""
     plan = make_plan(config)
-    with storage_of(plan.base_config).run_directory(config.run_name) as directory:
+    with leave_state_to_successor(), storage_of(plan.base_config).run_directory(config.run_name) as directory:
         check_sweep(directory, plan)
         schedule = Schedule(plan, directory)
         try:

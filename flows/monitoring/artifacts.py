@@ -1,6 +1,7 @@
 """Artifacts on a run's page in the Prefect UI: progress, table of terms, link to the MLflow run.
 
-A background thread sends them every few seconds. Errors of the server are ignored, and no step waits for it.
+A background thread sends them every few seconds. Errors of the server are ignored, and no step waits for it. It ends
+if another process has taken over the run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext
 
+from blocks.errors import LostRunError
 from tasks.common.service_errors import TRANSIENT_ERRORS
 from tasks.reports.html import artifact_key, escape_markdown
 from tasks.reports.tables import COLUMNS, format_row, term_rows
@@ -63,6 +65,10 @@ class RunPage:
             self._thread.join(5.0)  # bounded, because the server may not respond
 
     def _update_until_stopped(self) -> None:
+        with suppress(LostRunError):
+            self._update_periodically()
+
+    def _update_periodically(self) -> None:
         while not self._ended.is_set():
             with suppress(*_TRANSIENT_ERRORS), get_client(sync_client=True) as client:
                 self._link(client)
@@ -96,6 +102,7 @@ class RunPage:
         artifact_id, content = self._sent.get(kind, (None, None))
         if content == (data, description):
             return
+        self._log.check_writer()
         if artifact_id:
             client.update_artifact(artifact_id, ArtifactUpdate(data=data, description=description))
         else:

@@ -46,6 +46,7 @@ def note_end(log: MetricsLog, reason: str) -> None:
 
 def forget_end(log: MetricsLog) -> None:
     """Remove the stop reason when the run resumes."""
+    log.check_writer()
     if STOPPED_TAG in log.client.get_run(log.run_id).data.tags:
         log.client.delete_tag(log.run_id, STOPPED_TAG)
 
@@ -69,6 +70,7 @@ def note_rejection(log: MetricsLog, run_name: str, model: str, reason: str) -> N
 
 def forget_rejection(log: MetricsLog) -> None:
     """Remove the rejection of an earlier attempt once the checkpoint is promoted."""
+    log.check_writer()
     if REJECTED_TAG in log.client.get_run(log.run_id).data.tags:
         log.client.delete_tag(log.run_id, REJECTED_TAG)
 

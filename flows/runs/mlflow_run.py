@@ -62,6 +62,7 @@ def open_mlflow_run(  # noqa: PLR0913 - three of a run, four of its record
     client = tracking.get_client()
     with tracking.failures():
         run = _find_run(client, run_id) or tracking.find_or_create_run(client, run_name, record, tags)
+        check_writer()
         if not run.data.params:
             entries = [Param(key, str(value)[:_MAX_PARAM_LENGTH]) for key, value in params.items()]
             client.log_batch(run.info.run_id, params=entries)

@@ -5,21 +5,25 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TypeVar, cast
 
-from prefect.context import TagsContext
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext, TagsContext
+from prefect.exceptions import Abort
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from tqdm import tqdm
 
-from blocks.errors import RolledBackError, ServiceLostError, UnreachableError
+from blocks.errors import LostRunError, RolledBackError, ServiceLostError, UnreachableError
 from flows.config.base import RunConfig
 from flows.monitoring.interrupts import CancelledInTheUI
 from flows.runs.blocks import storage_of
 from flows.runs.existing_run import settle_run_name
+from tasks.common.service_errors import TRANSIENT_ERRORS
 from tasks.training.checkpoints import resumable, step_of
 
 T = TypeVar("T")
@@ -38,6 +42,7 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T]) 
 
     Raises:
         ConfigError: The run name is in use, and `if_exists` cannot settle it.
+        LostRunError, Abort: Another process has taken over the run; see `leave_state_to_successor`.
         ServiceLostError, UnreachableError: The service was lost, or the service or MLflow was unreachable, more than
             `max_restarts` consecutive times without a new checkpoint; or one was unreachable in the first attempt.
     """
@@ -50,7 +55,7 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T]) 
     while True:
         try:
             # Clear the tags: a tagged task first requests a concurrency slot, and fails if the Prefect server is down.
-            with TagsContext(current_tags=set()):
+            with TagsContext(current_tags=set()), leave_state_to_successor():
                 return attempt(tuple(reasons))
         except CancelledInTheUI as cancelled:
             return cast(T, Cancelled(message=str(cancelled)))
@@ -70,6 +75,35 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T]) 
             get_run_logger().warning("%s", text)
             tqdm.write(text, file=sys.stderr)
             time.sleep(pause_s)
+
+
+@contextmanager
+def leave_state_to_successor() -> Iterator[None]:
+    """Report no state to Prefect if another process has taken over the run together with its flow run.
+
+    A worker that was suspended, and counted as crashed, shares its flow run with the process of the restart.
+
+    Raises:
+        LostRunError: Another process has taken over the run, with a flow run of its own.
+        Abort: It has the flow run of this process too; Prefect ends this process without reporting its state.
+    """
+    try:
+        yield
+    except LostRunError as error:
+        if not _has_successor():
+            raise
+        get_run_logger().error("%s The state of the flow run is left to that process.", error)
+        raise Abort(str(error)) from error
+
+
+def _has_successor() -> bool:
+    """Return whether Prefect has started the current flow run once more since this process entered it."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return False
+    with suppress(*TRANSIENT_ERRORS), get_client(sync_client=True) as client:
+        return client.read_flow_run(context.flow_run.id).run_count > context.flow_run.run_count
+    return False
 
 
 def _records(config: RunConfig) -> list[CheckpointRecord]:

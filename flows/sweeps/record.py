@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ class SweepLog:
     client: MlflowClient
     experiment_id: str
     run_id: str
+    check_writer: Callable[[], None]
 
     def tags_of(self, sweep: str, point: int) -> dict[str, str]:
         """Return the tags of a trial's run."""
@@ -90,8 +91,9 @@ def open_sweep_log(plan: SweepPlan, directory: RunDirectory) -> Iterator[SweepLo
         hashlib.sha256(record).hexdigest(),
         params=config.model_dump(mode="json", exclude={"base"}),
         tags={"tinker_flows.sweep": config.run_name, "prefect.flow_run_id": flow_run.get_id() or ""},
+        check_writer=directory.check_writer,
     ) as log:
-        yield SweepLog(tracking, log.client, tracking.experiment_id(log.client), log.run_id)
+        yield SweepLog(tracking, log.client, tracking.experiment_id(log.client), log.run_id, log.check_writer)
 
 
 def last_values(run: Run | None) -> dict[str, float]:
@@ -101,6 +103,7 @@ def last_values(run: Run | None) -> dict[str, float]:
 
 def log_best(log: SweepLog, point: int, mean: float, metric: str) -> None:
     """Log the best point and its mean on the sweep's run, so that MLflow can sort by it."""
+    log.check_writer()
     with log.tracking.failures():
         log.client.log_metric(log.run_id, f"best/{metric}", mean)
         log.client.set_tag(log.run_id, "tinker_flows.best_point", str(point))

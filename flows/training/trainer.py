@@ -313,6 +313,7 @@ class Trainer:
         step_began, self.step_ended = self.step_ended, perf_counter()
         metrics["time/step"] = self.step_ended - step_began
         metrics |= self._take_waits(metrics)
+        self.run.directory.check_writer()  # nor metrics, warnings and events
         call(log_metrics, self.run.log, step, opaque_argument(metrics))
         self._warn(step, metrics)
         call_step_callback(step, metrics, stop)

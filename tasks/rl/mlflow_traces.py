@@ -40,6 +40,7 @@ def write_traces(log: MetricsLog, tokenizer: Tokenizer, step: int, transcript: T
     client = TracingClient(log.client.tracking_uri)  # the process's own tracking URI may differ
     experiment = log.client.get_run(log.run_id).info.experiment_id
     traces = [_Trace(log.run_id, step, number) for number in range(len(transcript.groups))]
+    log.check_writer()
     client.delete_traces(experiment, trace_ids=[trace.trace_id for trace in traces])
     spans: list[Span] = []
     for trace in traces:

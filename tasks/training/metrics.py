@@ -42,11 +42,12 @@ class MetricsLog:
     A background thread writes in the order of the calls. What the store has not confirmed is kept and written again.
 
     Attributes:
+        check_writer: raises StorageError if another process has taken over the run; call it before an effect outside of
+            the run's directory.
         file: metrics.jsonl in the directory of the run, if the run has one.
     """
 
     __slots__ = (
-        "_check_writer",
         "_has_metrics",
         "_is_failing",
         "_lock",
@@ -57,18 +58,15 @@ class MetricsLog:
         "_writer",
         "_writing",
         "_wrote_at",
+        "check_writer",
         "client",
         "file",
         "run_id",
     )
 
     def __init__(self, client: MlflowClient, run_id: str, check_writer: Callable[[], None] = lambda: None) -> None:
-        """Read which steps are logged.
-
-        Args:
-            check_writer: raises StorageError if another process has taken over the run; called before each write.
-        """
-        self.client, self.run_id, self._check_writer = client, run_id, check_writer
+        """Read which steps are logged."""
+        self.client, self.run_id, self.check_writer = client, run_id, check_writer
         self.file: MetricsFile | None = None
         self._has_metrics = bool(client.get_run(run_id).data.metrics)
         self._steps = {metric.step for metric in client.get_metric_history(run_id, STEP_KEY)}
@@ -149,7 +147,7 @@ class MetricsLog:
         """Write everything enqueued; what fails stays enqueued."""
         with self._writing:  # one write at a time, so that a step counts as logged after all of its points
             while self._unwritten or self._tags:
-                self._check_writer()
+                self.check_writer()
                 self._wrote_at = time.monotonic()
                 self._write_tags()
                 self._write_steps()
@@ -174,7 +172,7 @@ class MetricsLog:
         if len(points) > _MAX_POINTS:
             points = self._without_stored(points)
         for start in range(0, len(points), _MAX_POINTS):
-            self._check_writer()
+            self.check_writer()
             self.client.log_batch(self.run_id, metrics=points[start : start + _MAX_POINTS])
         with self._lock:
             for _ in range(num_steps):

@@ -51,9 +51,11 @@ def promote(log: MetricsLog, name: str, promoted: Promotion, save_for_sampling: 
 
     Raises:
         ServiceError: MLflow rejected the model, for example because its store has no registry.
+        LostRunError: another process has taken over the run.
     """
     try:
         version = _find(log, name, promoted.state_path) or _register(log, name, promoted, save_for_sampling())
+        log.check_writer()
         log.client.set_registered_model_alias(name, promoted.alias, version)
         log.tag(VERSION_TAG, f"{name} version {version}")
     except MlflowException as error:
@@ -86,6 +88,7 @@ def _find(log: MetricsLog, name: str, state_path: str) -> str | None:
 
 def _register(log: MetricsLog, name: str, promoted: Promotion, sampler_path: str) -> str:
     client, run = log.client, log.client.get_run(log.run_id)
+    log.check_writer()
     tags = {
         "tinker.path": sampler_path,
         STATE_TAG: promoted.state_path,

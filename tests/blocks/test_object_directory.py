@@ -7,10 +7,11 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,7 +23,8 @@ from pydantic import SecretStr
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
 
 from blocks import RunStorage, lease, objects
-from blocks.errors import StorageError
+from blocks.errors import LostRunError, StorageError
+from blocks.lock_holder import LockHolder
 from blocks.object_directory import ObjectDirectory
 from blocks.processes import free_port
 from blocks.storage import RunDirectory
@@ -185,6 +187,22 @@ def test_two_writers_lose_no_acknowledged_line_and_one_is_rejected(s3: S3Server,
         f"The run in {directory.location} is being written by another process: "
         "wait for it, stop it, or choose another run_name."
     )
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="the system has no clock that runs during a suspend")
+def test_writer_notices_after_a_suspend_of_its_machine_that_it_was_replaced(
+    s3: S3Server, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.check_writer()
+    filesystem = storage_on(s3)._objects("/" + directory.location.rpartition("/")[2])
+    other = LockHolder("other", 1, "elsewhere", "", "2026-01-01", "", "")
+    version = filesystem.version(lease.NAME)
+    filesystem.write(lease.NAME, json.dumps({"holder": asdict(other), "renewal": 1}).encode(), version)
+    directory.check_writer()  # within LEASE_S, nobody may replace it, so it does not ask the server
+    clock = time.clock_gettime
+    monkeypatch.setattr(time, "clock_gettime", lambda number: clock(number) + lease.LEASE_S + 1)
+    with pytest.raises(LostRunError, match="is being written by process 1 on elsewhere"):
+        directory.check_writer()
 
 
 @pytest.mark.parametrize(("key", "secret"), [("unknown", "x"), (ACCESS_KEY, "wrong")])

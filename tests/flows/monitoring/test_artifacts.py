@@ -27,6 +27,7 @@ from prefect.client.schemas.objects import Artifact
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from blocks.errors import LostRunError
 from blocks.processes import free_port
 from flows.monitoring.artifacts import RunPage
 from tasks.reports.tables import COLUMNS
@@ -122,6 +123,29 @@ def test_artifacts_show_the_latest_step_during_and_after_the_run(prefect_server:
     assert final["terms-my-run"].description == "Terms of My run after step 4"
     # The base loss has its new value; the KL term keeps the values of the last step that evaluated it.
     assert term_rows(final["terms-my-run"]) == [["base", "1", "1", "1", "75.0%", "+1.000"], KL_ROW]
+
+
+def test_process_that_lost_the_run_leaves_its_page_alone(prefect_server: str, mlflow_uri: str) -> None:
+    def lose_run() -> None:
+        if is_lost:
+            raise LostRunError("The run is being written by another process.")
+
+    is_lost = False
+    client = MlflowClient(mlflow_uri)
+    log = MetricsLog(client, client.create_run("0").info.run_id, lose_run)
+
+    @flow
+    def train() -> Any:
+        nonlocal is_lost
+        with RunPage("Lost run", 0, 4, log) as page:
+            wait_for_artifact(flow_run_id(), "progress-lost-run", "step 0 of 4")
+            is_lost = True
+            page.advance(STEPS[0])
+        return flow_run_id()
+
+    page = artifacts_of(train())
+    assert set(page) == {"progress-lost-run"}
+    assert page["progress-lost-run"].data == 0.0
 
 
 def test_link_leads_to_the_mlflow_run(prefect_server: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tinker import types
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.rl.types import Metrics, RolloutError, Trajectory, TrajectoryGroup, Transition
 
+from blocks.errors import LostRunError
 from engine.tiny import byte_tokenizer
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.group_rollout import Group
@@ -87,6 +88,10 @@ def assessments(trace: Trace, span_id: str) -> set[tuple[Any, ...]]:
     }
 
 
+def lose_run() -> None:
+    raise LostRunError("The run is being written by another process.")
+
+
 @pytest.mark.slow
 def test_traces_are_written_once_to_the_experiment_of_the_run(tmp_path: Path) -> None:
     with running_mlflow(tmp_path) as url:
@@ -99,6 +104,10 @@ def test_traces_are_written_once_to_the_experiment_of_the_run(tmp_path: Path) ->
         assert sorted(trace.info.tags["mlflow.traceName"] for trace in traces) == [
             f"step 7, group {n}" for n in range(3)
         ]
+        with pytest.raises(LostRunError):
+            write_traces.fn(MetricsLog(client, run.info.run_id, lose_run), TOKENIZER, 7, two_minibatches())
+        kept = client.search_traces(locations=[experiment], run_id=run.info.run_id)
+        assert {trace.info.trace_id for trace in kept} == {trace.info.trace_id for trace in traces}
         (two,) = (trace for trace in traces if trace.info.tags["tags"] == "two")
         names = ["group", "answer 0", "answer 0, turn 0", "answer 1", "answer 1, turn 0", "answer 1, turn 1"]
         assert sorted(span.name for span in two.data.spans) == sorted(names)
