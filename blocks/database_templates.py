@@ -26,11 +26,11 @@ class DatabaseTemplate:
 
     Attributes:
         package: name of the package.
-        kept: tables whose rows are part of the template, because every new database has them.
+        filled_tables: tables whose rows are part of the template, because every new database has them.
     """
 
     package: str
-    kept: frozenset[str]
+    filled_tables: frozenset[str]
 
     @property
     def path(self) -> Path:
@@ -62,7 +62,7 @@ class DatabaseTemplate:
                     source.backup(template)
                 template.execute("PRAGMA journal_mode = DELETE")
                 for (table,) in template.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
-                    if table not in self.kept and not table.startswith("sqlite_"):
+                    if table not in self.filled_tables and not table.startswith("sqlite_"):
                         template.execute(f'DELETE FROM "{table}"')
                 template.commit()
                 template.execute("VACUUM")

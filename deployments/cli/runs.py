@@ -32,11 +32,11 @@ def run(
     from deployments.methods import find_method
     from flows.runs.cli import print_fields, start
 
-    found = find_method(method)
+    selected = find_method(method)
     if fields:
-        print_fields(found.config)
+        print_fields(selected.config)
     else:
-        start(found.flow, found.config, config, overrides or [])
+        start(selected.flow, selected.config, config, overrides or [])
 
 
 def resume(run_name: RunName, overrides: Overrides = None, storage: Storage = "") -> None:

@@ -84,16 +84,16 @@ def digest_code(function: Callable[..., object]) -> str | None:
 
 def _imported_modules(module: ModuleType) -> dict[str, Path]:
     """Return the files of a module and of all modules of the user that it imports, directly or not, by name."""
-    found: dict[str, Path] = {}
+    modules: dict[str, Path] = {}
     pending = [module]
     while pending:
         current = pending.pop()
         file = _file_of(current)
-        if file is None or current.__name__ in found or _is_installed(current, file) or _is_own(current, file):
+        if file is None or current.__name__ in modules or _is_installed(current, file) or _is_own(current, file):
             continue
-        found[current.__name__] = file
+        modules[current.__name__] = file
         pending += [sys.modules[name] for name in _imported_names(current, file) if name in sys.modules]
-    return found
+    return modules
 
 
 def _imported_names(module: ModuleType, file: Path) -> Iterator[str]:

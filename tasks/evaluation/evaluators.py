@@ -207,8 +207,8 @@ def build_evaluator(
     if is_inspect or not chz.is_chz(make):  # tinker-cookbook's other builders of evaluators have no base class
         import_builder(builder, "evaluators.builder", (TrainingClientEvaluator, SamplingClientEvaluator))
     try:
-        taken = _parameters(make)
-        evaluator = make(**{**{name: value for name, value in resources.items() if name in taken}, **params})
+        accepted = _parameters(make)
+        evaluator = make(**{**{name: value for name, value in resources.items() if name in accepted}, **params})
         if callable(evaluator) and not isinstance(evaluator, TrainingClientEvaluator | SamplingClientEvaluator):
             evaluator = evaluator()
     except TinkerFlowsError:
