@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Sequence
 
+from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaValue
 
 from objectives.losses import BASE_LOSSES
 from objectives.term_lookup import offered_terms, registered_terms
+
+OFF = "off"
+"""Value of a field that turns a feature off, as None does."""
 
 IMPORT_PATH = r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$"
 
@@ -62,6 +68,27 @@ def leave_none_unset(schema: JsonSchemaValue) -> None:
             field.update({**members[0], **field})
 
 
+def optional_group(model: type[BaseModel]) -> Callable[[JsonSchemaValue], None]:
+    """Return an adapter of an optional group of fields, which is unset as long as all of its fields are empty.
+
+    Prefect's form submits defaults, and with them the group, so the descriptions of its fields say the defaults
+    instead. Its fields are part of the schema, because Prefect's server rejects null for a reference.
+    """
+
+    def inline(field: JsonSchemaValue) -> None:
+        group = model.model_json_schema()
+        for inner in group["properties"].values():
+            default = inner.pop("default", None)
+            if default is not None:
+                inner["description"] = f"{inner['description']} Default: {json.dumps(default)}."
+        del field["anyOf"]
+        field.pop("default", None)
+        # Without `required`, because the form sends an empty mapping for some groups that nobody has filled in.
+        field.update({key: group[key] for key in ("type", "properties", "additionalProperties")})
+
+    return inline
+
+
 def form_fields(schema: JsonSchemaValue) -> None:
     """Adapt the fields of a schema to forms: limits outside of unions, and no null."""
     move_limits_out_of_unions(schema)
@@ -80,7 +107,7 @@ def put_first(schema: JsonSchemaValue, names: Sequence[str]) -> None:
     fields: dict[str, JsonSchemaValue] = schema.get("properties", {})
 
     def rank(name: str) -> int:
-        is_group = bool({"$ref", "allOf"} & fields[name].keys())
+        is_group = bool({"$ref", "allOf", "properties"} & fields[name].keys())
         return names.index(name) if name in names else len(names) + is_group
 
     schema["properties"] = {name: fields[name] for name in sorted(fields, key=rank)}
@@ -95,20 +122,23 @@ def choose_term(schema: JsonSchemaValue) -> None:
     choice = {"title": "Registered term", "type": "string", "enum": _term_names()}
     name, fn = schema["properties"]["name"], schema["properties"]["fn"]
     name["anyOf"] = [choice, {"title": "Own name", "type": name.pop("type")}]
-    path = {"title": "Import path", "type": "string", "pattern": IMPORT_PATH}
-    del fn["type"]
-    fn |= {"anyOf": [choice, path, {"type": "null"}], "default": None}
+    names = "|".join(map(re.escape, choice["enum"]))
+    fn["pattern"] = f"^({names})$|{IMPORT_PATH}"
     has_fn = {"properties": {"fn": {"type": "string"}}, "required": ["fn"]}
     schema["if"] = {"not": has_fn}
     schema["then"] = {"properties": {"name": {"enum": choice["enum"]}}}
 
 
 def choose_base_loss(schema: JsonSchemaValue) -> None:
-    """Make an objective's base loss a choice of the known losses."""
+    """Make an objective's base loss a choice of the known losses, and no balancing the first rule."""
     form_fields(schema)
     text, *others = schema["properties"]["base_loss"]["anyOf"]
     losses = {"title": "Loss", "type": "string", "enum": sorted(BASE_LOSSES)}
     schema["properties"]["base_loss"]["anyOf"] = [losses, {**text, "title": "Term"}, *others]
+    balance = schema["properties"]["balance"]
+    # Without a choice that is selected, the form would submit the defaults of the first rule.
+    off = {"title": "Off", "type": "string", "enum": [OFF]}
+    balance |= {"anyOf": [off, *balance["anyOf"]], "default": OFF}
 
 
 def _term_names() -> list[str]:

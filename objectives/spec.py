@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from objectives.estimators import EstimatorChoice
-from objectives.json_schema import choose_base_loss, choose_term
+from objectives.json_schema import OFF, choose_base_loss, choose_term, optional_group
 from objectives.schedule import Weight
 from objectives.targets import TargetSpec, check_weight, unset_weight
 from objectives.term import Execution, OnError
@@ -39,6 +39,7 @@ class RegularizerSpec(BaseModel):
     )
     target: TargetSpec | None = Field(
         default=None,
+        json_schema_extra=optional_group(TargetSpec),
         title="Target",
         description="Limit of the term's mean value, such as `{at_most: 0.05}`; a controller finds the weight.",
     )
@@ -199,11 +200,11 @@ class ObjectiveSpec(BaseModel):
         description="Loss to which the terms are added: its name, or its name and parameters.",
     )
     regularizers: tuple[RegularizerSpec, ...] = Field(default=(), title="Regularizers", description="Weighted terms.")
-    balance: BalanceSpec | None = Field(
+    balance: Annotated[BalanceSpec | None, BeforeValidator(lambda value: None if value == OFF else value)] = Field(
         default=None,
         title="Balance",
         description="Rule that adapts the weights at each step: a mapping with the `method` `upgrad`, `dualproj`, "
-        "`cagrad`, `mgda`, `imtl_g`, `aligned_mtl`, `pcgrad`, `random` or `gradnorm`; none by default.",
+        "`cagrad`, `mgda`, `imtl_g`, `aligned_mtl`, `pcgrad`, `random` or `gradnorm`; `off` by default.",
     )
     watch: WatchSpec = Field(
         default=WatchSpec(), title="Watch", description="Warnings about terms that dominate or conflict."

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from prefect.runtime import flow_run
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from tinker import types
 
 from blocks.urls import has_credentials
 from flows.config.promotion import check_confidence, check_promote_if
 from objectives.aliases import with_current_paths
-from objectives.json_schema import form_fields, put_first
+from objectives.json_schema import form_fields, optional_group, put_first
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 START = "{start}"
@@ -76,6 +76,10 @@ class BuilderConfig(Config):
         title="Parameters",
         description="Keyword arguments of the builder; builders may be nested.",
     )
+
+
+OptionalBuilder = Annotated[BuilderConfig | None, BeforeValidator(lambda value: value or None)]
+"""Builder that may be unset. Prefect's form sends an empty mapping for a group that nobody has filled in."""
 
 
 class EvaluatorConfig(BuilderConfig):
@@ -309,7 +313,10 @@ class RunConfig(TrackedConfig, NamedConfig):
         "older ones are deleted. Unset: keep all.",
     )
     keep_best: KeepBestConfig | None = Field(
-        default=None, title="Keep the best", description="Keep the best checkpoint by this metric."
+        default=None,
+        json_schema_extra=optional_group(KeepBestConfig),
+        title="Keep the best",
+        description="Keep the best checkpoint by this metric.",
     )
     ttl_seconds: int | None = Field(
         default=None,

@@ -6,9 +6,10 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from flows.config.base import BASE, CHECKPOINT, CHECKPOINT_HELP, BuilderConfig, Config
+from flows.config.base import BASE, CHECKPOINT, CHECKPOINT_HELP, BuilderConfig, Config, OptionalBuilder
 from flows.config.rollout import POLICY_LOSS, RL_FIELDS, RolloutConfig
 from flows.config.train import Candidates, TrainConfig
+from objectives.json_schema import optional_group
 from objectives.objective import CROSS_ENTROPY
 from objectives.spec import ObjectiveSpec
 
@@ -55,14 +56,16 @@ class GroupsConfig(Config):
 class TeacherDataConfig(Config):
     """Dataset for off-policy distillation: prompts for the teacher to complete, or sequences for it to score."""
 
-    environment: BuilderConfig | None = Field(
+    environment: OptionalBuilder = Field(
         default=None,
+        json_schema_extra=optional_group(BuilderConfig),
         title="Environment",
         description="RLDatasetBuilder of tinker-cookbook whose prompts the teacher completes. "
         f"`{QUESTIONS}` reads questions from a JSONL file.",
     )
-    data: BuilderConfig | None = Field(
+    data: OptionalBuilder = Field(
         default=None,
+        json_schema_extra=optional_group(BuilderConfig),
         title="Data",
         description="SupervisedDatasetBuilder of tinker-cookbook whose tokens the teacher scores; an alternative to "
         "`environment`.",
@@ -255,6 +258,7 @@ class OnPolicyConfig(SamplingConfig):
     )
     hindsight: HindsightConfig | None = Field(
         default=None,
+        json_schema_extra=optional_group(HindsightConfig),
         title="Hindsight",
         description="Show the teacher of a rollout another rollout of its group that succeeded, and the environment's "
         "feedback, as SDPO does. Rollouts with neither are not trained on. Unset: the teacher sees the prompt.",

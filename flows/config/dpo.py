@@ -6,6 +6,7 @@ from pydantic import Field
 
 from flows.config.base import BuilderConfig, Config
 from flows.config.train import TrainConfig
+from objectives.json_schema import optional_group
 from objectives.spec import ObjectiveSpec
 
 # The weights that the run starts from.
@@ -45,6 +46,7 @@ class DpoConfig(TrainConfig):
     )
     verdict: VerdictConfig | None = Field(
         default=None,
+        json_schema_extra=optional_group(VerdictConfig),
         title="Verdict",
         description="Train a reward model: the preference applies to the log-probability of a verdict after each "
         "completion, with the loss `bradley_terry`. Unset: the preference applies to the completions.",

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from flows.config.base import BuilderConfig, Config
 from flows.config.rollout import POLICY_LOSS, RolloutConfig
 from flows.config.train import TrainConfig
+from objectives.json_schema import optional_group
 from objectives.losses.policy.correction import CORRECTABLE, Bound, Correction, RatioOf
 from objectives.schedule import Weight
 from objectives.spec import ObjectiveSpec
@@ -91,6 +92,7 @@ class NamedRewardConfig(Config):
     )
     target: TargetSpec | None = Field(
         default=None,
+        json_schema_extra=optional_group(TargetSpec),
         title="Target",
         description="Limit of the mean reward, such as `{at_least: 0.9}`; a controller finds the weight.",
     )

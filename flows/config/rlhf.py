@@ -6,11 +6,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from flows.config.base import BuilderConfig, Config, NamedConfig, TrackedConfig
+from flows.config.base import BuilderConfig, Config, NamedConfig, OptionalBuilder, TrackedConfig
 from flows.config.dpo import DpoConfig, VerdictConfig
 from flows.config.loader import validate_fields
 from flows.config.rl import RlConfig
 from flows.config.train import SftConfig
+from objectives.json_schema import optional_group
 
 _COMPARISONS_DATA = "tinker_cookbook.preference.preference_datasets:ChatDatasetBuilderFromComparisons"
 _REWARDED = "tasks.rl.environments.reward_model:RewardModelBuilder"
@@ -95,8 +96,9 @@ class RlhfConfig(TrackedConfig, NamedConfig):
     reward: RewardConfig = Field(
         default=RewardConfig(), title="Reward model", description="Reward model; not used if `judge` is set."
     )
-    judge: BuilderConfig | None = Field(
+    judge: OptionalBuilder = Field(
         default=None,
+        json_schema_extra=optional_group(BuilderConfig),
         title="Judge",
         description="Builder of a tinker-cookbook PreferenceModel that replaces the reward model: "
         "`tasks.preference.preference_models:PromptedJudgeBuilder` prompts a model (parameters `model`, `path`, "

@@ -9,7 +9,8 @@ from pydantic import Field, StringConstraints, model_validator
 from tinker_cookbook.rl.rollout_limits import DEFAULT_LIMIT_STOP_REASONS, TerminationRewardPolicy
 from tinker_cookbook.rl.types import StopReason
 
-from flows.config.base import BuilderConfig, Config
+from flows.config.base import BuilderConfig, Config, OptionalBuilder
+from objectives.json_schema import optional_group
 from objectives.spec import ObjectiveSpec
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.custom_completer import CompleterSpec
@@ -132,21 +133,24 @@ class RolloutConfig(Config):
         default=None, gt=0, title="Time limit (s)", description="Time limit of one attempt at a group. Unset: none."
     )
 
-    completer: BuilderConfig | None = Field(
+    completer: OptionalBuilder = Field(
         default=None,
+        json_schema_extra=optional_group(BuilderConfig),
         title="Completer",
         description="Class or function by its import path that returns a TokenCompleter of tinker-cookbook, which "
         "samples in place of the service. It may take sampling_client, max_tokens, temperature and seed. Unset: the "
         "service samples.",
     )
-    hook: BuilderConfig | None = Field(
+    hook: OptionalBuilder = Field(
         default=None,
+        json_schema_extra=optional_group(BuilderConfig),
         title="Hook",
         description="Function by its import path that is called after each turn and may add rewards and end the "
         "episode, or a class with the method on_turn_end. Unset: none.",
     )
     termination: TerminationConfig | None = Field(
         default=None,
+        json_schema_extra=optional_group(TerminationConfig),
         title="Termination",
         description="Effect of the reason why an episode ended on its reward, in training and on held-out groups, such "
         "as `{zero_reward_on_limit: true}`. Only for `rl`. Unset: none.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ def schema_errors_of_term(**fields: Any) -> list[str]:
 def test_every_registered_term_is_offered() -> None:
     properties = ObjectiveSpec.model_json_schema()["$defs"]["RegularizerSpec"]["properties"]
     assert set(properties["name"]["anyOf"][0]["enum"]) >= registered_terms().keys()
-    assert properties["fn"]["anyOf"][0] == properties["name"]["anyOf"][0]
+    assert all(re.search(properties["fn"]["pattern"], name) for name in registered_terms())
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"name": "topology"},
-        {"name": "topology", "fn": None, "weight": 0},
+        {"name": "topology", "weight": 0},
         {"name": "second", "fn": "topology", "weight": {"schedule": "linear", "start": 0.0, "end": 1.0}},
         {"name": "mine", "fn": "acme.terms:mine", "timeout_s": 3},
     ],
@@ -51,7 +52,7 @@ def test_valid_objectives_pass_the_schema(fields: dict[str, Any]) -> None:
         ({"name": "topology", "timeout_s": 0}, "0 is less than or equal to the minimum of 0"),
         ({"name": "topology", "wieght": 1}, "('wieght' was unexpected)"),
         ({"weight": 1}, "'name' is a required property"),
-        ({"name": "x", "fn": "topolgy"}, "'topolgy' is not valid under any of the given schemas"),
+        ({"name": "x", "fn": "topolgy"}, "'topolgy' does not match"),
     ],
 )
 def test_invalid_objectives_give_clear_schema_errors(fields: dict[str, Any], expected: str) -> None:

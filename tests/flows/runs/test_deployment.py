@@ -17,12 +17,17 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 from sft_config import sft_fields
 
+from flows.config.rollout import RolloutConfig
 from flows.config.train import SftConfig
+from flows.rl import rl
 from flows.sft import sft
+from objectives.spec import ObjectiveSpec
 
 SERVE = """
 import json, sys
+from flows.rl import rl
 from flows.sft import sft
+from objectives.spec import ObjectiveSpec
 sft.serve(name="small", parameters={"config": json.loads(sys.argv[1])}, print_starting_message=False)
 """
 
@@ -90,3 +95,17 @@ def wait_for(condition, process: subprocess.Popen[bytes]):
             return result
         time.sleep(0.2)
     raise AssertionError("the served deployment ended or took too long")
+
+
+def test_the_form_has_no_null_and_leaves_groups_unset() -> None:
+    """Prefect's form sends defaults, and an empty mapping for a builder that nobody has filled in."""
+    for flow in (sft, rl):
+        schema = parameter_schema(flow).model_dump()
+        for model in schema["definitions"].values():
+            for name, field in model.get("properties", {}).items():
+                assert field.get("default", 0) is not None, name
+    rollout = parameter_schema(rl).model_dump()["definitions"]["RolloutConfig"]["properties"]
+    assert not [name for name, field in rollout["termination"]["properties"].items() if "default" in field]
+    assert "Default: false." in rollout["termination"]["properties"]["zero_reward_on_limit"]["description"]
+    assert RolloutConfig.model_validate({"hook": {}, "completer": {}}).hook is None
+    assert ObjectiveSpec.model_validate({"balance": "off"}).balance is None
