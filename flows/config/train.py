@@ -74,6 +74,12 @@ class GuardConfig(Config):
         title="Spike window",
         description="Number of recent steps to compare with; the first steps of a run are not checked.",
     )
+    untrained: Literal["stop", "skip"] = Field(
+        default="stop",
+        title="Nothing to train",
+        description="Policy for batches without a token or a pair to train on, as a small `max_length` leaves them. "
+        "They are found before the first step.",
+    )
     max_in_a_row: int = Field(
         default=3,
         ge=1,

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from blocks.errors import GuardError, NotFiniteError, PoisonedError, RolledBackError
+from blocks.errors import ConfigError, GuardError, NotFiniteError, PoisonedError, RolledBackError
 from blocks.storage import RunDirectory
 from flows.config.train import GuardConfig, Policy
 from flows.monitoring.events import emit
@@ -43,7 +43,7 @@ class BadStep:
     """
 
     step: int
-    kind: Literal["not_finite", "spike"]
+    kind: Literal["not_finite", "spike", "untrained"]
     policy: Policy
     loss: float | None
     why: str
@@ -92,6 +92,27 @@ class Guard:
             return replace(linearized, metrics={**linearized.metrics, **metrics})
         self._objective.restore(before)
         return None
+
+    def check_batches(self, untrained: Sequence[int], num_steps: int) -> None:
+        """Apply the policy to the steps whose batches have nothing to train, before the first step of a run.
+
+        Raises:
+            ConfigError: the policy stops the run, or no step would be left.
+        """
+        if not untrained:
+            return
+        many = f" and of {len(untrained) - 1} more of {num_steps} steps" if len(untrained) > 1 else ""
+        why = f"The batch of step {untrained[0]}{many} has nothing to train, no token of non-zero weight or no pair"
+        if self._config.untrained == "stop" or len(untrained) == num_steps:
+            or_skip = ", or set guards.untrained to skip" if len(untrained) < num_steps else ""
+            raise ConfigError(f"{why}: increase max_length or check train_on_what of the data{or_skip}.")
+        bad_steps = [BadStep(step, "untrained", "skip", None, f"{why}.") for step in untrained]
+        self._directory.append_line(GUARDS_NAME, "\n".join(json.dumps(asdict(bad_step)) for bad_step in bad_steps))
+        self.skipped_steps |= {bad_step.step: bad_step for bad_step in bad_steps}
+        text = f"{why}: {len(untrained)} of {num_steps} steps are skipped; increase max_length to train on these rows."
+        note_warning(self._log, "guard.untrained", text)
+        content = {"step": untrained[0], "kind": "untrained", "policy": "skip", "loss": None, "message": text}
+        emit("guard", self._run_name, content)
 
     @contextmanager
     def checked_responses(self, step: int) -> Iterator[None]:

@@ -239,6 +239,7 @@ class Trainer:
             KeyboardInterrupt, TerminationSignal: The run was stopped; the current step is finished and saved.
         """
         first, num_steps = self.first_step, self.schedule.num_steps
+        self._check_batches(range(first, num_steps))
         self._prepare(first)
         warn_of_unused_candidates(self.run, self.config, self.objective)
         self._request_forward(first)
@@ -281,6 +282,11 @@ class Trainer:
         reasons = EndReasons(self.budget_message, self.checkpoints.rejection)
         targets = {**self.objective.targets.specs, **self.source.targets}
         return finish(self.run, self.config.run_name, last, first, reasons, targets)
+
+    def _check_batches(self, steps: range) -> None:
+        """Find batches with nothing to train before the first step of a run."""
+        if steps.start == self.schedule.first and not self.guard.skipped_steps:
+            self.guard.check_batches(self.source.untrained_steps(steps), len(steps))
 
     def _step(self, step: int, stop: StopRequest) -> dict[str, float]:
         """Run one step and start the next; return the step's metrics."""

@@ -96,10 +96,24 @@ class PairSource(BatchSource):
         return _metrics(self._loss, loss_metrics["value"], loss_metrics) | {"num_pairs": float(num_pairs)}
 
     def batch_at(self, step: int) -> Batch:
-        """Batch of a step; each epoch is shuffled as `datasets` shuffles rows by the same seed."""
+        """Return the batch of a step."""
+        return self._pairs.batch(self._indices(step))
+
+    def untrained_steps(self, steps: range) -> Sequence[int]:
+        """Return the steps whose batches have no pair with two distinct answers."""
+        pairs = self._pairs
+        trained = {
+            index for index in range(len(pairs.comparisons)) if pairs.rendering.pair(pairs.comparisons[index], index)
+        }
+        if len(trained) == len(pairs.comparisons):
+            return ()
+        return [step for step in steps if trained.isdisjoint(self._indices(step))]
+
+    def _indices(self, step: int) -> list[int]:
+        """Return the rows of a step; each epoch is shuffled as `datasets` shuffles rows by the same seed."""
         epoch, index = divmod(step, self.steps_per_epoch)
         order = np.random.default_rng(self._seed + epoch).permutation(len(self._pairs.comparisons))
-        return self._pairs.batch(order[index * self._batch_size : (index + 1) * self._batch_size].tolist())
+        return order[index * self._batch_size : (index + 1) * self._batch_size].tolist()
 
 
 class HeldOutPairs(TrainingClientEvaluator):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tinker
+from tinker_cookbook.supervised.data import StreamingSupervisedDatasetFromHFDataset
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
@@ -43,24 +44,53 @@ class SupervisedSource(BatchSource):
         The last batch is cached: callers may request a step twice, but a streaming dataset returns each index once.
         """
         if self._last is None or self._last[0] != step:
-            epoch, index = divmod(step, len(self.train))
-            try:
-                if epoch != self._epoch:
-                    self.train.set_epoch(seed=self.seed + epoch)
-                    self._epoch = epoch
-                datums = self.train.get_batch(index)
-            except OSError as error:  # a disk or a hub, which may respond when the task is retried
-                raise StorageError(
-                    f"Batch {index} of epoch {epoch} could not be read ({type(error).__name__}: {one_line(error)}): "
-                    "check the files or the network of its data source."
-                ) from error
-            except Exception as error:  # third-party code can raise anything
-                raise ConfigError(
-                    f"Batch {index} of epoch {epoch} could not be read ({type(error).__name__}: {one_line(error)}): "
-                    "check its data source."
-                ) from error
-            self._last = (step, pack_datums(datums, self.tokenizer))
+            self._last = (step, pack_datums(self._read(step), self.tokenizer))
         return self._last[1]
+
+    def untrained_steps(self, steps: range) -> Sequence[int]:
+        """Return the steps whose batches have no token of non-zero weight.
+
+        If every row of an epoch has such a token, later epochs are not read. A stream can be read only once and is not
+        checked.
+        """
+        if isinstance(self.train, StreamingSupervisedDatasetFromHFDataset):
+            return ()
+        untrained, num_complete = [], 0
+        for step in steps:
+            if step % len(self.train) == 0:
+                num_complete = 0
+            trained = [_has_weight(datum) for datum in self._read(step)]
+            if not any(trained):
+                untrained.append(step)
+            num_complete += all(trained)
+            if num_complete == len(self.train):
+                break
+        self._epoch = None  # a dataset may count its batches
+        return untrained
+
+    def _read(self, step: int) -> list[tinker.Datum]:
+        epoch, index = divmod(step, len(self.train))
+        try:
+            if epoch != self._epoch:
+                self.train.set_epoch(seed=self.seed + epoch)
+                self._epoch = epoch
+            return self.train.get_batch(index)
+        except OSError as error:  # a disk or a hub, which may respond when the task is retried
+            raise StorageError(
+                f"Batch {index} of epoch {epoch} could not be read ({type(error).__name__}: {one_line(error)}): "
+                "check the files or the network of its data source."
+            ) from error
+        except Exception as error:  # third-party code can raise anything
+            raise ConfigError(
+                f"Batch {index} of epoch {epoch} could not be read ({type(error).__name__}: {one_line(error)}): "
+                "check its data source."
+            ) from error
+
+
+def _has_weight(datum: tinker.Datum) -> bool:
+    """Return False if no token has a weight; a datum without the input `weights` is rejected when it is packed."""
+    weights = datum.loss_fn_inputs.get("weights")
+    return weights is None or any(weights.data)
 
 
 def build_dataset(

@@ -80,6 +80,10 @@ class BatchSource(ABC):
     def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
         """Start loading the minibatches of a step; samples are drawn from the weights after all updates sent so far."""
 
+    def untrained_steps(self, steps: range) -> Sequence[int]:
+        """Return the steps whose batches have nothing to train, such as no token of non-zero weight."""
+        return ()
+
     def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
         """Return the source's metrics for a step; called once per step.
 

@@ -107,6 +107,26 @@ def test_skipped_and_rolled_back_runs_end_with_the_same_weights(fields: dict[str
     assert saved_weights(engine.state, skipped.state_path) == saved_weights(engine.state, rolled.state_path)
 
 
+def test_batches_without_a_trained_token_are_found_before_the_first_step(fields: dict[str, Any]) -> None:
+    data = {**fields["data"], "params": {**fields["data"]["params"], "untrained": [3, 5]}}
+    stopping = fields | {"run_name": "stops", "data": data}
+    expected = "The batch of step 3 and of 1 more of 8 steps has nothing to train, .*or set guards.untrained to skip"
+    with pytest.raises(ConfigError, match=expected):
+        sft(SftConfig.model_validate(stopping))
+    run = run_of(stopping)
+    assert not points(run.info.run_id, fields["tracking"], "loss/total")
+    result = sft(SftConfig.model_validate(fields | {"data": data, "guards": {"untrained": "skip"}}))
+    assert list(points(result.mlflow_run_id, result.tracking_uri, "loss/total")) == [0, 1, 2, 4, 6, 7]
+    assert points(result.mlflow_run_id, result.tracking_uri, "guard/passed_over") == {3: 1.0, 5: 1.0}
+    assert "2 of 8 steps are skipped" in run_of(fields).data.tags["tinker_flows.warning.guard.untrained"]
+
+
+def test_a_run_without_any_trained_token_is_refused(fields: dict[str, Any]) -> None:
+    data = {**fields["data"], "params": {**fields["data"]["params"], "untrained": list(range(8))}}
+    with pytest.raises(ConfigError, match="The batch of step 0 and of 7 more of 8 steps has nothing to train"):
+        sft(SftConfig.model_validate(fields | {"data": data, "guards": {"untrained": "skip"}}))
+
+
 def test_poisoned_weights_are_never_recorded(fields: dict[str, Any]) -> None:
     """The first update breaks the weights, and the service saves them before the guard can check them."""
     fields |= {"run_name": "poisoned", "learning_rate": 1e30, "checkpoint_every": 1}

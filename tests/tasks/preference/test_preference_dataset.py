@@ -110,6 +110,23 @@ def test_pair_without_distinct_answers_after_truncation_is_skipped(tokenizer: An
         source(tokenizer, max_length=16).batch_at(0)
 
 
+def test_batches_without_a_pair_are_found_in_advance(tokenizer: Any) -> None:
+    """They are the steps at which reading the batch fails."""
+    train, _ = build_comparisons(JSONL, {"train_path": TRAIN}, tokenizer)
+    lengths = sorted(source(tokenizer).batch_at(0).offsets_D.diff().tolist())
+    pairs = PairBatches(train, rendering(tokenizer, lengths[0] - 36), tokenizer, unrelated=False)
+    single = PairSource(pairs, 1, 3, "dpo")
+    steps = range(200, 300)  # of two epochs
+    failing = []
+    for step in steps:
+        try:
+            single.batch_at(step)
+        except ConfigError:
+            failing.append(step)
+    assert 0 < len(failing) < len(steps)
+    assert single.untrained_steps(steps) == failing
+
+
 @pytest.mark.parametrize("name", ["dpo", "ipo", "kto", "simpo", "orpo", "bradley_terry"])
 def test_every_preference_loss_raises_the_chosen_answers(name: str, tokenizer: Any) -> None:
     pairs = source(tokenizer, unrelated=name == "kto", loss=name)

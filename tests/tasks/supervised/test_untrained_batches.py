@@ -1,0 +1,70 @@
+"""Batches without a trained token are found in advance: the steps at which reading the batch fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import tinker
+from hypothesis import given
+from hypothesis import strategies as st
+from tinker import types
+from tinker_cookbook.supervised.types import SupervisedDataset
+
+from engine.tiny import byte_tokenizer
+from objectives.errors import ObjectiveError
+from tasks.supervised.dataset import SupervisedSource
+
+TOKENIZER: Any = byte_tokenizer()
+
+
+class Rows(SupervisedDataset):
+    """Rows with the given weights, rotated by an epoch's seed; counts the batches that were read."""
+
+    def __init__(self, weights: Sequence[float], batch_size: int) -> None:
+        self._weights, self._batch_size, self._seed = weights, batch_size, 0
+        self.num_reads = 0
+
+    def get_batch(self, index: int) -> list[tinker.Datum]:
+        self.num_reads += 1
+        rows = [*self._weights[self._seed :], *self._weights[: self._seed]]
+        return [
+            types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0.0, weight]})  # pyright: ignore[reportArgumentType]
+            for weight in rows[index * self._batch_size : (index + 1) * self._batch_size]
+        ]
+
+    def set_epoch(self, seed: int = 0) -> None:
+        self._seed = seed % len(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights) // self._batch_size
+
+
+def fails(source: SupervisedSource, step: int) -> bool:
+    try:
+        source.batch_at(step)
+    except ObjectiveError:
+        return True
+    return False
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.0, 1.0, -0.5]), min_size=2, max_size=9),
+    st.integers(1, 2),
+    st.integers(0, 3),
+    st.integers(0, 20),
+)
+def test_the_steps_are_those_whose_batch_cannot_be_read(
+    weights: list[float], batch_size: int, first: int, num_steps: int
+) -> None:
+    source = SupervisedSource(Rows(weights, batch_size), None, TOKENIZER, seed=3)
+    steps = range(first, first + num_steps)
+    assert source.untrained_steps(steps) == [step for step in steps if fails(source, step)]
+
+
+@pytest.mark.parametrize(("weights", "num_reads"), [([1.0] * 6, 3), ([1.0] * 5 + [0.0], 9)])
+def test_later_epochs_are_read_only_if_a_row_has_no_trained_token(weights: list[float], num_reads: int) -> None:
+    rows = Rows(weights, 2)
+    assert SupervisedSource(rows, None, TOKENIZER, seed=0).untrained_steps(range(9)) == []
+    assert rows.num_reads == num_reads
