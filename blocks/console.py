@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import IO, Any
 
@@ -19,6 +20,14 @@ def escape_terminal(text: str) -> str:
     'a\\x1b[2Jb'
     """
     return _CONTROL.sub(lambda match: ascii(match.group())[1:-1], text)
+
+
+def escape_log_record(record: logging.LogRecord) -> bool:
+    """Escape the message and the traceback of a log record, as a filter of a logger that keeps all records."""
+    record.msg, record.args = escape_terminal(record.getMessage()), None
+    if record.exc_info:
+        record.exc_text = escape_terminal(logging.Formatter().formatException(record.exc_info))
+    return True
 
 
 class TextConsole(Console):

@@ -16,6 +16,7 @@ from prefect.futures import PrefectFuture
 from prefect.tasks import MaterializingTask
 from prefect.utilities.annotations import opaque
 
+from blocks.console import escape_log_record
 from blocks.errors import ConfigError, NotFiniteError
 from objectives.errors import ObjectiveError
 from tasks.common.event_loop import current_workers
@@ -30,6 +31,8 @@ Pending = PrefectFuture[T] | Future[T]
 _INLINE = ContextVar("inline", default=False)
 # The state of a task run already shows that it completed, so its log line is dropped; failures are still logged.
 logging.getLogger("prefect.task_runs").addFilter(lambda record: record.getMessage() != "Finished in state Completed()")
+for name in ("prefect.task_runs", "prefect.flow_runs"):
+    logging.getLogger(name).addFilter(escape_log_record)
 
 # Prefect's default cache key covers a function's source and inputs but not its closure, so terms from one factory would
 # share results. Persistence would write every tensor to disk.

@@ -8,11 +8,18 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from markdown_it import MarkdownIt
 from mlflow import MlflowClient
 from mlflow.entities import Param, Run, RunData, RunInfo, RunStatus, RunTag
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.context import FlowRunContext
+from prefect.logging import get_run_logger
+from prefect.logging.handlers import APILogWorker
 from rich.table import Table
 from tinker import types
 from tinker_cookbook.completers import TokensWithLogprobs
@@ -23,7 +30,9 @@ from blocks.storage import RunDirectory, RunStorage
 from engine.tiny import byte_tokenizer
 from flows.sweep import show_sweep
 from flows.sweeps.result import SweepResult
+from tasks.common.task import step_task
 from tasks.reports.comparison import ReportedRun, comparison_page
+from tasks.reports.evaluation_page import evaluation_page
 from tasks.reports.first_batch import WeightedDatum, first_batch_page
 from tasks.reports.html import escape_markdown, html_page, markdown_code, markdown_table
 from tasks.reports.run_report import report_markdown, write_report
@@ -155,7 +164,35 @@ def pages(folder: Path) -> dict[str, str]:
         "first batch": first_batch_page(TEXT, [WeightedDatum(TEXT, TOKENS, [1.0] * len(TOKENS))], TOKENIZER),
         "transcript": transcript_page(TOKENIZER, 0, Transcript(groups, {TEXT: 1.0}, {(0, 0): {TEXT: 1.0}})),
         "sweep": html_page(summary.run_name, _body(summary, [], {})),
+        "evaluation": evaluation_page(TEXT, {1: {TEXT: 1.0}, 2: {TEXT: 2.0}}, {}, {TEXT: 1.5}),
     }
+
+
+@flow(name="escaping")
+def failing_flow() -> str:
+    for text in HOSTILE:
+        get_run_logger().warning("%s", text)
+        get_run_logger().warning(text.replace("%", "%%"))
+
+    @step_task
+    def fail() -> None:
+        get_run_logger().error("%s", HOSTILE[-1])
+        raise ValueError(HOSTILE[-1])
+
+    fail.submit().wait()
+    return str(FlowRunContext.get().flow_run.id)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_prefect_logs_show_a_text_as_it_is(prefect_server: str) -> None:
+    flow_run = UUID(failing_flow())
+    APILogWorker.drain_all(at_exit=False)
+    with get_client(sync_client=True) as client:
+        by_flow = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run]))
+        lines = [log.message for log in client.read_logs(by_flow, limit=200)]
+    for text in HOSTILE:
+        assert lines.count(escape_terminal(text)) >= 2
+    assert any("ValueError: \\x1b[2J" in line for line in lines)
+    assert not [line for line in lines if re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", line)]
 
 
 class Elements(HTMLParser):
@@ -173,6 +210,24 @@ class Elements(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.texts += data
+
+
+def test_every_module_with_a_page_is_tested() -> None:
+    modules = [
+        str(path)
+        for package in ("blocks", "deployments", "engine", "flows", "tasks")
+        for path in Path(package).rglob("*.py")
+        if re.search(r"(?<!def )\bhtml_page\(|<!doctype", path.read_text())
+    ]
+    assert sorted(modules) == [
+        "tasks/reports/comparison.py",
+        "tasks/reports/evaluation_page.py",
+        "tasks/reports/first_batch.py",
+        "tasks/reports/html.py",
+        "tasks/reports/run_report.py",
+        "tasks/rl/rollout_page.py",
+        "tasks/sweeps/report.py",
+    ]
 
 
 def test_no_page_makes_elements_of_texts(tmp_path: Path) -> None:
