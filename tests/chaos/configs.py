@@ -17,11 +17,16 @@ _MODES: dict[str, dict[str, Any]] = {
     "stream": {"mode": "stream", "num_minibatches": 2},
     "async": {"mode": "async", "max_steps_off_policy": MAX_STALENESS},
 }
+# The evaluations at the first and at the last step log `many_points.NUM_POINTS` metrics.
+_WIDE: dict[str, Any] = {
+    "infrequent_evaluators": [{"builder": "chaos.many_points:ManyPoints"}],
+    "infrequent_eval_every": NUM_STEPS,
+}
 
 
 def flow_module(kind: str) -> str:
     """Return the module whose command runs a kind."""
-    return "flows.sft" if kind == "sft" else "flows.rl"
+    return "flows.rl" if kind in _MODES else "flows.sft"
 
 
 def storage_of(testbed: Testbed, schedule: Schedule) -> str:
@@ -41,7 +46,9 @@ def config_of(testbed: Testbed, schedule: Schedule, name: str) -> dict[str, Any]
         "learning_rate": 1e-2,
         "checkpoint_every": 4,
     }
-    return fields | (_sft_fields(testbed) if schedule.kind == "sft" else _rl_fields(schedule.kind))
+    if schedule.kind in _MODES:
+        return fields | _rl_fields(schedule.kind)
+    return fields | _sft_fields(testbed) | (_WIDE if schedule.kind == "wide" else {})
 
 
 def _sft_fields(testbed: Testbed) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from chaos.judge import Verdict
-from chaos.schedule import ACTIONS, SERVERS
+from chaos.schedule import ACTIONS, PROCESS_ACTIONS, SERVERS
 
 TARGETS = ("flow", *SERVERS)
 COLUMNS = ("", *TARGETS, "all", "survived")
@@ -25,7 +25,7 @@ def summary_rows(verdicts: Sequence[Verdict]) -> list[tuple[str, ...]]:
     injected = _count(verdicts)
     survived = _count([verdict for verdict in verdicts if not verdict.problems])
     rows = []
-    for action in ("kill", *ACTIONS):
+    for action in (*PROCESS_ACTIONS, *ACTIONS):
         counts = [injected[action, target] for target in TARGETS]
         num_survived = sum(survived[action, target] for target in TARGETS)
         name = "kill -9" if action == "kill" else action

@@ -7,9 +7,24 @@ from dataclasses import dataclass
 
 NUM_STEPS = 24
 
-KINDS = ("sft", "sync", "stream", "async")  # supervised fine-tuning and the three modes of RL
+# Supervised fine-tuning, the three modes of RL, and supervised fine-tuning with steps of 2,000 points in MLflow.
+KINDS = ("sft", "sync", "stream", "async", "wide")
 
 SERVERS = ("engine", "prefect", "mlflow", "s3")
+
+# Lease of a run on S3 while the chaos test runs, so that a takeover does not take half a minute.
+LEASE_S = 3.0
+
+# Faults of the processes of a run, and of a server.
+PROCESS_ACTIONS = {
+    "kill": "kill -9 of the run, or of a server with all its processes",
+    "freeze": "SIGSTOP, and SIGCONT after longer than the lease of a run on S3",
+    "freeze and replace": "the same command starts again while the run is frozen",
+    "start twice": "the run is killed, and its command starts twice at the same moment",
+    "remove directory": "the directory of the run is deleted while the run writes it",
+    "set clock": "the clock of the run jumps by minutes, forwards or backwards",
+}
+_FLOW_ONLY = ("freeze and replace", "start twice", "remove directory", "set clock")
 
 # Faults that a proxy can inject into one request, and their effect.
 ACTIONS = {
@@ -33,9 +48,9 @@ class Fault:
         updates: number of requested optimizer steps, including repeated ones, after which the fault is due.
         after_s: additional delay in seconds.
         target: `flow`, or one of `SERVERS`.
-        action: `kill` (kill -9), or one of `ACTIONS`.
+        action: one of `PROCESS_ACTIONS` or of `ACTIONS`.
         skip: number of requests to pass through before a request fault.
-        seconds: downtime after a kill, or delay of a response.
+        seconds: downtime after a kill, duration of a freeze, jump of the clock, or delay of a response.
     """
 
     updates: int
@@ -46,7 +61,7 @@ class Fault:
     seconds: float
 
     def __str__(self) -> str:
-        event = f"kill -9 {self.target}" if self.action == "kill" else f"{self.action} of {self.target}"
+        event = f"{'kill -9' if self.action == 'kill' else self.action} of {self.target}"
         return f"{event} {self.after_s:.2f} s after update {self.updates}"
 
 
@@ -73,12 +88,13 @@ def draw_schedule(seed: int, number: int, num_faults: int) -> Schedule:
     storage = "s3" if (cycle + position) % 2 else "local"
     servers = SERVERS if storage == "s3" else SERVERS[:-1]
     faults = sorted(
-        (_draw_fault(generator, servers) for _ in range(num_faults)), key=lambda fault: (fault.updates, fault.after_s)
+        (_draw_fault(generator, servers, storage) for _ in range(num_faults)),
+        key=lambda fault: (fault.updates, fault.after_s),
     )
     return Schedule(number, KINDS[position], storage, tuple(faults))
 
 
-def _draw_fault(generator: random.Random, servers: tuple[str, ...]) -> Fault:
+def _draw_fault(generator: random.Random, servers: tuple[str, ...], storage: str) -> Fault:
     phase = generator.random()
     if phase < 0.15:  # while the run opens
         updates, after_s = 0, generator.uniform(0, 10)
@@ -87,6 +103,25 @@ def _draw_fault(generator: random.Random, servers: tuple[str, ...]) -> Fault:
     else:
         updates, after_s = generator.randrange(1, NUM_STEPS), generator.uniform(0, 0.6)
     target = generator.choice(("flow", *servers))
-    action = "kill" if target == "flow" or generator.random() < 0.3 else generator.choice(list(ACTIONS))
-    seconds = generator.uniform(0.2, 3) if action == "kill" else generator.uniform(2, 8)
+    if target == "flow":
+        # An object store has no directory to delete: its objects are deleted one by one.
+        others = [action for action in PROCESS_ACTIONS if action != "remove directory" or storage == "local"]
+        action = "kill" if generator.random() < 0.4 else generator.choice(others)
+    elif generator.random() < 0.4:
+        action = generator.choice([action for action in PROCESS_ACTIONS if action not in _FLOW_ONLY])
+    else:
+        action = generator.choice(list(ACTIONS))
+    seconds = _draw_seconds(generator, action)
     return Fault(updates, round(after_s, 3), target, action, generator.randrange(6), round(seconds, 2))
+
+
+def _draw_seconds(generator: random.Random, action: str) -> float:
+    if action in ("kill", "start twice", "remove directory"):
+        return generator.uniform(0.2, 3)
+    if action == "freeze":
+        return generator.uniform(LEASE_S + 1, LEASE_S + 4)
+    if action == "freeze and replace":
+        return generator.uniform(2 * LEASE_S, 3 * LEASE_S)
+    if action == "set clock":
+        return generator.choice((-1, 1)) * generator.uniform(60, 600)
+    return generator.uniform(2, 8)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,14 +41,17 @@ def processes_of(mark: str) -> list[int]:
     return pids
 
 
+def send_signal(mark: str, number: int) -> None:
+    """Send a signal to every process with a mark."""
+    for pid in processes_of(mark):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 def kill_9(mark: str) -> None:
     """Kill every process with a mark and wait until all have ended."""
-    while pids := processes_of(mark):
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+    while processes_of(mark):
+        send_signal(mark, signal.SIGKILL)
         time.sleep(0.01)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from chaos.judge import judge, run_reference
-from chaos.schedule import NUM_STEPS, Fault, Schedule, draw_schedule
+from chaos.schedule import LEASE_S, NUM_STEPS, Fault, Schedule, draw_schedule
 from chaos.servers import processes_of, running_testbed
 
 pytestmark = pytest.mark.process
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.process
 FAULTS = (
     Fault(updates=5, after_s=0.2, target="engine", action="drop response", skip=1, seconds=0.0),
     Fault(updates=9, after_s=0.1, target="engine", action="kill", skip=0, seconds=0.5),
+    Fault(updates=12, after_s=0.1, target="flow", action="freeze and replace", skip=0, seconds=3 * LEASE_S),
     Fault(updates=NUM_STEPS - 4, after_s=0.1, target="flow", action="kill", skip=0, seconds=0.1),
 )
 
@@ -26,7 +27,7 @@ def test_seed_and_run_number_determine_the_schedule() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_three_faults(tmp_path: Path) -> None:
+def test_four_faults(tmp_path: Path) -> None:
     with running_testbed(tmp_path) as testbed:
         verdict = judge(testbed, Schedule(0, "sft", "s3", FAULTS), run_reference(testbed, "sft"))
     assert not verdict.problems
