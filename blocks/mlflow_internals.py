@@ -2,6 +2,7 @@
 
 from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS, ErrorCode
 from mlflow.store.db.db_types import DATABASE_ENGINES
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracing.client import TracingClient
 from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey, TraceTagKey
 
@@ -10,6 +11,7 @@ __all__ = [
     "RESOURCE_ALREADY_EXISTS",
     "ErrorCode",
     "SpanAttributeKey",
+    "SystemMetricsMonitor",
     "TraceMetadataKey",
     "TraceTagKey",
     "TracingClient",

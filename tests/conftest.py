@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sys
@@ -55,6 +56,8 @@ def processes_are_forbidden(pytestconfig: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # A background shell ignores SIGINT, and child processes inherit that; tests stop child processes with SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # They come by time and not by step, and tests compare all metrics of a run.
+    os.environ["MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"] = "false"
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from blocks.storage import RunDirectory
 from flows.config.base import BuilderConfig, RunConfig, ServiceConfig
 from flows.config.loader import renderer_names
 from flows.config.train import AdapterSettings
+from flows.monitoring.system_metrics import system_metrics
 from flows.runs.blocks import open_service, service_slot, storage_of
 from flows.runs.config_record import check_config
 from flows.runs.fork import FRESH_OPTIMIZER, check_lineage, starts_of
@@ -80,6 +81,7 @@ def open_run(config: RunConfig, restarts: Sequence[str], adapter: AdapterSetting
             with (
                 service_slot(service.resolved_url),
                 open_log(service, config, directory, records, restarts) as log,
+                system_metrics(log),
                 service.session() as session,
             ):
                 if starts:

@@ -20,6 +20,9 @@ from tasks.training.metrics_file import MetricsFile
 # Metric that every step logs last, which shows the steps that are logged completely.
 STEP_KEY = "progress/batch"
 
+# Prefix of the metrics of MLflow's system monitor.
+SYSTEM_PREFIX = "system/"
+
 # One batched write takes half the processor time of separate ones; steps slower than this are written at once.
 _WRITE_EVERY_S = 0.5
 _MAX_POINTS = 1000  # MLflow's limit per write
@@ -123,9 +126,13 @@ class MetricsLog:
         return metric_values(self.client, self.run_id, key)
 
     def history(self) -> dict[str, list[tuple[int, float]]]:
-        """Points (step, value) of every metric, in the order of steps."""
+        """Points (step, value) of every metric but the system's, in the order of steps."""
+        return {key: list(self.values(key).items()) for key in self.step_keys()}
+
+    def step_keys(self) -> list[str]:
+        """Names of the metrics by training step; those of the system count samples."""
         keys = self.client.get_run(self.run_id).data.metrics
-        return {key: list(self.values(key).items()) for key in keys}
+        return [key for key in keys if not key.startswith(SYSTEM_PREFIX)]
 
     def _start_to_write(self) -> None:
         is_busy = self._writer is not None and self._writer.is_alive()

@@ -117,6 +117,6 @@ def _register(log: MetricsLog, name: str, promoted: Promotion, sampler_path: str
 
 def _metrics_at(log: MetricsLog, step: int, model_id: str) -> list[Metric]:
     """Metrics of a step with their original timestamps, so that logging them again adds no points to the run."""
-    keys = log.client.get_run(log.run_id).data.metrics
-    points = [point for key in keys for point in log.client.get_metric_history(log.run_id, key) if point.step == step]
-    return [Metric(point.key, point.value, point.timestamp, step, model_id=model_id) for point in points]
+    points = [point for key in log.step_keys() for point in log.client.get_metric_history(log.run_id, key)]
+    at_step = [point for point in points if point.step == step]
+    return [Metric(point.key, point.value, point.timestamp, step, model_id=model_id) for point in at_step]
