@@ -14,7 +14,7 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.events import EventTrigger
-from prefect.events.actions import ActionTypes, CallWebhook, CancelFlowRun, ChangeFlowRunState
+from prefect.events.actions import ActionTypes, CallWebhook, CancelFlowRun, ChangeFlowRunState, PauseDeployment
 from prefect.events.schemas.automations import AutomationCore, Posture
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
@@ -26,6 +26,7 @@ from flows.monitoring.events import HEARTBEAT_EVERY_S, HEARTBEAT_TAG, PREFIX, Ki
 RESTART_TAG = "tinker-flows:restart"
 STOP_TAG = "tinker-flows:stop-on-warning"
 NOTIFY_TAG = "tinker-flows:notify"
+PAUSE_TAG = "tinker-flows:pause-when-spent"
 WEBHOOK_BLOCK = "tinker-flows"
 
 HEARTBEAT = "prefect.flow-run.heartbeat"
@@ -94,6 +95,23 @@ def stop_automation() -> AutomationCore:
     )
 
 
+def pause_automation() -> AutomationCore:
+    """Build the automation that pauses a deployment with `PAUSE_TAG` when a run of it has spent its budget."""
+    return AutomationCore(
+        name="tinker-flows: pause when spent",
+        description=f"Pauses the schedules of a deployment tagged {PAUSE_TAG} when a run of it spends its budget.",
+        trigger=EventTrigger(
+            match={"prefect.resource.id": f"{PREFIX}.run.*"},
+            match_related=_tagged(PAUSE_TAG),
+            expect={f"{PREFIX}.budget"},
+            for_each={"prefect.resource.id"},
+            posture=Posture.Reactive,
+            threshold=1,
+        ),
+        actions=[PauseDeployment(source="inferred", deployment_id=None)],
+    )
+
+
 def notify_automation(webhook: UUID) -> AutomationCore:
     """Build the automation that calls a webhook on failures and warnings of runs with `NOTIFY_TAG`.
 
@@ -135,7 +153,7 @@ def install_all() -> None:
         raise ConfigError("PREFECT_API_URL is not set: set it to a permanent Prefect server, which runs automations.")
     with prefect_failures("set PREFECT_API_URL to a running server"):
         webhook = _webhook_id()
-        automations = [crash_automation(), restart_automation(), stop_automation()]
+        automations = [crash_automation(), restart_automation(), stop_automation(), pause_automation()]
         for automation in (*automations, *([notify_automation(webhook)] if webhook else [])):
             install(automation)
             print(f"{automation.name}: {automation.description}")

@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import psutil
 import pytest
@@ -21,9 +23,12 @@ from mlflow import MlflowClient
 from prefect import flow, tags
 from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.context import FlowRunContext, TagsContext
+from prefect.flow_engine import run_flow
 from prefect.states import Cancelling
 from pydantic import SecretStr
 from sft_config import sft_fields
@@ -31,12 +36,14 @@ from waiting import wait_for
 
 from deployments.automations import (
     NOTIFY_TAG,
+    PAUSE_TAG,
     RESTART_TAG,
     STOP_TAG,
     WEBHOOK_BLOCK,
     crash_automation,
     install,
     install_all,
+    pause_automation,
     restart_automation,
 )
 from flows.config.train import SftConfig
@@ -224,6 +231,28 @@ def test_webhook_receives_warnings_spent_budgets_and_failures(
     assert {"step", "hours", "num_train_tokens"} <= budget["payload"].keys()
     (failure,) = by_event["prefect.flow-run.Failed"]
     assert 'no "quotes" </here>' in failure["message"]
+
+
+def test_a_spent_budget_pauses_the_deployment_with_the_tag(prefect_server: str) -> None:
+    install(pause_automation())
+
+    @flow
+    def spending() -> None:
+        emit("budget", "spent", {"step": 3, "usd": 1.0, "message": "The budget is spent."})
+
+    def run_deployment(name: str, tags: list[str]) -> UUID:
+        """Run a new scheduled deployment once in this process, as a worker does; return its id."""
+        with get_client(sync_client=True) as client:
+            flow_id = client.create_flow(spending)
+            schedule = DeploymentScheduleCreate(schedule=IntervalSchedule(interval=timedelta(days=1)))
+            deployment = client.create_deployment(flow_id, name, tags=tags, schedules=[schedule])
+            run_flow(spending, flow_run=client.create_flow_run_from_deployment(deployment))
+        return deployment
+
+    untagged, tagged = run_deployment("untagged", []), run_deployment("tagged", [PAUSE_TAG])
+    with get_client(sync_client=True) as client:
+        wait_for(lambda: client.read_deployment(tagged).paused, "a paused deployment", 60)
+        assert not client.read_deployment(untagged).paused
 
 
 @pytest.mark.slow
