@@ -10,23 +10,53 @@ from pathlib import Path
 from rich.table import Table
 
 from blocks.console import TextConsole
+from flows.config.distill import OnPolicyConfig, SelfConfig
 from flows.config.dpo import DpoConfig
 from flows.config.loader import load_config
+from flows.config.rl import RlConfig
 from flows.config.train import SftConfig
 from flows.estimate import Estimate, estimate
+from flows.estimate_rollouts import RolloutEstimate, estimate_rollouts
+
+_SAMPLING = {"rl": RlConfig, "on_policy_distillation": OnPolicyConfig, "self_distillation": SelfConfig}
 
 
 def show_estimate(method: str, config: Path, overrides: Sequence[str], as_json: bool) -> None:
-    """Print the estimate for a config of the method `sft` or `dpo`."""
-    config_type = DpoConfig if method == "dpo" else SftConfig
-    run_estimate = estimate(load_config(config_type, config, overrides))
+    """Print the estimate for a config of a method."""
+    if method in _SAMPLING:
+        sampled = estimate_rollouts(load_config(_SAMPLING[method], config, overrides))
+        fields, rows = asdict(sampled), _rollout_rows(sampled)
+    else:
+        run = estimate(load_config(DpoConfig if method == "dpo" else SftConfig, config, overrides))
+        fields, rows = asdict(run), _rows(run)
     if as_json:
-        print(json.dumps(asdict(run_estimate), indent=2))
+        print(json.dumps(fields, indent=2))
         return
-    table = Table(title=f"{run_estimate.run_name} on {run_estimate.model}", title_justify="left", show_header=False)
-    for name, value in _rows(run_estimate):
+    title = f"{fields['run_name']} on {fields['model']}"
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in rows:
         table.add_row(name, value)
     TextConsole().print(table)
+
+
+def _rollout_rows(run: RolloutEstimate) -> list[tuple[str, str]]:
+    def between(low: float, high: float, form: str = ",") -> str:
+        return format(low, form) if low == high else f"{low:{form}} to {high:{form}}"
+
+    low, high = run.low, run.high
+    usd = "unknown: set budget.prices"
+    if low.usd is not None and high.usd is not None:
+        usd = f"${between(low.usd, high.usd, ',.4g')}"
+    prefill = between(low.sampled.num_prefill_tokens, high.sampled.num_prefill_tokens)
+    return [
+        ("steps", f"{run.num_steps:,}"),
+        ("tokens in all passes", between(low.num_train_tokens, high.num_train_tokens)),
+        ("prompt tokens", prefill),
+        ("sampled tokens", between(low.sampled.num_sample_tokens, high.sampled.num_sample_tokens)),
+        ("cost", usd),
+        ("source", f"cost per step of run {run.like}" if run.like else "completions of 1 to rollout.max_tokens tokens"),
+        *([("not included", "; ".join(run.excluded))] if run.excluded else []),
+    ]
 
 
 def _rows(run: Estimate) -> list[tuple[str, str]]:

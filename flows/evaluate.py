@@ -20,7 +20,6 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from rich.table import Table
-from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
 
 from blocks.console import TextConsole
@@ -36,13 +35,16 @@ from flows.config.base import (
     WeightsConfig,
 )
 from flows.config.promotion import PromoteIf, check_confidence, check_measured, check_promote_if
+from flows.config.train import BudgetConfig
 from flows.monitoring.run_tags import note_evaluation, note_rejection
 from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import NamedCheckpoint, find_checkpoint, find_steps, with_model
 from flows.runs.mlflow_run import open_measurement
+from flows.runs.prices import price_of
 from flows.runs.promotion import Measurement, check_scores, find_rejection
 from flows.runs.rights import apply_rights
 from flows.runs.run import open_builder_arguments
+from flows.training.budget import Ledger
 from tasks.common.sampling import open_sampler, open_training_client
 from tasks.common.service_errors import service_errors
 from tasks.evaluation.evaluators import (
@@ -60,6 +62,7 @@ from tasks.supervised.dataset import build_dataset
 from tasks.training.held_out import BatchValues
 from tasks.training.metrics import MetricsLog
 from tasks.training.model_registry import Promotion, promote_from
+from tasks.training.token_meter import TokenMeter
 
 
 class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
@@ -87,6 +90,11 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
     )
     evaluators: tuple[EvaluatorConfig, ...] = Field(
         default=(), title="Evaluators", description="Evaluators of tinker-cookbook, as in a training run."
+    )
+    prices: str = Field(
+        default="",
+        title="Prices",
+        description="Path of a price table that overrides the built-in one, as `budget.prices` of a training run.",
     )
     register_as: str | None = Field(
         default=None,
@@ -130,6 +138,7 @@ class EvaluateResult:
 
     Attributes:
         metrics: Metrics of the checkpoint.
+        cost: Tokens of the whole evaluation and, with a known price, dollars, by the names of a training run's metrics.
         by_step: Metrics of the other checkpoints of the run, by step.
         baseline: Metrics of the baseline; empty without one.
         differences: Differences between both, with intervals, for metrics that have a score for each problem.
@@ -139,6 +148,7 @@ class EvaluateResult:
 
     run_name: str
     metrics: dict[str, float]
+    cost: dict[str, float]
     by_step: dict[int, dict[str, float]]
     baseline: dict[str, float]
     differences: dict[str, float]
@@ -166,23 +176,25 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
         tags = {"tinker.checkpoint": chosen.path or config.model, "tinker.base_model": config.model}
         with open_measurement(config, config.run_name, service.resolved_url, tags) as log, service.session() as session:
             resources = {"session": session, "base_model": config.model}
+            ledger = Ledger(BudgetConfig(), price_of(config.model, service.resolved_url, config.prices), {})
             evaluators = build_evaluators(config.evaluators, resources=resources)
             check_scores(config.promote_if, config.promote_confidence, evaluators)
-            of_baseline = _measure(session, config, baseline, evaluators) if baseline else EvaluationResult()
+            of_baseline = _measure(session, config, baseline, evaluators, ledger) if baseline else EvaluationResult()
             note_evaluation(log, of_baseline, "baseline/")
             by_step: dict[int, EvaluationResult] = {}
             for other in others:
-                by_step[other.step] = _measure(session, config, other, evaluators)
+                by_step[other.step] = _measure(session, config, other, evaluators, ledger)
                 note_evaluation(log, by_step[other.step], f"{other.step}/", other.step)
                 log.log(other.step, by_step[other.step].metrics)
-            measured = _measure(session, config, chosen, evaluators)
+            measured = _measure(session, config, chosen, evaluators, ledger)
             metrics = measured.metrics
             differences = _differences(measured.scores, of_baseline.scores)
             note_evaluation(log, measured)
             if not measured.skipped:
                 check_measured(config.promote_if, metrics)
             with_prefix = {f"baseline/{key}": value for key, value in of_baseline.metrics.items()}
-            log.log(chosen.step, metrics | with_prefix | differences)
+            cost = ledger.metrics()
+            log.log(chosen.step, metrics | with_prefix | differences | cost)
             log.flush()
             rejection = _rejection(config, measured, of_baseline)
             if rejection:
@@ -199,6 +211,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
         result = EvaluateResult(
             run_name=config.run_name,
             metrics=metrics,
+            cost=cost,
             by_step=steps,
             baseline=of_baseline.metrics,
             differences=differences,
@@ -226,6 +239,10 @@ def show_evaluation(result: EvaluateResult) -> None:
     console.print(table)
     if result.not_promoted or result.version:
         console.print(result.not_promoted or f"Registered as version {result.version}.")
+    usd = f", ${result.cost['cost/usd']:.4g}" if "cost/usd" in result.cost else ""
+    names = ("train", "prefill", "sample")
+    tokens = ", ".join(f"{result.cost.get(f'cost/num_{name}_tokens', 0):,.0f} {name}" for name in names)
+    console.print(f"Tokens       {tokens}{usd}")
     console.print(f"MLflow run   {result.mlflow_run_id} at {result.tracking_uri}")
 
 
@@ -234,22 +251,34 @@ def _measure(
     config: EvaluateConfig,
     checkpoint: NamedCheckpoint,
     evaluators: Sequence[ConfiguredEvaluator],
+    ledger: Ledger,
 ) -> EvaluationResult:
-    # Submitted, because a synchronous flow never runs a directly called async task.
+    """Evaluate weights; count the tokens in the ledger."""
+    meter = TokenMeter()
     trainer = open_training_client(session, checkpoint.path, config.model)
     if trainer:
-        with _held_out(config, session, trainer.get_tokenizer()) as held_out:
-            submitted = evaluate_trainer.submit(trainer, [*held_out, *evaluators], checkpoint.step)
-            return cast(EvaluationResult, submitted.result())
-    sampler, tokenizer = open_sampler(session, checkpoint.path, config.model)
+        sampler, tokenizer = None, trainer.get_tokenizer()
+    else:
+        sampler, tokenizer = open_sampler(session, checkpoint.path, config.model)
     with _held_out(config, session, tokenizer) as held_out:
-        return cast(EvaluationResult, evaluate_sampler.submit(sampler, [*held_out, *evaluators]).result())
+        due = [*held_out, *evaluators]
+        # Submitted, because a synchronous flow never runs a directly called async task.
+        if trainer:
+            ledger.add(sum(evaluator.num_tokens for evaluator in held_out))
+            submitted = evaluate_trainer.submit(trainer, due, checkpoint.step, meter)
+        else:
+            assert sampler is not None
+            submitted = evaluate_sampler.submit(sampler, due, meter)
+        result = cast(EvaluationResult, submitted.result())
+    for sampled in meter.take().values():
+        ledger.add_sampled(sampled)
+    return result
 
 
 @contextmanager
 def _held_out(
     config: EvaluateConfig, session: tinker.ServiceClient, tokenizer: Tokenizer
-) -> Iterator[Sequence[Evaluator]]:
+) -> Iterator[Sequence[HeldOutNLL]]:
     """Open the held-out data of the config, if any."""
     # Builders and evaluators open the tokenizer by the service's name of the model.
     register_tokenizer(config.model, lambda: tokenizer)

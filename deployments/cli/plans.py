@@ -22,10 +22,10 @@ def estimate(
     config: Annotated[Path, typer.Option("--config", metavar="FILE", help="YAML file with config fields.")],
     overrides: Overrides = None,
     method: Annotated[
-        Literal["sft", "dpo"],
+        Literal["sft", "dpo", "rl", "on_policy_distillation", "self_distillation"],
         typer.Option(
-            help="Method of the config. Methods that sample cannot be estimated, because the length of the completions "
-            "is unknown; limit their cost with `budget`."
+            help="Method of the config. Methods that sample have the cost of an earlier run of the same config, or "
+            "bounds from rollout.max_tokens."
         ),
     ] = "sft",
     as_json: Json = False,

@@ -31,7 +31,7 @@ from tasks.reports.html import DESCRIPTION_TAG, flow_run_link, markdown_code
 from tasks.training.checkpoints import Records
 from tasks.training.metrics import MetricsLog
 
-_MAX_PARAM_LENGTH = 6000  # MLflow's limit
+MAX_PARAM_LENGTH = 6000  # MLflow's limit
 _SHOWN = {"model", "learning_rate", "lr_schedule", "lora_rank", "seed"}
 
 
@@ -64,7 +64,7 @@ def open_mlflow_run(  # noqa: PLR0913 - three of a run, four of its record
         run = _find_run(client, run_id) or tracking.find_or_create_run(client, run_name, record, tags)
         check_writer()
         if not run.data.params:
-            entries = [Param(key, str(value)[:_MAX_PARAM_LENGTH]) for key, value in params.items()]
+            entries = [Param(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in params.items()]
             client.log_batch(run.info.run_id, params=entries)
         for key, value in tags.items():
             client.set_tag(run.info.run_id, key, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ class Price:
         prefill: Price of prompt tokens that the service has not cached.
         sample: Price of sampled tokens.
         train: Price of tokens in any pass of a training client, including forward passes and tokens of weight 0.
+        cached_prefill: Price of prompt tokens that the service has cached; None for that of other prompt tokens.
     """
 
     prefill: float
     sample: float
     train: float
+    cached_prefill: float | None = None
 
     def of_training(self, num_tokens: int) -> float:
         """Dollars for training passes over this many tokens.
@@ -40,12 +43,17 @@ class Price:
         return num_tokens * self.train / 1e6
 
     def of_sampling(self, sampled: SampledTokens) -> float:
-        """Dollars for sampling, assuming that no prompt is cached.
+        """Dollars for sampling.
 
-        >>> Price(prefill=0.2, sample=0.6, train=0.44).of_sampling(SampledTokens(1_000_000, 500_000))
+        >>> Price(prefill=0.2, sample=0.6, train=0.44).of_sampling(SampledTokens(1_000_000, 500_000, 900_000))
         0.5
+        >>> Price(prefill=0.2, sample=0.6, train=0.44, cached_prefill=0.1).of_sampling(SampledTokens(10**6, 0, 500_000))
+        0.15
         """
-        return (sampled.num_prefill_tokens * self.prefill + sampled.num_sample_tokens * self.sample) / 1e6
+        cached = self.prefill if self.cached_prefill is None else self.cached_prefill
+        num_new = sampled.num_prefill_tokens - sampled.num_cached_tokens
+        prompts = num_new * self.prefill + sampled.num_cached_tokens * cached
+        return (prompts + sampled.num_sample_tokens * self.sample) / 1e6
 
 
 FREE = Price(0.0, 0.0, 0.0)
@@ -82,9 +90,7 @@ def priced_models() -> dict[str, Price]:
 def _read(path: Path) -> dict[str, Price]:
     try:
         rows = parse_yaml(path.read_bytes(), f"The price table {path}")
-        return {
-            row["tinker_id"]: Price(*(_dollars(row[key]) for key in ("prefill", "sample", "train"))) for row in rows
-        }
+        return {row["tinker_id"]: _price(row) for row in rows}
     except OSError as error:
         raise ConfigError(
             f"The price table {path} could not be read ({error.strerror}): set budget.prices to a readable file."
@@ -92,9 +98,15 @@ def _read(path: Path) -> dict[str, Price]:
     except (TypeError, KeyError, ValueError) as error:
         raise ConfigError(
             f"The price table {path} is invalid ({type(error).__name__}: {' '.join(str(error).split())[:200]}): use a "
-            "list of {tinker_id, prefill, sample, train}, in dollars per million tokens, as in https://tinker-docs."
-            "thinkingmachines.ai/tinker/models.json."
+            "list of {tinker_id, prefill, sample, train}, in dollars per million tokens (cached_prefill is optional), "
+            "as in https://tinker-docs.thinkingmachines.ai/tinker/models.json."
         ) from error
+
+
+def _price(row: Mapping[str, Any]) -> Price:
+    cached = row.get("cached_prefill")
+    fields = (_dollars(row[key]) for key in ("prefill", "sample", "train"))
+    return Price(*fields, cached_prefill=None if cached is None else _dollars(cached))
 
 
 def _dollars(value: Any) -> float:

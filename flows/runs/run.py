@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tinker
@@ -29,6 +29,7 @@ from tasks.common.service_errors import service_errors
 from tasks.common.tokenizers import lock_tokenizers
 from tasks.training.checkpoints import resumable
 from tasks.training.metrics import MetricsLog
+from tasks.training.token_meter import TokenMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Run:
         log: MLflow run.
         start: Checkpoint that the run starts from, its own or its origin; None for a new run of the base model.
         model: Base model by its name on the service.
+        meter: Tokens of the clients of teachers and evaluations.
     """
 
     directory: RunDirectory
@@ -50,6 +52,7 @@ class Run:
     log: MetricsLog
     start: CheckpointRecord | None
     model: str
+    meter: TokenMeter = field(default_factory=TokenMeter)
 
     @property
     def builder_arguments(self) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def _open(run: Run, model: str, path: str, expected: Tokenizer | None) -> Teache
             f"The teacher {model} has another tokenizer than the trained model: use a teacher of the same model "
             "family, or fine-tune on its completions as text with sft."
         )
+    run.meter.watch(sampler)
     return Teacher(sampler, path or model)
 
 

@@ -104,10 +104,13 @@ def cost_before_restart(log: MetricsLog, state: Mapping[str, float]) -> dict[str
     return {key: max(state.get(key, 0.0), metrics.get(f"cost/{key}", 0.0)) for key in keys}
 
 
-def price_of_reference(log: MetricsLog, config: TrainConfig, model: str) -> Price | None:
-    """Return the price of the reference's model; None if it is charged at the price of the trained model.
+def price_of_other(log: MetricsLog, config: TrainConfig, model: str, role: str) -> Price | None:
+    """Return the price of the reference's or a teacher's model; None if it is charged at the trained model's price.
 
     Warns if the price of another model is unknown.
+
+    Args:
+        role: role of the model, for the warning and its tag.
     """
     if model == config.model:
         return None
@@ -115,8 +118,8 @@ def price_of_reference(log: MetricsLog, config: TrainConfig, model: str) -> Pric
     price = price_of(model, url, config.budget.prices)
     if price is None and price_of(config.model, url, config.budget.prices):
         text = (
-            f"The price of the reference's model {model} is unknown: its tokens are charged at the price of "
+            f"The price of the {role}'s model {model} is unknown: its tokens are charged at the price of "
             f"{config.model}; add it to the table of budget.prices."
         )
-        note_warning(log, "reference_price", text)
+        note_warning(log, f"{role}_price", text)
     return price

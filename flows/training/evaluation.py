@@ -76,7 +76,7 @@ class Evaluation:
         ]
         with self._guard.checked_responses(step):
             # Submitted: Prefect never runs an async task that a synchronous flow calls.
-            result = cast(EvaluationResult, evaluate.submit(self._run.client, due, step).result())
+            result = cast(EvaluationResult, evaluate.submit(self._run.client, due, step, self._run.meter).result())
         note_evaluation(self._run.log, result, step=step)
         terms = self._measure_held_out(step) if often else HeldOutTerms()
         append_batch_values(self._run.directory, step, terms.by_batch, result.scores)

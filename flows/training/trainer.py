@@ -40,13 +40,13 @@ from flows.runs.checkpoint_manager import Checkpoints
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, FORMAT_OF_SCALES, recorded_format
 from flows.runs.contents import CONTENTS_KEY, open_contents
 from flows.runs.lineage import data_assets, log_datasets
-from flows.runs.prices import price_of
+from flows.runs.prices import Price, price_of
 from flows.runs.result import EndReasons, TrainResult, finish
 from flows.runs.resume import first_step, resolve_start
 from flows.runs.run import Run
 from flows.runs.teachers import open_reference
 from flows.training.alerts import Alerts
-from flows.training.budget import Ledger, cost_before_restart, price_of_reference
+from flows.training.budget import Ledger, cost_before_restart, price_of_other
 from flows.training.evaluation import Evaluation
 from flows.training.granularity import run_segment, run_step
 from flows.training.guards import Guard
@@ -203,7 +203,8 @@ class Trainer:
             # Samples do not repeat, so their scores are not worth keeping.
             reference = open_reference(run, config, keeps=not source.sampled)
         self.reference = reference
-        self.reference_price = price_of_reference(run.log, config, reference.model) if reference else None
+        self.reference_price = price_of_other(run.log, config, reference.model, "reference") if reference else None
+        self.other_prices: dict[str, Price | None] = {}
         data = data_assets(config, self.contents.digests.get("data", {}))
         self.checkpoints = Checkpoints(run, config, schedule.steps_per_epoch, self.start, data)
         self._restore(self.start)
@@ -311,6 +312,7 @@ class Trainer:
         if sent.batches:
             metrics |= self._read_responses(step, sent)
         self.ledger.add_sampled(self.source.take_sampled())
+        self._count_metered()
         if self.candidates:
             self.ledger.add_sampled(self.candidates.take_sampled())
             metrics |= self.candidates.metrics(step)
@@ -583,6 +585,13 @@ class Trainer:
         self.ledger.add(batch.num_tokens)
         return enqueue_forward(self.run.client, batch)
 
+    def _count_metered(self) -> None:
+        """Count the tokens of teachers and evaluations."""
+        for model, sampled in self.run.meter.take().items():
+            if model not in self.other_prices:
+                self.other_prices[model] = price_of_other(self.run.log, self.config, model, "teacher")
+            self.ledger.add_sampled(sampled, self.other_prices[model])
+
     def _count_reference(self, step: int) -> None:
         """Count the tokens that the reference has processed up to a step, all of whose minibatches are sent."""
         if self.reference:
@@ -623,6 +632,7 @@ class Trainer:
         if self.unchecked and step == self.schedule.num_steps:
             metrics = self.evaluation.run(step)
             self._count_reference(step)
+            self._count_metered()
             call(log_metrics, self.run.log, step, opaque_argument(metrics | self.ledger.metrics()))
             warn_of_metrics(self.run.log, self.config.run_name, "alert", self.alerts.observe(step, metrics))
             for condition in self.alerts.unmeasured():

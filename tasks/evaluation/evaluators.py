@@ -39,6 +39,7 @@ from tasks.evaluation.grading_metrics import GradedMetrics
 from tasks.training.datums import pack_datums
 from tasks.training.held_out import BatchValues, EvaluatedBatch
 from tasks.training.metric_names import safe_name
+from tasks.training.token_meter import TokenMeter
 
 OnEvaluatorError = Literal["raise", "skip"]
 
@@ -262,9 +263,12 @@ def _nll_per_token(logprobs_D: Sequence[tinker.TensorData], weights_D: Sequence[
 
 @retried_task(name="evaluate", task_run_name="evaluate-{step}")
 async def evaluate(
-    client: tinker.TrainingClient, evaluators: Sequence[Evaluator | ConfiguredEvaluator], step: int
+    client: tinker.TrainingClient,
+    evaluators: Sequence[Evaluator | ConfiguredEvaluator],
+    step: int,
+    meter: TokenMeter,
 ) -> EvaluationResult:
-    """Return the metrics of the weights that step `step` starts from.
+    """Return the metrics of the weights that step `step` starts from; `meter` counts the tokens of the sampler.
 
     Raises:
         EvaluatorError: an evaluator with `on_error: raise` failed.
@@ -279,6 +283,7 @@ async def evaluate(
         if sampler is None:
             with service_errors("save the weights for sampling"):
                 sampler = await client.save_weights_and_get_sampling_client()
+            meter.watch(sampler)
         return await _run_sampling_evaluator(evaluator, sampler, client)
 
     return await _run_all(evaluators, run)
@@ -286,9 +291,9 @@ async def evaluate(
 
 @retried_task(name="evaluate", task_run_name="evaluate-sampler")
 async def evaluate_sampler(
-    sampler: tinker.SamplingClient, evaluators: Sequence[Evaluator | ConfiguredEvaluator]
+    sampler: tinker.SamplingClient, evaluators: Sequence[Evaluator | ConfiguredEvaluator], meter: TokenMeter
 ) -> EvaluationResult:
-    """Return the metrics of weights that can only be sampled from.
+    """Return the metrics of weights that can only be sampled from; `meter` counts the tokens.
 
     Raises:
         ConfigError: an evaluator needs a training client.
@@ -302,6 +307,8 @@ async def evaluate_sampler(
                 f"The evaluator {type(evaluator).__name__} needs a training client, but these weights can only be "
                 "sampled from: give the path of a checkpoint that can be trained."
             )
+
+    meter.watch(sampler)
 
     async def run(evaluator: Evaluator) -> Mapping[str, object]:
         if isinstance(evaluator, HeldOutNLL):

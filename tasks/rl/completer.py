@@ -147,10 +147,13 @@ class _Requests:
                 response = await self.policy.sampler.sample(
                     turn.prompt, len(batch), params, topk_sample_logprobs=distribution.num_requested
                 )
-            for waiter, sequence in zip(batch, response.sequences, strict=True):
+            for index, (waiter, sequence) in enumerate(zip(batch, response.sequences, strict=True)):
                 if not waiter.completion.done():
+                    # The service bills the prompts of all samples but the first as cache hits.
+                    num_cached = turn.prompt.length if index else response.prompt_cache_hit_tokens
                     completion = distribution.completion(sequence)
-                    waiter.completion.set_result(replace(completion, duration_s=perf_counter() - began))
+                    completion = replace(completion, duration_s=perf_counter() - began, num_cached=num_cached)
+                    waiter.completion.set_result(completion)
         except Exception as error:  # noqa: BLE001 - each member raises it again
             for waiter in batch:
                 if not waiter.completion.done():

@@ -48,14 +48,23 @@ class MetricWarning(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Counts of prompt tokens and sampled tokens."""
+    """Counts of prompt tokens and sampled tokens.
+
+    Attributes:
+        num_prefill_tokens: prompt tokens, once for each sample.
+        num_sample_tokens: sampled tokens.
+        num_cached_tokens: part of the prompt tokens that the service bills as hits of its prefix cache.
+    """
 
     num_prefill_tokens: int = 0
     num_sample_tokens: int = 0
+    num_cached_tokens: int = 0
 
     def __add__(self, other: SampledTokens) -> SampledTokens:
         return SampledTokens(
-            self.num_prefill_tokens + other.num_prefill_tokens, self.num_sample_tokens + other.num_sample_tokens
+            self.num_prefill_tokens + other.num_prefill_tokens,
+            self.num_sample_tokens + other.num_sample_tokens,
+            self.num_cached_tokens + other.num_cached_tokens,
         )
 
 

@@ -25,7 +25,7 @@ class RecordingSampler:
     ) -> SimpleNamespace:
         self.requests.append((num_samples, params.seed or 0))
         sequences = [SimpleNamespace(tokens=[n], logprobs=[0.0], stop_reason="stop") for n in range(num_samples)]
-        return SimpleNamespace(sequences=sequences)
+        return SimpleNamespace(sequences=sequences, prompt_cache_hit_tokens=0)
 
 
 def sample(order: list[int]) -> tuple[list[int], list[tuple[int, int]]]:

@@ -129,7 +129,8 @@ def test_seeds_can_depend_on_the_prompt() -> None:
         ) -> Any:
             assert params.seed is not None
             seeds.append(params.seed)
-            return SimpleNamespace(sequences=[SimpleNamespace(tokens=[1], logprobs=[0.0], stop_reason="stop")])
+            sequence = SimpleNamespace(tokens=[1], logprobs=[0.0], stop_reason="stop")
+            return SimpleNamespace(sequences=[sequence], prompt_cache_hit_tokens=0)
 
     async def sample(by_prompt: bool) -> None:
         for prompt in (PROMPT, PROMPT, types.ModelInput.from_ints([5])):

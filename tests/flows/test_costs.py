@@ -1,0 +1,109 @@
+"""Tokens that a run counts and an estimate predicts, compared with those that the engine counts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from distill_config import distill_fields, environment
+from rl_config import rl_fields
+from sft_config import sft_fields
+
+from flows.config.distill import OnPolicyConfig
+from flows.config.rl import RlConfig
+from flows.distill import on_policy_distillation
+from flows.estimate_rollouts import SamplingMethod, estimate_rollouts
+from flows.evaluate import EvaluateConfig, evaluate
+from flows.rl import rl
+from flows.runs.result import TrainResult
+
+pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
+
+COUNTS = ("num_prefill_tokens", "num_sample_tokens", "num_cached_tokens")
+
+
+def engine_tokens(url: str) -> dict[str, float]:
+    """Return the tokens that the engine has counted so far, by use."""
+    lines = re.findall(r'tinker_engine_tokens_total\{use="(\w+)"\} (\S+)', httpx.get(f"{url}/metrics").text)
+    return {use: float(value) for use, value in lines}
+
+
+def config_of(method: str, folder: Path, mlflow_uri: str, url: str, **changes: Any) -> SamplingMethod:
+    """Return a run that also pays for a reference or a teacher, and for evaluations."""
+    prices = folder / "prices.json"
+    row = {"tinker_id": "tiny", "prefill": "$4,000", "sample": "$900", "train": "$70", "cached_prefill": "$1,000"}
+    prices.write_text(json.dumps([row]))
+    common = {"num_steps": 2, "eval_every": 2, "prompt_logprobs_last_n": "off", "budget": {"prices": str(prices)}}
+    common |= {"experiment": folder.name}
+    if method == "rl":
+        fields = rl_fields(folder, "rl-cost", mlflow_uri, url) | {"advantage": {"kl_coefficient": 0.1}}
+        return RlConfig.model_validate(fields | common | {"compute_post_kl": True} | changes)
+    fields = distill_fields(folder, "distill-cost", mlflow_uri, url)
+    data = [{"environment": environment(folder, shown="Say nothing but letters.", group_size=2)}]
+    return OnPolicyConfig.model_validate(fields | {"datasets": data} | common | changes)
+
+
+def run(config: SamplingMethod) -> TrainResult:
+    return rl(config) if isinstance(config, RlConfig) else on_policy_distillation(config)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("method", ["rl", "on_policy"])
+@pytest.mark.parametrize("max_tokens", [1, 6])
+def test_costs(method: str, max_tokens: int, tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    config = config_of(method, tmp_path, mlflow_uri, engine_url, rollout={"max_tokens": max_tokens})
+    expected = estimate_rollouts(config)
+    assert expected.like == ""
+    before = engine_tokens(engine_url)
+    metrics = run(config).metrics
+    after = engine_tokens(engine_url)
+    counted = {use: after[use] - before.get(use, 0.0) for use in after}
+
+    costs = {name: metrics[f"cost/{name}"] for name in (*COUNTS, "num_train_tokens", "usd")}
+    assert costs["num_train_tokens"] == counted["trained"] + counted["forwarded"]
+    assert costs["num_sample_tokens"] == counted["sampled"]
+    # The engine reads the common prompt of several samples once; the others are cache hits.
+    assert costs["num_prefill_tokens"] - costs["num_cached_tokens"] == counted["prompt"]
+    usd = counted["prompt"] * 4000 + costs["num_cached_tokens"] * 1000
+    usd += counted["sampled"] * 900 + costs["num_train_tokens"] * 70
+    assert costs["usd"] == pytest.approx(usd / 1e6)
+
+    low, high = expected.low, expected.high
+    assert low.num_train_tokens <= costs["num_train_tokens"] <= high.num_train_tokens
+    assert low.usd is not None
+    assert high.usd is not None
+    assert low.usd <= costs["usd"] <= high.usd
+    for name in COUNTS:
+        assert getattr(low.sampled, name) <= costs[name] <= getattr(high.sampled, name)
+    if max_tokens == 1:
+        assert low.sampled == high.sampled
+
+    # The next run of this config has the cost of the first.
+    again = estimate_rollouts(config.model_copy(update={"run_name": "next", "seed": 1, "num_steps": 4}))
+    assert again.like == config.run_name
+    assert again.low == again.high
+    assert again.low.num_train_tokens == 2 * costs["num_train_tokens"]
+    assert again.low.usd == pytest.approx(2 * costs["usd"])
+    other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_tokens": max_tokens + 1})})
+    assert estimate_rollouts(other).like == ""
+
+
+def test_evaluation_costs(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    fields = sft_fields(tmp_path, "measured", mlflow_uri, engine_url)
+    data = Path(__file__).parents[2] / "examples" / "data" / "gsm8k_test.jsonl"
+    sampling = {"max_tokens": 4, "num_samples": 2}
+    params = {"path": str(data), "limit": 2, "renderer_name": "qwen3_instruct", "sampling": sampling}
+    config = {name: fields[name] for name in ("run_name", "model", "base_url", "storage", "tracking", "data")}
+    config |= {"checkpoint": "base", "evaluators": [{"builder": "tinker_flows:ExactMatch", "params": params}]}
+    before = engine_tokens(engine_url)
+    result = evaluate(EvaluateConfig.model_validate(config))
+    after = engine_tokens(engine_url)
+    counted = {use: after[use] - before.get(use, 0.0) for use in after}
+    cost = result.cost
+    assert cost["cost/num_train_tokens"] == counted["forwarded"] > 0
+    assert cost["cost/num_sample_tokens"] == counted["sampled"] > 0
+    assert cost["cost/num_prefill_tokens"] - cost["cost/num_cached_tokens"] == counted["prompt"]
+    assert cost["cost/usd"] == 0.0  # a local engine is free
