@@ -78,7 +78,7 @@ bench-preference: install-dev
 	$(BIN)/python -m benchmarks dpo_vs_cookbook distill_vs_cookbook
 
 bench-rl: install-dev
-	$(BIN)/python -m benchmarks rl_vs_cookbook rl_load
+	$(BIN)/python -m benchmarks rl_vs_cookbook refill off_policy rl_load
 
 bench-operate: install-dev
 	TRIALS=$(TRIALS) $(BIN)/python -m benchmarks up_ready sweep_overhead

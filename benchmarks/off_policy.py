@@ -40,11 +40,11 @@ CORRECTIONS: dict[str, Correction | None] = {
 class Policy(nn.Module):
     """Logits of the next token from the prompt, the position and the previous token."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_prompts: int = NUM_PROMPTS) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.prompt, self.position, self.previous = (
-            nn.Embedding(size, 32) for size in (NUM_PROMPTS, LENGTH, VOCABULARY + 1)
+            nn.Embedding(size, 32) for size in (num_prompts, LENGTH, VOCABULARY + 1)
         )
         self.head = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, VOCABULARY))
 
