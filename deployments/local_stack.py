@@ -50,6 +50,23 @@ class LocalStack:
     exports: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Login:
+    """Login of the Prefect server and of the MLflow server."""
+
+    user: str
+    password: str
+
+    @property
+    def exports(self) -> dict[str, str]:
+        """Environment variables with which the clients of both servers log in."""
+        return {
+            "PREFECT_API_AUTH_STRING": f"{self.user}:{self.password}",
+            "MLFLOW_TRACKING_USERNAME": self.user,
+            "MLFLOW_TRACKING_PASSWORD": self.password,
+        }
+
+
 @contextmanager
 def stack_lock(home: Path) -> Iterator[TextIO]:
     """Lock `up.json` of a project home, so that the home has one stack; yields the file to record the stack in.
@@ -61,7 +78,7 @@ def stack_lock(home: Path) -> Iterator[TextIO]:
     """
     path = home / "up.json"
     try:
-        path.touch(mode=0o600)  # the file contains the API key of the engine
+        path.touch(mode=0o600)  # the file contains the key of the engine and the login of the servers
         file = path.open("r+")
     except OSError as error:
         raise storage_error("open", path, error) from error
@@ -89,23 +106,6 @@ def engine_key(home: Path) -> str:
         StorageError: the key file cannot be written.
     """
     return _permanent_secret(home / "engine.key", "tml-")
-
-
-@dataclass(frozen=True, slots=True)
-class Login:
-    """Login of the Prefect server and of the MLflow server."""
-
-    user: str
-    password: str
-
-    @property
-    def exports(self) -> dict[str, str]:
-        """Environment variables with which the clients of both servers log in."""
-        return {
-            "PREFECT_API_AUTH_STRING": f"{self.user}:{self.password}",
-            "MLFLOW_TRACKING_USERNAME": self.user,
-            "MLFLOW_TRACKING_PASSWORD": self.password,
-        }
 
 
 def server_login(home: Path) -> Login:

