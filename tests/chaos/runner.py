@@ -17,7 +17,7 @@ from s3_server import ACCESS_KEY, SECRET_KEY
 from chaos.clock import faked_clock
 from chaos.configs import ROOT, config_of, flow_module, storage_of
 from chaos.proxy import Armed
-from chaos.schedule import ACTIONS, LEASE_S, Fault, Schedule
+from chaos.schedule import ACTIONS, KILLS, LEASE_S, Fault, Schedule
 from chaos.servers import MARK, Testbed, kill_9, send_signal
 
 LIMIT_S = 1800.0
@@ -198,7 +198,7 @@ class _Runner:
         if not self._processes or self._processes[0].popen.poll() is not None:
             return False
         process = self._processes[0]
-        if fault.action in ("kill", "start twice"):
+        if fault.action in KILLS:
             self._kill_flow()
             self._next_start = time.monotonic() + fault.seconds
             if fault.action == "start twice":

@@ -24,6 +24,7 @@ PROCESS_ACTIONS = {
     "remove directory": "the directory of the run is deleted while the run writes it",
     "set clock": "the clock of the run jumps by minutes, forwards or backwards",
 }
+KILLS = ("kill", "start twice")
 _FLOW_ONLY = ("freeze and replace", "start twice", "remove directory", "set clock")
 
 # Faults that a proxy can inject into one request, and their effect.
@@ -116,7 +117,7 @@ def _draw_fault(generator: random.Random, servers: tuple[str, ...], storage: str
 
 
 def _draw_seconds(generator: random.Random, action: str) -> float:
-    if action in ("kill", "start twice", "remove directory"):
+    if action in (*KILLS, "remove directory"):
         return generator.uniform(0.2, 3)
     if action == "freeze":
         return generator.uniform(LEASE_S + 1, LEASE_S + 4)
