@@ -89,7 +89,7 @@ CASES = (
         "sft",
         {**REPETITION, "target": {"at_most": 0.3}},
         {**SFT, "candidates": {"num": 4, "max_tokens": 32}},
-        100,
+        160,
         SEEDS,
     ),
     Case("tiny", "dpo", {"name": "kl", "target": {"at_most": 0.05}}, DPO, 80, SEEDS),
