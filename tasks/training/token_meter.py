@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from threading import Lock
-from typing import Any
 
 import tinker
 from tinker import types
 
+from blocks.tinker_internals import call_on_samples
 from tasks.training.batch_source import SampledTokens
 
 
@@ -31,24 +31,15 @@ class TokenMeter:
         return counts
 
     def watch(self, sampler: tinker.SamplingClient) -> None:
-        """Count every response of a client: the prompt once for each sample, and the sampled tokens."""
-        if isinstance(sampler, tinker.SamplingClient):  # evaluators of tests may get others
-            sampler.__class__ = _WatchedClient
-            vars(sampler)["meter"] = self
+        """Count the tokens of every response of a client."""
+        if not isinstance(sampler, tinker.SamplingClient):  # evaluators of tests may get others
+            return
+        model = sampler.get_base_model()
 
+        def count(prompt: types.ModelInput, num_samples: int, response: types.SampleResponse) -> None:
+            num_sampled = sum(len(sequence.tokens) for sequence in response.sequences)
+            # The service bills the prompts of all samples but the first as cache hits.
+            num_cached = (num_samples - 1) * prompt.length + response.prompt_cache_hit_tokens
+            self.add(model, SampledTokens(num_samples * prompt.length, num_sampled, num_cached))
 
-class _WatchedClient(tinker.SamplingClient):
-    """Client whose responses a meter counts; `sample` and `compute_logprobs` both end in this method of the SDK."""
-
-    meter: TokenMeter
-
-    async def _sample_async_impl(
-        self, prompt: types.ModelInput, num_samples: int, *args: Any, **options: Any
-    ) -> types.SampleResponse:
-        response = await super()._sample_async_impl(prompt, num_samples, *args, **options)
-        num_sampled = sum(len(sequence.tokens) for sequence in response.sequences)
-        # The service bills the prompts of all samples but the first as cache hits.
-        num_cached = (num_samples - 1) * prompt.length + response.prompt_cache_hit_tokens
-        counts = SampledTokens(num_samples * prompt.length, num_sampled, num_cached)
-        self.meter.add(self.get_base_model(), counts)
-        return response
+        call_on_samples(sampler, count)

@@ -7,10 +7,12 @@ import inspect
 from importlib.metadata import version
 
 import pytest
+import tinker
 from library_internals import imported_names, importers, missing_internal
 from prefect.events.worker import EventsWorker
 from prefect.states import Failed
 
+from blocks.tinker_internals import SAMPLING_METHOD
 from tasks.common.prefect_internals import WORKER_ATTRIBUTES, state_error
 
 PACKAGES = ("blocks", "tasks", "flows", "deployments")
@@ -55,6 +57,12 @@ def test_prefect_events_worker_has_the_attribute(name: str) -> None:
         pytest.fail(
             f"prefect {version('prefect')} has no EventsWorker.{name}: update tasks/common/prefect_internals.py."
         )
+
+
+def test_sampling_client_has_the_method() -> None:
+    """`tests/flows/test_costs.py` shows that its requests pass through it."""
+    if not inspect.iscoroutinefunction(getattr(tinker.SamplingClient, SAMPLING_METHOD, None)):
+        pytest.fail(f"tinker {version('tinker')} has no {SAMPLING_METHOD}: update {ADAPTERS['tinker']}.")
 
 
 def test_prefect_state_returns_its_error_on_a_running_loop() -> None:
