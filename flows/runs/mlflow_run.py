@@ -61,6 +61,7 @@ def open_mlflow_run(  # noqa: PLR0913 - three of a run, four of its record
     """
     client = tracking.get_client()
     with tracking.failures():
+        check_writer()  # without its directory, a run has another record and would get a second MLflow run
         run = _find_run(client, run_id) or tracking.find_or_create_run(client, run_name, record, tags)
         check_writer()
         if not run.data.params:

@@ -96,6 +96,17 @@ def test_mlflow_run_of_a_process_that_lost_the_run_before_opening_it(mlflow_uri:
     assert run.data.tags["by"] == "the new process"
 
 
+def test_process_that_lost_the_run_creates_no_mlflow_run(mlflow_uri: str) -> None:
+    tracking = MLflowTracking(tracking_uri=mlflow_uri)
+    with (
+        pytest.raises(LostRunError),
+        open_mlflow_run(tracking, "never-created", "other key", params={}, tags={}, check_writer=lose_run),
+    ):
+        pass
+    client = MlflowClient(mlflow_uri)
+    assert not client.search_runs([tracking.experiment_id(client)], "attributes.run_name = 'never-created'")
+
+
 def test_registry_and_tags_of_a_lost_run(mlflow_uri: str) -> None:
     client = MlflowClient(mlflow_uri)
     run_id = client.create_run(client.create_experiment("lost")).info.run_id
