@@ -17,6 +17,7 @@ from flows.config.learning_rate import is_local, recommended_rate
 from flows.runs.blocks import service_at
 from flows.runs.prices import DATE, FREE, Price, price_of, priced_models
 from tasks.common.renderers import recommended_renderers
+from tasks.rl.health import is_mixture
 
 _COLUMNS = ("model", "size", "type", "context", "prefill", "sample", "train", "auto rate", "renderer")
 _TEXTS = ("model", "size", "type", "renderer")
@@ -70,7 +71,7 @@ def _row(model: str, context: int | None, price: Price | None) -> dict[str, Any]
         size, kind = _LOCAL[model][0], "local"
     elif renderers:
         attributes = get_model_attributes(model)
-        size, kind, vision = attributes.size_str, _kind(attributes), attributes.is_vl
+        size, kind, vision = attributes.size_str, _kind(model, attributes), attributes.is_vl
     return {
         "model": model,
         "size": size,
@@ -85,12 +86,9 @@ def _row(model: str, context: int | None, price: Price | None) -> dict[str, Any]
     }
 
 
-def _kind(attributes: ModelAttributes) -> str:
-    """Return the type of a model: chat or base, dense or mixture of experts, and inputs besides text.
-
-    Sizes of mixtures name the active parameters as well, as in `35B-A3B`.
-    """
-    words = ["chat" if attributes.is_chat else "base", "mixture" if "-A" in attributes.size_str else "dense"]
+def _kind(model: str, attributes: ModelAttributes) -> str:
+    """Return the type of a model: chat or base, dense or mixture of experts, and inputs besides text."""
+    words = ["chat" if attributes.is_chat else "base", "mixture" if is_mixture(model) else "dense"]
     inputs = [name for name, has in (("vision", attributes.is_vl), ("audio", attributes.is_audio_in)) if has]
     return ", ".join([*words, *inputs])
 

@@ -17,7 +17,7 @@ from prefect import flow
 from prefect.logging import get_run_logger
 
 from blocks.errors import ConfigError
-from flows.config.rl import RlConfig
+from flows.config.rl import HealthConfig, RlConfig
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import run_with_restarts
@@ -31,7 +31,7 @@ from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import build_evaluators
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.async_rollout_source import AsyncRolloutSource
-from tasks.rl.health import HealthLimits, HealthWatch
+from tasks.rl.health import HealthLimits, HealthWatch, mismatch_limit
 from tasks.rl.mlflow_traces import write_traces
 from tasks.rl.rollout_log import Transcript
 from tasks.rl.rollout_page import write_transcript
@@ -78,7 +78,7 @@ def rl(config: RlConfig) -> TrainResult:
                 if recorded_format(run.directory) < FORMAT_OF_CORRECTIONS:
                     objective.correct(None)
                 source.correction = objective.correction
-                source.health = HealthWatch(HealthLimits(**config.health.model_dump())) if config.health else None
+                source.health = HealthWatch(_health_limits(config, config.health)) if config.health else None
                 _note_correction(config, run, objective)
                 source.measures_post_kl = config.compute_post_kl
                 source.rewards = config.named_rewards()
@@ -86,6 +86,14 @@ def rl(config: RlConfig) -> TrainResult:
                 return as_state(Trainer(run, config, source, objective, [*held_out, *evaluators], reference).train())
 
         return run_with_restarts(config, attempt)
+
+
+def _health_limits(config: RlConfig, health: HealthConfig) -> HealthLimits:
+    limits = health.model_dump()
+    if health.mismatch_above == "auto":
+        on_policy = config.schedule.mode == "sync" and config.schedule.num_substeps == 1
+        limits["mismatch_above"] = mismatch_limit(config.model, on_policy=on_policy)
+    return HealthLimits(**limits)
 
 
 def _note_correction(config: RlConfig, run: Run, objective: Objective) -> None:

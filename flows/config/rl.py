@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -236,8 +236,11 @@ class HealthConfig(Config):
     entropy_below: float = Field(
         default=0.1, ge=0, title="Entropy below", description="Entropy of the samples as a share of that at the start."
     )
-    mismatch_above: float = Field(
-        default=0.1, ge=0, title="Mismatch above", description="`mismatch/kl_k3`, in nats per token."
+    mismatch_above: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
+        default="auto",
+        title="Mismatch above",
+        description="`mismatch/kl_k3`, in nats per token. `auto`: 0.005 for a dense model and 0.05 for a mixture of "
+        "experts in the mode `sync` with one update per step, and 0.1 for older samples.",
     )
     truncated_above: float = Field(
         default=0.5, ge=0, title="Truncated above", description="Share of completions that reached the token limit."

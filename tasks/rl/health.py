@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from tinker_cookbook.model_info import get_model_attributes
+
 from tasks.training.batch_source import MetricWarning
 
 REWARD = "env/all/reward/total"
 LENGTH = "env/all/ac_tokens_per_turn"
+# Divergence of the trainer from the sampler in nats per token, beyond which something is wrong. Healthy runs of dense
+# models have 0.0002, and those of mixtures of experts 0.001 to 0.002, with an error 0.09 (README of tinker-cookbook's
+# recipe rl_numerics_check). Older samples differ by the updates in between.
+_MISMATCH_OF_DENSE, _MISMATCH_OF_MIXTURES, _MISMATCH_OF_OLDER = 0.005, 0.05, 0.1
 # Evaluations in a row at which the reward rises in training and falls on held-out groups.
 _NUM_DIVERGED = 2
 # An environment is slow if it takes longer than this, in seconds, besides its share of the rollout.
@@ -38,7 +44,7 @@ class HealthLimits:
 
     patience: int = 5
     entropy_below: float = 0.1
-    mismatch_above: float = 0.1
+    mismatch_above: float = _MISMATCH_OF_OLDER
     truncated_above: float = 0.5
     constant_above: float = 0.9
     length_factor: float = 3.0
@@ -47,6 +53,29 @@ class HealthLimits:
     skipped_above: float = 0.1
     environment_above: float = 0.9
     logprob_error_above: float = 0.05
+
+
+def is_mixture(model: str) -> bool:
+    """Return whether a model is a mixture of experts, by its size such as `35B-A3B`; False for unknown models.
+
+    >>> is_mixture("Qwen/Qwen3.6-35B-A3B"), is_mixture("Qwen/Qwen3-8B"), is_mixture("tiny")
+    (True, False, False)
+    """
+    try:
+        return "-A" in get_model_attributes(model).size_str
+    except (KeyError, ValueError):
+        return False
+
+
+def mismatch_limit(model: str, *, on_policy: bool) -> float:
+    """Return the default of `HealthLimits.mismatch_above`, nats per token.
+
+    Args:
+        on_policy: True if each batch is sampled from the weights that it updates.
+    """
+    if not on_policy:
+        return _MISMATCH_OF_OLDER
+    return _MISMATCH_OF_MIXTURES if is_mixture(model) else _MISMATCH_OF_DENSE
 
 
 class _Check(NamedTuple):

@@ -10,6 +10,8 @@ from typing import Any, cast
 import pytest
 from tinker_cookbook.completers import TokensWithLogprobs
 
+from flows.config.rl import RlConfig
+from flows.rl import _health_limits
 from tasks.rl.health import LENGTH, REWARD, HealthLimits, HealthWatch
 from tasks.rl.trajectories import compute_completion_metrics
 
@@ -100,3 +102,20 @@ def test_shares_of_completions():
     # The second has five 4-grams, four of them repeated.
     assert metrics == {"rollout/truncated": 0.5, "rollout/repetition": pytest.approx(0.8 / 4)}
     assert compute_completion_metrics([]) == {}
+
+
+def test_bound_of_the_mismatch_depends_on_the_kind_of_model():
+    """Ten times higher for mixtures of experts, as in the healthy runs that tinker-cookbook reports."""
+    fields = {"run_name": "r", "environment": {"builder": "a:B"}}
+
+    def limit(model: str, **fields_of_schedule: Any) -> float:
+        config = RlConfig.model_validate(fields | {"model": model, "schedule": fields_of_schedule})
+        assert config.health
+        return _health_limits(config, config.health).mismatch_above
+
+    dense, mixture = "Qwen/Qwen3-8B", "Qwen/Qwen3.6-35B-A3B"
+    assert limit(mixture) == 10 * limit(dense) == 10 * limit("tiny")
+    assert limit(dense, mode="async", groups_per_batch=2) == limit(dense, num_substeps=2) > limit(mixture)
+    # The reported values: healthy runs stay silent, and the error that the check found does not.
+    assert limit(dense) > 0.0002
+    assert 0.011 < limit(mixture) < 0.09
