@@ -1,14 +1,14 @@
-"""Exceptions of every package except `objectives`, which has its own.
+"""Exceptions of every package except `objectives` and `engine`, which have their own.
 
 TinkerFlowsError            an error the user can fix; its message is one sentence
 ├── ConfigError             (ValueError)    an invalid config, data file or name
-│   └── UserCodeError                       a function of the user failed; another attempt may succeed
+│   └── UserCodeError                       a user-supplied function failed; another attempt may succeed
 ├── ServiceError            (RuntimeError)  the Tinker service, MLflow or Prefect rejected a request or did not respond
 │   ├── UnreachableError                    no server responds at the address
 │   ├── ServiceLostError                    the Tinker service failed; a new client can recover
 │   └── NotFiniteError                      NaN or infinity in a response, or a request rejected because of it
 │       └── PoisonedError                   the model's weights are not finite
-├── EvaluatorError          (RuntimeError)  an evaluator raised an error or returned something else than metrics
+├── EvaluatorError          (RuntimeError)  an evaluator raised an error or returned something other than metrics
 ├── GuardError              (RuntimeError)  a guard ended the run
 │   └── RolledBackError                     a guard ended this attempt; the run resumes without the bad step
 └── StorageError            (OSError)       a run directory could not be read or written
@@ -21,7 +21,7 @@ import os
 
 
 def traceback_is_requested() -> bool:
-    """Return whether the user asks for the tracebacks of errors that are otherwise one sentence."""
+    """Return whether `TINKER_FLOWS_TRACEBACK` asks for a traceback in addition to the error message."""
     return os.environ.get("TINKER_FLOWS_TRACEBACK", "0") not in ("", "0")
 
 
@@ -34,11 +34,11 @@ class ConfigError(TinkerFlowsError, ValueError):
 
 
 class UserCodeError(ConfigError):
-    """Failure of a user's function, with its cause; another attempt may succeed."""
+    """A user-supplied function failed, for the reason in the message; another attempt may succeed."""
 
 
 class ServiceError(TinkerFlowsError, RuntimeError):
-    """Service that rejected a request or did not respond."""
+    """A service rejected a request or did not respond."""
 
 
 class UnreachableError(ServiceError):
@@ -46,7 +46,7 @@ class UnreachableError(ServiceError):
 
 
 class ServiceLostError(ServiceError):
-    """Tinker service that failed or lost the run's model; a new client can resume from the last checkpoint."""
+    """The Tinker service failed or lost the run's model; a new client can resume from the last checkpoint."""
 
 
 class NotFiniteError(ServiceError):
@@ -58,23 +58,23 @@ class PoisonedError(NotFiniteError):
 
 
 class EvaluatorError(TinkerFlowsError, RuntimeError):
-    """Evaluator that raised an error or returned something else than metrics."""
+    """An evaluator raised an error or returned something other than metrics."""
 
 
 class GuardError(TinkerFlowsError, RuntimeError):
-    """Guard that ended the run before any checkpoint contained the problem."""
+    """A guard ended the run before a checkpoint could contain the problem."""
 
 
 class RolledBackError(GuardError):
-    """Guard that ended this attempt; the run reopens at its last checkpoint and skips the bad step."""
+    """A guard ended this attempt; the run resumes from its last checkpoint and skips the bad step."""
 
 
 class StorageError(TinkerFlowsError, OSError):
-    """Run directory that could not be read or written."""
+    """A run directory or another file of the project could not be read or written."""
 
 
 class LostRunError(StorageError):
-    """Run that this process may no longer write: another process has taken it over, or its directory was removed."""
+    """This process may no longer write the run: another process has taken it over, or its directory was removed."""
 
 
 def reason(error: BaseException) -> str:

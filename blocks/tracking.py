@@ -110,8 +110,8 @@ class MLflowTracking(Block):
     def find_or_create_run(self, client: MlflowClient, run_name: str, record: str, tags: Mapping[str, str]) -> Run:
         """Return the MLflow run tagged with a record; create it if missing.
 
-        MLflow's client repeats a request whose response was lost, which can create the run twice. The duplicate without
-        metrics is deleted.
+        MLflow's client retries a request whose response was lost, which can create the run twice. The oldest run with
+        metrics is kept, or else the oldest; other runs without metrics are deleted.
 
         Raises:
             ServiceError: the server does not respond.

@@ -1,4 +1,4 @@
-"""Estimate of a run that samples: from an earlier run of the same config, or an interval from `rollout.max_tokens`."""
+"""Estimate of a run that samples: from an earlier run of the same config, or bounds from `rollout.max_tokens`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mlflow.entities import Run
 from tinker_cookbook.rl.types import EnvGroupBuilder, InitialObservationOverflow, RLDataset
 from tinker_cookbook.tokenizer_utils import register_tokenizer
 
@@ -32,7 +33,7 @@ from tasks.training.metrics import metric_values
 
 SamplingMethod = RlConfig | OnPolicyConfig | SelfConfig
 
-# Settings that change neither the tokens of a step nor their price, by the start of their names.
+# Prefixes of settings that do not change the tokens of a step.
 _FREE_FIELDS = (
     *("run_name", "num_steps", "num_epochs", "seed", "learning_rate", "budget", "checkpoint", "transcripts"),
     *("tracking", "experiment", "storage", "base_url", "if_exists"),
@@ -46,7 +47,7 @@ class TokenCosts:
 
     Attributes:
         num_train_tokens: Tokens in all passes of training clients.
-        sampled: Tokens of all samplers: rollouts, evaluations, reference and teachers.
+        sampled: Prompt and sampled tokens of all samplers: rollouts, evaluations, reference and teachers.
         usd: Dollars; None if no price is known.
     """
 
@@ -77,12 +78,12 @@ class RolloutEstimate:
 
 
 class GroupSizes(NamedTuple):
-    """Sizes of groups: their rollouts, and the prompt tokens of the first turns.
+    """Counts over several groups; prompt tokens are those of each rollout's first turn.
 
     Attributes:
         num_rollouts: Rollouts of all groups.
         num_prompt_tokens: Prompt tokens of all rollouts.
-        num_shared_tokens: Part of them that the rollouts of a group share with its first one.
+        num_shared_tokens: Prompt tokens that repeat those of the group's first rollout; a prefix cache may hold them.
         num_teacher_tokens: Prompt tokens of all rollouts as the teacher sees them.
     """
 
@@ -96,7 +97,7 @@ class GroupSizes(NamedTuple):
         return GroupSizes(*(a + b for a, b in zip(self, other, strict=True)))
 
     def sampling(self, num_tokens: int) -> SampledTokens:
-        """Return the tokens of sampling a completion of this length in each rollout."""
+        """Return the tokens for sampling one completion of this length per rollout."""
         return SampledTokens(self.num_prompt_tokens, self.num_rollouts * num_tokens, self.num_shared_tokens)
 
     def scoring(self, num_tokens: int, *, by_teacher: bool = False) -> SampledTokens:
@@ -209,11 +210,11 @@ def _count(
 
 def _excluded(config: SamplingMethod) -> Iterator[str]:
     """Yield the costs that the interval leaves out."""
-    yield "turns after the first of a rollout, retries, judges, and reward models"
+    yield "turns of a rollout after the first, retries, judges and reward models"
     if config.evaluators or config.infrequent_evaluators:
         yield "evaluators"
     if isinstance(config, OnPolicyConfig) and config.hindsight:
-        yield "the context of hindsight"
+        yield "the text that hindsight adds to the teacher's prompts"
     if config.report.num_examples:
         yield "terms of the objective on held-out groups"
 
@@ -297,7 +298,10 @@ def _total(sizes: Iterable[GroupSizes]) -> GroupSizes:
 
 
 def _earlier_run(config: SamplingMethod, num_steps: int) -> tuple[str, TokenCosts] | None:
-    """Return the newest run of the same config that counted its cost, and its cost for this number of steps."""
+    """Return the name of the newest run of the same config with a recorded cost, and the cost of `num_steps` steps.
+
+    The tokens of a run on another service, or with other prices, are priced like those of the trained model.
+    """
     tracking = tracking_of(config)
     client = tracking.get_client()
     wanted = _comparable({key: str(value)[:MAX_PARAM_LENGTH] for key, value in changed_fields_of(config).items()})
@@ -312,10 +316,20 @@ def _earlier_run(config: SamplingMethod, num_steps: int) -> tuple[str, TokenCost
                 key: round(value / num_done * num_steps) for key, value in costs.items() if value and key != "usd"
             }
             sampled = SampledTokens(*(scaled.get(key, 0) for key in _COUNTS[1:4]))
-            usd = costs["usd"]
-            total = None if usd is None else usd / num_done * num_steps
-            return run.info.run_name or run.info.run_id, TokenCosts(scaled["num_train_tokens"], sampled, total)
+            name_of_run, num_train_tokens = run.info.run_name or run.info.run_id, scaled["num_train_tokens"]
+            if _has_prices_of(config, run) and costs["usd"] is not None:
+                usd: float | None = costs["usd"] / num_done * num_steps
+            else:
+                price = price_of(config.model, service_url(config.base_url), config.budget.prices)
+                usd = price.of_training(num_train_tokens) + price.of_sampling(sampled) if price else None
+            return name_of_run, TokenCosts(num_train_tokens, sampled, usd)
     return None
+
+
+def _has_prices_of(config: SamplingMethod, run: Run) -> bool:
+    """Return whether a run was charged the prices that the config has now."""
+    is_same_service = run.data.tags.get("tinker.base_url") == service_url(config.base_url)
+    return is_same_service and run.data.params.get("budget.prices", "") == config.budget.prices
 
 
 def _comparable(params: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with a structured objective.
+"""Supervised fine-tuning with a base loss and regularizers.
 
 python -m flows.sft --config examples/sft.yaml learning_rate=1e-4
 """
@@ -8,7 +8,8 @@ if __name__ == "__main__":  # first, so that --help does not wait for the import
 
     main("flows.sft:sft", "flows.config.train:SftConfig", __doc__)
 
-# No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
+# No `from __future__ import annotations` here: Prefect reads the types of the flow's parameters from this file without
+# importing it as a module, so it could not resolve annotations that are strings.
 from collections.abc import Sequence
 from functools import partial
 
@@ -27,9 +28,9 @@ from objectives.objective import Objective
 from tasks.evaluation.evaluators import HeldOutNLL, build_evaluators
 from tasks.supervised.dataset import build_dataset
 
-__getattr__ = partial(renamed_attribute, "flows.sft")  # names of release 0.1
+__getattr__ = partial(renamed_attribute, "flows.sft")  # names that release 0.1 had here
 
-# Batch fields that losses may read, in addition to the current log-probabilities.
+# Inputs that this flow provides to the terms, in addition to the current logprobs.
 AVAILABLE_INPUTS = ("ref_logprobs", TOPK)  # the latter if the data has K targets per position
 
 

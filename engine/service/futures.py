@@ -1,4 +1,4 @@
-"""Results of requests by request id. Clients wait for them by events, without polling."""
+"""Results of requests by request id. A result wakes the fetches that wait for it; clients long-poll."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class Futures:
         self._fetched_bytes = 0
         self._keep_bytes = keep_bytes
         self._closing: asyncio.Future[WireResponse] | None = None
+        self._is_closing = False
 
     def open(self, request_id: str) -> None:
         self._responses[request_id] = asyncio.get_running_loop().create_future()
@@ -61,7 +62,7 @@ class Futures:
             future.set_result(response)
 
     async def run(self, request_id: str, work: Awaitable[WireResponse]) -> WireResponse:
-        """Finish ``request_id`` with the result or the error of ``work``; never raises."""
+        """Finish ``request_id`` with the result or the error of ``work``; raises only if it is cancelled."""
         response = await response_of(request_id, work)
         self.finish(request_id, response)
         return response
@@ -77,10 +78,12 @@ class Futures:
         future = self._responses.get(request_id)
         if future is None:
             raise NotFoundError(
-                f"The engine has no request {request_id}: its session ended, or the engine was restarted; "
-                "create a new client from the last checkpoint."
+                f"The engine has no request {request_id}: its session ended, the engine was restarted, or "
+                "its result was fetched before and has been dropped; create a new client from the last checkpoint."
             )
         if not future.done():
+            if self._is_closing:
+                return None
             if self._closing is None:
                 self._closing = asyncio.get_running_loop().create_future()
             await asyncio.wait({future, self._closing}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -91,7 +94,8 @@ class Futures:
         return response
 
     def release_waiters(self) -> None:
-        """Wake all waiting clients without a result, so that the server can stop."""
+        """Make every fetch of a pending result return None at once, so that the server can stop."""
+        self._is_closing = True
         if self._closing is not None and not self._closing.done():
             self._closing.set_result(WireResponse(b""))
 

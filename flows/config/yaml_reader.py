@@ -22,11 +22,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"The config file {path} could not be read ({error.strerror}): check --config.") from error
+        raise ConfigError(f"The config file {path} could not be read ({error.strerror}): check its path.") from error
     fields = parse_yaml(content, f"The config file {path}")
     if not isinstance(fields, dict):
         raise ConfigError(
-            f"The config file {path} contains a {type(fields).__name__}; it must contain a mapping of fields."
+            f"The config file {path} is empty or not a mapping: write it as lines of the form field: value."
         )
     return fields
 
@@ -38,7 +38,8 @@ def parse_yaml(content: str | bytes, source: str) -> Any:
         source: start of the error message, such as ``The config file sft.yaml``.
 
     Raises:
-        ConfigError: it is not valid YAML, repeats a key, is nested too deeply, or is too large without aliases.
+        ConfigError: it is not valid YAML, repeats a key, is nested too deeply, or is too large once its aliases are
+            expanded.
 
     >>> parse_yaml("[1, {a: b}]", "The list")
     [1, {'a': 'b'}]
@@ -58,7 +59,9 @@ def parse_yaml(content: str | bytes, source: str) -> Any:
     except RecursionError as error:
         raise ConfigError(f"{source} is nested too deeply for YAML: remove brackets.") from error
     except yaml.reader.ReaderError as error:
-        raise ConfigError(f"{source} is not text in UTF-8 ({error.reason}): save it as UTF-8.") from error
+        raise ConfigError(
+            f"{source} is not readable text ({error.reason}): save it as UTF-8, without control characters."
+        ) from error
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source} is not valid YAML ({' '.join(str(error).split())}): fix it.") from error
 
@@ -71,7 +74,7 @@ def _check(node: yaml.Node, source: str, depth: int, num_nodes: int) -> int:
             f"{source} is nested more than {_MAX_DEPTH} levels deep, or an alias contains itself: fix it."
         )
     if num_nodes > _MAX_NODES:
-        raise ConfigError(f"{source} has more than {_MAX_NODES:,} values, with its aliases replaced: shorten it.")
+        raise ConfigError(f"{source} has more than {_MAX_NODES:,} values after its aliases are expanded: shorten it.")
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             num_nodes = _check(item, source, depth + 1, num_nodes)
@@ -80,6 +83,6 @@ def _check(node: yaml.Node, source: str, depth: int, num_nodes: int) -> int:
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and keys.setdefault(key.value, key) is not key:
                 lines = " and ".join(str(entry.start_mark.line + 1) for entry in (keys[key.value], key))
-                raise ConfigError(f"{source} has the key {key.value!r} twice, in lines {lines}: remove one.")
+                raise ConfigError(f"{source} has the key {key.value!r} twice, on lines {lines}: remove one.")
             num_nodes = _check(value, source, depth + 1, num_nodes)
     return num_nodes

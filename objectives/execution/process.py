@@ -22,6 +22,7 @@ from objectives.term import OnError, Regularizer, Term, definition_of
 # Time limit for the start, including the imports of torch and the term's module.
 START_S = 120.0
 _STOP_S = 2.0
+_POLL_S = 0.05
 # Exceptions raised by pickling.
 UNSENDABLE = (pickle.PicklingError, TypeError, AttributeError)
 
@@ -37,9 +38,9 @@ class SentFields(TypedDict):
 
 
 class TermProcess:
-    """Process that calls one term, one call at a time; it is killed at the time limit and restarted.
+    """Process that runs one term, one call at a time.
 
-    The process is spawned, not forked, so it inherits no threads or locks. It ends with the run.
+    A call that exceeds the time limit is killed with its process, and the next call starts a new one. The process is spawned, not forked, so it inherits no threads or locks. It ends with the run.
     """
 
     def __init__(self, term: Term) -> None:
@@ -69,8 +70,11 @@ class TermProcess:
         return answer
 
     def close(self) -> None:
-        """End the process; a busy one is killed."""
-        with self._lock:
+        """End the process; kill it if it is busy."""
+        while not self._lock.acquire(timeout=_POLL_S):  # a call is in progress, which ends with the process
+            if self._process is not None:
+                self._process.kill()
+        try:
             if self._process is not None:
                 self._connection.close()
                 try:
@@ -78,12 +82,17 @@ class TermProcess:
                 except subprocess.TimeoutExpired:
                     self._kill()
                 self._process = None
+        finally:
+            self._lock.release()
 
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
         self._process, self._connection = start_python("objectives.execution.worker")
-        send(self._connection, (self._module, self._name))
+        try:
+            send(self._connection, (self._module, self._name))
+        except OSError as error:
+            raise self._ended() from error
         succeeded, why_not = self._receive(START_S, "its process took longer than {:g} s to start and was killed")
         if not succeeded:
             self._kill()

@@ -36,7 +36,7 @@ CLIP_LOW, CLIP_HIGH = "clip_low_threshold", "clip_high_threshold"
 
 @dataclass(frozen=True, slots=True)
 class BuiltInLoss:
-    """Loss function with its inputs and parameters in the service's protocol.
+    """Loss function with its inputs and parameters, named as in the SDK if the service has the loss.
 
     Attributes:
         name: the SDK's ``loss_fn``.
@@ -45,12 +45,12 @@ class BuiltInLoss:
         gating_input: input whose zeros remove a token's gradient; ``None`` if every token has a gradient.
         defaults: the SDK's ``loss_fn_config`` with default values; all are numbers of at least 0.
         takes_offsets: true if the function works on sequences and takes their offsets after the inputs.
-        optional_inputs: inputs used by one parameter only, with the name of that parameter; the function receives
-            ``None`` for the input if the parameter is 0.
-        extra_metrics: function of the same arguments that returns the loss's own metrics; a loss with more parts than
-            the policy's returns ``policy``, the value of that part per token.
-        reduction: ``"sum"`` over tokens, or ``"mean"`` over tokens or completions, of which each minibatch of an
-            update contributes its share.
+        optional_inputs: maps an input to the only parameter that uses it; the function receives ``None`` for the input
+            if that parameter is 0.
+        extra_metrics: function of the same arguments that returns the loss's own metrics. If the loss adds other parts
+            to the policy surrogate, the metrics include ``policy``, the surrogate per token.
+        reduction: ``"sum"`` over tokens, or ``"mean"`` over tokens or completions; the mean of each minibatch is
+            weighted by its share of the update.
     """
 
     name: str
@@ -79,7 +79,7 @@ class BuiltInLoss:
         offsets_D: Tensor | None,
         params: Mapping[str, Threshold],
     ) -> Tensor:
-        """Compute the loss of packed sequences, 0-d.
+        """Compute the loss of packed sequences, a 0-d tensor.
 
         Args:
             inputs: tensors by the names of `inputs`, shaped like the logprobs.

@@ -1,4 +1,4 @@
-"""Failures of the Tinker service as one-sentence errors, and transient errors of the Prefect client."""
+"""Conversion of the SDK's exceptions to `ServiceError`, and the transient exceptions of the Prefect client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blocks.errors import NotFiniteError, PoisonedError, ServiceError, ServiceLo
 # Transient errors of the Prefect client, such as a server that restarts.
 TRANSIENT_ERRORS = (httpx.HTTPError, PrefectException, RuntimeError, ValueError)
 
-# Errors of the local engine; other services return numbers that are not finite.
+# Error messages of the local engine for NaN and infinity; other services return such values instead of an error.
 _POISONED = re.compile(r"\bloss is -?(nan|inf)\b")
 _NOT_FINITE = re.compile(r"\bnot finite\b")
 
@@ -60,7 +60,7 @@ def _kind(error: Exception, reason: str) -> type[ServiceError]:
 def _is_transient(error: Exception) -> bool:
     if isinstance(error, tinker.RequestFailedError):
         return error.category is not types.RequestErrorCategory.User
-    # A response in another format comes from a proxy.
+    # A response that is not in the service's format comes from a proxy in between, so another attempt may succeed.
     is_foreign = isinstance(error, tinker.APIResponseValidationError | json.JSONDecodeError)
     return is_foreign or isinstance(
         error, tinker.APIConnectionError | tinker.InternalServerError | tinker.RateLimitError

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from tinker_cookbook.rl.types import Trajectory
 
-# Metric of a trajectory: its penalty, as a reward.
+# Metric of a trajectory: the reward of at most 0 that `OverlongPenalty` adds.
 OVERLONG = "overlong/reward"
 
 
 def is_truncated(trajectory: Trajectory) -> bool:
-    """Check whether the last completion of an episode was cut off, so that the episode has no end of its own."""
+    """Check whether the last completion of an episode was cut off, so that the episode did not end by itself."""
     return bool(trajectory.transitions) and trajectory.transitions[-1].ac.stop_reason == "length"
 
 

@@ -12,7 +12,7 @@ import torch
 from tinker import types
 from torch import Tensor
 
-from blocks.errors import PoisonedError, ServiceError
+from blocks.errors import NotFiniteError, ServiceError
 from tasks.common.event_loop import run_coroutine
 from tasks.common.prompt_scores import last_n, score_last_tokens
 from tasks.common.service_errors import service_errors
@@ -130,7 +130,7 @@ async def _score(request: TeacherRequest) -> Tensor:
     logprobs_T = torch.tensor([torch.nan if value is None else value for value in logprobs[1:]])
     logprobs_M = logprobs_T[positions_M]
     if not bool(logprobs_M.isfinite().all()):
-        raise PoisonedError(
+        raise NotFiniteError(
             f"The teacher {request.teacher.name} gives the logprob {logprobs_M.min()} to a token: check its weights."
         )
     return logprobs_M

@@ -94,3 +94,20 @@ def test_session_of_a_running_engine_is_not_restored(base: BaseModel, tmp_path: 
     )  # fmt: skip
     for engine in (first, second, third):
         engine.stop()
+
+
+def test_no_fetch_waits_once_the_engine_stops() -> None:
+    """Neither a fetch that waits already, nor one that arrives later, with or without an earlier one."""
+
+    async def stop(*, has_waiter: bool) -> None:
+        futures = Futures()
+        futures.open("request")
+        waiter = asyncio.ensure_future(futures.fetch("request", 600.0)) if has_waiter else None
+        await asyncio.sleep(0)
+        futures.release_waiters()
+        if waiter:
+            assert await waiter is None
+        assert await futures.fetch("request", 600.0) is None
+
+    for has_waiter in (True, False):
+        asyncio.run(stop(has_waiter=has_waiter))

@@ -87,6 +87,12 @@ def test_costs(method: str, max_tokens: int, tmp_path: Path, engine_url: str, ml
     assert again.low == again.high
     assert again.low.num_train_tokens == 2 * costs["num_train_tokens"]
     assert again.low.usd == pytest.approx(2 * costs["usd"])
+    # With other prices, the tokens of the first have these prices.
+    free = tmp_path / "free.json"
+    free.write_text(json.dumps([{"tinker_id": "tiny", "prefill": "$0", "sample": "$0", "train": "$0"}]))
+    repriced = config.model_copy(update={"budget": config.budget.model_copy(update={"prices": str(free)})})
+    assert estimate_rollouts(repriced).like == config.run_name
+    assert estimate_rollouts(repriced).low.usd == 0
     other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_tokens": max_tokens + 1})})
     assert estimate_rollouts(other).like == ""
 

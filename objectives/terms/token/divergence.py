@@ -1,4 +1,4 @@
-"""Divergence from a reference over K targets per position, with all other tokens as one more symbol."""
+"""Divergences over K targets per position: from the reference, from a teacher, and from a distribution over labels."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def teacher_reverse_kl_topk(outputs: Outputs, batch: Batch) -> Tensor:
     """Reverse KL ``sum_k p_k (log p_k - log q_k)`` to the teacher q at each position, nats, ``(N,)``.
 
     The weights of the K targets are the teacher's probabilities, and both distributions are normalized over the targets
-    with a positive weight. It is a base loss of distillation with soft targets; the gradient is that of
+    with a positive weight. It is meant as the base loss of distillation with soft targets; the gradient is that of
     tinker-cookbook's `reverse_kl_custom_loss`.
 
     Source: tinker-cookbook, `distillation/sdft.py`; Shenfeld et al. 2026, "Self-Distillation Enables Continual
@@ -59,7 +59,7 @@ def teacher_reverse_kl_topk(outputs: Outputs, batch: Batch) -> Tensor:
     0.1308
     """
     is_target_DTK = batch.weights_DT > 0
-    # Positions without targets are uniform in both distributions, which gives 0.
+    # At positions without targets, both distributions are set to uniform, so the divergence is 0.
     any_DT1 = is_target_DTK.any(-1, keepdim=True)
     lowest = torch.finfo(outputs.logprobs_DT.dtype).min
     is_left_out_DTK = any_DT1 & ~is_target_DTK
@@ -78,8 +78,8 @@ def label_divergence_topk(
     q are the weights of the K targets, divided by their sum; all other tokens have probability 0 under q. ``forward``
     is ``KL(q || p) = sum_k q_k (log q_k - log p_k)``, with the gradient of the cross-entropy and 0 for equal
     distributions. ``jensen_shannon`` is the mean of KL(p || m) and KL(q || m) with ``m = (p + q) / 2``, at most log 2;
-    tokens without a target add ``log 2 / 2`` times their probability. Both are those of the whole vocabulary. The
-    reverse KL is infinite, because q is 0 for most tokens. Positions without targets have 0.
+    tokens without a target add ``log 2 / 2`` times their probability. Both equal those over the whole vocabulary. The
+    reverse KL is infinite, because q is 0 for most tokens. The value is 0 at positions without targets.
 
     Sources: Kullback & Leibler 1951, "On Information and Sufficiency"; Lin 1991, "Divergence Measures Based on the
     Shannon Entropy".

@@ -22,17 +22,21 @@ BILLION_LAUGHS = "a: &a [ha, ha, ha, ha, ha, ha, ha, ha, ha]\n" + "".join(
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"run_name: caf\xe9\n", "is not text in UTF-8 (invalid continuation byte): save it as UTF-8."),
+        (
+            b"run_name: caf\xe9\n",
+            "is not readable text (invalid continuation byte): save it as UTF-8",
+        ),
         (b"model: " + b"[" * 5000 + b"]" * 5000, "is nested too deeply for YAML: remove brackets."),
         (b"model: " + b"[" * 150 + b"]" * 150, "is nested more than 100 levels deep, or an alias contains itself"),
         (b"model: &x [*x]\n", "is nested more than 100 levels deep, or an alias contains itself"),
-        (BILLION_LAUGHS.encode(), "has more than 100,000 values, with its aliases replaced: shorten it."),
-        (b"model: a\nseed: 1\nmodel: b\n", "has the key 'model' twice, in lines 1 and 3: remove one."),
-        (b"data: {seed: 1, seed: 2}\n", "has the key 'seed' twice, in lines 1 and 1: remove one."),
+        (BILLION_LAUGHS.encode(), "has more than 100,000 values after its aliases are expanded: shorten it."),
+        (b"model: a\nseed: 1\nmodel: b\n", "has the key 'model' twice, on lines 1 and 3: remove one."),
+        (b"data: {seed: 1, seed: 2}\n", "has the key 'seed' twice, on lines 1 and 1: remove one."),
         (b"model: [1,\n", "is not valid YAML (while parsing a flow node"),
         (b"date: 2026-02-31\n", "is not valid YAML (day is out of range for month): fix it."),
-        (b"- tiny\n", "contains a list; it must contain a mapping of fields."),
-        (b"", "contains a NoneType; it must contain a mapping of fields."),
+        (b"a: \x07\n", "is not readable text (special characters are not allowed): save it as UTF-8, without control"),
+        (b"- tiny\n", "is empty or not a mapping: write it as lines of the form field: value."),
+        (b"", "is empty or not a mapping: write it as lines of the form field: value."),
     ],
 )
 def test_odd_files_are_refused_in_one_sentence(tmp_path: Path, content: bytes, expected: str) -> None:

@@ -244,6 +244,26 @@ def test_a_process_ends_with_its_objective():
     assert not Path(f"/proc/{int(where['pid'])}").exists()
 
 
+def test_a_busy_process_is_killed_when_its_objective_ends():
+    batch, outputs = make_batch([2])
+    failures: list[str] = []
+
+    def call(objective: Objective) -> None:
+        try:
+            objective.runner.evaluate(objective.regularizers[0], outputs, batch, first_step=True)
+        except ObjectiveError as error:
+            failures.append(str(error))
+
+    entry = {"name": "busy", "fn": "test_hangs", "execution": "process", "params": {"slow_s": 600.0}}
+    with Objective(regularizers=[entry]) as objective:
+        thread = threading.Thread(target=call, args=(objective,))
+        thread.start()
+        while not (places := list(objective.runner._places.values())) or not places[0]._lock.locked():
+            time.sleep(0.01)
+    thread.join()
+    assert "its process ended with status" in failures[0]
+
+
 @pytest.mark.slow
 def test_a_process_ends_with_a_run_that_is_killed(tmp_path: Path):
     script = tmp_path / "run.py"
