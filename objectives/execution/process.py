@@ -40,7 +40,8 @@ class SentFields(TypedDict):
 class TermProcess:
     """Process that runs one term, one call at a time.
 
-    A call that exceeds the time limit is killed with its process, and the next call starts a new one. The process is spawned, not forked, so it inherits no threads or locks. It ends with the run.
+    A call that exceeds the time limit is killed with its process, and the next call starts a new one. The process is
+    spawned, not forked, so it inherits no threads or locks. It ends with the run.
     """
 
     def __init__(self, term: Term) -> None:
