@@ -34,7 +34,7 @@ def service_errors(doing: str) -> Iterator[None]:
     ...     raise tinker.TinkerError("no space left on device")
     Traceback (most recent call last):
     ...
-    blocks.errors.ServiceError: The Tinker service could not save a checkpoint: no space left on device. ...
+    blocks.errors.ServiceError: The Tinker service could not save a checkpoint: no space left on device; ...
     """
     try:
         yield
@@ -43,10 +43,10 @@ def service_errors(doing: str) -> Iterator[None]:
     except (tinker.TinkerError, ValueError) as error:
         reason = " ".join(str(error).split()).partition(" for self.request_id")[0].rstrip(".")
         kind = _kind(error, reason)
-        message = f"The Tinker service could not {doing}: {reason}."
+        message = f"The Tinker service could not {doing}: {reason}"
         if not issubclass(kind, NotFiniteError):  # guards handle numbers that are not finite
-            message += " Fix the cause and start the same command again; it resumes from the last checkpoint."
-        raise kind(message) from error
+            message += "; fix the cause and start the same command again, which resumes from the last checkpoint"
+        raise kind(f"{message}.") from error
 
 
 def _kind(error: Exception, reason: str) -> type[ServiceError]:
