@@ -167,7 +167,8 @@ def test_every_group_that_is_sampled_is_counted(snapshots: Any) -> None:
     assert step.metrics["env/all/total_episodes"] == 9 * 2
     assert step.metrics["rollout/discarded"] == pytest.approx(5 / 9)
     assert step.metrics["rollout/groups_per_trained"] == pytest.approx(9 / 4)
-    assert step.sampled == SampledTokens(9 * 2 * 2, 9 * 2 * NUM_TOKENS)
+    # Nine groups of two members with two prompt tokens, which the second member shares with the first.
+    assert step.sampled == SampledTokens(9 * 2 * 2, 9 * 2 * NUM_TOKENS, 9 * 2)
 
 
 def test_minibatches_take_the_same_groups_whichever_finish_first(snapshots: Any) -> None:
