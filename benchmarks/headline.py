@@ -3,7 +3,8 @@
 Each training batch has two solutions of each problem: the right one, and a copy with a wrong operator in one calculator
 annotation (`<<48-2=24>>`). Cross-entropy learns both alike. The other arms add `logic`, which sees texts and no labels:
 
-- `data`: the share of false annotations expected under the model, between the two solutions of a problem;
+- `data`: the share of false annotations, as `minimum_risk_mean` weighs the two solutions of a problem by their logprobs
+  per token;
 - `candidates`: the same score on completions that the model samples during training;
 - `target`: as `data`, held to a value instead of weighted;
 - `shuffled`: as `data`, with the scores shuffled within the batch, so that they say nothing about the texts.
@@ -408,7 +409,7 @@ def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
         for panel, shown in ((margin, interval(margins(runs))), (valid, validity(runs))):
             bars = [[shown.mean - shown.low], [shown.high - shown.mean]]
             panel.errorbar([shown.mean], [-number], xerr=bars, fmt="o", color=colors[arm], capsize=3)
-    over_steps.set(xlabel="step", ylabel="share of false annotations,\nexpected between both solutions")
+    over_steps.set(xlabel="step", ylabel="logic score of held-out pairs\n(minimum_risk_mean)")
     over_steps.legend(frameon=False, fontsize=8)
     margin.set(xlabel="margin, nats", yticks=range(0, -len(ARMS), -1), yticklabels=list(ARMS))
     margin.set_xlim(left=0)

@@ -107,7 +107,10 @@ class TargetSpec(BaseModel):
                 f"lower={lower:g} would train against {names[0]}; set lower to at least 0, or use equals for a "
                 "multiplier of either sign"
             )
-        if not lower <= self.initial <= upper:
+        # The default upper bound depends on the gain unit, which is known once the term has seen a batch.
+        highest = math.inf if self.upper is None else upper
+        lowest = -math.inf if self.lower is None and self.equals is not None else lower
+        if not lowest <= self.initial <= highest:
             raise ValueError(f"initial={self.initial:g} is outside the bounds {lower:g} and {upper:g}; move it inside")
         return self
 

@@ -133,13 +133,13 @@ class ModeConfig(Config):
         default=1,
         ge=1,
         title="Updates",
-        description="Optimizer updates per step, each on an equal share of the groups.",
+        description="Optimizer updates per step, each on a nearly equal share of the groups.",
     )
     max_steps_off_policy: int = Field(
         default=1,
         ge=1,
         title="Steps off-policy",
-        description="For mode `async`: maximum age, in updates, of the weights that sampled a group. Older groups are "
+        description="For mode `async`: maximum age, in steps, of the weights that sampled a group. Older groups are "
         "sampled again.",
     )
 

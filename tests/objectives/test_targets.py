@@ -92,7 +92,8 @@ def test_warmup_and_bounds() -> None:
         ({"target": {"at_most": 0.0}}, "set scale"),
         ({"target": {"at_most": 1.0, "lower": 3.0, "upper": 2.0}}, "set lower below upper"),
         ({"target": {"at_most": 1.0, "lower": -1.0}}, "use equals"),
-        ({"target": {"at_most": 1.0, "initial": 101.0}}, "initial=101 is outside the bounds 0 and 100"),
+        ({"target": {"at_most": 1.0, "initial": 9.0, "upper": 8.0}}, "initial=9 is outside the bounds 0 and 8"),
+        ({"target": {"at_most": 1.0, "initial": -1.0}}, "initial=-1 is outside the bounds 0 and 100"),
         ({"target": {"at_most": 1.0, "metric": "furthest"}}, "declares no gradient; use the value"),
         ({"name": "negative_entropy", "target": {"at_least": 1.0, "metric": "rest"}}, "no gradient; use entropy"),
         ({"name": "test_watched", "target": {"at_most": 1.0}}, "it is a monitor"),
@@ -276,3 +277,11 @@ def test_a_run_whose_gains_had_no_unit_keeps_them() -> None:
     old.set_gain_unit("a", 30.0)
     old.observe(7, {"term/a/value": 1.0})
     assert old.weight_of("a") == pytest.approx(1.0 + 0.1 + 1.0)
+
+
+def test_initial_multiplier_may_exceed_the_bound_of_the_unit_1():
+    """The default bound grows with the unit of the gains, so the multiplier of an earlier run is accepted."""
+    controller = TargetController(TargetSpec(at_most=0.5, initial=250.0, integral_gain=1e-6, proportional_gain=0.0))
+    controller.set_gain_unit(100.0)
+    controller.observe(0, 0.5)
+    assert controller.weight == pytest.approx(250.0)
