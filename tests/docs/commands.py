@@ -113,11 +113,12 @@ def run_commands(project: Path, code: Sequence[str], limit_s: float) -> None:
 
 
 def _in_background_if_server(line: str) -> str:
-    """Start a server in the background and wait until it is ready."""
+    """Start a server in the background and wait until it is ready or has ended."""
     for number, (command, ready) in enumerate(SERVERS.items()):
         if line.startswith(command):
             log = f"server-{number}.log"
-            wait = f"timeout {READY_LIMIT_S:.0f} bash -c 'until grep -q \"{ready}\" {log}; do sleep 0.2; done'"
+            until = f"until grep -q '{ready}' {log}; do kill -0 $0 || exit 1; sleep 0.2; done"
+            wait = f'timeout {READY_LIMIT_S:.0f} bash -c "{until.replace("$", chr(92) + "$")}" $!'
             return f"{line.partition('#')[0].rstrip()} > {log} 2>&1 &\n{wait} || {{ cat {log}; exit 1; }}"
     return line
 
