@@ -15,7 +15,7 @@ from mlflow.exceptions import MlflowException
 from prefect.assets import Asset
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
-from blocks.errors import ServiceError
+from blocks.errors import ServiceError, reason
 from flows.config.base import RunConfig
 from flows.config.promotion import PromoteIf
 from flows.monitoring.run_tags import forget_rejection, note_rejection
@@ -41,7 +41,7 @@ from tasks.training.retention import KeepPolicy, keep_checkpoints
 
 # After an error the service may not respond; a pending save gets this much time.
 LAST_WAIT_S = 10.0
-# Beginnings of the metrics in the metadata of a checkpoint's asset.
+# Metrics in the metadata of a checkpoint's asset.
 _SHOWN_METRICS = ("loss/total", "train_mean_nll", "test/nll", "test/accuracy", "env/all/reward/total")
 
 
@@ -167,10 +167,20 @@ class Checkpoints:
         """Return the metadata of a checkpoint as a Prefect asset."""
         paths = {"state_path": record.state_path, "sampler_path": record.sampler_path}
         origin = {"mlflow_run_id": self._run.log.run_id, "digest_of_datums": record.get("contents", {}).get("datums")}
-        metrics = self._run.log.client.get_run(self._run.log.run_id).data.metrics
-        shown = {name: value for name, value in metrics.items() if name.startswith(_SHOWN_METRICS)}
-        known = {"step": step_of(record), **paths, **origin, **shown}
+        known = {"step": step_of(record), **paths, **origin, **self._metrics_of(step_of(record))}
         return {name: value for name, value in known.items() if value is not None}
+
+    def _metrics_of(self, step: int) -> dict[str, float | str]:
+        """Return the main metrics of the weights before a step: of the last update, and of the last evaluation."""
+        metrics: dict[str, float | str] = {}
+        try:
+            for name in _SHOWN_METRICS:
+                last = step if name.startswith("test/") else step - 1
+                values = [value for at, value in self._run.log.values(name).items() if at <= last]
+                metrics |= {name: values[-1]} if values else {}
+        except MlflowException as error:  # the checkpoint itself is saved and recorded
+            metrics["metrics"] = f"unknown, because MLflow did not answer ({reason(error)})"
+        return metrics
 
     def _rejection(self, record: CheckpointRecord) -> str:
         if not self._config.promote_if:

@@ -78,9 +78,12 @@ def test_a_version_leads_back_to_the_rows(
     checkpoint = materialization(checkpoint_key)
     assert checkpoint["payload"]["step"] == 2
     assert checkpoint["payload"]["state_path"] == result.state_path
-    logged = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.metrics
-    assert checkpoint["payload"]["train_mean_nll"] == pytest.approx(logged["train_mean_nll"])
-    assert materialization(checkpoint_key.replace("final", "000001"))["payload"]["step"] == 1
+    first = materialization(checkpoint_key.replace("final", "000001"))
+    assert first["payload"]["step"] == 1
+    points = MlflowClient(mlflow_uri).get_metric_history(result.mlflow_run_id, "train_mean_nll")
+    by_step = {point.step: point.value for point in points}
+    for event, last_update in ((first, 0), (checkpoint, 1)):
+        assert event["payload"]["train_mean_nll"] == pytest.approx(by_step[last_update])
     assert upstream(materialization(asset_key(result.report))) == [checkpoint_key]
     lineage = (
         f"my rows.jsonl (digest {digest_file(data)}) → checkpoint final at step 2 → assets-{granularity} version 1"
