@@ -42,12 +42,12 @@ class Check:
     Attributes:
         name: subject of the check.
         ok: whether a run can start.
-        found: detected state; for a failed check, the problem and its fix.
+        result: detected state; for a failed check, the problem and its fix.
     """
 
     name: str
     ok: bool
-    found: str
+    result: str
 
 
 def show_checks(base_url: str, storage: str, tracking: str, as_json: bool) -> bool:
@@ -60,7 +60,7 @@ def show_checks(base_url: str, storage: str, tracking: str, as_json: bool) -> bo
         for column in ("", "check", "result"):
             table.add_column(column, overflow="fold")
         for check in checks:
-            table.add_row(Text("ok", "green") if check.ok else Text("failed", "red"), check.name, check.found)
+            table.add_row(Text("ok", "green") if check.ok else Text("failed", "red"), check.name, check.result)
         TextConsole(width=None if sys.stdout.isatty() else 120, soft_wrap=False).print(table)
     return all(check.ok for check in checks)
 

@@ -74,7 +74,7 @@ def off_policy_distillation(config: OffPolicyConfig) -> TrainResult:
 @flow(name="self_distillation", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def self_distillation(config: SelfConfig) -> TrainResult:
     """Train the student on its own samples, with earlier weights that see more context as the teacher."""
-    questions = config.questions.builder(config.shown, config.batch_size)
+    questions = config.questions.builder(config.teacher_prompt, config.batch_size)
     datasets = [GroupsConfig(environment=questions, teacher=config.teacher)]
     return _run(config, _on_policy_inputs(config), lambda run: _on_policy(run, config, datasets))
 

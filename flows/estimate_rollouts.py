@@ -232,7 +232,7 @@ def _sizes_of(config: SamplingMethod) -> Iterator[RunSizes]:
     elif isinstance(config, OnPolicyConfig):
         datasets = list(config.datasets)
     else:
-        questions = config.questions.builder(config.shown, config.batch_size)
+        questions = config.questions.builder(config.teacher_prompt, config.batch_size)
         datasets = [GroupsConfig(environment=questions, teacher=config.teacher)]
     models = [dataset.teacher.model or config.model for dataset in datasets]
     with open_service(config) as service, inline_tasks():

@@ -386,6 +386,15 @@ NAMES: Mapping[str, str] = {
     "tasks.written:WrittenBuilder": "tasks.supervised.generated_data:GeneratedDataBuilder",
     "tasks.written:write": "tasks.supervised.generated_data:generate",
 }
+# Renamed parameters of builders.
+PARAMETERS: Mapping[str, Mapping[str, str]] = {
+    "tasks.distillation.prompts:QuestionsBuilder": {"asked": "student_prompt", "shown": "teacher_prompt"},
+    "tasks.supervised.constitution:RevisedBuilder": {"asked": "prompt"},
+    "tasks.supervised.self_training:SelfTrainingBuilder": {"asked": "prompt"},
+    "tinker_flows:QuestionsBuilder": {"asked": "student_prompt", "shown": "teacher_prompt"},
+    "tinker_flows:RevisedBuilder": {"asked": "prompt"},
+    "tinker_flows:SelfTrainingBuilder": {"asked": "prompt"},
+}
 _PACKAGES = frozenset(["tasks.environments", "tasks.sampled"])
 
 
@@ -402,7 +411,7 @@ def current_path(path: str) -> str:
 
 
 def with_current_paths(value: T) -> T:
-    """Return plain data in which every string that is an old import path is replaced, at any depth."""
+    """Return plain data in which old import paths and old parameters of builders are replaced, at any depth."""
     return _replaced(value)
 
 
@@ -460,7 +469,12 @@ def _replaced(value: Any) -> Any:
     if isinstance(value, str):
         return current_path(value) if _is_old(value) else value
     if isinstance(value, Mapping):
-        return {key: _replaced(item) for key, item in value.items()}
+        replaced = {key: _replaced(item) for key, item in value.items()}
+        names = PARAMETERS.get(str(replaced.get("builder")))
+        params = replaced.get("params")
+        if names is None or not isinstance(params, Mapping):
+            return replaced
+        return replaced | {"params": {names.get(name, name): param for name, param in params.items()}}
     if isinstance(value, list | tuple):
         return type(value)(_replaced(item) for item in value)
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from flows.config.base import BASE, CHECKPOINT, CHECKPOINT_HELP, BuilderConfig, Config, OptionalBuilder
 from flows.config.rollout import POLICY_LOSS, RL_FIELDS, RolloutConfig
@@ -297,7 +297,8 @@ class QuestionsConfig(Config):
 
     path: str = Field(title="Path", description="JSONL file with one question per row.", min_length=1)
     test_path: str = Field(default="", title="Test path", description="JSONL file of held-out questions. Empty: none.")
-    asked: str = Field(
+    student_prompt: str = Field(
+        validation_alias=AliasChoices("student_prompt", "asked"),
         default="{question}",
         title="Student prompt",
         description="Template of the student's prompt, with fields of the row in braces.",
@@ -310,24 +311,27 @@ class QuestionsConfig(Config):
     )
     group_size: int = Field(default=1, ge=1, title="Group size", description="Completions per question.")
 
-    def builder(self, shown: str, batch_size: int) -> BuilderConfig:
+    def builder(self, teacher_prompt: str, batch_size: int) -> BuilderConfig:
         """Return the builder of the questions.
 
         Args:
-            shown: Template of the teacher's prompt.
+            teacher_prompt: Template of the teacher's prompt.
             batch_size: Questions per step.
         """
         params: dict[str, Any] = self.model_dump(exclude={"test_path", "renderer_name"})
         optional = {"test_path": self.test_path, "renderer_name": self.renderer_name}
         params |= {name: value for name, value in optional.items() if value}
-        return BuilderConfig(builder=QUESTIONS, params=params | {"shown": shown, "batch_size": batch_size})
+        return BuilderConfig(
+            builder=QUESTIONS, params=params | {"teacher_prompt": teacher_prompt, "batch_size": batch_size}
+        )
 
 
 class SelfConfig(SamplingConfig):
     """Self-distillation: earlier weights of the model, prompted with more context, teach it on its own samples."""
 
     questions: QuestionsConfig = Field(title="Questions", description="Questions for the student to answer.")
-    shown: str = Field(
+    teacher_prompt: str = Field(
+        validation_alias=AliasChoices("teacher_prompt", "shown"),
         default=DEMONSTRATION,
         title="Teacher prompt",
         description="Template of the teacher's prompt, with fields of the row in braces, such as a reference answer.",

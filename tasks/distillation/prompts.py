@@ -76,8 +76,8 @@ class QuestionsBuilder(RLDatasetBuilder):
     Attributes:
         path: rows to train on.
         test_path: held-out rows.
-        asked: template of the student's prompt.
-        shown: template of the teacher's prompt. A template without fields becomes a system message before the
+        student_prompt: template of the student's prompt.
+        teacher_prompt: template of the teacher's prompt. A template without fields becomes a system message before the
             student's prompt; with an empty template the teacher gets the student's prompt.
         batch_size: prompts per batch.
         group_size: completions per prompt.
@@ -87,8 +87,8 @@ class QuestionsBuilder(RLDatasetBuilder):
     path: str
     model_name_for_tokenizer: str
     test_path: str | None = None
-    asked: str = QUESTION
-    shown: str = ""
+    student_prompt: str = QUESTION
+    teacher_prompt: str = ""
     batch_size: int = 1
     group_size: int = 1
     renderer_name: str | None = None
@@ -100,18 +100,18 @@ class QuestionsBuilder(RLDatasetBuilder):
         return self._read(self.path, renderer), self._read(self.test_path, renderer) if self.test_path else None
 
     def _read(self, path: str, renderer: Renderer) -> Prompts:
-        rows = read_rows(path, tuple(_FIELD.findall(self.asked)))
+        rows = read_rows(path, tuple(_FIELD.findall(self.student_prompt)))
         return Prompts([self._group(row, renderer) for row in rows], self.batch_size)
 
     def _group(self, row: Mapping[str, str], renderer: Renderer) -> PromptGroup:
-        student_message = Message(role="user", content=fill(self.asked, row))
-        shown = fill(self.shown, row)
-        if not shown:
+        student_message = Message(role="user", content=fill(self.student_prompt, row))
+        teacher_prompt = fill(self.teacher_prompt, row)
+        if not teacher_prompt:
             teacher_messages = [student_message]
-        elif shown == self.shown:
-            teacher_messages = [Message(role="system", content=shown), student_message]
+        elif teacher_prompt == self.teacher_prompt:
+            teacher_messages = [Message(role="system", content=teacher_prompt), student_message]
         else:
-            teacher_messages = [Message(role="user", content=shown)]
+            teacher_messages = [Message(role="user", content=teacher_prompt)]
         return PromptGroup(
             renderer.build_generation_prompt([student_message]),
             renderer.build_generation_prompt(teacher_messages),

@@ -24,9 +24,9 @@ class RevisedBuilder(GeneratedDataBuilder):
     """Prompts of a JSONL file with a model's answers, revised by its own critiques.
 
     Attributes:
-        path: JSONL file whose rows have the fields of `asked`.
+        path: JSONL file whose rows have the fields of `prompt`.
         test_path: held-out rows, answered and revised in the same way.
-        asked: template of the prompt, with fields of the row in braces.
+        prompt: template of the prompt, with fields of the row in braces.
         principles: principles of good answers; each revision uses a random one.
         num_revisions: number of consecutive revisions.
         critique: template of the request for a critique, with `{principle}`.
@@ -36,7 +36,7 @@ class RevisedBuilder(GeneratedDataBuilder):
     path: str
     principles: Sequence[str]
     test_path: str | None = None
-    asked: str = QUESTION
+    prompt: str = QUESTION
     num_revisions: int = 1
     critique: str = CRITIQUE
     revision: str = REVISION
@@ -49,7 +49,7 @@ class RevisedBuilder(GeneratedDataBuilder):
 
     def _revised(self, sampler: CachedSampler, path: str) -> list[Conversation]:
         """Prompts with the last revision of their answers; prompts without a complete answer are skipped."""
-        prompts = [Message(role="user", content=fill(self.asked, row)) for row in read_rows(path, ())]
+        prompts = [Message(role="user", content=fill(self.prompt, row)) for row in read_rows(path, ())]
         conversations = self._with_replies(sampler, [[prompt] for prompt in prompts])
         for number in range(self.num_revisions):
             principles = [self._principle(str(messages[0]["content"]), number) for messages in conversations]

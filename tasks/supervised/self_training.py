@@ -29,7 +29,7 @@ class SelfTrainingBuilder(GeneratedDataBuilder):
         path: JSONL file whose rows have a `question`.
         labelled_path: JSONL file whose rows have a `question` and an `answer`, which are trained on without noise.
         test_path: held-out rows with a `question` and an `answer`.
-        asked: template of the prompt, with fields of the row in braces.
+        prompt: template of the prompt, with fields of the row in braces.
         num_samples: number of the teacher's answers per question.
         min_agreement: share of the answers that must agree, by their final number or else their text.
         grader: import path of a function ``(row, answer) -> bool`` that replaces the vote.
@@ -40,7 +40,7 @@ class SelfTrainingBuilder(GeneratedDataBuilder):
     path: str
     labelled_path: str | None = None
     test_path: str | None = None
-    asked: str = QUESTION
+    prompt: str = QUESTION
     num_samples: int = 8
     min_agreement: float = 0.5
     grader: str | None = None
@@ -49,7 +49,7 @@ class SelfTrainingBuilder(GeneratedDataBuilder):
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         rows = read_rows(self.path, ("question",))
-        prompts = [fill(self.asked, row) for row in rows]
+        prompts = [fill(self.prompt, row) for row in rows]
         conversations = [[_message("user", prompt)] for prompt in prompts]
         answers_P = self.open_cached_sampler().sample(conversations, self.sampling(self.num_samples))
         generated = [
@@ -75,7 +75,7 @@ class SelfTrainingBuilder(GeneratedDataBuilder):
 
     def _labeled(self, path: str | None) -> list[Conversation]:
         rows = read_rows(path, ("question", "answer")) if path else []
-        return [[_message("user", fill(self.asked, row)), _message("assistant", row["answer"])] for row in rows]
+        return [[_message("user", fill(self.prompt, row)), _message("assistant", row["answer"])] for row in rows]
 
     def _random(self, *indices: int) -> random.Random:
         return random.Random(f"{self.seed} {indices}")

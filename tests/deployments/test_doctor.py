@@ -32,7 +32,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, di
         main(["doctor", "--json", *arguments])
     checks = json.loads(capsys.readouterr().out)
     assert [check["name"] for check in checks] == NAMES
-    return int(exit_info.value.code or 0), {check["name"]: (check["ok"], check["found"]) for check in checks}
+    return int(exit_info.value.code or 0), {check["name"]: (check["ok"], check["result"]) for check in checks}
 
 
 def test_all_checks_pass_without_services(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def config_of(method: str, folder: Path, mlflow_uri: str, url: str, **changes: A
         fields = rl_fields(folder, "rl-cost", mlflow_uri, url) | {"advantage": {"kl_coefficient": 0.1}}
         return RlConfig.model_validate(fields | common | {"compute_post_kl": True} | changes)
     fields = distill_fields(folder, "distill-cost", mlflow_uri, url)
-    data = [{"environment": environment(folder, shown="Say nothing but letters.", group_size=2)}]
+    data = [{"environment": environment(folder, teacher_prompt="Say nothing but letters.", group_size=2)}]
     return OnPolicyConfig.model_validate(fields | {"datasets": data} | common | changes)
 
 

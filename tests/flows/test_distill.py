@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 
 def test_each_dataset_has_its_teacher(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     plain = {"environment": environment(tmp_path)}
-    hinted = {"environment": environment(tmp_path, shown=PROMPT), "weight": 3.0}
+    hinted = {"environment": environment(tmp_path, teacher_prompt=PROMPT), "weight": 3.0}
     fields = distill_fields(tmp_path, "two-teachers", mlflow_uri, engine_url) | {"datasets": [plain, hinted]}
     result = on_policy_distillation(OnPolicyConfig.model_validate(fields))
     # The base weights are the teacher: initially, student and teacher differ only in their prompts.
@@ -62,7 +62,7 @@ def test_rewards_are_trained_on_together_with_the_teacher(tmp_path: Path, engine
 def test_soft_targets_lead_to_the_teacher(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     fields = distill_fields(tmp_path, "top-k", mlflow_uri, engine_url)
     fields |= {"questions": questions(tmp_path, num_train=4), "top_k": 20, "skip_first_n_tokens": 0}
-    fields |= {"num_steps": 8, "compute_post_kl": True, "shown": "{question}"}
+    fields |= {"num_steps": 8, "compute_post_kl": True, "teacher_prompt": "{question}"}
     fields |= {"teacher": {"checkpoint": make_teacher(engine_url).sampler}}
     result = self_distillation(SelfConfig.model_validate(fields))
     forward = curve(result, "teacher_kl/forward")

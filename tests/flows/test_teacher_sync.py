@@ -34,7 +34,7 @@ def sync_fields(folder: Path, run_name: str, tracking: str, base_url: str) -> di
     """Return a run whose teacher sees the student's prompt, and whose weights a term moves."""
     return distill_fields(folder, run_name, tracking, base_url) | {
         "questions": questions(folder, num_train=4),
-        "shown": "{question}",
+        "teacher_prompt": "{question}",
         "teacher_sync_every": EVERY,
         "num_steps": NUM_STEPS,
         "checkpoint_every": 1,

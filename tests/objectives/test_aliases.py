@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from flows.config.base import BuilderConfig
+from flows.config.distill import QuestionsConfig, SelfConfig
 from objectives.aliases import MODULES, NAMES, current_path, with_current_paths
 from objectives.import_path import import_path
 
@@ -70,6 +71,24 @@ def test_old_paths_in_a_config_are_replaced_at_any_depth():
     assert config.builder == "tasks.common.builders:default_params"
     new = "tasks.common.graders:same_number"
     assert config.params == {"judge": {"builders": [new, new]}, "note": "tasks"}
+
+
+def test_renamed_parameters_of_a_builder_are_replaced():
+    old = {"path": "rows.jsonl", "asked": "{question}", "shown": "{question} {answer}"}
+    config = BuilderConfig(builder="tinker_flows:QuestionsBuilder", params=old)
+    assert config.params == {
+        "path": "rows.jsonl",
+        "student_prompt": "{question}",
+        "teacher_prompt": "{question} {answer}",
+    }
+    assert BuilderConfig(builder="other:Builder", params={"asked": "1"}).params == {"asked": "1"}
+
+
+def test_renamed_fields_of_distillation_are_read_and_recorded_by_their_new_names():
+    config = QuestionsConfig.model_validate({"path": "rows.jsonl", "asked": "{question}?"})
+    assert config.student_prompt == "{question}?"
+    assert "asked" not in config.model_dump()
+    assert SelfConfig.model_json_schema()["properties"].keys() >= {"teacher_prompt"}
 
 
 def test_other_paths_stay_as_they_are():

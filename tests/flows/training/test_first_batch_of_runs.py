@@ -38,7 +38,7 @@ def prompted(folder: Path, run_name: str, tracking: str, base_url: str) -> dict[
 
 
 def demonstrated(folder: Path, run_name: str, tracking: str, base_url: str) -> dict[str, Any]:
-    fields = {"questions": questions(folder), "shown": "{question} Think first."}
+    fields = {"questions": questions(folder), "teacher_prompt": "{question} Think first."}
     return distill_fields(folder, run_name, tracking, base_url) | fields
 
 

@@ -83,8 +83,8 @@ def test_teacher_sees_a_system_message_or_another_prompt(tmp_path: Path) -> None
     (plain,) = groups(tmp_path)
     student, teacher = prompts(plain)
     assert student == teacher == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    (system,) = groups(tmp_path, shown='Say {"json": 1}.')
+    (system,) = groups(tmp_path, teacher_prompt='Say {"json": 1}.')
     assert prompts(system) == (student, '<|im_start|>system\nSay {"json": 1}.<|im_end|>\n' + student)
-    (demonstration,) = groups(tmp_path, shown="{question} As: {answer}")
+    (demonstration,) = groups(tmp_path, teacher_prompt="{question} As: {answer}")
     assert prompts(demonstration) == (student, student.replace("Why?", "Why? As: So."))
     assert prompts(demonstration.for_teacher())[0] == prompts(demonstration)[1]
