@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from rich.status import Status
 
 from blocks.errors import ServiceError
 from blocks.processes import start_error
@@ -37,12 +36,13 @@ class Service:
 def wait_until_ready(
     services: Sequence[Service],
     checks: Mapping[Service, Callable[[], bool]],
-    status: Status,
+    announce: Callable[[str], object],
     job: Service | None = None,
 ) -> None:
     """Wait until every check has passed; fail as soon as a service exits.
 
     Args:
+        announce: called with the names of the services that are waited for whenever they change.
         job: a service that is ready once it has exited with status 0.
 
     Raises:
@@ -50,6 +50,7 @@ def wait_until_ready(
     """
     deadline = time.monotonic() + STARTUP_LIMIT_S
     pending = dict(checks) | ({job: lambda: job.process.poll() == 0} if job else {})
+    announced: set[Service] = set()
     while True:
         pending = {service: check for service, check in pending.items() if not check()}
         for service in services:
@@ -57,7 +58,9 @@ def wait_until_ready(
                 raise start_error(service.name, service.log)
         if not pending:
             return
-        status.update("waiting for " + ", ".join(service.name for service in pending))
+        if pending.keys() != announced:
+            announce("waiting for " + ", ".join(service.name for service in pending))
+            announced = set(pending)
         if time.monotonic() > deadline:
             late = next(iter(pending))
             raise ServiceError(

@@ -12,7 +12,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-from rich.status import Status
+from rich.console import Console
 
 from blocks.console import TextConsole
 from blocks.database_templates import MLFLOW, PREFECT, is_missing
@@ -72,14 +72,24 @@ def up(engine_models: Sequence[str] | None, *, with_engine: bool) -> None:
         try:
             with ExitStack() as exit_stack:
                 login = server_login(home())
-                with console.status("starting") as status:
-                    local_stack, services = _start_all(_Starter(exit_stack, lock_file), models, login, status)
+                with _progress(console) as announce:
+                    local_stack, services = _start_all(_Starter(exit_stack, lock_file), models, login, announce)
                 record_stack(lock_file, local_stack)
                 print_stack(local_stack, login, console)
                 console.print(f"Ready in {time.monotonic() - started_at:.1f} s. Press Ctrl-C to stop all services.")
                 monitor(services)
         except KeyboardInterrupt:
             console.print("All services are stopped.")
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], object]]:
+    """Show messages on a line that changes, or one after the other where the output is no terminal."""
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield status.update
+    else:
+        yield console.print
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +121,7 @@ class _Starter:
 
 
 def _start_all(
-    starter: _Starter, models: Sequence[str], login: Login, status: Status
+    starter: _Starter, models: Sequence[str], login: Login, announce: Callable[[str], object]
 ) -> tuple[LocalStack, Sequence[Service]]:
     """Start the servers in parallel, then the deployments and a worker, which need Prefect; the worker stops first."""
     exports = {"TINKER_FLOWS_HOME": str(home())}
@@ -130,7 +140,7 @@ def _start_all(
         servers += [prefect, mlflow]
         exports |= {"PREFECT_API_URL": f"{prefect.url}/api", "MLFLOW_TRACKING_URI": mlflow.url, **login.exports}
         deploy_job = _start_deploy_job(starter, prefect, exports)  # imports the flows while Prefect starts
-        wait_until_ready(servers, {prefect: partial(is_healthy, f"{prefect.url}/api/health")}, status)
+        wait_until_ready(servers, {prefect: partial(is_healthy, f"{prefect.url}/api/health")}, announce)
         for server in servers:  # after the worker has stopped, all servers stop in parallel
             starter.exit_stack.callback(server.request_stop)
         api = prefect_api(exports["PREFECT_API_URL"], exports["PREFECT_API_AUTH_STRING"])
@@ -142,7 +152,7 @@ def _start_all(
         health = {servers[0]: "/api/v1/healthz", prefect: "/api/health", mlflow: "/health"}
         checks = {server: partial(is_healthy, server.url + health[server]) for server in servers}
         worker_check = partial(is_worker_online, api, WORKER, since)
-        wait_until_ready([*servers, worker, deploy_job], {**checks, worker: worker_check}, status, job=deploy_job)
+        wait_until_ready([*servers, worker, deploy_job], {**checks, worker: worker_check}, announce, job=deploy_job)
         for template in created:
             template.save(databases[template])
     services = [*servers, worker]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from websockets.typing import Subprotocol
 from blocks.errors import ServiceError, StorageError
 from blocks.tracking import MLflowTracking
 from deployments.automations import install_all
+from deployments.health import Service, wait_until_ready
 from deployments.local_stack import LocalStack, choose_port, engine_key, record_stack, server_login, stack_lock
 
 T = TypeVar("T")
@@ -119,6 +121,9 @@ def test_up_runs_a_deployment_stops_and_resumes_on_the_next_start(tmp_path: Path
     home = tmp_path / "home"
     with started(home, "--engine-model", "tiny") as up:
         until_ready(up)
+        first, *later = [line for line in up.out.read_text().splitlines() if line.startswith("waiting for ")]
+        assert first == "waiting for Prefect server"
+        assert any("Worker" in line and "Deployments" in line for line in later)
         exports = up.state_file()["exports"]
         for place in up.state_file()["places"]:
             headers = {"Accept": "text/html"}
@@ -309,6 +314,18 @@ def test_up_waits_for_the_services_of_a_killed_up(tmp_path: Path, capsys: pytest
     with service, stack_lock(tmp_path):
         assert service.poll() is not None
     assert "Waiting for the services of the previous" in capsys.readouterr().err
+
+
+def test_a_wait_is_announced_whenever_a_service_becomes_ready(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        engine, worker = (Service(name, "", tmp_path / name, process) for name in ("Engine", "Worker"))
+        ready = {engine: iter([False, False, True]), worker: iter([False, False, False, False, True])}
+        announced: list[str] = []
+        wait_until_ready(
+            [engine, worker], {service: partial(next, ready[service]) for service in ready}, announced.append
+        )
+        process.kill()
+    assert announced == ["waiting for Engine, Worker", "waiting for Worker"]
 
 
 def test_choose_port_avoids_a_port_in_use() -> None:
