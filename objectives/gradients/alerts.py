@@ -9,6 +9,11 @@ from typing import Literal, TypedDict
 from objectives.spec import WatchSpec
 from objectives.term import BASE
 
+# A conflict of two terms with smaller shares of the gradient than this changes next to nothing.
+_MIN_SHARE = 0.05
+# Gradients that have no token in common have a cosine of 0 up to rounding.
+_ROUNDING = 0.005
+
 
 class WatchState(TypedDict, total=False):
     """State of a `Watch` for resuming a run, as JSON data.
@@ -54,8 +59,9 @@ class Watch:
     - Adverse: the updates raise the value of a weighted term (``term/<name>/effect``), which is minimized. The base
       loss is exempt, and so are terms with a target, whose values may rise up to it.
     - Target: a term misses its target although its multiplier is at its bound.
-    - Conflict: the cosine of two gradients, including the base loss's, is below a threshold. Terms of weight 0 are
-      exempt, and so are those with a target: a limit that needs a multiplier is in conflict with another term.
+    - Conflict: the cosine of two gradients, including the base loss's, is below a threshold, and one of the two has a
+      share of the gradient that matters. Terms of weight 0 are exempt, and so are those with a target: a limit that
+      needs a multiplier is in conflict with another term.
     - Collapse of a preference loss: its margin explodes, its accuracy stays at chance, or its rewards correlate with
       the lengths of completions.
 
@@ -157,7 +163,9 @@ class Watch:
     def _check_conflict(self, first: str, second: str, cosine: float, metrics: Mapping[str, float], step: int) -> None:
         if any(_has_target(name, metrics) or metrics.get(f"term/{name}/weight") == 0 for name in (first, second)):
             return
-        if self._persists(f"conflict.{first}.{second}", cosine < self._spec.conflict_below):
+        share = max(metrics.get(f"term/{name}/grad_share", 1.0) for name in (first, second))
+        is_conflict = cosine < self._spec.conflict_below and abs(cosine) >= _ROUNDING and share >= _MIN_SHARE
+        if self._persists(f"conflict.{first}.{second}", is_conflict):
             problem = f"The gradients of {first!r} and {second!r} have been in conflict (cosine {cosine:.2f})"
             fix = "lower one of the weights, or set balance to dualproj"
             text = f"{problem} for {self._duration(step)}; {fix}."

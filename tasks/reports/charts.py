@@ -6,6 +6,7 @@ The script of the page sets the colors of text and axes, so that they follow the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,13 +21,15 @@ from tasks.training.held_out import BatchValues
 
 # Okabe and Ito's colors without yellow and black, which vanish on a light or a dark page.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
-_DASHES = ("solid", "dash", "dot")
 # Readable on a light and on a dark page: the base loss, and lines of reference.
 NEUTRAL = "#7f7f7f"
+_OTHERS = "#bfbfbf"
 _COSINES = [[0.0, "#D55E00"], [0.5, "#f2f2f2"], [1.0, "#0072B2"]]
 
 _FEWEST_TO_SMOOTH = 12
 _HEIGHT_PX, _ROW_PX = 320, 130
+# Terms whose names and cosines fit a heat map of half the page.
+_MAX_NARROW = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,15 @@ def term_colors(names: Sequence[str]) -> dict[str, str]:
     return {BASE: NEUTRAL} | {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(regularizers)}
 
 
+def order_by_share(run: DrawnRun, names: Sequence[str]) -> list[str]:
+    """Order the base loss first, then the terms by their mean share of the gradient."""
+
+    def share(name: str) -> float:
+        return sum(value for _, value in run.history.get(f"term/{name}/grad_share", ()))
+
+    return sorted(names, key=lambda name: (name != BASE, -share(name)))
+
+
 def draw_metric(
     runs: Sequence[DrawnRun], title: str, unit: str, reading: str, *, train: str = "", held_out: str = ""
 ) -> Chart | None:
@@ -99,11 +111,12 @@ def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limi
         color: its color if there is one run; several runs have a color each.
         limit: limit of its target, drawn as a line.
     """
-    rows = {"value": "value", "weight": "weight", "multiplier": "multiplier", "effect": "effect of an update"}
-    keys = {field: f"term/{name}/{field}" for field in rows}
+    rows = ("value", "weight", "multiplier", "effect")
+    keys = {row: f"term/{name}/{row}" for row in rows}
     with_term = [run for run in runs if run.history.get(keys["value"])]
     is_held = bool(with_term) and all(run.history.get(keys["multiplier"]) for run in with_term)
-    hidden = {"weight"} if is_held else set[str]()
+    weights = {weight for run in runs for _, weight in run.history.get(keys["weight"], ())}
+    hidden = {"weight"} if is_held or len(weights) <= 1 else set[str]()
     drawn = [row for row in rows if row not in hidden and any(run.history.get(keys[row]) for run in runs)]
     held_out = f"test/term/{name}/value"
     if "value" not in drawn:
@@ -122,28 +135,40 @@ def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limi
     for run, run_color in zip(runs, colors, strict=True):
         _add_values(figure, run, keys["value"], held_out, run_color, row=1)
         for index, row in enumerate(drawn[1:], start=2):
-            _add_line(figure, run.history.get(keys[row], ()), f"{rows[row]} {run.label}", run_color, row=index)
+            _add_line(figure, run.history.get(keys[row], ()), f"{row} {run.label}", run_color, row=index)
     if limit is not None:
         figure.add_hline(limit, line_dash="dash", line_color=NEUTRAL, annotation_text="limit", row=1, col=1)  # pyright: ignore[reportArgumentType]
     for index, row in enumerate(drawn, start=1):
-        figure.update_yaxes(title_text=rows[row], row=index, col=1)
+        figure.update_yaxes(title_text=row, row=index, col=1)
     if "effect" in drawn:
         figure.add_hline(0, line_width=1, line_color=NEUTRAL, row=len(drawn), col=1)  # pyright: ignore[reportArgumentType]
     figure.update_xaxes(title_text="step", row=len(drawn), col=1)
     reading = "Thin: each training batch; thick: their running mean; points: held-out data with its 95 % interval."
+    if len(weights) == 1 and not is_held:
+        reading += f" Weight {weights.pop():g}."
     if "effect" in drawn:
-        reading += " An effect below 0 means that the updates lower the term on their own batch."
+        reading += " Effect of an update on the term of its own batch; below 0, the update lowers the term."
     return Chart(name, reading, _styled(figure, _HEIGHT_PX + _ROW_PX * (len(drawn) - 1)))
 
 
 def draw_shares(run: DrawnRun, names: Sequence[str]) -> Chart | None:
-    """Stacked chart of each term's share of the gradient; None without a step."""
+    """Stacked chart of each term's share of the gradient; None without a step.
+
+    Args:
+        names: terms in the order of `order_by_share`. Those after the sixth regularizer are one band.
+    """
     figure, colors = go.Figure(), term_colors(names)
-    for name in names:
-        points = run.history.get(f"term/{name}/grad_share", ())
-        if points:
-            x, y = zip(*points, strict=True)
-            figure.add_scatter(x=x, y=y, name=name, stackgroup="share", line={"color": colors[name], "width": 1})
+    shares = {name: dict(run.history.get(f"term/{name}/grad_share", ())) for name in names}
+    small = [name for name in names if name != BASE][len(PALETTE) :]
+    bands = {name: points for name, points in shares.items() if points and name not in small}
+    if small:
+        steps = sorted({step for name in small for step in shares[name]})
+        label = f"{len(small)} other terms"
+        bands[label] = {step: sum(shares[name].get(step, 0.0) for name in small) for step in steps}
+        colors[label] = _OTHERS
+    for name, points in bands.items():
+        line = {"color": colors[name], "width": 1}
+        figure.add_scatter(x=list(points), y=list(points.values()), name=name, stackgroup="share", line=line)
     if not figure.data:
         return None
     figure.update_xaxes(title_text="step")
@@ -153,19 +178,25 @@ def draw_shares(run: DrawnRun, names: Sequence[str]) -> Chart | None:
 
 
 def draw_cosines(run: DrawnRun, names: Sequence[str]) -> Chart | None:
-    """Line chart of the cosine of each pair of gradients; None for a single term."""
+    """Line chart of the cosines of the pairs of gradients that conflict most; None for a single term."""
     figure = go.Figure()
-    pairs = [(first, second) for index, first in enumerate(names) for second in names[index + 1 :]]
-    for index, (first, second) in enumerate(pairs):
-        points = _cosines(run.history, first, second)
-        dash = _DASHES[index // len(PALETTE) % len(_DASHES)]
-        _add_line(figure, points, f"{first}, {second}", PALETTE[index % len(PALETTE)], dash=dash)
+    pairs = {
+        f"{first}, {second}": points
+        for index, first in enumerate(names)
+        for second in names[index + 1 :]
+        if (points := _cosines(run.history, first, second))
+    }
+    lowest = sorted(pairs, key=lambda pair: np.mean([cosine for _, cosine in pairs[pair]]))[: len(PALETTE)]
+    for pair, color in zip(lowest, PALETTE, strict=False):
+        _add_line(figure, pairs[pair], pair, color)
     if not figure.data:
         return None
     figure.add_hline(0, line_width=1, line_color=NEUTRAL)
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
     reading = "Below 0, two terms pull against each other; at 0, neither affects the other."
+    if len(pairs) > len(lowest):
+        reading += f" The {len(lowest)} of {len(pairs)} pairs with the lowest mean."
     return Chart("Cosines of the gradients", reading, _styled(figure, _HEIGHT_PX))
 
 
@@ -187,7 +218,9 @@ def draw_conflicts(run: DrawnRun, names: Sequence[str]) -> Chart:
     figure.update_xaxes(title_text="term")
     figure.update_yaxes(title_text="term", autorange="reversed")
     reading = "Orange pairs pull against each other, blue ones in the same direction; an empty cell has no common step."
-    return Chart("Conflicts: mean cosine of the gradients", reading, _styled(figure, _HEIGHT_PX))
+    is_wide = len(names) > _MAX_NARROW
+    height = max(_HEIGHT_PX, 120 + 30 * len(names))
+    return Chart("Conflicts: mean cosine of the gradients", reading, _styled(figure, height), is_wide)
 
 
 def mean_cosines(history: History, names: Sequence[str]) -> np.ndarray:
@@ -260,12 +293,11 @@ def _add_line(  # noqa: PLR0913 - the style of one line
     row: int | None = None,
     width: float = 2,
     opacity: float = 1.0,
-    dash: str = "solid",
 ) -> None:
     if points:
         x, y = zip(*points, strict=True)
         mode = "lines+markers" if len(points) < _FEWEST_TO_SMOOTH else "lines"
-        trace = go.Scatter(x=x, y=y, name=name.strip(), mode=mode, line={"color": color, "width": width, "dash": dash})
+        trace = go.Scatter(x=x, y=y, name=name.strip(), mode=mode, line={"color": color, "width": width})
         trace.update(opacity=opacity, marker={"size": 5}, showlegend=row in (None, 1))
         figure.add_trace(trace, **_at(row))
 
@@ -275,15 +307,20 @@ def _at(row: int | None) -> dict[str, Any]:
 
 
 def _styled(figure: go.Figure, height: int) -> go.Figure:
-    """Set what all charts share; the legend is above the plot, so that it never covers data."""
+    """Set what all charts share; the legend is above the plot, so that it never covers data.
+
+    The margin leaves room for it, because Plotly does not always move a plot away from a legend of several rows.
+    """
+    num_entries = sum(trace.showlegend is not False for trace in figure.data)
     figure.update_layout(
         template="none",
         height=height,
-        margin={"l": 60, "r": 16, "t": 12, "b": 44},
+        margin={"l": 60, "r": 16, "t": 12 + 20 * math.ceil(num_entries / 3), "b": 44},
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         hovermode="closest" if isinstance(figure.data[0], go.Heatmap) else "x unified",
         font={"size": 12},
     )
     figure.update_xaxes(automargin=True, showgrid=False, zeroline=False)
-    figure.update_yaxes(automargin=True, zeroline=False, exponentformat="power")
+    # With a standoff, the title keeps clear of wide tick labels.
+    figure.update_yaxes(automargin=True, title_standoff=8, zeroline=False, exponentformat="power")
     return figure

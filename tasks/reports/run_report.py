@@ -234,7 +234,13 @@ def _opening(summary: RunSummary, note: str) -> list[str]:
 
 def _facts_and_results(summary: RunSummary) -> list[str]:
     tables = [markdown_table(("run", ""), summary.facts)]
-    return [*tables, markdown_table(*held_out_table(summary.held_out))] if summary.held_out else tables
+    if summary.held_out:
+        tables.append(markdown_table(*held_out_table(summary.held_out)))
+    return [*tables, "\n".join(f"- {escape_markdown(sentence)}" for sentence in _changes_of_terms(summary))]
+
+
+def _changes_of_terms(summary: RunSummary) -> list[str]:
+    return [row.describe_change() for row in summary.held_out if row.is_of_term and row.is_compared]
 
 
 def _commands(summary: RunSummary) -> str:
@@ -267,19 +273,20 @@ def _sections(
         draw_cosines,
         draw_shares,
         draw_term,
+        order_by_share,
         term_colors,
     )
 
     run = DrawnRun(history, read_batch_values(directory))
     rows = term_rows({key: points[-1][1] for key, points in history.items()})
-    names = [row.name for row in rows]
+    names = order_by_share(run, [row.name for row in rows])
     yield CHART_HINT
     yield from metric_sections([run])
-    yield examples_section(read_examples(directory))
     limits = {row.name: row.target.limit for row in targets}
     colors = term_colors(names)
     yield html_section(
         "What did each term do?",
+        html_list(_changes_of_terms(summary)),
         html_charts(draw_term([run], name, colors[name], limits.get(name)) for name in names if name != BASE),
         html_charts(draw(run, names) for draw in (draw_shares, draw_cosines, draw_conflicts) if len(names) > 1),
         "<h3>Last step of each term</h3>",
@@ -292,6 +299,7 @@ def _sections(
         "interval.",
     )
     yield held_out_section(summary.held_out)
+    yield examples_section(read_examples(directory))
     sensitivity = sensitivity_cells(history, names)
     yield html_section(
         "Sensitivity to the weights",

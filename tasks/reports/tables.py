@@ -166,6 +166,22 @@ class HeldOutRow:
         """True if the run evaluated the metric at two different steps."""
         return self.first_step < self.last_step
 
+    def describe_change(self) -> str:
+        """Say in a sentence what became of a metric during the run.
+
+        >>> change = Estimate(-0.0915, 0.0055)
+        >>> HeldOutRow("logic", 0, 24, Estimate(0.2), Estimate(0.1085), change).describe_change()
+        'logic fell by 0.0915 ± 0.0055 on held-out data, from 0.2 to 0.1085.'
+        """
+        if abs(self.change.value) <= self.change.half_width:
+            return f"{self.metric} did not measurably change on held-out data: {self.change.signed()}."
+        direction = "rose" if self.change.value > 0 else "fell"
+        size = Estimate(abs(self.change.value), self.change.half_width)
+        return (
+            f"{self.metric} {direction} by {size} on held-out data, from {self.before.value:.4g} to "
+            f"{self.after.value:.4g}."
+        )
+
     def compare(self, control: Control) -> Estimate:
         """Return the last value minus that of a control, with an interval if both are of the same batches."""
         difference = _paired_difference(self.batches, control.batches)

@@ -83,6 +83,16 @@ def test_conflicts_with_the_base_and_between_terms():
     assert collect_warnings(watch, [metrics(0.5, cosine=0.0)] * 3) == []
 
 
+def test_two_terms_without_a_share_of_the_gradient_are_in_no_conflict_that_matters():
+    step = metrics(0.01, cosine=0.5, between=-0.9) | {"term/b/grad_share": 0.02}
+    assert collect_warnings(Watch(WatchSpec(patience=1)), [step]) == []
+    assert collect_warnings(Watch(WatchSpec(patience=1)), [step | {"term/b/grad_share": 0.2}]) == [(0, "conflict.a.b")]
+
+
+def test_a_cosine_of_0_up_to_rounding_is_no_conflict():
+    assert collect_warnings(Watch(WatchSpec(patience=1)), [metrics(0.5, cosine=-1e-7)]) == []
+
+
 def test_terms_of_weight_0_are_in_no_conflict():
     watch = Watch(WatchSpec(patience=1))
     measured_only = {"term/a/weight": 0.0, "term/b/weight": 1.0, "term/base/weight": 1.0}

@@ -19,9 +19,11 @@ from tasks.reports.charts import (
     draw_shares,
     draw_term,
     mean_cosines,
+    order_by_share,
     smooth,
     term_colors,
 )
+from tasks.reports.tables import cosine_key
 from tasks.training.held_out import BatchValues
 
 TERMS = ("base", "a", "b")
@@ -73,16 +75,53 @@ def test_a_term_shows_its_multiplier_and_limit_or_its_weight() -> None:
     history = {f"term/a/{field}": [(0, 1.0), (1, 2.0)] for field in ("value", "weight", "effect")}
     plain = draw_term([DrawnRun(history)], "a")
     assert plain
-    assert [axis.title.text for axis in plain.figure.select_yaxes()] == ["value", "weight", "effect of an update"]
+    assert [axis.title.text for axis in plain.figure.select_yaxes()] == ["value", "weight", "effect"]
     held = draw_term([DrawnRun(history | {"term/a/multiplier": [(0, 0.0)]})], "a", limit=0.25)
     assert held
-    assert [axis.title.text for axis in held.figure.select_yaxes()] == ["value", "multiplier", "effect of an update"]
+    assert [axis.title.text for axis in held.figure.select_yaxes()] == ["value", "multiplier", "effect"]
     both = draw_term([DrawnRun(history), DrawnRun(history | {"term/a/multiplier": [(0, 0.0)]})], "a")
     assert both
     assert [axis.title.text for axis in both.figure.select_yaxes()][1:3] == ["weight", "multiplier"]
     assert 0.25 in [shape.y0 for shape in held.figure.layout.shapes]
     assert "term/a/value" in history
     assert draw_term([DrawnRun({})], "a") is None
+
+
+def test_a_constant_weight_is_a_sentence_and_no_chart() -> None:
+    history = {"term/a/value": [(0, 1.0), (1, 2.0)], "term/a/weight": [(0, 0.5), (1, 0.5)]}
+    chart = draw_term([DrawnRun(history)], "a")
+    assert chart is not None
+    assert [axis.title.text for axis in chart.figure.select_yaxes()] == ["value"]
+    assert "Weight 0.5." in chart.reading
+    other = {"term/a/value": [(0, 1.0)], "term/a/weight": [(0, 2.0)]}
+    compared = draw_term([DrawnRun(history, label="x"), DrawnRun(other, label="y")], "a")
+    assert compared is not None
+    assert [axis.title.text for axis in compared.figure.select_yaxes()] == ["value", "weight"]
+
+
+def test_small_terms_share_one_band_and_few_pairs_are_drawn() -> None:
+    names = ["base", *(f"t{number}" for number in range(12))]
+    shares = {"base": 0.34} | {f"t{number}": 0.01 * number for number in range(12)}
+    history = {f"term/{name}/grad_share": [(0, share), (1, share)] for name, share in shares.items()}
+    for index, first in enumerate(names):
+        for second in names[index + 1 :]:
+            history[cosine_key(first, second)] = [(0, -0.9 if (first, second) == ("t3", "t7") else 0.1)]
+    run = DrawnRun(history)
+    ordered = order_by_share(run, names)
+    assert ordered[:3] == ["base", "t11", "t10"]
+    bands = draw_shares(run, ordered)
+    assert bands is not None
+    heights = {trace.name: trace.y[0] for trace in bands.figure.data}
+    assert list(heights) == ["base", *(f"t{number}" for number in range(11, 5, -1)), "6 other terms"]
+    assert heights["6 other terms"] == pytest.approx(0.15)
+    assert sum(heights.values()) == pytest.approx(1.0)
+    assert len({trace.line.color for trace in bands.figure.data}) == 8
+    cosines = draw_cosines(run, ordered)
+    assert cosines is not None
+    assert len(cosines.figure.data) == 6
+    assert cosines.figure.data[0].y == (-0.9,)
+    assert "The 6 of 78 pairs with the lowest mean." in cosines.reading
+    assert draw_conflicts(run, ordered).is_wide
 
 
 def test_two_runs_have_different_colors_and_names() -> None:
