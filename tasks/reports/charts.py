@@ -316,7 +316,7 @@ def _styled(figure: go.Figure, height: int) -> go.Figure:
         template="none",
         height=height,
         margin={"l": 60, "r": 16, "t": 12 + 20 * math.ceil(num_entries / 3), "b": 44},
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        legend={"orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top"},
         hovermode="closest" if isinstance(figure.data[0], go.Heatmap) else "x unified",
         font={"size": 12},
     )
