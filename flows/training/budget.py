@@ -43,6 +43,10 @@ class Ledger:
         """Hours during which the run was open."""
         return self._hours_before + (monotonic() - self._began) / 3600
 
+    def price_of_pass(self, num_tokens: int) -> float | None:
+        """Return the price in dollars of a training pass over tokens; None if it is unknown."""
+        return self._price.of_training(num_tokens) if self._price else None
+
     def add(self, num_tokens: int, price: Price | None = None) -> None:
         """Count the tokens of a pass of a training client when it is requested; `price` is that of another model."""
         price = price or self._price

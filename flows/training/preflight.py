@@ -1,4 +1,4 @@
-"""Output of a run before it trains: warnings about risky settings, and the first batch with its loss weights."""
+"""Output of a run before it trains: its plan, warnings about risky settings, and the first batch with its weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tinker
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
 from tinker_cookbook.checkpoint_utils import CheckpointRecord, get_renderer_name_from_checkpoint
 
 from blocks.errors import ConfigError
@@ -23,6 +25,8 @@ from flows.runs.fork import is_fork, named_origin
 from flows.runs.run import Run
 from objectives.batch import Batch
 from objectives.objective import CROSS_ENTROPY, Objective
+from objectives.spec import RegularizerSpec
+from objectives.targets import TargetSpec
 from tasks.common.renderers import recommended_renderers
 from tasks.common.task import call, opaque_argument
 from tasks.reports.first_batch import first_group, print_datums, weighted_datums, write_first_batch
@@ -254,6 +258,52 @@ def warn_of_unused_candidates(run: Run, config: TrainConfig, objective: Objectiv
     if is_set and not any(regularizer.on_candidates for regularizer in objective.regularizers):
         text = "candidates is set, but no term needs them on this data, so none are sampled: remove candidates."
         note_warning(run.log, "pitfall.candidates", text)
+
+
+def announce_plan(config: TrainConfig, steps: range, num_tokens: int, usd: float | None) -> None:
+    """Say in the terminal and in Prefect's log what a run is going to do.
+
+    Args:
+        steps: steps that remain.
+        num_tokens: tokens of the first batch.
+        usd: price of a training pass over all remaining batches if they are like the first; None if unknown.
+    """
+    for line in plan_lines(config, flow_run.get_flow_name() or "training", steps, num_tokens, usd):
+        print(f"{config.run_name}: {line}", file=sys.stderr)
+        get_run_logger().info("%s", line)
+
+
+def plan_lines(config: TrainConfig, method: str, steps: range, num_tokens: int, usd: float | None) -> list[str]:
+    """Return sentences about the model, data, loss, evaluations, checkpoints and price of a run."""
+    sources = config.model_dump(include={"data", "environment", "comparisons", "questions", "datasets"})
+    data = [*field_values(sources, "builder"), *field_values(sources, "path")]
+    on_data = f" on {data[0]}" if data else ""
+    base = config.objective.base_loss
+    regularizers = [term for term in config.objective.regularizers if term.enabled]
+    terms = [f"{_weight_text(term, steps)} {term.name}" for term in regularizers if term.target is None]
+    limits = [f"{term.name} {_limit_text(term.target)}" for term in regularizers if term.target]
+    loss = " + ".join([base if isinstance(base, str) else base.name, *terms])
+    evaluations = f"evaluation every {config.eval_every} steps" if config.eval_every else "no evaluation"
+    saves = f"checkpoint every {config.checkpoint_every} steps" if config.checkpoint_every else "checkpoint at the end"
+    price = "price unknown" if usd is None else f"${usd:,.4g} per pass"
+    return [
+        f"{method} of {config.model}{on_data}, steps {steps.start + 1} to {steps.stop}, learning rate "
+        f"{config.learning_rate:g}",
+        f"loss {loss}{', with ' + ' and '.join(limits) if limits else ''}",
+        f"{evaluations}, {saves}; about {num_tokens * len(steps):,} tokens in batches like the first, {price}",
+    ]
+
+
+def _weight_text(term: RegularizerSpec, steps: range) -> str:
+    if term.weight is None or isinstance(term.weight, float):
+        return f"{term.weight or 0:g} x"
+    first, last = (term.weight.weight_at(step, steps.stop) for step in (steps.start, steps.stop - 1))
+    return f"{first:g} x" if first == last else f"({first:g} to {last:g}) x"
+
+
+def _limit_text(target: TargetSpec) -> str:
+    limits = {"at most": target.at_most, "at least": target.at_least, "equal to": target.equals}
+    return " and ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
 
 
 def show_first_batch(run: Run, config: TrainConfig, batch: Batch, digest: str) -> None:

@@ -51,6 +51,7 @@ from flows.training.evaluation import Evaluation
 from flows.training.granularity import run_segment, run_step
 from flows.training.guards import Guard
 from flows.training.preflight import (
+    announce_plan,
     show_first_batch,
     warn_of_equal_rewards,
     warn_of_pitfalls,
@@ -244,11 +245,8 @@ class Trainer:
         self._prepare(first)
         warn_of_unused_candidates(self.run, self.config, self.objective)
         self._request_forward(first)
-        if self.prepared and first == self.schedule.first:
-            batch = self.prepared[0].batch.result()
-            digest = "" if self.source.sampled else digest_batch(batch)
-            show_first_batch(self.run, self.config, batch, digest)
-            log_datasets(self.run.log, self.config, self.contents.digests.get("data", {}), digest)
+        if self.prepared:
+            self._announce(range(first, num_steps), self.prepared[0].batch.result(), len(self.prepared))
         if self.budget_message and self.start is None:
             raise ConfigError(f"{self.budget_message} No step was run: raise the budget.")
         with (
@@ -283,6 +281,15 @@ class Trainer:
         reasons = EndReasons(self.budget_message, self.checkpoints.rejection)
         targets = {**self.objective.targets.specs, **self.source.targets}
         return finish(self.run, self.config.run_name, last, first, reasons, targets)
+
+    def _announce(self, steps: range, batch: Batch, num_minibatches: int) -> None:
+        """Say what the run will do, and show and record the first batch of a new run."""
+        num_tokens = batch.num_tokens * num_minibatches
+        announce_plan(self.config, steps, num_tokens, self.ledger.price_of_pass(num_tokens * len(steps)))
+        if steps.start == self.schedule.first:
+            digest = "" if self.source.sampled else digest_batch(batch)
+            show_first_batch(self.run, self.config, batch, digest)
+            log_datasets(self.run.log, self.config, self.contents.digests.get("data", {}), digest)
 
     def _check_batches(self, steps: range) -> None:
         """Find batches with nothing to train before the first step of a run."""

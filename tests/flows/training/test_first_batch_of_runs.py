@@ -75,7 +75,9 @@ def test_every_method_shows_its_first_batch_once(
         method.fields_of(tmp_path, "shown", mlflow_uri, engine_url) | {"num_steps": 1}
     )
     result = method.flow(config)
-    printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("First batch of shown: ")]
+    lines = capsys.readouterr().err.splitlines()
+    assert any(re.match(r"shown: \w+ of tiny on \S+, steps 1 to 1, learning rate ", line) for line in lines)
+    printed = [line for line in lines if line.startswith("First batch of shown: ")]
     assert len(printed) >= len(method.titles)
     for line, title in zip(printed, method.titles, strict=False):
         assert title in line

@@ -21,7 +21,7 @@ from flows.config.learning_rate import recommended_rate
 from flows.config.loader import validate_fields
 from flows.config.rl import RlConfig
 from flows.config.train import SftConfig, TrainConfig
-from flows.training.preflight import pitfalls_of, pitfalls_of_checkpoint
+from flows.training.preflight import pitfalls_of, pitfalls_of_checkpoint, plan_lines
 
 HOSTED = "Qwen/Qwen3.5-9B"
 
@@ -43,6 +43,26 @@ def test_good_configs_have_no_pitfalls() -> None:
     assert keys(sft(model=HOSTED, learning_rate=4e-4, data=data("qwen3_5"))) == set()
     assert keys(RlConfig.model_validate(rl_fields(Path("there"), "fine", ""))) == set()
     assert keys(DpoConfig.model_validate(dpo_fields(Path("there"), "fine", ""))) == set()
+
+
+def test_the_plan_names_what_will_be_trained_and_the_price() -> None:
+    objective = {
+        "base_loss": "cross_entropy",
+        "regularizers": [
+            {"name": "logic", "weight": 5.0},
+            {"name": "confidence", "weight": {"schedule": "linear", "start": 0.0, "end": 0.1}},
+            {"name": "length", "weight": 1.0, "enabled": False},
+            {"name": "kl", "weight": None, "target": {"at_most": 0.2}},
+        ],
+    }
+    config = sft(objective=objective, eval_every=12, checkpoint_every=0, learning_rate=1e-3, data=data("qwen3_5"))
+    assert plan_lines(config, "sft", range(8, 24), 1000, 0.5) == [
+        "sft of tiny on a:B, steps 9 to 24, learning rate 0.001",
+        "loss cross_entropy + 5 x logic + (0.0347826 to 0.1) x confidence, with kl at most 0.2",
+        "evaluation every 12 steps, checkpoint at the end; about 16,000 tokens in batches like the first, "
+        "$0.5 per pass",
+    ]
+    assert plan_lines(config, "sft", range(24), 10, None)[2].endswith("price unknown")
 
 
 @pytest.mark.parametrize(
