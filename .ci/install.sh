@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Install packages into .venv by uv, at pip's configured places; by pip where uv cannot be had.
+# Install packages into .venv (or VENV) by uv, at pip's configured places; by pip where uv cannot be had.
+# The versions are those of constraints.txt (or CONSTRAINTS).
 # TORCH_BACKEND (cpu, cu126, auto, ...) selects the build of torch, see `uv pip install --help`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=.venv/bin/python
+bin="${VENV:-.venv}/bin"
+python="$bin/python"
+constraints="${CONSTRAINTS:-constraints.txt}"
 
 pip_setting() { # as a comma-separated list; empty if unset
     local name="PIP_$(tr 'a-z-' 'A-Z_' <<<"$1")"
@@ -11,16 +14,16 @@ pip_setting() { # as a comma-separated list; empty if unset
     xargs <<<"$value" | tr ' ' ','
 }
 
-if [ ! -x .venv/bin/uv ]; then
-    "$python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv ||
+if [ ! -x "$bin/uv" ]; then
+    "$python" -m pip install --quiet --disable-pip-version-check --constraint "$constraints" uv ||
         echo "uv cannot be installed; pip takes its place, which takes minutes longer." >&2
 fi
-if [ -x .venv/bin/uv ]; then
+if [ -x "$bin/uv" ]; then
     export UV_FIND_LINKS="${UV_FIND_LINKS:-$(pip_setting find-links)}"
     index="${UV_DEFAULT_INDEX:-$(pip_setting index-url)}"
     [ -z "$index" ] || export UV_DEFAULT_INDEX="$index"
-    .venv/bin/uv pip install --quiet --compile-bytecode --python "$python" --constraint constraints.txt \
+    "$bin/uv" pip install --quiet --compile-bytecode --python "$python" --constraint "$constraints" \
         ${TORCH_BACKEND:+--torch-backend="$TORCH_BACKEND"} "$@" && exit
     echo "uv could not install the packages; pip tries." >&2
 fi
-"$python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@"
+"$python" -m pip install --quiet --disable-pip-version-check --constraint "$constraints" "$@"
