@@ -1,4 +1,4 @@
-"""Print the versions of the servers and SDKs that this project is built on, as a row of the table in docs/servers.md."""
+"""Print the versions of the servers and SDKs below this project, as a row of the table in docs/servers.md."""
 
 from __future__ import annotations
 
