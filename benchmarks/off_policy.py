@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from copy import deepcopy
-from dataclasses import replace
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -56,6 +56,39 @@ class Policy(nn.Module):
         return self.head(hidden).log_softmax(-1)
 
 
+class Samples(NamedTuple):
+    """Sampled completions.
+
+    Attributes:
+        prompts_D: prompt of each completion.
+        tokens_DT: its tokens.
+        logprobs_DT: their logprobs under the sampler, nats.
+        advantages_D: advantage of each completion.
+    """
+
+    prompts_D: Tensor
+    tokens_DT: Tensor
+    logprobs_DT: Tensor
+    advantages_D: Tensor
+
+
+def update(policy: Policy, optimizer: torch.optim.Optimizer, objective: Objective, samples: Samples) -> None:
+    """Train a policy on samples by the base loss of an objective."""
+    prompts_D, tokens_DT, sampling_DT, advantages_D = samples
+    logprobs = policy(prompts_D, tokens_DT).gather(2, tokens_DT[:, :, None]).flatten()
+    batch = Batch(
+        tokens_DT.flatten(),
+        torch.ones(tokens_DT.numel()),
+        LENGTH * torch.arange(len(tokens_DT) + 1),
+        advantages_DT=advantages_D.repeat_interleave(LENGTH),
+        sampling_logprobs_DT=sampling_DT.flatten(),
+    )
+    outputs = Outputs(logprobs.detach(), sampling_logprobs_DT=sampling_DT.flatten())
+    optimizer.zero_grad()
+    logprobs.backward(evaluate_base(objective.base, outputs, batch).gradient_DT)
+    optimizer.step()
+
+
 def measure(*, num_steps: int = 250, learning_rate: float = 5e-3) -> Table:
     """Return the mean reward of the last tenth of the steps with its standard deviation over the seeds."""
     num_tokens = num_steps * NUM_PROMPTS * GROUP_SIZE * LENGTH
@@ -88,18 +121,7 @@ def train(correction: Correction | None, age: int, seed: int, num_steps: int, le
         rewards_D = score(tokens_DT, prompts_D)
         groups = rewards_D.view(NUM_PROMPTS, GROUP_SIZE)
         advantages_D = (groups - groups.mean(1, keepdim=True)).flatten()
-        logprobs = policy(prompts_D, tokens_DT).gather(2, tokens_DT[:, :, None]).flatten()
-        batch = Batch(
-            tokens_DT.flatten(),
-            torch.ones(tokens_DT.numel()),
-            LENGTH * torch.arange(len(tokens_DT) + 1),
-            advantages_DT=advantages_D.repeat_interleave(LENGTH),
-        )
-        batch = replace(batch, sampling_logprobs_DT=sampling_DT.flatten())
-        outputs = Outputs(logprobs.detach(), sampling_logprobs_DT=sampling_DT.flatten())
-        optimizer.zero_grad()
-        logprobs.backward(evaluate_base(objective.base, outputs, batch).gradient_DT)
-        optimizer.step()
+        update(policy, optimizer, objective, Samples(prompts_D, tokens_DT, sampling_DT, advantages_D))
         samplers.append(deepcopy(policy))
         rewards.append(reward_of(policy, prompts_D))
     return fmean(rewards[-num_steps // 10 :])

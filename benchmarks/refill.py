@@ -8,7 +8,6 @@ groups, so that it makes more updates with the same samples.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -16,9 +15,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.off_policy import LENGTH, SEEDS, VOCABULARY, Policy, sample
-from objectives import Objective, evaluate_base
-from objectives.batch import Batch, Outputs
+from benchmarks.off_policy import LENGTH, SEEDS, VOCABULARY, Policy, Samples, sample, update
+from objectives import Objective
 
 NUM_PROMPTS, GROUP_SIZE, GROUPS_PER_STEP = 32, 8, 8
 ROUNDS = (0, 1, 3)
@@ -75,18 +73,7 @@ def train(rounds: int, seed: int, num_groups: int, learning_rate: float) -> Run:
         num_trained, num_updates = num_trained + len(parts), num_updates + 1
         advantages_D = torch.cat([rewards_G - rewards_G.mean() for rewards_G, *_ in parts])
         prompts_D, tokens_DT, sampling_DT = (torch.cat([part[index] for part in parts]) for index in (1, 2, 3))
-        logprobs = policy(prompts_D, tokens_DT).gather(2, tokens_DT[:, :, None]).flatten()
-        batch = Batch(
-            tokens_DT.flatten(),
-            torch.ones(tokens_DT.numel()),
-            LENGTH * torch.arange(len(tokens_DT) + 1),
-            advantages_DT=advantages_D.repeat_interleave(LENGTH),
-        )
-        batch = replace(batch, sampling_logprobs_DT=sampling_DT.flatten())
-        outputs = Outputs(logprobs.detach(), sampling_logprobs_DT=sampling_DT.flatten())
-        optimizer.zero_grad()
-        logprobs.backward(evaluate_base(objective.base, outputs, batch).gradient_DT)
-        optimizer.step()
+        update(policy, optimizer, objective, Samples(prompts_D, tokens_DT, sampling_DT, advantages_D))
     return Run(exact_reward(policy), num_updates, num_sampled / max(num_trained, 1))
 
 
