@@ -12,6 +12,7 @@ if __name__ == "__main__":  # first, so that --help does not wait for the import
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Self, cast
 
 import tinker
@@ -37,7 +38,7 @@ from flows.config.base import (
 from flows.config.promotion import PromoteIf, check_confidence, check_measured, check_promote_if
 from flows.config.train import BudgetConfig
 from flows.monitoring.run_tags import note_evaluation, note_rejection
-from flows.runs.blocks import open_service, storage_of
+from flows.runs.blocks import open_service, service_url, storage_of
 from flows.runs.checkpoint_refs import NamedCheckpoint, find_checkpoint, find_steps, with_model
 from flows.runs.mlflow_run import open_measurement
 from flows.runs.prices import price_of
@@ -175,18 +176,20 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
         service.check_model(config.model)
         tags = {"tinker.checkpoint": chosen.path or config.model, "tinker.base_model": config.model}
         with open_measurement(config, config.run_name, service.resolved_url, tags) as log, service.session() as session:
-            resources = {"session": session, "base_model": config.model}
+            meter = TokenMeter()
+            resources = {"session": session, "base_model": config.model, "token_meter": meter}
             ledger = Ledger(BudgetConfig(), price_of(config.model, service.resolved_url, config.prices), {})
             evaluators = build_evaluators(config.evaluators, resources=resources)
+            measure = partial(_measure, session, config, evaluators, ledger, meter)
             check_scores(config.promote_if, config.promote_confidence, evaluators)
-            of_baseline = _measure(session, config, baseline, evaluators, ledger) if baseline else EvaluationResult()
+            of_baseline = measure(baseline) if baseline else EvaluationResult()
             note_evaluation(log, of_baseline, "baseline/")
             by_step: dict[int, EvaluationResult] = {}
             for other in others:
-                by_step[other.step] = _measure(session, config, other, evaluators, ledger)
+                by_step[other.step] = measure(other)
                 note_evaluation(log, by_step[other.step], f"{other.step}/", other.step)
                 log.log(other.step, by_step[other.step].metrics)
-            measured = _measure(session, config, chosen, evaluators, ledger)
+            measured = measure(chosen)
             metrics = measured.metrics
             differences = _differences(measured.scores, of_baseline.scores)
             note_evaluation(log, measured)
@@ -249,12 +252,12 @@ def show_evaluation(result: EvaluateResult) -> None:
 def _measure(
     session: tinker.ServiceClient,
     config: EvaluateConfig,
-    checkpoint: NamedCheckpoint,
     evaluators: Sequence[ConfiguredEvaluator],
     ledger: Ledger,
+    meter: TokenMeter,
+    checkpoint: NamedCheckpoint,
 ) -> EvaluationResult:
-    """Evaluate weights; count the tokens in the ledger."""
-    meter = TokenMeter()
+    """Evaluate weights; count the tokens in the ledger, those of judges included."""
     trainer = open_training_client(session, checkpoint.path, config.model)
     if trainer:
         sampler, tokenizer = None, trainer.get_tokenizer()
@@ -270,8 +273,8 @@ def _measure(
             assert sampler is not None
             submitted = evaluate_sampler.submit(sampler, due, meter)
         result = cast(EvaluationResult, submitted.result())
-    for sampled in meter.take().values():
-        ledger.add_sampled(sampled)
+    for model, sampled in meter.take().items():
+        ledger.add_sampled(sampled, price_of(model, service_url(config.base_url), config.prices))
     return result
 
 

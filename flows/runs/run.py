@@ -43,7 +43,7 @@ class Run:
         log: MLflow run.
         start: Checkpoint that the run starts from, its own or its origin; None for a new run of the base model.
         model: Base model by its name on the service.
-        meter: Tokens of the clients of teachers and evaluations.
+        meter: Tokens of the clients of teachers, judges, reward models, generated data and evaluations.
     """
 
     directory: RunDirectory
@@ -57,7 +57,8 @@ class Run:
     @property
     def builder_arguments(self) -> dict[str, Any]:
         """Optional arguments of data and environment builders, by parameter name."""
-        return {"session": self.session, "directory": self.directory, "base_model": self.model}
+        resources = {"session": self.session, "directory": self.directory, "base_model": self.model}
+        return resources | {"token_meter": self.meter}
 
 
 @contextmanager

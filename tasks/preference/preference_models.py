@@ -17,8 +17,8 @@ from tinker_cookbook.renderers import Message, get_renderer, get_text_content
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 from tasks.common.renderers import renderer_of
-from tasks.common.sampling import open_sampler
 from tasks.preference.judges import Judge, JudgeGuidance, build_judge, completer_judge
+from tasks.training.token_meter import TokenMeter, open_counted_sampler
 
 
 class JudgedPreference(PreferenceModel):
@@ -51,17 +51,18 @@ class PairwiseBuilder(PreferenceModelBuilder):
         path: checkpoint of the model, `tinker://...`.
         model_name_for_tokenizer: filled in by the run.
         renderer_name: filled in by the run.
-        session: filled in by the run.
+        session, token_meter: filled in by the run.
     """
 
     path: str
     model_name_for_tokenizer: str
     renderer_name: str
     session: tinker.ServiceClient = chz.field(meta_factory=None)
+    token_meter: TokenMeter | None = chz.field(meta_factory=None, default=None)
 
     def __call__(self) -> PreferenceModel:
         renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name_for_tokenizer))
-        sampler, _ = open_sampler(self.session, self.path, self.path)
+        sampler, _ = open_counted_sampler(self.session, self.path, self.path, self.token_meter)
         return PreferenceModelFromChatRenderer(renderer, sampler)
 
 
@@ -75,7 +76,7 @@ class PromptedJudgeBuilder(PreferenceModelBuilder):
         max_tokens: maximum tokens of the reply, which ends with the verdict.
         criteria: criteria by which the answers are compared.
         principles: principles that a good answer follows.
-        session: filled in by the run.
+        session, token_meter: filled in by the run.
     """
 
     model: str
@@ -84,9 +85,10 @@ class PromptedJudgeBuilder(PreferenceModelBuilder):
     max_tokens: int = 512
     criteria: Sequence[str] = ()
     principles: Sequence[str] = ()
+    token_meter: TokenMeter | None = chz.field(meta_factory=None, default=None)
 
     def __call__(self) -> PreferenceModel:
-        sampler, tokenizer = open_sampler(self.session, self.path, self.model)
+        sampler, tokenizer = open_counted_sampler(self.session, self.path, self.model, self.token_meter)
         renderer = get_renderer(renderer_of(self.model, tokenizer), tokenizer)
         completer = TinkerMessageCompleter(sampler, renderer, self.max_tokens, None, 0.0)
         return JudgedPreference(completer_judge(completer, JudgeGuidance(self.criteria, self.principles)))

@@ -22,6 +22,7 @@ from tasks.common.renderers import renderer_of
 from tasks.common.sampling import open_renderer
 from tasks.common.tokenizers import TokenizedEvaluator
 from tasks.preference.dataset import Comparisons, build_comparisons
+from tasks.training.token_meter import TokenMeter
 
 
 class RankingEvaluator(TokenizedEvaluator):
@@ -35,6 +36,7 @@ class RankingEvaluator(TokenizedEvaluator):
         renderer_name: str | None = None,
         *,
         session: tinker.ServiceClient | None = None,
+        token_meter: TokenMeter | None = None,
         directory: RunDirectory | None = None,
         base_model: str | None = None,
     ) -> None:
@@ -43,10 +45,16 @@ class RankingEvaluator(TokenizedEvaluator):
         Args:
             model: name of the trained model on the service.
             renderer_name: renderer of the training data; None for the model's own.
-            session, directory, base_model: resources of the run for the builder; see `tasks.common.builders.build`.
+            session, token_meter, directory, base_model: resources of the run for the builder; see
+                `tasks.common.builders.build`.
         """
         self._builder, self._params, self._model, self._renderer_name = builder, params, model, renderer_name
-        resources = {"session": session, "directory": directory, "base_model": base_model}
+        resources = {
+            "session": session,
+            "token_meter": token_meter,
+            "directory": directory,
+            "base_model": base_model,
+        }
         self._resources = {name: value for name, value in resources.items() if value is not None}
 
     async def measure(self, sampler: tinker.SamplingClient, tokenizer: Tokenizer) -> dict[str, float]:

@@ -22,9 +22,10 @@ from objectives.jsonl_cache import JsonlCache
 from tasks.common.datum_cache import load_cache, save_cache
 from tasks.common.event_loop import run_coroutine
 from tasks.common.renderers import renderer_of
-from tasks.common.sampling import Sampling, open_sampler, sample_answers
+from tasks.common.sampling import Sampling, sample_answers
 from tasks.common.service_errors import service_errors
 from tasks.common.task import call, opaque_argument, retried_task
+from tasks.training.token_meter import TokenMeter, open_counted_sampler
 
 WRITTEN_NAME = "written.jsonl"
 
@@ -104,7 +105,7 @@ class GeneratedDataBuilder(ChatDatasetBuilder):
         temperature: sampling temperature.
         seed: seed of the random choices.
         base_model: filled in by the run.
-        session: filled in by the run.
+        session, token_meter: filled in by the run.
         directory: filled in by the run.
     """
 
@@ -115,12 +116,13 @@ class GeneratedDataBuilder(ChatDatasetBuilder):
     seed: int = 0
     base_model: str
     session: tinker.ServiceClient = chz.field(meta_factory=None)
+    token_meter: TokenMeter | None = chz.field(meta_factory=None, default=None)
     directory: RunDirectory = chz.field(meta_factory=None)
 
     def open_cached_sampler(self) -> CachedSampler:
         """Open the generating model and load the cache of its answers."""
         model = self.teacher_model or self.base_model
-        sampler, tokenizer = open_sampler(self.session, self.teacher, model)
+        sampler, tokenizer = open_counted_sampler(self.session, self.teacher, model, self.token_meter)
         same = model == self.base_model
         renderer = self.renderer if same else get_renderer(renderer_of(model, tokenizer), tokenizer)
         cache = JsonlCache()

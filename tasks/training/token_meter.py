@@ -1,4 +1,4 @@
-"""Count of the tokens that sampling clients process for teachers and evaluations."""
+"""Count of the tokens that sampling clients process for teachers, judges, reward models and evaluations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from threading import Lock
 
 import tinker
 from tinker import types
+from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.tinker_internals import call_on_samples
+from tasks.common.sampling import open_sampler
 from tasks.training.batch_source import SampledTokens
 
 
@@ -43,3 +45,17 @@ class TokenMeter:
             self.add(model, SampledTokens(num_samples * prompt.length, num_sampled, num_cached))
 
         call_on_samples(sampler, count)
+
+
+def open_counted_sampler(
+    session: tinker.ServiceClient, path: str, model: str, meter: TokenMeter | None
+) -> tuple[tinker.SamplingClient, Tokenizer]:
+    """Open a sampling client as `open_sampler` does, and count its tokens.
+
+    Args:
+        meter: meter of the run; None outside of runs, where nothing is counted.
+    """
+    sampler, tokenizer = open_sampler(session, path, model)
+    if meter:
+        meter.watch(sampler)
+    return sampler, tokenizer

@@ -12,10 +12,10 @@ from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.preference_envs import PreferenceEnv
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, Trajectory
 
-from tasks.common.sampling import open_sampler
 from tasks.preference.dataset import Comparisons, Rendering, Verdict
 from tasks.rl.environments.groups import Groups, GroupsBuilder
 from tasks.training.teacher import Teacher, TeacherRequest, score_all
+from tasks.training.token_meter import TokenMeter, open_counted_sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,11 @@ class RewardModelGroupBuilder(EnvGroupBuilder):
             for score, is_complete in zip(scores, complete, strict=True)
         ]
 
+    def num_scored_tokens(self) -> int:
+        """Return the tokens that the reward model reads for an empty answer."""
+        answer = Message(role="assistant", content="")
+        return self.reward_model.rendering.datum([*self.prompt, answer]).model_input.length + 1
+
     def logging_tags(self) -> list[str]:
         return ["reward_model"]
 
@@ -82,7 +87,7 @@ class RewardModelBuilder(GroupsBuilder):
         path: checkpoint of the reward model, `tinker://...`.
         question: question of the verdict that the reward model was trained on.
         good: answer of the verdict that the reward model was trained on.
-        session: filled in by the run.
+        session, token_meter: filled in by the run.
         format_coef: penalty for truncated answers.
     """
 
@@ -91,11 +96,12 @@ class RewardModelBuilder(GroupsBuilder):
     question: str
     good: str
     session: tinker.ServiceClient = chz.field(meta_factory=None)
+    token_meter: TokenMeter | None = chz.field(meta_factory=None, default=None)
     format_coef: float = 1.0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         renderer = self.renderer()
-        sampler, _ = open_sampler(self.session, self.path, self.path)
+        sampler, _ = open_counted_sampler(self.session, self.path, self.path, self.token_meter)
         rendering = Rendering(renderer, None, Verdict(self.question, self.good))
         model = RewardModel(Teacher(sampler, self.path), rendering)
 
