@@ -26,6 +26,7 @@ from tasks.common.service_errors import service_errors
 from tasks.common.task import inline_tasks
 from tasks.distillation.mixture import Mixture
 from tasks.distillation.prompts import PromptGroup
+from tasks.rl.environments.reward_model import RewardModelGroupBuilder
 from tasks.rl.group_batches import GroupBatches
 from tasks.rl.rollout_source import build_environments
 from tasks.training.batch_source import SampledTokens
@@ -85,12 +86,14 @@ class GroupSizes(NamedTuple):
         num_prompt_tokens: Prompt tokens of all rollouts.
         num_shared_tokens: Prompt tokens that repeat those of the group's first rollout; a prefix cache may hold them.
         num_teacher_tokens: Prompt tokens of all rollouts as the teacher sees them.
+        num_reward_tokens: Tokens of all rollouts as a reward model sees them, with empty answers; 0 without one.
     """
 
     num_rollouts: int = 0
     num_prompt_tokens: int = 0
     num_shared_tokens: int = 0
     num_teacher_tokens: int = 0
+    num_reward_tokens: int = 0
 
     def plus(self, other: GroupSizes) -> GroupSizes:
         """Return the sums of both."""
@@ -99,6 +102,10 @@ class GroupSizes(NamedTuple):
     def sampling(self, num_tokens: int) -> SampledTokens:
         """Return the tokens for sampling one completion of this length per rollout."""
         return SampledTokens(self.num_prompt_tokens, self.num_rollouts * num_tokens, self.num_shared_tokens)
+
+    def rewarding(self, num_tokens: int) -> SampledTokens:
+        """Return the tokens of a reward model that scores answers of this length."""
+        return SampledTokens(self.num_reward_tokens + self.num_rollouts * num_tokens, self.num_rollouts)
 
     def scoring(self, num_tokens: int, *, by_teacher: bool = False) -> SampledTokens:
         """Return the tokens of scoring completions of this length; a score costs one sampled token."""
@@ -113,12 +120,16 @@ class RunSizes:
     Attributes:
         steps_per_epoch: Steps per epoch.
         step: Groups of the first step, by teacher's model; of the trained model's name without teachers.
+        trained: Groups of the first step that are trained on: all of them without over-sampling.
         held_out: Held-out groups, by teacher's model.
+        reward_model: Base model of the reward model; None without one.
     """
 
     steps_per_epoch: int
     step: Mapping[str, GroupSizes]
+    trained: GroupSizes
     held_out: Mapping[str, GroupSizes]
+    reward_model: str | None = None
 
     @property
     def all_of_step(self) -> GroupSizes:
@@ -176,9 +187,12 @@ def _count(
 ) -> _Bill:
     """Count the tokens of a run whose completions have one token each, or the maximum."""
     bill, length = _Bill(), config.rollout.max_tokens if is_high else 1
-    step, held_out, num_steps = sizes.all_of_step, sizes.all_held_out, schedule.num_steps
+    step, held_out, num_steps = sizes.trained, sizes.all_held_out, schedule.num_steps
     refills = config.rollout.refill_rounds if is_high else 0
-    bill.add(config.model, step.sampling(length), num_steps * (1 + refills))
+    # Groups that over-sampling cancels may have sampled nothing, or everything.
+    started = sizes.all_of_step if is_high else step
+    bill.add(config.model, started.sampling(length), num_steps)
+    bill.add(config.model, step.sampling(length), num_steps * refills)
 
     # A datum has no input for its last token. Without refills, groups may be dropped down to one rollout.
     num_batch_tokens = step.num_prompt_tokens + step.num_rollouts * (length - 1)
@@ -202,6 +216,11 @@ def _count(
         bill.add(model, of_teacher.scoring(length, by_teacher=True), num_scores)
     num_evaluations = sum(schedule.evaluates_often_before(at) for at in range(num_steps + 1))
     bill.add(config.model, held_out.sampling(length), num_evaluations)
+    if sizes.reward_model:
+        num_text_tokens = length if is_high else 0  # the stop token is no part of the answer
+        bill.add(sizes.reward_model, started.rewarding(num_text_tokens), num_steps)
+        bill.add(sizes.reward_model, step.rewarding(num_text_tokens), num_steps * refills)
+        bill.add(sizes.reward_model, held_out.rewarding(num_text_tokens), num_evaluations)
     if has_teacher and not (isinstance(config, OnPolicyConfig) and config.hindsight):
         for model, of_teacher in sizes.held_out.items():
             bill.add(model, of_teacher.scoring(length, by_teacher=True), num_evaluations)
@@ -210,7 +229,7 @@ def _count(
 
 def _excluded(config: SamplingMethod) -> Iterator[str]:
     """Yield the costs that the interval leaves out."""
-    yield "turns of a rollout after the first, retries, judges and reward models"
+    yield "turns of a rollout after the first, retries, models that compare answers, clients of the user's own code"
     if config.evaluators or config.infrequent_evaluators:
         yield "evaluators"
     if isinstance(config, OnPolicyConfig) and config.hindsight:
@@ -250,13 +269,18 @@ def _sizes_of(config: SamplingMethod) -> Iterator[RunSizes]:
             ]
         if isinstance(config, RlConfig):
             ((train, _),) = built
-            can_refill = config.rollout.refill_rounds > 0
-            batches = GroupBatches(train, config.schedule.groups_per_batch, can_refill=can_refill)
+            batches = GroupBatches(
+                train,
+                config.schedule.groups_per_batch,
+                can_refill=config.rollout.refill_rounds > 0,
+                oversampling_factor=config.rollout.oversampling_factor,
+            )
             num_steps, first = batches.num_steps, {models[0]: list(batches.at(0))}
+            num_cancelled = len(first[models[0]]) - batches.num_trained if config.rollout.oversampling_factor > 1 else 0
         else:
             weights = [dataset.weight for dataset in datasets]
             mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
-            num_steps, first = len(mixture), dict[str, list[EnvGroupBuilder]]()
+            num_steps, first, num_cancelled = len(mixture), dict[str, list[EnvGroupBuilder]](), 0
             for item in mixture.at(0):
                 first.setdefault(models[item.dataset], []).append(item.value)
         held_out: dict[str, list[EnvGroupBuilder]] = {}
@@ -265,7 +289,10 @@ def _sizes_of(config: SamplingMethod) -> Iterator[RunSizes]:
         step, test_sizes = (
             {model: asyncio.run(_measure(groups)) for model, groups in of_part.items()} for of_part in (first, held_out)
         )
-        yield RunSizes(num_steps, step, test_sizes)
+        trained = _total(step.values())
+        if num_cancelled:
+            trained = asyncio.run(_measure(first[models[0]][:-num_cancelled]))
+        yield RunSizes(num_steps, step, trained, test_sizes, _reward_model_of(first.values()))
 
 
 def _groups_of(dataset: RLDataset) -> list[EnvGroupBuilder]:
@@ -286,8 +313,17 @@ async def _measure(groups: Sequence[EnvGroupBuilder]) -> GroupSizes:
         prompt, _ = first
         shown = group.teacher_prompt if isinstance(group, PromptGroup) else prompt
         num = len(environments)
-        sizes = sizes.plus(GroupSizes(num, num * prompt.length, (num - 1) * prompt.length, num * shown.length))
+        num_scored = group.num_scored_tokens() if isinstance(group, RewardModelGroupBuilder) else 0
+        measured = (num * prompt.length, (num - 1) * prompt.length, num * shown.length, num * num_scored)
+        sizes = sizes.plus(GroupSizes(num, *measured))
     return sizes
+
+
+def _reward_model_of(parts: Iterable[Sequence[EnvGroupBuilder]]) -> str | None:
+    """Return the base model of the reward model of the groups, if any."""
+    groups = (group for part in parts for group in part if isinstance(group, RewardModelGroupBuilder))
+    group = next(groups, None)
+    return group.reward_model.teacher.sampler.get_base_model() if group else None
 
 
 def _total(sizes: Iterable[GroupSizes]) -> GroupSizes:

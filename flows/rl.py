@@ -33,6 +33,7 @@ from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.async_rollout_source import AsyncRolloutSource
 from tasks.rl.health import HealthLimits, HealthWatch, mismatch_limit
 from tasks.rl.mlflow_traces import write_traces
+from tasks.rl.oversampling import OversamplingRecord
 from tasks.rl.rollout_log import Transcript
 from tasks.rl.rollout_page import write_transcript
 from tasks.rl.rollout_source import (
@@ -81,6 +82,8 @@ def rl(config: RlConfig) -> TrainResult:
                 source.health = HealthWatch(_health_limits(config, config.health)) if config.health else None
                 _note_correction(config, run, objective)
                 source.measures_post_kl = config.compute_post_kl
+                if config.rollout.oversampling_factor > 1:
+                    source.oversampling = OversamplingRecord(run.directory)
                 source.rewards = config.named_rewards()
                 source.show = partial(_write_transcript, config, run)
                 return as_state(Trainer(run, config, source, objective, [*held_out, *evaluators], reference).train())

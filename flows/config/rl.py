@@ -349,6 +349,15 @@ class RlConfig(TrainConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_oversampling(self) -> Self:
+        if self.rollout.oversampling_factor > 1 and self.schedule.mode == "async":
+            raise ValueError(
+                "rollout.oversampling_factor requires the mode sync or stream, because async steps never wait for the "
+                "longest completions: remove it, or change the mode"
+            )
+        return self
+
     def base_correction(self) -> Correction | None:
         """Return the correction of the base loss; None for none."""
         match self.correction:

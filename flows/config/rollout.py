@@ -21,7 +21,7 @@ from tasks.rl.sampling_distribution import LogprobsOf, SamplingDistribution
 from tasks.rl.truncation import OverlongPenalty
 
 # Fields that change the rewards or the choice of the groups that `rl` trains on.
-RL_FIELDS = ("termination", "truncated", "refill_rounds")
+RL_FIELDS = ("termination", "truncated", "refill_rounds", "oversampling_factor")
 POLICY_LOSS = ObjectiveSpec.model_validate({"base_loss": "importance_sampling"})
 
 
@@ -171,6 +171,16 @@ class RolloutConfig(Config):
         "`1 + refill_rounds` times its groups. Only for `rl`. 0: the batch shrinks instead.",
     )
 
+    oversampling_factor: float = Field(
+        default=1.0,
+        ge=1,
+        le=4,
+        title="Over-sampling",
+        description="Groups that a step starts for each group that it trains on. The step trains on the groups that "
+        "finish first and cancels the others, so that it does not wait for the longest completions; long completions "
+        "become rarer than the policy's. Only for `rl` in the modes `sync` and `stream`. 1: start no further groups.",
+    )
+
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         # The cache key of a run's teacher data contains this repr: leave out fields that 0.1 did not have at their
         # defaults.
@@ -223,6 +233,7 @@ class RolloutConfig(Config):
             completer,
             mask_truncated=self.truncated == "mask",
             refill_rounds=self.refill_rounds,
+            oversampling_factor=self.oversampling_factor,
         )
 
     def distribution(self) -> SamplingDistribution:

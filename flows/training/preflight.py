@@ -78,6 +78,7 @@ def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
         yield from _of_temperature(config.rollout)
     if isinstance(config, RlConfig):
         yield from _of_rewards(config)
+        yield from _of_oversampling(config.rollout)
     base = config.objective.base_loss
     beta = 0 if isinstance(base, str) else base.params.get("beta", 0)
     if _base_name(config) in _BETA_LOSSES and isinstance(beta, int | float) and beta > _LARGE_BETA:
@@ -174,6 +175,18 @@ def _of_temperature(rollout: RolloutConfig) -> Iterator[Pitfall]:
             f"Samples of {distribution.describe()} never contain the unlikely tokens, so no importance ratio corrects "
             "for their absence: the gradient is that of the likely tokens alone; sample from all tokens for an "
             "unbiased one.",
+        )
+
+
+def _of_oversampling(rollout: RolloutConfig) -> Iterator[Pitfall]:
+    if rollout.oversampling_factor > 1:
+        yield Pitfall(
+            "oversampling",
+            f"rollout.oversampling_factor is {rollout.oversampling_factor:g}: steps train on the groups that finish "
+            "first, so long completions are rarer than the policy's and problems with long answers may never be "
+            "trained on; compare oversampling/length_kept with oversampling/length_all_max. Tokens sampled for "
+            "cancelled requests are unknown and missing from cost and budget: at most "
+            "oversampling/uncounted_tokens_max per step.",
         )
 
 

@@ -61,18 +61,22 @@ class Workers:
             future.add_done_callback(start)
         return result
 
+    def start_coroutine(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop; cancelling the future cancels it, as does the end of the run."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="run-loop", daemon=True)
+                self._thread.start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def run_coroutine(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and wait for its result.
 
         Raises:
             concurrent.futures.CancelledError: the run was closed meanwhile.
         """
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name="run-loop", daemon=True)
-                self._thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        return self.start_coroutine(coroutine).result()
 
     def close(self) -> None:
         """Drop calls that have not started, cancel every coroutine and stop the loop; closing twice does no harm."""
@@ -119,6 +123,11 @@ def current_workers() -> Workers:
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on the event loop of the open run and wait for its result."""
     return current_workers().run_coroutine(coroutine)
+
+
+def start_coroutine(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Start a coroutine on the event loop of the open run; cancelling the future cancels it."""
+    return current_workers().start_coroutine(coroutine)
 
 
 async def _cancel_others() -> None:

@@ -164,7 +164,7 @@ class TeacherDataSource(BatchSource):
             return None
         group = item.value.for_teacher() if isinstance(item.value, PromptGroup) else item.value
         policy = self._settings.rollout.policy(self._teachers[item.dataset].sampler, item.dataset, item.position)
-        return self._threads.start(group, policy, self._settings.rollout.strategy, step, index)
+        return self._threads.start(group, policy, self._settings.rollout.strategy, step, index).pending
 
 
 @step_task(name="batch")

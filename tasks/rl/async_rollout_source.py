@@ -213,7 +213,8 @@ class AsyncRolloutSource(RolloutSource):
     def _roll_out(self, place: Place, builder: EnvGroupBuilder, weights: Weights) -> None:
         try:
             policy = self.policy(weights.sampler, weights.version, *place)
-            group = call(rollout, opaque_argument(builder), policy, self.settings.strategy, place.step, place.group)
+            strategy, arguments = self.settings.strategy, (opaque_argument(builder), opaque_argument(policy))
+            group = call(rollout, *arguments, strategy, place.step, place.group)
             error: BaseException | None = None
         except BaseException as failure:  # noqa: BLE001 - `_take` raises it
             group, error = None, failure

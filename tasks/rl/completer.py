@@ -22,7 +22,9 @@ from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWith
 
 from tasks.common.service_errors import service_errors
 from tasks.rl.custom_completer import CheckedCompleter, CompleterSpec
+from tasks.rl.group_progress import GroupProgress
 from tasks.rl.sampling_distribution import SamplingDistribution
+from tasks.training.batch_source import SampledTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class SnapshotCompleter(TokenCompleter):
         by_prompt: True if the seed also depends on the prompt, for groups that share a key.
         custom: completer of the user, which samples in place of this one; None for none.
         merges: True to merge equal requests of members; False if members go on to a next turn.
+        progress: tokens sampled by all members in all attempts.
     """
 
     sampler: tinker.SamplingClient
@@ -46,6 +49,7 @@ class SnapshotCompleter(TokenCompleter):
     by_prompt: bool = False
     custom: CompleterSpec | None = None
     merges: bool = True
+    progress: GroupProgress = field(default_factory=GroupProgress, compare=False)
 
     def members(self, attempt: int, num_members: int) -> Sequence[TokenCompleter]:
         """Completer of each member of a group in one attempt."""
@@ -56,7 +60,7 @@ class SnapshotCompleter(TokenCompleter):
                 "temperature": self.distribution.temperature,
             }
             return [
-                CheckedCompleter(self.custom, partial(self._seed_of_member, attempt, index), **offered)
+                CheckedCompleter(self.custom, partial(self._seed_of_member, attempt, index), self.progress, **offered)
                 for index in range(num_members)
             ]
         requests = _Requests(self, attempt)
@@ -141,23 +145,29 @@ class _Requests:
         first, turn, _ = batch[0]
         distribution, seed = self.policy.distribution, self.policy.seed(self._attempt, turn) + first
         params = distribution.params(max_tokens=turn.max_tokens, seed=seed, stop=turn.stop)
+        progress, request = self.policy.progress, (len(batch), turn.prompt.length, turn.max_tokens)
+        progress.start_request(*request)
         began = perf_counter()
         try:
             with service_errors("sample a rollout"):
                 response = await self.policy.sampler.sample(
                     turn.prompt, len(batch), params, topk_sample_logprobs=distribution.num_requested
                 )
-            for index, (waiter, sequence) in enumerate(zip(batch, response.sequences, strict=True)):
+            # The service bills the prompts of all samples but the first as cache hits.
+            num_cached = (len(batch) - 1) * turn.prompt.length + response.prompt_cache_hit_tokens
+            num_sampled = sum(len(sequence.tokens) for sequence in response.sequences)
+            progress.add(SampledTokens(len(batch) * turn.prompt.length, num_sampled, num_cached), len(batch))
+            for waiter, sequence in zip(batch, response.sequences, strict=True):
                 if not waiter.completion.done():
-                    # The service bills the prompts of all samples but the first as cache hits.
-                    num_cached = turn.prompt.length if index else response.prompt_cache_hit_tokens
                     completion = distribution.completion(sequence)
-                    completion = replace(completion, duration_s=perf_counter() - began, num_cached=num_cached)
+                    completion = replace(completion, duration_s=perf_counter() - began)
                     waiter.completion.set_result(completion)
         except Exception as error:  # noqa: BLE001 - each member raises it again
             for waiter in batch:
                 if not waiter.completion.done():
                     waiter.completion.set_exception(error)
+        finally:
+            progress.end_request(*request)
 
 
 def _cancel_unused(request: asyncio.Task[None], batch: Sequence[_Waiter]) -> None:

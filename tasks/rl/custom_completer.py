@@ -15,6 +15,8 @@ from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWith
 from blocks.errors import ConfigError
 from tasks.common.builders import import_builder
 from tasks.common.service_errors import service_errors
+from tasks.rl.group_progress import GroupProgress
+from tasks.training.batch_source import SampledTokens
 
 # Logprobs of certain tokens may be slightly positive due to rounding.
 _ROUNDING = 1e-4
@@ -71,14 +73,17 @@ class CompleterSpec:
 class CheckedCompleter(TokenCompleter):
     """Completer of one member of a group in one attempt; it checks the completions."""
 
-    def __init__(self, spec: CompleterSpec, seed_of: Callable[[tinker.ModelInput], int], **offered: Any) -> None:
+    def __init__(
+        self, spec: CompleterSpec, seed_of: Callable[[tinker.ModelInput], int], progress: GroupProgress, **offered: Any
+    ) -> None:
         """Create the user's completer at the first turn, whose prompt may decide the seed.
 
         Args:
             seed_of: returns the seed from the prompt of the first turn.
+            progress: counts the prompts and the completions.
             offered: arguments that the completer may take, other than the seed.
         """
-        self._spec, self._seed_of, self._offered = spec, seed_of, offered
+        self._spec, self._seed_of, self._progress, self._offered = spec, seed_of, progress, offered
         self._completer: TokenCompleter | None = None
 
     async def __call__(
@@ -95,6 +100,7 @@ class CheckedCompleter(TokenCompleter):
             with service_errors("sample a rollout"):
                 raise
         check_completion(self._spec.path, completion)
+        self._progress.add(SampledTokens(model_input.length, len(completion.tokens)), 1)
         return completion
 
 

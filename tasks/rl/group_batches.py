@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -14,16 +15,25 @@ class GroupBatches:
     """Groups of a dataset by step.
 
     Attributes:
+        num_trained: groups per step that are trained on; with over-sampling, a step has more groups than that.
         num_refilled: groups that `refill` has taken in all steps so far; later groups follow them.
     """
 
     num_refilled: int = 0
 
-    def __init__(self, dataset: RLDataset, groups_per_batch: int | None, *, can_refill: bool = False) -> None:
+    def __init__(
+        self,
+        dataset: RLDataset,
+        groups_per_batch: int | None,
+        *,
+        can_refill: bool = False,
+        oversampling_factor: float = 1.0,
+    ) -> None:
         """Create batches of `groups_per_batch` consecutive groups, or of the dataset's own batches if None.
 
         Args:
             can_refill: permit `refill`, for which all steps have the same number of groups.
+            oversampling_factor: factor of the number of groups in a batch; above 1, all steps have the same number.
 
         Raises:
             ConfigError: the dataset has fewer groups than a batch.
@@ -32,11 +42,20 @@ class GroupBatches:
         self._size = len(dataset.get_batch(0))
         self._num_groups = self._size * (len(dataset) - 1) + len(dataset.get_batch(len(dataset) - 1))
         self._groups_per_batch = groups_per_batch or (self._size if can_refill else None)
+        self.num_trained = groups_per_batch or self._size
         if self._num_groups < (groups_per_batch or 1):
             raise ConfigError(
                 f"groups_per_batch={groups_per_batch} exceeds the {self._num_groups} groups of the environments: "
                 "lower it."
             )
+        if oversampling_factor > 1:
+            self._groups_per_batch = num_oversampled(self.num_trained, oversampling_factor)
+            if self._num_groups < self._groups_per_batch:
+                raise ConfigError(
+                    f"rollout.oversampling_factor={oversampling_factor:g} starts {self._groups_per_batch} groups for "
+                    f"the {self.num_trained} of a step, but the environments have {self._num_groups}: lower it, or "
+                    "add problems."
+                )
         self._last: tuple[int, Sequence[EnvGroupBuilder]] | None = None
 
     @property
@@ -74,6 +93,15 @@ class GroupBatches:
         if self._last is None or self._last[0] != index:
             self._last = (index, self._dataset.get_batch(index))
         return self._last[1]
+
+
+def num_oversampled(num_groups: int, factor: float) -> int:
+    """Return the groups that a step starts to train on `num_groups` of them.
+
+    >>> num_oversampled(8, 1.25), num_oversampled(10, 1.1), num_oversampled(2, 1.1)
+    (10, 11, 3)
+    """
+    return math.ceil(round(num_groups * factor, 6))
 
 
 def split(num_groups: int, num_parts: int) -> list[range]:

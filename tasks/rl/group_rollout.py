@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tinker_cookbook.completers import TokenCompleter
 from tinker_cookbook.exceptions import AllTrajectoriesFailedError
@@ -18,12 +18,13 @@ from tinker_cookbook.rl.rollouts import do_group_rollout, do_single_rollout
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Metrics, RolloutError, Trajectory, TrajectoryGroup
 
 from blocks.errors import TinkerFlowsError, UserCodeError
-from tasks.common.event_loop import run_coroutine
 from tasks.common.task import call, opaque_argument, retried_task
 from tasks.preference.judges import record_verdicts
 from tasks.rl.completer import SnapshotCompleter
+from tasks.rl.group_progress import GroupProgress, RolloutCancelledError
 from tasks.rl.hooks import HookSpec
 from tasks.rl.truncation import OVERLONG, OverlongPenalty
+from tasks.training.batch_source import SampledTokens
 
 T = TypeVar("T")
 
@@ -41,6 +42,7 @@ class Group:
         errors: errors of its environments and rewards in all attempts, and replies of judges without a verdict.
         text_labels_G: text labels of each trajectory, by name: the attribute ``text_labels`` of its environment.
         duration_s: duration of all attempts.
+        sampled: tokens that the members have sampled in all attempts.
     """
 
     tags: tuple[str, ...]
@@ -48,6 +50,19 @@ class Group:
     errors: tuple[RolloutError, ...]
     text_labels_G: tuple[Mapping[str, str], ...] = ()
     duration_s: float = field(default=0.0, compare=False)
+    sampled: SampledTokens = field(default_factory=SampledTokens)
+
+
+class RunningGroup(NamedTuple):
+    """Group that is rolled out.
+
+    Attributes:
+        pending: its result.
+        progress: tokens sampled so far; `cancel` ends the rollout.
+    """
+
+    pending: Future[Group]
+    progress: GroupProgress
 
 
 @dataclass
@@ -249,21 +264,27 @@ def rollout(
 ) -> Group:
     """Roll out one group; an error of its environments or rewards fails only this group.
 
+    A group that is cancelled has neither trajectories nor errors.
+
     Raises:
         ServiceError: the service failed to sample.
     """
     tags = tuple(builder.logging_tags())
     group, began = RewardedGroup(builder), perf_counter()
+    trajectories, errors = None, tuple[RolloutError, ...]()
     try:
-        trajectories = run_coroutine(do_group_rollout(group, policy, strategy))
+        trajectories = policy.progress.run(do_group_rollout(group, policy, strategy))
+        errors = tuple(trajectories.rollout_errors)
     except TinkerFlowsError:
         raise
+    except RolloutCancelledError:
+        pass
     except _AllAttemptsFailedError as error:
-        return Group(tags, None, error.errors, duration_s=perf_counter() - began)
+        errors = error.errors
     except Exception as error:  # noqa: BLE001 - third-party environments
-        return Group(tags, None, (_rollout_error(error),), duration_s=perf_counter() - began)
+        errors = (_rollout_error(error),)
     duration_s = perf_counter() - began
-    return Group(tags, trajectories, tuple(trajectories.rollout_errors), group.text_labels_G, duration_s)
+    return Group(tags, trajectories, errors, group.text_labels_G, duration_s, policy.progress.sampled)
 
 
 class RolloutThreads:
@@ -282,9 +303,13 @@ class RolloutThreads:
 
     def start(
         self, builder: EnvGroupBuilder, policy: SnapshotCompleter, strategy: RetryWholeGroup, step: int, index: int
-    ) -> Future[Group]:
+    ) -> RunningGroup:
         """Run `rollout` on a thread."""
-        return self.submit(lambda: call(rollout, opaque_argument(builder), policy, strategy, step, index))
+
+        def run() -> Group:
+            return call(rollout, opaque_argument(builder), opaque_argument(policy), strategy, step, index)
+
+        return RunningGroup(self.submit(run), policy.progress)
 
     def close(self) -> None:
         """Drop the groups that have not started."""

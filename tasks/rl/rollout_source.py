@@ -35,10 +35,11 @@ from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.custom_completer import CompleterSpec
 from tasks.rl.group_batches import GroupBatches, split
-from tasks.rl.group_rollout import Group, RetryWholeGroup, RewardedGroup, RolloutThreads
+from tasks.rl.group_rollout import Group, RetryWholeGroup, RewardedGroup, RolloutThreads, RunningGroup
 from tasks.rl.health import HealthWatch
 from tasks.rl.mismatch import compute_mismatch_metrics
 from tasks.rl.named_rewards import NamedRewards, RewardWeights
+from tasks.rl.oversampling import Oversampling, OversamplingRecord, compute_oversampling_metrics
 from tasks.rl.rollout_log import Transcript, make_transcript
 from tasks.rl.sampling_distribution import MAX_MEAN_ERROR, SamplingDistribution, check_service
 from tasks.rl.trajectories import (
@@ -81,6 +82,7 @@ class RolloutSettings:
         completer: completer of the user; None for the service's sampling.
         mask_truncated: train on no rollout whose last completion reached the token limit.
         refill_rounds: maximum rounds in which the next groups of the data replace groups that teach nothing.
+        oversampling_factor: started groups per trained group; the slowest ones are cancelled.
     """
 
     seed: int
@@ -91,6 +93,7 @@ class RolloutSettings:
     completer: CompleterSpec | None = None
     mask_truncated: bool = False
     refill_rounds: int = 0
+    oversampling_factor: float = 1.0
 
     def with_service_logprobs(self) -> RolloutSettings:
         """Return the settings with the logprobs that the service returns, whatever the distribution."""
@@ -135,6 +138,7 @@ class RolloutSource(BatchSource):
         correction: correction of the base loss, for its metrics; None for none.
         show: callback that gets the step and its transcript after the step, or None.
         measures_post_kl: score the sampled tokens again after the update of their step.
+        oversampling: stored groups of the run; None without over-sampling.
     """
 
     sampled = True
@@ -144,6 +148,7 @@ class RolloutSource(BatchSource):
     correction: Correction | None = None
     show: Callable[[int, Transcript], None] | None = None
     measures_post_kl: bool = False
+    oversampling: OversamplingRecord | None = None
 
     def __init__(
         self,
@@ -153,7 +158,12 @@ class RolloutSource(BatchSource):
         settings: RolloutSettings,
         minibatches: MinibatchSettings,
     ) -> None:
-        self.problems = GroupBatches(train, minibatches.groups_per_batch, can_refill=settings.refill_rounds > 0)
+        self.problems = GroupBatches(
+            train,
+            minibatches.groups_per_batch,
+            can_refill=settings.refill_rounds > 0,
+            oversampling_factor=settings.oversampling_factor,
+        )
         self.test = test
         self.num_minibatches = minibatches.num_minibatches
         self.tokenizer, self.settings, self.num_parts = tokenizer, settings, minibatches.num_parts
@@ -164,6 +174,7 @@ class RolloutSource(BatchSource):
         # Groups of each step by minibatch; the metrics of a step are computed after the next step has started.
         self._groups: dict[int, list[list[Group]]] = {}
         self._distances: dict[int, list[float]] = {}
+        self._oversampled: dict[int, Oversampling] = {}
         self._sampled = SampledTokens()
         self._is_checked = False
         self._first_step = 0
@@ -211,25 +222,34 @@ class RolloutSource(BatchSource):
         snapshot = self.take_snapshot(step, client)
         self._refilled_before = (step, self.problems.num_refilled)
         builders = self.problems.at(step)
-        parts = split(len(builders), self.num_parts)
 
-        def start(builders: Sequence[EnvGroupBuilder], first: int = 0) -> list[Pending[Group]]:
+        def start(builders: Mapping[int, EnvGroupBuilder]) -> list[RunningGroup]:
             sampler = self.wait_for_sampler(snapshot)
             return [
                 self._threads.start(builder, self.policy(sampler, step, index), self.settings.strategy, step, index)
-                for index, builder in enumerate(builders, start=first)
+                for index, builder in builders.items()
             ]
 
-        rollouts = self._gathering.submit(copy_context().run, start, builders)
+        parts = split(self.problems.num_trained if self.oversampling else len(builders), self.num_parts)
+        if self.oversampling:
+            sizes = [len(part) for part in parts]
+            oversampling = Oversampling(step, builders, sizes, start, self.oversampling)
+            self._oversampled[step] = oversampling
+            self._submit(oversampling.begin)
+            gather = oversampling.take
+        else:
+            rollouts = self._submit(start, dict(enumerate(builders)))
+
+            def gather(number: int) -> list[Group]:
+                return [rollouts.result()[index].pending.result() for index in parts[number]]
+
         refill = _Refill(self, step, start, len(builders), len(parts))
 
-        def wait(number: int, part: range) -> list[Group]:
-            def gather() -> list[Group]:
-                return [rollouts.result()[index].result() for index in part]
+        def wait(number: int) -> list[Group]:
+            own = partial(gather, number)
+            return refill.complete(number, len(parts[number]), own) if self.settings.refill_rounds else own()
 
-            return refill.complete(number, gather) if self.settings.refill_rounds else gather()
-
-        return self.start_gathering(step, [partial(wait, number, part) for number, part in enumerate(parts)])
+        return self.start_gathering(step, [partial(wait, number) for number in range(len(parts))])
 
     def policy(self, sampler: tinker.SamplingClient, *key: int) -> SnapshotCompleter:
         """Completer of a group; members that go on to a next turn do not wait for the longest of the group's turns."""
@@ -330,6 +350,7 @@ class RolloutSource(BatchSource):
         distances = self._distances.pop(step, [])
         return (
             compute_group_metrics(groups)
+            | self._cancelled_metrics(step, groups)
             | self._use_metrics(step, groups)
             | self.policy_metrics(trained, terms)
             | (self.rewards.metrics(step, parts, self.settings.shape) if self.rewards else {})
@@ -337,6 +358,17 @@ class RolloutSource(BatchSource):
             | (self._measure_post_kl(step, trained) if self.measures_post_kl else {})
             | self._limit_metrics(step, groups)
         )
+
+    def _cancelled_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        """Count the tokens of cancelled groups and return their metrics; empty without over-sampling."""
+        oversampling = self._oversampled.pop(step, None)
+        if oversampling is None:
+            return {}
+        cancelled = oversampling.cancelled
+        assert cancelled is not None, "the last minibatch of the step has cancelled the other groups"
+        if not oversampling.is_repeated:
+            self._sampled += cancelled.sampled
+        return compute_oversampling_metrics(groups, cancelled)
 
     def _use_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Return the share of groups that are dropped, and the groups sampled for each group that is trained on."""
@@ -425,7 +457,7 @@ class _Refill:
         self,
         source: RolloutSource,
         step: int,
-        start: Callable[[Sequence[EnvGroupBuilder], int], list[Pending[Group]]],
+        start: Callable[[Mapping[int, EnvGroupBuilder]], list[RunningGroup]],
         num_groups: int,
         num_parts: int,
     ) -> None:
@@ -433,8 +465,8 @@ class _Refill:
         self._num_groups = num_groups  # groups of the step that are started
         self._is_complete = [Event() for _ in range(num_parts)]
 
-    def complete(self, number: int, gather: Callable[[], list[Group]]) -> list[Group]:
-        """Sample further groups for a minibatch, until as many as it has groups can teach or the rounds are over.
+    def complete(self, number: int, num_needed: int, gather: Callable[[], list[Group]]) -> list[Group]:
+        """Sample further groups for a minibatch, until `num_needed` groups can teach or the rounds are over.
 
         Args:
             gather: waits for the minibatch's own groups. If it fails, the next minibatch does not wait for this one.
@@ -445,16 +477,16 @@ class _Refill:
         source = self._source
         try:
             groups = gather()
-            num_needed = len(groups)
             if number:
                 self._is_complete[number - 1].wait()
             for _ in range(source.settings.refill_rounds):
                 num_missing = num_needed - sum(map(source.can_teach, groups))
                 if not num_missing:
                     break
-                pending = self._start(source.problems.refill(self._step, num_missing), self._num_groups)
+                builders = source.problems.refill(self._step, num_missing)
+                running = self._start(dict(enumerate(builders, start=self._num_groups)))
                 self._num_groups += num_missing
-                groups = [*groups, *(group.result() for group in pending)]
+                groups = [*groups, *(group.pending.result() for group in running)]
             return groups
         finally:
             self._is_complete[number].set()

@@ -107,11 +107,9 @@ class Completion(TokensWithLogprobs):
     Attributes:
         errors: nats; empty for logprobs that the service returned as they are.
         duration_s: duration of the request.
-        num_cached: prompt tokens that the service bills as hits of its prefix cache.
     """
 
     errors: list[float] = field(default_factory=list)
-    num_cached: int = field(default=0, compare=False)
     duration_s: float = field(default=0.0, compare=False)
 
 

@@ -160,13 +160,8 @@ def rollouts_of(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, Metrics]]
 
 
 def count_tokens(groups: Sequence[Group]) -> SampledTokens:
-    """Count the prompt tokens and the sampled tokens of all turns."""
-    turns = [turn for trajectory, _ in rollouts_of(groups) for turn in trajectory.transitions]
-    return SampledTokens(
-        sum(turn.ob.length for turn in turns),
-        sum(len(turn.ac.tokens) for turn in turns),
-        sum(turn.ac.num_cached for turn in turns if isinstance(turn.ac, Completion)),
-    )
+    """Count the prompt tokens and the sampled tokens of groups, those of failed attempts included."""
+    return sum((group.sampled for group in groups), SampledTokens())
 
 
 def compute_group_metrics(groups: Sequence[Group]) -> dict[str, float]:

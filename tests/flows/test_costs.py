@@ -9,12 +9,16 @@ from typing import Any
 
 import httpx
 import pytest
+import tinker
 from distill_config import distill_fields, environment
+from mlflow import MlflowClient
 from rl_config import rl_fields
+from rlhf_config import rlhf_fields
 from sft_config import sft_fields
 
 from flows.config.distill import OnPolicyConfig
 from flows.config.rl import RlConfig
+from flows.config.rlhf import RlhfConfig
 from flows.distill import on_policy_distillation
 from flows.estimate_rollouts import SamplingMethod, estimate_rollouts
 from flows.evaluate import EvaluateConfig, evaluate
@@ -95,6 +99,57 @@ def test_costs(method: str, max_tokens: int, tmp_path: Path, engine_url: str, ml
     assert estimate_rollouts(repriced).low.usd == 0
     other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_tokens": max_tokens + 1})})
     assert estimate_rollouts(other).like == ""
+
+
+@pytest.mark.parametrize("kind", ["reward model", "judge"])
+def test_costs_of_reward_models_and_judges(kind: str, tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    fields = rlhf_fields(tmp_path, "judged", mlflow_uri, engine_url) | {"warm_start": {}}
+    path = ""
+    if kind == "judge":
+        del fields["reward"]
+        params = {"model": "tiny", "max_tokens": 5}
+        fields["judge"] = {"builder": "tinker_flows:PromptedJudgeBuilder", "params": params}
+    else:
+        session = tinker.ServiceClient(base_url=engine_url)
+        path = session.create_lora_training_client("tiny", rank=4).result().save_state("reward").result().path
+    config = RlhfConfig.model_validate(fields).policy_stage("", path)
+    config = config.model_copy(update={"prompt_logprobs_last_n": "off"})
+    expected = estimate_rollouts(config)
+    before = engine_tokens(engine_url)
+    metrics = rl(config).metrics  # pyright: ignore[reportArgumentType]
+    after = engine_tokens(engine_url)
+    counted = {use: after[use] - before.get(use, 0.0) for use in after}
+    assert metrics["cost/num_sample_tokens"] == counted["sampled"]
+    assert metrics["cost/num_prefill_tokens"] - metrics["cost/num_cached_tokens"] == counted["prompt"]
+    if kind == "reward model":
+        low, high = expected.low.sampled, expected.high.sampled
+        assert low.num_prefill_tokens <= metrics["cost/num_prefill_tokens"] <= high.num_prefill_tokens
+        assert low.num_sample_tokens <= metrics["cost/num_sample_tokens"] <= high.num_sample_tokens
+
+
+def test_costs_of_an_oversampled_run(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    """Cost and estimate contain the cancelled groups as far as their tokens are known."""
+    rollout = {"max_tokens": 6, "oversampling_factor": 1.5}
+    config = config_of("rl", tmp_path, mlflow_uri, engine_url, rollout=rollout, eval_every=0)
+    expected = estimate_rollouts(config)
+    before = engine_tokens(engine_url)
+    result = run(config)
+    after = engine_tokens(engine_url)
+    history = MlflowClient(mlflow_uri).get_metric_history
+    for key in ("uncounted_tokens_max", "cancelled_groups"):
+        points = history(result.mlflow_run_id, f"oversampling/{key}")
+        assert len(points) == 2
+    uncounted = sum(point.value for point in history(result.mlflow_run_id, "oversampling/uncounted_tokens_max"))
+    assert [p.value for p in history(result.mlflow_run_id, "oversampling/cancelled_groups")] == [1.0, 1.0]
+    num_sampled, num_prefill = (result.metrics[f"cost/num_{use}_tokens"] for use in ("sample", "prefill"))
+    counted = {use: after[use] - before.get(use, 0.0) for use in after}
+    assert num_sampled <= counted["sampled"] <= num_sampled + uncounted
+    assert counted["prompt"] <= num_prefill
+    assert expected.low.sampled.num_sample_tokens <= num_sampled <= expected.high.sampled.num_sample_tokens
+    assert expected.low.sampled.num_prefill_tokens <= num_prefill <= expected.high.sampled.num_prefill_tokens
+    assert expected.low.num_train_tokens <= result.metrics["cost/num_train_tokens"] <= expected.high.num_train_tokens
+    tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
+    assert "oversampling/uncounted_tokens_max" in tags["tinker_flows.warning.pitfall.oversampling"]
 
 
 def test_evaluation_costs(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,6 +140,10 @@ SAMPLER = {
     },
 }
 RARE = {"infrequent_evaluators": [SAMPLER], "infrequent_eval_every": 7, "engine": EXACT["engine"]}
+OVERSAMPLED = {
+    "rollout": {"max_tokens": 8, "oversampling_factor": 1.5, "refill_rounds": 1},
+    "advantage": {"drop_constant": True},
+}
 METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
     "two passes": ("sft", sft_fields),
     "random": ("sft", lambda *given: sft_fields(*given) | {"seed": 3}),
@@ -152,6 +157,8 @@ METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
     "rl stream": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM),
     "rl refill": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | REFILLED),
     "rl refill stream": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM | REFILLED),
+    "rl oversampled": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | OVERSAMPLED),
+    "rl oversampled stream": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM | OVERSAMPLED),
     "tokens": ("sft", lambda *given: sft_fields(*given) | TOKENS | RARE),
     "seconds": ("sft", lambda *given: sft_fields(*given) | SECONDS),
     "rl penalized": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | PENALIZED),
@@ -174,6 +181,8 @@ METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
         pytest.param("rl stream", 2, marks=pytest.mark.slow),
         pytest.param("rl refill", 2, marks=pytest.mark.slow),
         pytest.param("rl refill stream", 2, marks=pytest.mark.slow),
+        pytest.param("rl oversampled", 2, marks=pytest.mark.slow),
+        pytest.param("rl oversampled stream", 2, marks=pytest.mark.slow),
         pytest.param("tokens", 2, marks=pytest.mark.slow),
         pytest.param("seconds", 2, marks=pytest.mark.slow),
         pytest.param("rl penalized", 2, marks=pytest.mark.slow),
@@ -226,10 +235,10 @@ def run_with_and_without_kills(
         "objective": OBJECTIVES[kind.split(" ")[0] if kind.startswith("rl") else kind],
     }
     config.write_text(yaml.safe_dump(fields(tmp_path, uninterrupted, mlflow_uri) | changes))
-    finish(start(config, uninterrupted, home, prefect_server, method))
-    whole = final_weights(tmp_path / "runs" / uninterrupted, home)
-
     directory = tmp_path / "runs" / killed
+    if "oversampled" not in kind:
+        finish(start(config, uninterrupted, home, prefect_server, method))
+
     for step in sorted(moments.sample(range(-1, NUM_STEPS - 6), num_kills)):
         process = start(config, killed, home, prefect_server, method)
         wait_for_step(killed, process, mlflow_uri, step)
@@ -240,6 +249,13 @@ def run_with_and_without_kills(
     checkpoints = directory / "checkpoints.jsonl"
     has_checkpoint = checkpoints.exists() and checkpoints.read_text().endswith("\n")
     output = finish(start(config, killed, home, prefect_server, method))
+
+    if "oversampled" in kind:  # which groups finish first depends on time: repeat those of the killed run
+        (tmp_path / "runs" / uninterrupted).mkdir()
+        name = "oversampled.jsonl"
+        shutil.copy(directory / name, tmp_path / "runs" / uninterrupted / name)
+        finish(start(config, uninterrupted, home, prefect_server, method))
+    whole = final_weights(tmp_path / "runs" / uninterrupted, home)
 
     # A run that is killed before its first checkpoint starts again at step 0.
     assert ("Resumed" in output) == has_checkpoint, output

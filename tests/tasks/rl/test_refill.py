@@ -272,11 +272,11 @@ def test_a_minibatch_that_fails_does_not_block_the_next_one() -> None:
         raise RuntimeError("the service is lost")
 
     source = SimpleNamespace(settings=SETTINGS, can_teach=lambda _: True)
-    refill = _Refill(cast(RolloutSource, source), 0, lambda builders, first: [], 2, 2)
+    refill = _Refill(cast(RolloutSource, source), 0, lambda builders: [], 2, 2)
     completed: list[list[Group]] = []
-    thread = threading.Thread(target=lambda: completed.append(refill.complete(1, list)), daemon=True)
+    thread = threading.Thread(target=lambda: completed.append(refill.complete(1, 0, list)), daemon=True)
     thread.start()
     with pytest.raises(RuntimeError, match="the service is lost"):
-        refill.complete(0, fail)
+        refill.complete(0, 2, fail)
     thread.join(60)
     assert completed == [[]]

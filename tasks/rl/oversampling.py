@@ -1,0 +1,221 @@
+"""Over-sampling: a step starts more groups than it trains on, and cancels those that have not finished.
+
+Which groups finish first depends on time, so the groups of each minibatch are stored with the run before they are
+trained on: a resumed run trains on the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from queue import SimpleQueue
+from threading import Event
+from typing import Any
+
+from tinker_cookbook.rl.types import EnvGroupBuilder
+
+from blocks.storage import RunDirectory
+from tasks.common.jsonl import read_jsonl
+from tasks.rl.group_rollout import Group, RunningGroup
+from tasks.rl.trajectories import count_tokens, rollouts_of
+from tasks.training.batch_source import SampledTokens
+
+OVERSAMPLED_NAME = "oversampled.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class CancelledGroups:
+    """Groups that a step has cancelled.
+
+    Attributes:
+        num: number of groups.
+        num_prefill_tokens: prompt tokens of all their requests.
+        num_cached_tokens: part of the prompt tokens that the service bills as cache hits.
+        num_sample_tokens: sampled tokens in the responses to their requests.
+        num_completions: completions in these responses.
+        num_open: completions that the service had not returned.
+        max_uncounted: most tokens that the service may have sampled for `num_open`.
+    """
+
+    num: int
+    num_prefill_tokens: int
+    num_cached_tokens: int
+    num_sample_tokens: int
+    num_completions: int
+    num_open: int
+    max_uncounted: int
+
+    @property
+    def sampled(self) -> SampledTokens:
+        """Tokens that are known to be sampled, and the prompts of all requests."""
+        return SampledTokens(self.num_prefill_tokens, self.num_sample_tokens, self.num_cached_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedPart:
+    """Groups that a minibatch trains on.
+
+    Attributes:
+        step: the step.
+        part: number of the minibatch in the step.
+        groups: indices of its groups among those that the step started.
+        cancelled: groups that the step has cancelled; None for other minibatches than the last.
+    """
+
+    step: int
+    part: int
+    groups: tuple[int, ...]
+    cancelled: CancelledGroups | None = None
+
+
+class OversamplingRecord:
+    """Groups of the minibatches of a run, stored in its directory."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._parts = {(part.step, part.part): part for part in read_jsonl(directory, OVERSAMPLED_NAME, _parse)}
+
+    def get(self, step: int, part: int) -> FinishedPart | None:
+        """Return the groups of a minibatch; None if they are not known yet."""
+        return self._parts.get((step, part))
+
+    def add(self, part: FinishedPart) -> None:
+        """Store the groups of a minibatch; returns once they are durable."""
+        self._directory.append_line(OVERSAMPLED_NAME, json.dumps(asdict(part)))
+        self._parts[part.step, part.part] = part
+
+
+def _parse(row: Mapping[str, Any]) -> FinishedPart:
+    cancelled = row["cancelled"]
+    return FinishedPart(
+        row["step"], row["part"], tuple(row["groups"]), CancelledGroups(**cancelled) if cancelled else None
+    )
+
+
+class Oversampling:
+    """Minibatches of one step, from the groups that finish first.
+
+    The minibatches take groups one after another in the order in which the groups finish. Groups that failed do not
+    count, as long as other groups may take their place. After the last minibatch, the remaining groups are cancelled.
+
+    Attributes:
+        cancelled: groups that the step has cancelled, once its last minibatch is complete.
+        is_repeated: True if the groups were stored before, so that none was cancelled now.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        builders: Sequence[EnvGroupBuilder],
+        sizes: Sequence[int],
+        start: Callable[[Mapping[int, EnvGroupBuilder]], Sequence[RunningGroup]],
+        record: OversamplingRecord,
+    ) -> None:
+        """Prepare the minibatches; `begin` starts the groups.
+
+        Args:
+            builders: groups that the step may start.
+            sizes: groups of each minibatch.
+            start: starts groups by their index.
+        """
+        self._step, self._sizes, self._start, self._record = step, sizes, start, record
+        known = [record.get(step, part) for part in range(len(sizes))]
+        parts = [part for part in known if part is not None]
+        self.is_repeated = len(parts) == len(sizes)
+        stored = {index for part in parts for index in part.groups}
+        self._builders = {
+            index: builder for index, builder in enumerate(builders) if index in stored or not self.is_repeated
+        }
+        self.cancelled: CancelledGroups | None = None
+        self._running: dict[int, RunningGroup] = {}
+        self._finished: SimpleQueue[int] = SimpleQueue()
+        self._taken: set[int] = set()
+        self._started: Future[None] = Future()
+        self._is_complete = [Event() for _ in sizes]
+
+    def begin(self) -> None:
+        """Start the groups; `take` raises the error if this fails."""
+        try:
+            for index, running in zip(self._builders, self._start(self._builders), strict=True):
+                self._running[index] = running
+                running.pending.add_done_callback(lambda _, index=index: self._finished.put(index))
+        except BaseException as error:  # noqa: BLE001 - `take` raises it
+            self._started.set_exception(error)
+        else:
+            self._started.set_result(None)
+
+    def take(self, number: int) -> list[Group]:
+        """Wait for the groups of a minibatch; return them in the order of the data.
+
+        A minibatch that fails does not block the next one.
+
+        Raises:
+            ServiceError: the service failed to sample one of them.
+        """
+        try:
+            self._started.result()
+            if number:
+                self._is_complete[number - 1].wait()
+            known = self._record.get(self._step, number)
+            indices = known.groups if known else self._first(number)
+            groups = [self._running[index].pending.result() for index in indices]
+            self._taken.update(indices)
+            is_last = number == len(self._sizes) - 1
+            if known is None:
+                cancelled = self._cancel_others() if is_last else None
+                known = FinishedPart(self._step, number, tuple(indices), cancelled)
+                self._record.add(known)
+            if is_last:
+                self.cancelled = known.cancelled
+            return groups
+        finally:
+            self._is_complete[number].set()
+
+    def _first(self, number: int) -> list[int]:
+        """Wait until enough groups have finished, and leave the following minibatches as many as they need."""
+        num_available = len(self._running) - len(self._taken) - sum(self._sizes[number + 1 :])
+        indices, num_successful = list[int](), 0
+        while num_successful < self._sizes[number] and len(indices) < num_available:
+            index = self._finished.get()
+            if index not in self._taken:
+                indices.append(index)
+                num_successful += self._running[index].pending.result().trajectories is not None
+        return sorted(indices)
+
+    def _cancel_others(self) -> CancelledGroups:
+        others = [running for index, running in self._running.items() if index not in self._taken]
+        for running in others:
+            running.pending.cancel()
+            running.progress.cancel()
+        known = sum((running.progress.sampled for running in others), SampledTokens())
+        requests = [running.progress.open for running in others]
+        return CancelledGroups(
+            len(others),
+            known.num_prefill_tokens + sum(request.num_prompt_tokens for request in requests),
+            known.num_cached_tokens + sum(request.num_cached_tokens for request in requests),
+            known.num_sample_tokens,
+            sum(running.progress.num_completions for running in others),
+            sum(request.num_completions for request in requests),
+            sum(request.max_tokens for request in requests),
+        )
+
+
+def compute_oversampling_metrics(groups: Sequence[Group], cancelled: CancelledGroups) -> dict[str, float]:
+    """Compute the numbers of cancelled groups and of their tokens, and how much longer their completions may be.
+
+    `length_kept` is the mean length of the completions of groups that finished in time, in tokens. `length_all_max` is
+    the mean over all completions if each that the service had not returned would have reached its limit.
+    """
+    num_kept = sum(len(trajectory.transitions) for trajectory, _ in rollouts_of(groups))
+    num_tokens = count_tokens(groups).num_sample_tokens
+    all_tokens = num_tokens + cancelled.num_sample_tokens + cancelled.max_uncounted
+    num_all = num_kept + cancelled.num_completions + cancelled.num_open
+    return {
+        "oversampling/cancelled_groups": float(cancelled.num),
+        "oversampling/cancelled_tokens": float(cancelled.num_sample_tokens),
+        "oversampling/uncounted_tokens_max": float(cancelled.max_uncounted),
+        "oversampling/length_kept": num_tokens / max(num_kept, 1),
+        "oversampling/length_all_max": all_tokens / max(num_all, 1),
+    }
