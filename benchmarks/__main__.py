@@ -21,6 +21,7 @@ BENCHMARKS = {
     "sdk_terms": "eight waiting terms in a loop on the SDK, against the SDK's own custom loss",
     "estimators": "each estimator of scores, against the exact gradient of a toy's expected score and release 0.1",
     "kl_gradients": "bias and spread of the gradients of the KL terms, against the exact gradient on a toy",
+    "critic": "baselines of several turns, against the exact advantages and gradient of enumerated games (long)",
     "off_policy": "reward by correction and age of the sampler, against the base loss alone (long)",
     "refill": "reward with refilled groups at equal sampled tokens, against a batch that shrinks (long)",
     "shares": "each term's share of the gradient for 8, 32 and 128 rows, against release 0.1",
@@ -41,6 +42,7 @@ BENCHMARKS = {
 }
 LONG = {
     "balance",
+    "critic",
     "demo_control",
     "distill_vs_cookbook",
     "dpo_vs_cookbook",

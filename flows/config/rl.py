@@ -25,11 +25,12 @@ UNBOUNDED_CORRECTION = Correction(ratio="token", high=2.0, off_policy_above=0.05
 class AdvantageConfig(Config):
     """Estimator that turns rewards into advantages."""
 
-    estimator: Literal["group_mean", "leave_one_out", "discounted", "gae"] = Field(
+    estimator: Literal["group_mean", "leave_one_out", "per_turn", "discounted", "gae"] = Field(
         default="group_mean",
         title="Estimator",
         description="`group_mean`: total reward of a rollout minus the mean of its group, for each of its tokens. "
-        "`leave_one_out`: like `group_mean`, with the mean of the group's other rollouts. `discounted`: discounted "
+        "`leave_one_out`: like `group_mean`, with the mean of the group's other rollouts. `per_turn`: rewards from a "
+        "turn on minus the mean of the group's other rollouts from the same turn on. `discounted`: discounted "
         "return at each token minus the group's mean. `gae`: generalized advantage estimation with the mean of the "
         "group's other rollouts as critic.",
     )

@@ -17,7 +17,7 @@ class AdvantageSettings:
     """Settings of advantages.
 
     Attributes:
-        estimator: `group_mean`, `leave_one_out`, `discounted` or `gae`.
+        estimator: `group_mean`, `leave_one_out`, `per_turn`, `discounted` or `gae`.
         scale: divide advantages by the group's standard deviation; for `group_mean`.
         discount: discount per token; for `discounted` and `gae`.
         decay: lambda of `gae`.
@@ -58,6 +58,8 @@ def compute_token_advantages(groups: Sequence[TrajectoryGroup], settings: Advant
 
     - `group_mean`: total reward minus the group's mean, the same for all tokens of a member;
     - `leave_one_out`: total reward minus the mean of the other members;
+    - `per_turn`: return from the token's turn on minus the mean return of the other members from the same turn on; the
+      return of members that have ended is 0;
     - `discounted`: discounted return of the token minus the group's mean of the returns of first tokens;
     - `gae`: generalized advantage estimation with the values above.
     """
@@ -80,11 +82,33 @@ def compute_token_advantages(groups: Sequence[TrajectoryGroup], settings: Advant
             first_D = torch.where(lengths > 0, returns_T[offsets_D[:-1].clamp(max=len(returns_T) - 1)], 0.0)
             mean_D = first_D - centre_by_group(first_D, group_D)
             advantages_T = returns_T - mean_D.repeat_interleave(lengths)
+        case "per_turn":
+            advantages_T = _compare_turns(members, group_D)
         case "leave_one_out":
             advantages_T = leave_one_out(totals_D, group_D).repeat_interleave(lengths)
         case _:
             advantages_T = centre_by_group(totals_D, group_D, scale=settings.scale).repeat_interleave(lengths)
     return TokenAdvantages(advantages_T, values_T, returns_T)
+
+
+def _compare_turns(members: Sequence[tuple[Trajectory, float]], group_D: Tensor) -> Tensor:
+    """Return from the turn of each token on, minus the mean of the other members of its group."""
+    num_turns = max(len(trajectory.transitions) for trajectory, _ in members)
+    rewards_DT = torch.zeros(len(members), num_turns)
+    for row, (trajectory, final) in enumerate(members):
+        for index, turn in enumerate(trajectory.transitions):
+            rewards_DT[row, index] = turn.reward
+        rewards_DT[row, max(len(trajectory.transitions) - 1, 0)] += final
+    returns_DT = rewards_DT.flip(1).cumsum(1).flip(1)
+    advantages_DT = torch.stack([leave_one_out(returns_D, group_D) for returns_D in returns_DT.T], 1)
+    places = [
+        (row, index)
+        for row, (trajectory, _) in enumerate(members)
+        for index, turn in enumerate(trajectory.transitions)
+        for _ in turn.ac.tokens
+    ]
+    rows, turns = torch.tensor(places, dtype=torch.int64).view(-1, 2).T
+    return advantages_DT[rows, turns]
 
 
 def _members(group: TrajectoryGroup) -> list[tuple[Trajectory, float]]:

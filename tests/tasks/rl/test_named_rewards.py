@@ -111,7 +111,7 @@ def test_decoupled_is_gdpo() -> None:
 
 def test_the_total_alone_changes_nothing() -> None:
     mix = RewardWeights({"total": 1.0}, "sum")
-    for estimator in ("group_mean", "leave_one_out", "discounted", "gae"):
+    for estimator in ("group_mean", "leave_one_out", "per_turn", "discounted", "gae"):
         settings = AdvantageSettings(estimator=estimator)
         mixed, plain = combine_advantages(groups(), settings, mix), compute_token_advantages(groups(), settings)
         for field in ("advantages_T", "values_T", "returns_T"):

@@ -47,6 +47,8 @@ def compute(**settings: float | str) -> TokenAdvantages:
     [
         ({"estimator": "group_mean"}, [1, 1, 1, -1, 0, 0]),
         ({"estimator": "leave_one_out"}, [2, 2, 2, -2, 0, 0]),
+        # Returns 3 and 2 of the two turns, and 1 of the other member, which has no second turn.
+        ({"estimator": "per_turn"}, [2, 2, 2, -2, 0, 0]),
         # Returns 3, 3, 2 of rewards 0, 1, 2; the mean at the first token is 2.
         ({"estimator": "discounted"}, [1, 1, 0, -1, 0, 0]),
         # Returns 1, 2, 2 and 1 in the first group, 2.5 and 5 in the second; the means at the first token are 1 and 2.5.

@@ -1,0 +1,410 @@
+"""Baselines of several turns: group means, a ridge regression on the history, and the exact values.
+
+The tiny model plays games of three turns on the engine. The first token of a turn chooses one of three classes, and the
+prompt of the next turn names the classes chosen so far, so that all games can be enumerated: the engine returns the
+model's probability of every token after every history. Values, advantages and the gradient of the expected reward by
+the logits of the classes are exact.
+
+For the policies before, during and after training, the first table has the error of the advantages and the spread and
+bias of the gradient by baseline. The second has the exact reward after training with each baseline on equally many
+sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from itertools import product
+from statistics import fmean, stdev
+
+import tinker
+import torch
+from rich.table import Table
+from tinker import types
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.scratch import KEY, bench_engine, scratch_home
+from blocks.home import home
+from engine.models import resolve_model
+from objectives.advantages import centre_by_group, compute_gae, discounted_returns, leave_one_out
+
+NUM_PROBLEMS, NUM_TURNS, NUM_CLASSES, GROUP_SIZE = 4, 3, 3, 8
+SEEDS = (0, 1, 2)
+# Earlier steps on which the critic is fitted, and its penalty.
+WINDOW, PENALTY = 4, 1.0
+CODES = torch.randint(NUM_CLASSES, (NUM_PROBLEMS, NUM_TURNS), generator=torch.Generator().manual_seed(0))
+REWARDS = ("each turn", "all turns")
+HISTORIES = [history for length in range(NUM_TURNS) for history in product(range(NUM_CLASSES), repeat=length)]
+INDEX = {history: index for index, history in enumerate(HISTORIES)}
+
+
+@dataclass(frozen=True, slots=True)
+class Games:
+    """Played games.
+
+    Attributes:
+        problems_D: problem of each game, ``(D,)``.
+        classes_DT: chosen classes, ``(D, T)``.
+        rewards_DT: reward of each turn.
+        groups_D: group of each game.
+    """
+
+    problems_D: Tensor
+    classes_DT: Tensor
+    rewards_DT: Tensor
+    groups_D: Tensor
+
+    @property
+    def histories_DT(self) -> Tensor:
+        """Index of the history before each turn."""
+        index_DT = torch.zeros_like(self.classes_DT)
+        first, code_D = 0, torch.zeros_like(self.problems_D)
+        for turn in range(NUM_TURNS):
+            index_DT[:, turn] = first + code_D
+            first += NUM_CLASSES**turn
+            code_D = code_D * NUM_CLASSES + self.classes_DT[:, turn]
+        return index_DT
+
+
+def rewards_of(problems_D: Tensor, classes_DT: Tensor, kind: str) -> Tensor:
+    """Reward of each turn: a third for each right class, or 1 after the last turn if all are right."""
+    is_right_DT = (classes_DT == CODES[problems_D]).float()
+    if kind == "each turn":
+        return is_right_DT / NUM_TURNS
+    rewards_DT = torch.zeros_like(is_right_DT)
+    rewards_DT[:, -1] = is_right_DT.prod(1)
+    return rewards_DT
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """Exact figures of a policy.
+
+    Attributes:
+        probabilities_PHA: probability of each class after each history of a problem, float64.
+        values_PH: expected return after each history.
+        advantages_PHA: advantage of each class.
+        gradient_PHA: gradient of the mean expected reward by the logits of the classes.
+    """
+
+    probabilities_PHA: Tensor
+    values_PH: Tensor
+    advantages_PHA: Tensor
+    gradient_PHA: Tensor
+
+    @property
+    def reward(self) -> float:
+        """Mean expected reward."""
+        return float(self.values_PH[:, 0].mean())
+
+
+def enumerate_games(probabilities_PHA: Tensor, kind: str) -> Truth:
+    """Compute the exact figures of a policy by a sum over all games."""
+    games = torch.tensor(list(product(range(NUM_CLASSES), repeat=NUM_TURNS)))
+    num_histories = len(HISTORIES)
+    q_PHA = torch.zeros(NUM_PROBLEMS, num_histories, NUM_CLASSES, dtype=torch.float64)
+    reached_PHA = torch.zeros_like(q_PHA)
+    for problem in range(NUM_PROBLEMS):
+        played = Games(torch.full((len(games),), problem), games, torch.empty(0), torch.empty(0))
+        chances_DT = probabilities_PHA[problem][played.histories_DT, games]
+        rewards_DT = rewards_of(played.problems_D, games, kind).double()
+        for turn in range(NUM_TURNS):
+            to_go_D = rewards_DT[:, turn:].sum(1)
+            later_D = chances_DT[:, turn + 1 :].prod(1)
+            place = (played.histories_DT[:, turn], games[:, turn])
+            q_PHA[problem].index_put_(place, later_D * to_go_D, accumulate=True)
+            reached_PHA[problem].index_put_(place, chances_DT.prod(1), accumulate=True)
+    values_PH = (probabilities_PHA * q_PHA).sum(2)
+    advantages_PHA = q_PHA - values_PH[:, :, None]
+    # The score of a class is its one-hot vector minus the probabilities, whose mean advantage is 0.
+    return Truth(probabilities_PHA, values_PH, advantages_PHA, reached_PHA * advantages_PHA / NUM_PROBLEMS)
+
+
+def play(truth: Truth, kind: str, num_groups: int, generator: torch.Generator) -> Games:
+    """Draw groups of games from the probabilities; the problems take turns."""
+    groups_D = torch.arange(num_groups).repeat_interleave(GROUP_SIZE)
+    problems_D = groups_D % NUM_PROBLEMS
+    classes_DT = torch.zeros(len(groups_D), NUM_TURNS, dtype=torch.int64)
+    for turn in range(NUM_TURNS):
+        histories_D = Games(problems_D, classes_DT, torch.empty(0), groups_D).histories_DT[:, turn]
+        chances_DA = truth.probabilities_PHA[problems_D, histories_D]
+        classes_DT[:, turn] = chances_DA.multinomial(1, generator=generator)[:, 0]
+    return Games(problems_D, classes_DT, rewards_of(problems_D, classes_DT, kind), groups_D)
+
+
+class Ridge:
+    """Ridge regression of the return after a history on its problem, its turn and, per problem, its classes."""
+
+    def __init__(self, games: Sequence[Games]) -> None:
+        width = NUM_PROBLEMS * NUM_TURNS * (1 + NUM_CLASSES)
+        self._weights = torch.zeros(width, dtype=torch.float64)
+        if games:
+            inputs = torch.cat([_features(part).flatten(0, 1) for part in games])
+            targets = torch.cat([_returns(part).flatten() for part in games]).double()
+            gram = inputs.T @ inputs + PENALTY * torch.eye(width, dtype=torch.float64)
+            self._weights = torch.linalg.solve(gram, inputs.T @ targets)
+
+    def values(self, games: Games) -> Tensor:
+        """Estimated return before each turn, ``(D, T)``."""
+        return (_features(games) @ self._weights).float()
+
+
+def _features(games: Games) -> Tensor:
+    """One-hot features of the history before each turn, ``(D, T, F)``."""
+    num_games = len(games.problems_D)
+    features = torch.zeros(num_games, NUM_TURNS, NUM_PROBLEMS, NUM_TURNS, 1 + NUM_CLASSES, dtype=torch.float64)
+    rows = torch.arange(num_games)
+    for turn in range(NUM_TURNS):
+        features[rows, turn, games.problems_D, turn, 0] = 1.0
+        for earlier in range(turn):
+            features[rows, turn, games.problems_D, earlier, 1 + games.classes_DT[:, earlier]] = 1.0
+    return features.flatten(2)
+
+
+def _returns(games: Games) -> Tensor:
+    return games.rewards_DT.flip(1).cumsum(1).flip(1)
+
+
+def _gae(games: Games, values_DT: Tensor, decay: float) -> Tensor:
+    num_games = len(games.problems_D)
+    mask, offsets = torch.ones(num_games * NUM_TURNS, dtype=torch.bool), NUM_TURNS * torch.arange(num_games + 1)
+    advantages = compute_gae(games.rewards_DT.flatten(), values_DT.flatten(), mask, offsets, decay=decay)
+    return advantages.view(num_games, NUM_TURNS)
+
+
+def _group_values(games: Games) -> Tensor:
+    """Mean total reward of the other games of the group, for all turns."""
+    totals_D = games.rewards_DT.sum(1)
+    return (totals_D - leave_one_out(totals_D, games.groups_D))[:, None].expand(-1, NUM_TURNS)
+
+
+def _discounted(games: Games) -> Tensor:
+    """Return from each turn on minus the mean return of the group, the estimator `discounted` of `flows.rl`."""
+    num_games = len(games.problems_D)
+    mask, offsets = torch.ones(num_games * NUM_TURNS, dtype=torch.bool), NUM_TURNS * torch.arange(num_games + 1)
+    returns_DT = discounted_returns(games.rewards_DT.flatten(), mask, offsets).view(num_games, NUM_TURNS)
+    totals_D = returns_DT[:, 0]
+    return returns_DT - (totals_D - centre_by_group(totals_D, games.groups_D))[:, None]
+
+
+def _per_turn(games: Games) -> Tensor:
+    """Return from each turn on minus the mean of the other games of the group at the same turn."""
+    return torch.stack([leave_one_out(column_D, games.groups_D) for column_D in _returns(games).T], 1)
+
+
+# Advantages of games, from the games of the preceding steps and the exact figures of the policy.
+Estimator = Callable[[Games, Sequence[Games], Truth | None], Tensor]
+
+
+def _ridge(decay: float) -> Estimator:
+    return lambda games, window, truth: _gae(games, Ridge(window).values(games), decay)
+
+
+def _exact(decay: float) -> Estimator:
+    def estimate(games: Games, window: Sequence[Games], truth: Truth | None) -> Tensor:
+        assert truth is not None
+        return _gae(games, truth.values_PH[games.problems_D[:, None], games.histories_DT].float(), decay)
+
+    return estimate
+
+
+def _every_turn(advantages_D: Tensor) -> Tensor:
+    return advantages_D[:, None].expand(-1, NUM_TURNS)
+
+
+ESTIMATORS: Mapping[str, Estimator] = {
+    "group_mean": lambda games, *_: _every_turn(centre_by_group(games.rewards_DT.sum(1), games.groups_D)),
+    "leave_one_out": lambda games, *_: _every_turn(leave_one_out(games.rewards_DT.sum(1), games.groups_D)),
+    "per_turn": lambda games, *_: _per_turn(games),
+    "discounted": lambda games, *_: _discounted(games),
+    "gae, decay 0.95": lambda games, *_: _gae(games, _group_values(games), 0.95),
+    "ridge critic, decay 1": _ridge(1.0),
+    "ridge critic, decay 0.95": _ridge(0.95),
+    "exact critic, decay 1": _exact(1.0),
+    "exact critic, decay 0.95": _exact(0.95),
+}
+TRAINED = ("leave_one_out", "per_turn", "ridge critic, decay 0.95")
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Quality of an estimator for a policy.
+
+    Attributes:
+        error: root mean square error of the advantages over the root mean square of the exact ones.
+        cosine: cosine of the mean gradient to the exact one.
+        ratio: norm of the mean gradient over that of the exact one.
+        spread: root mean square distance of the gradient of a step from its mean, over the norm of the exact one.
+    """
+
+    error: float
+    cosine: float
+    ratio: float
+    spread: float
+
+
+def judge(estimator: Estimator, truth: Truth, kind: str, num_steps: int, seed: int) -> Quality:
+    """Measure an estimator on steps of one group per problem; the critic knows the preceding steps."""
+    generator = torch.Generator().manual_seed(seed)
+    window = [play(truth, kind, NUM_PROBLEMS, generator) for _ in range(WINDOW)]
+    gradients, errors, squares = list[Tensor](), 0.0, 0.0
+    for _ in range(num_steps):
+        games = play(truth, kind, NUM_PROBLEMS, generator)
+        advantages_DT = estimator(games, window, truth).double()
+        place = (games.problems_D[:, None].expand(-1, NUM_TURNS), games.histories_DT, games.classes_DT)
+        exact_DT = truth.advantages_PHA[place]
+        errors += float((advantages_DT - exact_DT).square().sum())
+        squares += float(exact_DT.square().sum())
+        gradient_PHA = torch.zeros_like(truth.gradient_PHA)
+        gradient_PHA.index_put_(place, advantages_DT, accumulate=True)
+        scores_DTA = advantages_DT[:, :, None] * truth.probabilities_PHA[place[0], place[1]]
+        gradient_PHA.index_put_(place[:2], -scores_DTA, accumulate=True)
+        gradients.append(gradient_PHA.flatten() / len(games.problems_D))
+        window = [*window[1:], games]
+    by_step, exact = torch.stack(gradients), truth.gradient_PHA.flatten()
+    mean, norm = by_step.mean(0), exact.norm()
+    return Quality(
+        (errors / squares) ** 0.5,
+        float(mean @ exact / mean.norm() / norm),
+        float(mean.norm() / norm),
+        float((by_step - mean).square().sum(1).mean().sqrt() / norm),
+    )
+
+
+class Player:
+    """The tiny model on the engine, and its training with one baseline."""
+
+    def __init__(self, session: tinker.ServiceClient, kind: str, seed: int) -> None:
+        self._kind, self._seed, self._step = kind, seed, 0
+        self._client = session.create_lora_training_client("tiny", rank=8, seed=seed).result()
+        self._sampler = self._client.save_weights_and_get_sampling_client().result()
+
+    def truth(self) -> Truth:
+        """Enumerate the games of the current weights."""
+        pending = [
+            [
+                self._sampler.sample(
+                    types.ModelInput.from_ints([*_prompt(problem, history), 0]),
+                    1,
+                    types.SamplingParams(max_tokens=1),
+                    include_prompt_logprobs=True,
+                    topk_prompt_logprobs=264,
+                )
+                for history in HISTORIES
+            ]
+            for problem in range(NUM_PROBLEMS)
+        ]
+        probabilities_PHA = torch.zeros(NUM_PROBLEMS, len(HISTORIES), NUM_CLASSES, dtype=torch.float64)
+        for problem, requests in enumerate(pending):
+            for index, request in enumerate(requests):
+                rows = request.result().topk_prompt_logprobs
+                assert rows is not None
+                last = rows[-1]
+                assert last is not None
+                tokens, logprobs = zip(*last, strict=True)
+                classes = torch.tensor(tokens) % NUM_CLASSES
+                chances = torch.tensor(logprobs, dtype=torch.float64).exp()
+                probabilities_PHA[problem, index].index_add_(0, classes, chances)
+        sums = probabilities_PHA.sum(2)
+        assert torch.allclose(sums, torch.ones_like(sums), atol=1e-3), "the engine returned all tokens"
+        return enumerate_games(probabilities_PHA / sums[:, :, None], self._kind)
+
+    def train(self, estimator: Estimator, num_steps: int, window: list[Games], learning_rate: float) -> None:
+        """Train on steps of one group per problem; `window` has the games of the last steps."""
+        for _ in range(num_steps):
+            games, tokens_DT, logprobs_DT = self._play()
+            advantages_DT = estimator(games, window, None)
+            data = [
+                _datum(_prompt(int(games.problems_D[row]), tuple(games.classes_DT[row, :turn].tolist())), *values)
+                for row in range(len(games.problems_D))
+                for turn in range(NUM_TURNS)
+                for values in [(tokens_DT[row][turn], logprobs_DT[row][turn], float(advantages_DT[row, turn]))]
+            ]
+            self._client.forward_backward(data, "importance_sampling")
+            self._client.optim_step(types.AdamParams(learning_rate=learning_rate)).result()
+            self._sampler = self._client.save_weights_and_get_sampling_client().result()
+            window[:] = [*window[-WINDOW + 1 :], games]
+            self._step += 1
+
+    def _play(self) -> tuple[Games, list[list[int]], list[list[float]]]:
+        """Play one group per problem on the engine."""
+        groups_D = torch.arange(NUM_PROBLEMS).repeat_interleave(GROUP_SIZE)
+        classes_DT = torch.zeros(len(groups_D), NUM_TURNS, dtype=torch.int64)
+        tokens_DT, logprobs_DT = [list[int]() for _ in groups_D], [list[float]() for _ in groups_D]
+        for turn in range(NUM_TURNS):
+            pending = [
+                self._sampler.sample(
+                    types.ModelInput.from_ints(_prompt(int(problem), tuple(classes_DT[row, :turn].tolist()))),
+                    1,
+                    types.SamplingParams(max_tokens=1, seed=hash((self._seed, self._step, turn, row)) % 2**30),
+                )
+                for row, problem in enumerate(groups_D)
+            ]
+            for row, request in enumerate(pending):
+                (sequence,) = request.result().sequences
+                assert sequence.logprobs is not None
+                tokens_DT[row].append(sequence.tokens[0])
+                logprobs_DT[row].append(sequence.logprobs[0])
+                classes_DT[row, turn] = sequence.tokens[0] % NUM_CLASSES
+        rewards_DT = rewards_of(groups_D, classes_DT, self._kind)
+        return Games(groups_D, classes_DT, rewards_DT, groups_D), tokens_DT, logprobs_DT
+
+
+def _prompt(problem: int, history: tuple[int, ...]) -> list[int]:
+    return list(f"Q{problem}:{''.join(map(str, history))}".encode())
+
+
+def _datum(prompt: list[int], token: int, logprob: float, advantage: float) -> tinker.Datum:
+    untrained = [0.0] * (len(prompt) - 1)
+    inputs = {
+        "target_tokens": torch.tensor([*prompt[1:], token]),
+        "logprobs": torch.tensor([*untrained, logprob]),
+        "advantages": torch.tensor([*untrained, advantage]),
+    }
+    tensors = {name: types.TensorData.from_torch(tensor) for name, tensor in inputs.items()}
+    return tinker.Datum(model_input=types.ModelInput.from_ints(prompt), loss_fn_inputs=tensors)
+
+
+def measure(*, num_steps: int = 20, num_judged: int = 300, learning_rate: float = 1e-2) -> Table:
+    """Return the quality of each baseline, and the reward that it leads to.
+
+    Args:
+        num_steps: updates of each training run.
+        num_judged: steps from which the quality is measured, per seed and policy.
+    """
+    num_tokens = num_steps * NUM_PROBLEMS * GROUP_SIZE * NUM_TURNS
+    table = Table(title=f"Baselines of games of {NUM_TURNS} turns, mean of {len(SEEDS)} seeds", title_justify="left")
+    for column in ("reward for", "policy", "baseline"):
+        table.add_column(column)
+    for column in ("error", "cosine", "ratio of norms", "spread", f"reward after {num_tokens:,} tokens"):
+        table.add_column(column, justify="right")
+    with scratch_home() as folder:
+        model = str(resolve_model("tiny", home() / "cache"))
+        with bench_engine(folder, model) as url, tinker.ServiceClient(base_url=url, api_key=KEY) as session:
+            for kind in REWARDS:
+                _add_rows(table, session, kind, num_steps, num_judged, learning_rate)
+    return table
+
+
+def _add_rows(
+    table: Table, session: tinker.ServiceClient, kind: str, num_steps: int, num_judged: int, rate: float
+) -> None:
+    truths: dict[str, list[Truth]] = {"untrained": [], "half trained": []}
+    rewards: dict[str, list[float]] = {name: [] for name in TRAINED}
+    for name, seed in tqdm(list(product(TRAINED, SEEDS)), desc=f"critic: reward for {kind}"):
+        player, window = Player(session, kind, seed), list[Games]()
+        for policy in truths:
+            if name == TRAINED[0]:
+                truths[policy].append(player.truth())
+            player.train(ESTIMATORS[name], num_steps // 2, window, rate)
+        rewards[name].append(player.truth().reward)
+    for policy, of_policy in truths.items():
+        for name, estimator in ESTIMATORS.items():
+            pairs = zip(SEEDS, of_policy, strict=True)
+            qualities = [judge(estimator, truth, kind, num_judged, seed) for seed, truth in pairs]
+            figures = [f"{fmean(column):.2f}" for column in zip(*map(astuple, qualities), strict=True)]
+            reached = rewards.get(name, []) if policy == "half trained" else []
+            reward = f"{fmean(reached):.3f} ± {stdev(reached):.3f}" if reached else ""
+            before = f"{policy} ({fmean(truth.reward for truth in of_policy):.2f})"
+            table.add_row(kind, before, name, *figures, reward)
