@@ -150,6 +150,7 @@ def _on_policy(run: Run, config: SamplingConfig, datasets: Sequence[GroupsConfig
     source = OnPolicySource(mixture, teachers, tokenizer, settings, targets, sync)
     source.hindsight = hindsight
     source.measures_post_kl = config.compute_post_kl
+    source.scores_ends = config.prompt_logprobs_last_n == "auto"
     return source, held_out
 
 

@@ -82,6 +82,7 @@ def rl(config: RlConfig) -> TrainResult:
                 source.health = HealthWatch(_health_limits(config, config.health)) if config.health else None
                 _note_correction(config, run, objective)
                 source.measures_post_kl = config.compute_post_kl
+                source.scores_ends = config.prompt_logprobs_last_n == "auto"
                 if config.rollout.oversampling_factor > 1:
                     source.oversampling = OversamplingRecord(run.directory)
                 source.rewards = config.named_rewards()

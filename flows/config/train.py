@@ -158,9 +158,9 @@ class TrainConfig(RunConfig):
     prompt_logprobs_last_n: Literal["auto", "off"] = Field(
         default="auto",
         title="Score the end of sequences",
-        description="Use the SDK's option of this name, with which reference and teachers score a sequence only from "
-        "its first trained token on, so that the service can take the prompt from its prefix cache. `auto`: unless the "
-        "service does not know the option, which is a warning. `off`: score whole sequences.",
+        description="Use the SDK's option of this name, with which reference, teachers and `compute_post_kl` score a "
+        "sequence only from its first trained token on, so that the service can take the prompt from its prefix "
+        "cache. `auto`: unless the service does not know the option, which is a warning. `off`: score whole sequences.",
     )
     lora_rank: int = Field(default=32, ge=1, le=4096, title="LoRA rank", description="Rank of the trained adapter.")
     train_attn: bool = Field(

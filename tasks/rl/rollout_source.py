@@ -29,6 +29,7 @@ from objectives.losses.policy.correction import Correction
 from objectives.targets import TargetSpec
 from objectives.term import BASE
 from tasks.common.builders import NO_RESOURCES, build
+from tasks.common.prompt_scores import supports_last_n
 from tasks.common.sampling import wait_for_snapshot
 from tasks.common.task import Pending, call, opaque_argument, retried_task, step_task
 from tasks.rl.advantages import AdvantageSettings
@@ -138,6 +139,7 @@ class RolloutSource(BatchSource):
         correction: correction of the base loss, for its metrics; None for none.
         show: callback that gets the step and its transcript after the step, or None.
         measures_post_kl: score the sampled tokens again after the update of their step.
+        scores_ends: request these scores from the first sampled token on, if the service can.
         oversampling: stored groups of the run; None without over-sampling.
     """
 
@@ -148,6 +150,7 @@ class RolloutSource(BatchSource):
     correction: Correction | None = None
     show: Callable[[int, Transcript], None] | None = None
     measures_post_kl: bool = False
+    scores_ends: bool = False
     oversampling: OversamplingRecord | None = None
 
     def __init__(
@@ -177,6 +180,7 @@ class RolloutSource(BatchSource):
         self._oversampled: dict[int, Oversampling] = {}
         self._sampled = SampledTokens()
         self._is_checked = False
+        self._has_scored = False
         self._first_step = 0
         self._warnings: dict[str, str] = {}
         # True once a rollout has taken several turns.
@@ -434,9 +438,25 @@ class RolloutSource(BatchSource):
             for minibatch in trained
         ]
         sequences = [sequence for part in sequences_M for sequence in part]
-        logprobs = iter(call(score_again, wait_for_snapshot(snapshot), opaque_argument(sequences)))
+        sampler = wait_for_snapshot(snapshot)
+        firsts = None
+        if self._can_score_ends(sampler):
+            masks_M = [unpack(minibatch.batch.mask_DT, minibatch.batch.offsets_D) for minibatch in trained]
+            firsts = [int(mask_T.int().argmax()) for masks_D in masks_M for mask_T in masks_D]
+        logprobs = iter(call(score_again, sampler, opaque_argument(sequences), opaque_argument(firsts)))
         self._sampled += scored_tokens(sum(sequence.length - 1 for sequence in sequences), len(sequences))
         return compute_post_kl(trained, [torch.cat([next(logprobs) for _ in part]) for part in sequences_M])
+
+    def _can_score_ends(self, sampler: tinker.SamplingClient) -> bool:
+        """Check with the first call whether the service scores the ends of sequences; warn if it does not."""
+        if self.scores_ends and not self._has_scored and not supports_last_n(sampler):
+            self.scores_ends = False
+            self._warnings["prompt_logprobs_last_n"] = (
+                "The service does not know prompt_logprobs_last_n, so compute_post_kl scores whole sequences: set "
+                "prompt_logprobs_last_n to off, or update the service."
+            )
+        self._has_scored = True
+        return self.scores_ends
 
     def take_sampled(self) -> SampledTokens:
         sampled, self._sampled = self._sampled, SampledTokens()
@@ -573,13 +593,18 @@ def check_errors(groups: Sequence[Group], distribution: SamplingDistribution) ->
 
 
 @retried_task(name="post_kl")
-def score_again(sampler: tinker.SamplingClient, sequences: Sequence[tinker.ModelInput]) -> list[Tensor]:
+def score_again(
+    sampler: tinker.SamplingClient, sequences: Sequence[tinker.ModelInput], firsts: Sequence[int] | None
+) -> list[Tensor]:
     """Return the logprobs of all tokens but the first of each sequence under the weights after an update.
+
+    Args:
+        firsts: see `score_sequences`; earlier logprobs are NaN.
 
     Raises:
         ServiceError: the service failed.
     """
-    return score_sequences(sampler, sequences, "score the samples after the update")
+    return score_sequences(sampler, sequences, "score the samples after the update", firsts)
 
 
 @step_task(name="batch")

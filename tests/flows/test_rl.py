@@ -267,6 +267,13 @@ def test_post_kl_is_that_of_the_saved_weights(
         return count_tokens(groups)
 
     monkeypatch.setattr(rollout_source, "count_tokens", record)
+    score, firsts = rollout_source.score_sequences, list[int]()
+
+    def score_ends(sampler: Any, sequences: Any, action: str, first_logprobs: Any) -> Any:
+        firsts.extend(first_logprobs)
+        return score(sampler, sequences, action, first_logprobs)
+
+    monkeypatch.setattr(rollout_source, "score_sequences", score_ends)
     name = f"post-{schedule.get('mode', 'sync')}"
     changed = {"run_name": name, "num_steps": 2, "checkpoint_every": 1, "eval_every": 0, "compute_post_kl": True}
     changed |= {"schedule": schedule, "objective": {"base_loss": "importance_sampling"}, "learning_rate": 0.1}
@@ -289,6 +296,8 @@ def test_post_kl_is_that_of_the_saved_weights(
         assert curve(result, "kl_pre_post_v1")[step] == pytest.approx(v1, abs=1e-4)
         assert curve(result, "kl_pre_post_v2")[step] == pytest.approx(v2, abs=1e-4)
         assert v2 > 1e-4
+    expected = [turn.ob.length - 1 for turns in sampled for turn in turns]
+    assert sorted(firsts) == sorted(expected), "the prompts are not scored"
     num_prompt = sum(turn.ob.length for turns in sampled for turn in turns)
     assert result.metrics["cost/num_prefill_tokens"] >= num_prompt + num_scored
     if schedule.get("mode") != "async":
