@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -48,10 +48,13 @@ class Game(Env):
 
 @dataclass(frozen=True)
 class Games(EnvGroupBuilder):
+    """Group of two members; the second may end early."""
+
     num_turns: int
+    num_turns_of_second: int | None = None
 
     async def make_envs(self) -> Sequence[Env]:
-        return [Game(self.num_turns, reward) for reward in (1.0, 0.0)]
+        return [Game(self.num_turns, 1.0), Game(self.num_turns_of_second or self.num_turns, 0.0)]
 
 
 @dataclass
@@ -123,6 +126,36 @@ def test_a_member_goes_on_while_another_still_samples_its_first_turn(client: tin
         again = take(source, 1, resumed)
     assert resumed.first_turns == [1, 1]
     assert again.target_tokens_DT.tolist() == batch.target_tokens_DT.tolist()
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+@pytest.mark.parametrize("mask_truncated", [False, True])
+def test_episodes_that_end_early_and_masked_ones_resume(
+    client: tinker.SamplingClient, num_minibatches: int, mask_truncated: bool
+) -> None:
+    """Members of one and of three turns, in the modes `sync` and `stream`, with and without masks."""
+    settings = replace(SETTINGS, mask_truncated=mask_truncated)
+    minibatches = MinibatchSettings(groups_per_batch=2, num_minibatches=num_minibatches)
+
+    def run(steps: range, state: dict[str, Any]) -> tuple[list[list[list[int]]], list[dict[str, Any]]]:
+        dataset = Groups([Games(3, 1), Games(1, 3)] * 4, 2)
+        with closing(RolloutSource(dataset, None, cast(Any, Decoder()), settings, minibatches)) as source:
+            source.begin(steps.start, 4, state)
+            batches, states = list[list[list[int]]](), list[dict[str, Any]]()
+            for step in steps:
+                states.append(source.state(step))
+                loaded = [pending.result() for pending in source.load(step, cast(Any, OrderedSampler(client)))]
+                batches.append([batch.target_tokens_DT.tolist() for batch in loaded])
+                trained = [TrainedBatch(batch, cast(Any, batch.sampling_logprobs_DT)) for batch in loaded]
+                metrics = source.metrics(step, trained, {"loss/base": 0.0})
+                assert metrics["env/all/turns_per_episode"] == 2
+                # The untrained model never ends a turn within four tokens, so that all rollouts are truncated.
+                assert metrics.get("rollout/masked") == (1.0 if mask_truncated else None)
+            return batches, states
+
+    batches, states = run(range(3), {})
+    assert len(batches[0]) == num_minibatches
+    assert run(range(1, 3), states[1])[0] == batches[1:]
 
 
 def test_members_with_one_turn_share_requests(client: tinker.SamplingClient) -> None:
