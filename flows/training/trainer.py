@@ -121,11 +121,15 @@ class PreparedBatch:
 
 @dataclass(frozen=True, slots=True)
 class SentBatch:
-    """Batch whose gradient is requested, and its linearized objective if a separate forward pass computed it."""
+    """Batch whose gradient is requested, and its linearized objective if a separate forward pass computed it.
+
+    A batch that teaches nothing is only scored: its `update` is a forward pass.
+    """
 
     prepared: PreparedBatch
     update: PendingUpdate
     linearized: Linearized | None
+    is_only_scored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,8 +447,13 @@ class Trainer:
                 self._record_saves()
             if step not in self.guard.skipped_steps:
                 is_last = number % num_per_update == 0
-                update = self._send_batch(minibatch, linearized, is_last=is_last)
-                batches.append(SentBatch(minibatch, update, linearized))
+                # Without a gradient, an optimizer step would still move the weights by its momentum.
+                is_only_scored = not (self.source.teaches(step) or self.objective.due(step))
+                if is_only_scored:
+                    update = PendingUpdate(self._enqueue_forward(minibatch.batch.result()), None)
+                else:
+                    update = self._send_batch(minibatch, linearized, is_last=is_last)
+                batches.append(SentBatch(minibatch, update, linearized, is_only_scored))
                 self.cadence.num_tokens += minibatch.batch.result().num_tokens if minibatch.supervised is None else 0
         after: list[PendingOutput] = []
         if self.objective.measures_effects(step):
@@ -552,6 +561,8 @@ class Trainer:
     def _measure(self, sent: SentBatch, outputs: Outputs) -> Linearized:
         """Linearize a step that took one pass, for its metrics; check that the service trained on the same loss."""
         linearized = self._evaluate_terms(sent.prepared, outputs)
+        if sent.is_only_scored:
+            return linearized
         loss = sent.update.forward_backward.result().metrics["loss:sum"]
         check_trained(sent.prepared.at.step, loss, linearized)
         return linearized

@@ -39,7 +39,7 @@ from tasks.training.teacher import Teacher, TeacherRequest, compute_top_k, repla
 
 logger = logging.getLogger(__name__)
 
-# Factor of soft targets that teach nothing: a batch needs a token of non-zero weight.
+# Factor of soft targets that teach nothing. They are only scored, but a batch needs a token of non-zero weight.
 _NO_SIGNAL = 1e-20
 
 
@@ -133,6 +133,7 @@ class OnPolicySource(RolloutSource):
         self._gaps: dict[int, Tensor] = {}
         self._ages: dict[int, int] = {}
         self._soft: dict[int, tuple[Batch, OnPolicyTopK]] = {}
+        self._untaught: set[int] = set()  # steps without a context, whose soft targets teach nothing
 
     def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
         super().begin(step, num_steps, state)
@@ -252,7 +253,8 @@ class OnPolicySource(RolloutSource):
 
     def _gather_top_k(self, step: int, taught: TaughtBatch) -> Batch:
         batch = taught.batch
-        has_targets = any(taught.datums_D)
+        if not any(taught.datums_D):
+            self._untaught.add(step)
         datums_D = [ours or own for ours, own in zip(taught.datums_D, batch.datums, strict=True)]
         requests = [request for request in self._requests(batch, datums_D) if request]
         tops_D = call(compute_top_k, opaque_argument(requests), self._targets.top_k)
@@ -260,9 +262,12 @@ class OnPolicySource(RolloutSource):
         if len(teacher_D) == len(tops_D):
             self._gaps[step] = _logprob_gap(batch, teacher_D)
         skipped = self._targets.skip_first_n_tokens
-        soft = with_top_k(batch, tops_D, skipped, scale=1.0 if has_targets else _NO_SIGNAL)
+        soft = with_top_k(batch, tops_D, skipped, scale=1.0 if self.teaches(step) else _NO_SIGNAL)
         self._soft[step] = (batch, soft)
         return soft.batch
+
+    def teaches(self, step: int) -> bool:
+        return step not in self._untaught
 
     def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of rollouts and the reverse KL on the sampled tokens, under tinker-cookbook's names."""
@@ -275,6 +280,9 @@ class OnPolicySource(RolloutSource):
         batch = trained[0].batch
         age = {"teacher_age": float(self._ages.pop(step))} if self._sync else {}
         hindsight = self._hindsight_metrics.pop(step, {})
+        if self._targets.top_k and hindsight:
+            hindsight["hindsight/skipped_update"] = float(not self.teaches(step))
+        self._untaught.discard(step)
         metrics = super().metrics(step, trained, terms) | forward | age | hindsight
         if (gap_DT := self._gaps.pop(step, None)) is None:
             return metrics

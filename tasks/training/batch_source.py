@@ -93,6 +93,10 @@ class BatchSource(ABC):
         """Return the steps whose batches have nothing to train, such as no token of non-zero weight."""
         return ()
 
+    def teaches(self, step: int) -> bool:
+        """Return whether the base loss has a gradient on the loaded batch of a step; if not, its update is skipped."""
+        return True
+
     def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
         """Return the source's metrics for a step; called once per step.
 

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 from distill_config import distill_fields
+from engine_process import EngineProcess
 from metric_history import curve
 from mlflow import MlflowClient
 from pydantic import ValidationError
 from rl_config import rl_fields
+from saved_weights import saved_weights
 
 from flows.config.distill import OnPolicyConfig
 from flows.distill import on_policy_distillation
 from flows.runs.result import TrainResult
+from tasks.distillation.hindsight import Hindsight
+from tasks.rl.group_rollout import Group
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 
@@ -75,7 +79,31 @@ def test_a_run_without_successes_warns(tmp_path: Path, engine_url: str, mlflow_u
     tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
     assert "has a context for its teacher" in tags["tinker_flows.warning.hindsight"]
     soft = run(fields | {"run_name": "hopeless-soft", "top_k": 8, "compute_post_kl": False})
-    assert curve(soft, "optim/grad_norm") == pytest.approx([0.0, 0.0], abs=1e-12)
+    assert curve(soft, "hindsight/skipped_update") == [1.0, 1.0]
+    assert "optim/grad_norm" not in soft.metrics, "no optimizer step is taken"
+
+
+@pytest.mark.parametrize("base_loss", ["cross_entropy", "teacher_reverse_kl_topk"])
+def test_a_step_without_contexts_leaves_weights_and_moments(
+    base_loss: str, tmp_path: Path, engine: EngineProcess, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first of three steps has contexts; the momentum of its update moves no weight later."""
+    contexts, num_groups = Hindsight.contexts, 2
+    calls: list[int] = []
+
+    def first_step_alone(self: Hindsight, group: Group) -> list[str]:
+        calls.append(len(calls))
+        texts = contexts(self, group)
+        return texts if len(calls) <= num_groups else [""] * len(texts)
+
+    monkeypatch.setattr(Hindsight, "contexts", first_step_alone)
+    fields = sdpo_fields(tmp_path, f"once-{base_loss}", mlflow_uri, engine.url) | {"eval_every": 0, "top_k": 8}
+    result = run(fields | {"objective": {"base_loss": base_loss}})
+    assert curve(result, "hindsight/skipped_update") == [0.0, 1.0, 1.0]
+    lines = (Path(result.directory) / "checkpoints.jsonl").read_text().splitlines()
+    records = {record["step"]: record for record in map(json.loads, lines) if "state_path" in record}
+    one, three = (saved_weights(engine.state, records[step]["state_path"]) for step in (1, 3))
+    assert one == three
 
 
 def test_rewards_train_all_rollouts(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
