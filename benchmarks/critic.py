@@ -25,8 +25,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.scratch import KEY, bench_engine, scratch_home
-from blocks.home import home
-from engine.models import resolve_model
 from objectives.advantages import centre_by_group, compute_gae, discounted_returns, leave_one_out
 
 NUM_PROBLEMS, NUM_TURNS, NUM_CLASSES, GROUP_SIZE = 4, 3, 3, 8
@@ -379,11 +377,13 @@ def measure(*, num_steps: int = 20, num_judged: int = 300, learning_rate: float 
         table.add_column(column)
     for column in ("error", "cosine", "ratio of norms", "spread", f"reward after {num_tokens:,} tokens"):
         table.add_column(column, justify="right")
-    with scratch_home() as folder:
-        model = str(resolve_model("tiny", home() / "cache"))
-        with bench_engine(folder, model) as url, tinker.ServiceClient(base_url=url, api_key=KEY) as session:
-            for kind in REWARDS:
-                _add_rows(table, session, kind, num_steps, num_judged, learning_rate)
+    with (
+        scratch_home() as folder,
+        bench_engine(folder, "tiny") as url,
+        tinker.ServiceClient(base_url=url, api_key=KEY) as session,
+    ):
+        for kind in REWARDS:
+            _add_rows(table, session, kind, num_steps, num_judged, learning_rate)
     return table
 
 
