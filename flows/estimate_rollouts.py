@@ -104,7 +104,7 @@ class GroupSizes(NamedTuple):
         return SampledTokens(self.num_prompt_tokens, self.num_rollouts * num_tokens, self.num_shared_tokens)
 
     def rewarding(self, num_tokens: int) -> SampledTokens:
-        """Return the tokens of a reward model that scores answers of this length."""
+        """Return the tokens of a reward model that scores answers, for which they have this many tokens."""
         return SampledTokens(self.num_reward_tokens + self.num_rollouts * num_tokens, self.num_rollouts)
 
     def scoring(self, num_tokens: int, *, by_teacher: bool = False) -> SampledTokens:

@@ -123,8 +123,9 @@ def test_costs_of_reward_models_and_judges(kind: str, tmp_path: Path, engine_url
     assert metrics["cost/num_prefill_tokens"] - metrics["cost/num_cached_tokens"] == counted["prompt"]
     if kind == "reward model":
         low, high = expected.low.sampled, expected.high.sampled
-        assert low.num_prefill_tokens <= metrics["cost/num_prefill_tokens"] <= high.num_prefill_tokens
         assert low.num_sample_tokens <= metrics["cost/num_sample_tokens"] <= high.num_sample_tokens
+        # No upper bound: bytes of the untrained model that are no text become three tokens of the reward model each.
+        assert low.num_prefill_tokens <= metrics["cost/num_prefill_tokens"]
 
 
 def test_costs_of_an_oversampled_run(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
