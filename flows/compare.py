@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from prefect import flow
+from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from pydantic import Field
 from rich.table import Table
@@ -33,6 +34,7 @@ from flows.runs.checkpoint_refs import find_checkpoint, with_model
 from flows.runs.mlflow_run import open_measurement
 from flows.runs.rights import apply_rights
 from tasks.common.jsonl import read_rows
+from tasks.common.prompt_scores import supports_last_n
 from tasks.common.sampling import Sampling, open_renderer, open_sampler
 from tasks.evaluation.policy_comparison import PolicyComparison, compare_policies
 from tasks.preference.judges import build_judge
@@ -103,7 +105,12 @@ def compare(config: CompareConfig) -> CompareResult:
             renderer = open_renderer(config.renderer_name, tokenizer)
             judge = build_judge(config.judge.builder, config.judge.params) if config.judge else None
             # A synchronous flow cannot call an async task directly, so submit it.
-            pending = compare_policies.submit((first, second), questions, renderer, sampling, judge)
+            has_last_n = supports_last_n(first)
+            if not has_last_n:
+                get_run_logger().warning(
+                    "The service does not know prompt_logprobs_last_n, so answers are scored with their prompts."
+                )
+            pending = compare_policies.submit((first, second), questions, renderer, sampling, judge, has_last_n)
             compared = cast(PolicyComparison, pending.result())
             log.log(chosen.step, compared.metrics)
             log.flush()

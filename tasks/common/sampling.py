@@ -15,6 +15,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError, PoisonedError, reason
 from blocks.tinker_internals import BackcompatSamplingClientFuture
+from tasks.common.prompt_scores import score_last_tokens
 from tasks.common.service_errors import service_errors
 from tasks.common.tokenizers import lock_tokenizers
 
@@ -91,8 +92,13 @@ async def sample_answers(
     return list(await asyncio.gather(*(answer(index, messages) for index, messages in enumerate(conversations))))
 
 
-async def score_answers(sampler: tinker.SamplingClient, answers: Sequence[Answer]) -> list[list[float]]:
+async def score_answers(
+    sampler: tinker.SamplingClient, answers: Sequence[Answer], *, has_last_n: bool = False
+) -> list[list[float]]:
     """Return the policy's logprob of each token of each answer, in nats.
+
+    Args:
+        has_last_n: True to score the answers without their prompts (`supports_last_n`).
 
     Raises:
         PoisonedError: a logprob is not finite.
@@ -100,7 +106,7 @@ async def score_answers(sampler: tinker.SamplingClient, answers: Sequence[Answer
 
     async def score(answer: Answer) -> list[float]:
         tokens = types.ModelInput.from_ints([*answer.prompt, *answer.tokens])
-        logprobs = await sampler.compute_logprobs(tokens)
+        logprobs = await score_last_tokens(sampler, tokens, len(answer.prompt), has_last_n=has_last_n)
         values = [math.nan if value is None else value for value in logprobs[len(answer.prompt) :]]
         if not all(math.isfinite(value) for value in values):
             raise PoisonedError(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import tinker
@@ -30,6 +31,8 @@ from tasks.preference.judges import Judge, record_verdicts
 
 Row = Mapping[str, str]
 Policies = tuple[tinker.SamplingClient, tinker.SamplingClient]
+# Logprobs of the tokens of answers under a policy.
+Score = Callable[[tinker.SamplingClient, Sequence[Answer]], Awaitable[list[list[float]]]]
 # Names of the two policies in metrics.
 NAMES = ("checkpoint", "against")
 
@@ -51,14 +54,24 @@ class PolicyComparison:
 
 @retried_task(name="compare")
 async def compare_policies(
-    policies: Policies, rows: Sequence[Row], renderer: Renderer, sampling: Sampling, judge: Judge | None
+    policies: Policies,
+    rows: Sequence[Row],
+    renderer: Renderer,
+    sampling: Sampling,
+    judge: Judge | None,
+    has_last_n: bool = False,
 ) -> PolicyComparison:
-    """Sample from both policies, score all answers with both, and judge each pair of answers."""
+    """Sample from both policies, score all answers with both, and judge each pair of answers.
+
+    Args:
+        has_last_n: True if the service can score answers without their prompts (`supports_last_n`).
+    """
+    score = partial(score_answers, has_last_n=has_last_n)
     with service_errors("sample from the compared policies"):
         conversations = [[Message(role="user", content=row["question"])] for row in rows]
         answers_PG, others_PG = [await sample_answers(policy, renderer, conversations, sampling) for policy in policies]
-        figures = await _figures(policies, answers_PG, others_PG)
-        figures |= await _perplexities(policies, renderer, rows)
+        figures = await _figures(policies, answers_PG, others_PG, score)
+        figures |= await _perplexities(policies, renderer, rows, score)
     for name, answers in zip(NAMES, (answers_PG, others_PG), strict=True):
         figures |= {(key, name): value for key, value in _diversity(answers).items()}
     with record_verdicts() as record:
@@ -83,7 +96,10 @@ async def compare_policies(
 
 
 async def _figures(
-    policies: Policies, answers_PG: Sequence[Sequence[Answer]], others_PG: Sequence[Sequence[Answer]]
+    policies: Policies,
+    answers_PG: Sequence[Sequence[Answer]],
+    others_PG: Sequence[Sequence[Answer]],
+    score: Score,
 ) -> dict[tuple[str, str], float]:
     """KL to the other policy and entropy of each policy, on its own answers."""
     figures: dict[tuple[str, str], float] = {}
@@ -92,7 +108,7 @@ async def _figures(
         (NAMES[1], policies[1], policies[0], others_PG),
     ):
         flat = [answer for answer in chain(*own_PG) if answer.tokens]
-        own_D, other_D = await asyncio.gather(score_answers(own, flat), score_answers(other, flat))
+        own_D, other_D = await asyncio.gather(score(own, flat), score(other, flat))
         problems = [p for p, answers_G in enumerate(own_PG) for answer in answers_G if answer.tokens]
         per_token, per_answer = kl_per_token(own_D, other_D, problems), kl_per_answer(own_D, other_D, problems)
         figures |= _with_error("kl_per_token", name, per_token) | _with_error("kl_per_answer", name, per_answer)
@@ -100,13 +116,15 @@ async def _figures(
     return figures
 
 
-async def _perplexities(policies: Policies, renderer: Renderer, rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+async def _perplexities(
+    policies: Policies, renderer: Renderer, rows: Sequence[Row], score: Score
+) -> dict[tuple[str, str], float]:
     """Perplexity of the reference answers under each policy; empty without reference answers."""
     references = [_reference_answer(renderer, row) for row in rows if row.get("answer")]
     if not references:
         return {}
     return {
-        ("perplexity", name): perplexity(await score_answers(policy, references))
+        ("perplexity", name): perplexity(await score(policy, references))
         for name, policy in zip(NAMES, policies, strict=True)
     }
 
