@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import httpx
 
 API_KEY = "tml-test"
 
@@ -51,6 +54,12 @@ def start_engine(
             cwd=Path(__file__).parent.parent,
             env={**os.environ, "TINKER_FLOWS_HOME": str(folder.parent / "engine-home"), **(environment or {})},
         )
+
+
+def engine_tokens(url: str) -> dict[str, float]:
+    """Return the tokens that an engine has counted so far, by use."""
+    lines = re.findall(r'tinker_engine_tokens_total\{use="(\w+)"\} (\S+)', httpx.get(f"{url}/metrics").text)
+    return {use: float(value) for use, value in lines}
 
 
 @contextmanager

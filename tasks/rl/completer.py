@@ -147,6 +147,7 @@ class _Requests:
         params = distribution.params(max_tokens=turn.max_tokens, seed=seed, stop=turn.stop)
         progress, request = self.policy.progress, (len(batch), turn.prompt.length, turn.max_tokens)
         progress.start_request(*request)
+        sampled: SampledTokens | None = None
         began = perf_counter()
         try:
             with service_errors("sample a rollout"):
@@ -156,7 +157,7 @@ class _Requests:
             # The service bills the prompts of all samples but the first as cache hits.
             num_cached = (len(batch) - 1) * turn.prompt.length + response.prompt_cache_hit_tokens
             num_sampled = sum(len(sequence.tokens) for sequence in response.sequences)
-            progress.add(SampledTokens(len(batch) * turn.prompt.length, num_sampled, num_cached), len(batch))
+            sampled = SampledTokens(len(batch) * turn.prompt.length, num_sampled, num_cached)
             for waiter, sequence in zip(batch, response.sequences, strict=True):
                 if not waiter.completion.done():
                     completion = distribution.completion(sequence)
@@ -167,7 +168,7 @@ class _Requests:
                 if not waiter.completion.done():
                     waiter.completion.set_exception(error)
         finally:
-            progress.end_request(*request)
+            progress.end_request(*request, sampled)
 
 
 def _cancel_unused(request: asyncio.Task[None], batch: Sequence[_Waiter]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -19,62 +19,68 @@ class RolloutCancelledError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class OpenRequests:
-    """Requests that the service has not answered yet.
-
-    Attributes:
-        num_completions: completions that they ask for.
-        num_prompt_tokens: their prompt tokens, once for each completion.
-        num_cached_tokens: part of the prompt tokens that the service bills as cache hits.
-        max_tokens: most tokens that they can sample.
-    """
-
-    num_completions: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    max_tokens: int = 0
-
-    def plus(self, num: int, prompt_length: int, max_tokens: int, sign: int = 1) -> OpenRequests:
-        """Return the requests with one more for `num` completions of a prompt, or one less if `sign` is -1."""
-        return OpenRequests(
-            self.num_completions + sign * num,
-            self.num_prompt_tokens + sign * num * prompt_length,
-            self.num_cached_tokens + sign * (num - 1) * prompt_length,
-            self.max_tokens + sign * num * max_tokens,
-        )
-
-
-class GroupProgress:
-    """Tokens that the rollout of a group has sampled so far in all attempts, and its cancellation.
-
-    Only the event loop of the run counts; any thread may read the counts or cancel.
+class ProgressCounts:
+    """Tokens and completions of a group.
 
     Attributes:
         sampled: tokens of all responses.
         num_completions: completions of all responses.
-        open: requests without a response.
+        num_open: completions that the service has not returned yet.
+        open_prompts: prompt tokens of the requests for them.
+        max_open_tokens: most tokens that the service can sample for them.
     """
 
+    sampled: SampledTokens
+    num_completions: int
+    num_open: int
+    open_prompts: SampledTokens
+    max_open_tokens: int
+
+
+class GroupProgress:
+    """Tokens that the rollout of a group has sampled so far in all attempts, and its cancellation. Thread-safe."""
+
     def __init__(self) -> None:
-        self.sampled = SampledTokens()
-        self.num_completions = 0
-        self.open = OpenRequests()
+        self._counts = ProgressCounts(SampledTokens(), 0, 0, SampledTokens(), 0)
         self._lock = Lock()
         self._running: Future[Any] | None = None
         self._is_cancelled = False
 
+    @property
+    def counts(self) -> ProgressCounts:
+        """Counts so far."""
+        return self._counts
+
     def start_request(self, num: int, prompt_length: int, max_tokens: int) -> None:
         """Count a request for `num` completions of a prompt."""
-        self.open = self.open.plus(num, prompt_length, max_tokens)
+        self._add_open(num, prompt_length, max_tokens, 1)
 
-    def end_request(self, num: int, prompt_length: int, max_tokens: int) -> None:
-        """Count the end of a request, with or without a response."""
-        self.open = self.open.plus(num, prompt_length, max_tokens, sign=-1)
+    def end_request(self, num: int, prompt_length: int, max_tokens: int, sampled: SampledTokens | None) -> None:
+        """Count the tokens of the response to a request; None if there is no response."""
+        self._add_open(num, prompt_length, max_tokens, -1, sampled)
 
     def add(self, sampled: SampledTokens, num_completions: int) -> None:
-        """Count the tokens of a response."""
-        self.sampled += sampled
-        self.num_completions += num_completions
+        """Count the tokens of completions."""
+        with self._lock:
+            counts = self._counts
+            self._counts = replace(
+                counts, sampled=counts.sampled + sampled, num_completions=counts.num_completions + num_completions
+            )
+
+    def _add_open(
+        self, num: int, prompt_length: int, max_tokens: int, sign: int, sampled: SampledTokens | None = None
+    ) -> None:
+        prompts = SampledTokens(sign * num * prompt_length, 0, sign * (num - 1) * prompt_length)
+        with self._lock:
+            counts = self._counts
+            # One assignment, so that no request is counted twice or not at all.
+            self._counts = ProgressCounts(
+                counts.sampled + (sampled or SampledTokens()),
+                counts.num_completions + (num if sampled else 0),
+                counts.num_open + sign * num,
+                counts.open_prompts + prompts,
+                counts.max_open_tokens + sign * num * max_tokens,
+            )
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the event loop of the run, wait for its result, and make it cancellable.

@@ -284,7 +284,7 @@ def rollout(
     except Exception as error:  # noqa: BLE001 - third-party environments
         errors = (_rollout_error(error),)
     duration_s = perf_counter() - began
-    return Group(tags, trajectories, errors, group.text_labels_G, duration_s, policy.progress.sampled)
+    return Group(tags, trajectories, errors, group.text_labels_G, duration_s, policy.progress.counts.sampled)
 
 
 class RolloutThreads:

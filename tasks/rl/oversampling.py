@@ -186,19 +186,19 @@ class Oversampling:
 
     def _cancel_others(self) -> CancelledGroups:
         others = [running for index, running in self._running.items() if index not in self._taken]
+        counts = [running.progress.counts for running in others]  # before they are cancelled and no longer open
         for running in others:
             running.pending.cancel()
             running.progress.cancel()
-        known = sum((running.progress.sampled for running in others), SampledTokens())
-        requests = [running.progress.open for running in others]
+        known = sum((count.sampled + count.open_prompts for count in counts), SampledTokens())
         return CancelledGroups(
             len(others),
-            known.num_prefill_tokens + sum(request.num_prompt_tokens for request in requests),
-            known.num_cached_tokens + sum(request.num_cached_tokens for request in requests),
+            known.num_prefill_tokens,
+            known.num_cached_tokens,
             known.num_sample_tokens,
-            sum(running.progress.num_completions for running in others),
-            sum(request.num_completions for request in requests),
-            sum(request.max_tokens for request in requests),
+            sum(count.num_completions for count in counts),
+            sum(count.num_open for count in counts),
+            sum(count.max_open_tokens for count in counts),
         )
 
 

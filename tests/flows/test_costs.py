@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import tinker
 from distill_config import distill_fields, environment
+from engine_process import engine_tokens
 from mlflow import MlflowClient
 from rl_config import rl_fields
 from rlhf_config import rlhf_fields
@@ -28,12 +27,6 @@ from flows.runs.result import TrainResult
 pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 
 COUNTS = ("num_prefill_tokens", "num_sample_tokens", "num_cached_tokens")
-
-
-def engine_tokens(url: str) -> dict[str, float]:
-    """Return the tokens that the engine has counted so far, by use."""
-    lines = re.findall(r'tinker_engine_tokens_total\{use="(\w+)"\} (\S+)', httpx.get(f"{url}/metrics").text)
-    return {use: float(value) for use, value in lines}
 
 
 def config_of(method: str, folder: Path, mlflow_uri: str, url: str, **changes: Any) -> SamplingMethod:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import tinker
 import torch
+from engine_process import engine_tokens
 from tinker import types
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, Metrics, StepResult, Trajectory
@@ -208,6 +209,17 @@ def test_group_with_a_failure_is_retried_with_fresh_environments(sampler: tinker
     assert builder.num_cleanups >= 2
     assert [error.error_type for error in group.errors] == ["Broken"]
     assert len(tokens_of(group)) == 3
+
+
+def test_tokens_of_failed_attempts_count(engine_url: str, sampler: tinker.SamplingClient) -> None:
+    before = engine_tokens(engine_url)
+    group = roll_out(sampler, Guesses([["ends"] * 3], num_reward_errors=1))
+    after = engine_tokens(engine_url)
+    counted = {use: after[use] - before.get(use, 0.0) for use in after}
+    assert group.sampled.num_sample_tokens == counted["sampled"]
+    # The members of an attempt share the prompt of their first turn.
+    assert group.sampled.num_prefill_tokens - group.sampled.num_cached_tokens == counted["prompt"]
+    assert group.sampled.num_sample_tokens > sum(len(turn) for member in tokens_of(group) for turn in member)
 
 
 def test_group_whose_rewards_fail_is_retried_with_fresh_environments(sampler: tinker.SamplingClient) -> None:
