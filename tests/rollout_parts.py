@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import chz
 import tinker
 from tinker import types
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState
+from tinker_cookbook.rl.types import Action, ActionExtra, RLDataset, StepResult
 
+from examples.letters import LetterEnv, LetterGroup, Letters, LettersBuilder
 from tinker_flows import HookAction
 
 
@@ -101,3 +105,44 @@ class Snapshots:
 
     def result(self) -> tinker.SamplingClient:
         return self.sampler
+
+
+@dataclass(frozen=True)
+class DelayedLetterEnv(LetterEnv):
+    """Environment that answers late."""
+
+    delay_s: float = 0.0
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        await asyncio.sleep(self.delay_s)
+        return await super().step(action, extra=extra)
+
+
+@chz.chz
+class DelayedLettersBuilder(LettersBuilder):
+    """Builder of letters some of which answer late.
+
+    Attributes:
+        delay_s: delay in seconds.
+        delayed: delayed letters.
+    """
+
+    delay_s: float
+    delayed: str
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        train, _ = await LettersBuilder.__call__(self)
+        assert isinstance(train, Letters)
+        groups = [
+            LetterGroup(
+                DelayedLetterEnv(
+                    group.env.renderer,
+                    group.env.letter,
+                    group.env.num_letters,
+                    self.delay_s if group.env.letter in self.delayed else 0.0,
+                ),
+                group.group_size,
+            )
+            for group in train.groups
+        ]
+        return Letters(groups, self.num_batches), None

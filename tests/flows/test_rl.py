@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import tinker
+from healthy_metrics import HEALTHY
 from metric_history import curve
 from mlflow import MlflowClient
 from rl_config import rl_fields
@@ -26,6 +27,7 @@ from flows.rl import rl
 from flows.runs.result import TrainResult
 from tasks.rl import rollout_source
 from tasks.rl.group_rollout import Group
+from tasks.rl.health import REWARD
 from tasks.rl.trajectories import count_tokens
 from tasks.training.batch_source import SampledTokens
 from tasks.training.checkpoints import read_records, step_of
@@ -186,6 +188,31 @@ def test_a_correction_of_whole_sequences_takes_one_pass(
     tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
     assert tags["tinker_flows.correction"] == "ratio sequence, bound mask, low 0.5, off_policy_above 0.1"
     assert tags["tinker_flows.passes"].startswith("A step takes one pass of the service")
+
+
+def test_the_health_watch_reads_metrics_of_a_run(run: tuple[Path, dict[str, Any], TrainResult]) -> None:
+    """All metrics whose faults test_health injects, besides those of `async` and of other temperatures than 1."""
+    _, _, result = run
+    watched = set(HEALTHY) - {"async/stale_share", "rollout/logprob_error"}
+    assert {key for key in (*watched, f"test/{REWARD}") if not curve(result, key)} == set()
+
+
+@pytest.mark.parametrize(("check", "delay_s"), [("failed", 3600.0), ("slow", 1.5)])
+def test_dead_and_slow_environments_warn(
+    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str, check: str, delay_s: float
+) -> None:
+    """Environments of one of two groups never answer, or those of both take longer than their completions."""
+    _, config, _ = run
+    params = {**config["environment"]["params"], "delay_s": delay_s, "delayed": "a" if check == "failed" else "ae"}
+    changed = {"run_name": f"environments-{check}", "num_steps": 1, "eval_every": 0}
+    changed |= {"health": {"patience": 1, "environment_above": 0.3}}
+    changed |= {"environment": {"builder": "rollout_parts:DelayedLettersBuilder", "params": params}}
+    changed |= {"objective": {"base_loss": "importance_sampling"}}
+    changed |= {"rollout": {"max_tokens": 1, "timeout_s": 10.0, "max_retries": 0}}
+    result = rl(RlConfig.model_validate(config | changed))
+    tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
+    expected = {"failed": "check the environment", "slow": "make them faster"}[check]
+    assert expected in tags[f"tinker_flows.warning.health.{check}"]
 
 
 def test_second_update_of_a_step_is_off_policy(run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from healthy_metrics import HEALTHY
 from tinker_cookbook.completers import TokensWithLogprobs
 
 from flows.config.rl import RlConfig
@@ -15,21 +16,6 @@ from flows.rl import _health_limits
 from tasks.rl.health import LENGTH, REWARD, HealthLimits, HealthWatch
 from tasks.rl.trajectories import compute_completion_metrics
 
-HEALTHY = {
-    "optim/entropy": 2.0,
-    "mismatch/kl_k3": 0.01,
-    "rollout/truncated": 0.1,
-    "rollout/repetition": 0.1,
-    "rollout/logprob_error": 0.0,
-    "env/all/by_group/frac_all_good": 0.3,
-    "env/all/by_group/frac_all_bad": 0.2,
-    "async/stale_share": 0.0,
-    "rollout_errors/share_skipped": 0.0,
-    "time/rollout": 4.0,
-    "time/environment": 1.0,
-    REWARD: 0.2,
-    LENGTH: 50.0,
-}
 FAULTS: dict[str, tuple[dict[str, float], str]] = {
     "entropy": (
         {"optim/entropy": 0.1},
