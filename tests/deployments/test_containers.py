@@ -10,7 +10,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import prefect
 import pytest
 import yaml
 from mlflow.cli import cli as mlflow_cli
@@ -130,4 +129,7 @@ def test_manifests_match_the_work_pool() -> None:
     (job,) = WORK_POOL["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]["containers"]
     assert job["envFrom"] == worker["spec"]["containers"][0]["envFrom"]
     assert f"WORKDIR {job['workingDir']}" in (FOLDER / "Containerfile").read_text()
-    assert prefect.__version__ in worker["spec"]["containers"][0]["image"]
+    pins = (FOLDER.parent / "constraints.txt").read_text().splitlines()
+    image, _, tag = worker["spec"]["containers"][0]["image"].partition(":")
+    assert image == "prefecthq/prefect"
+    assert f"prefect=={tag.partition('-')[0]}" in pins

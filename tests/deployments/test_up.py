@@ -316,6 +316,7 @@ def test_up_waits_for_the_services_of_a_killed_up(tmp_path: Path, capsys: pytest
     assert "Waiting for the services of the previous" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_a_wait_is_announced_whenever_a_service_becomes_ready(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         engine, worker = (Service(name, "", tmp_path / name, process) for name in ("Engine", "Worker"))
