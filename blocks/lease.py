@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict
 
 from blocks.errors import StorageError
-from blocks.lock_holder import LockHolder, current_process, locked_error, taken_over_error
+from blocks.lock_holder import LockHolder, current_process, locked_error, removed_error, taken_over_error
 from blocks.objects import ChangedError, Objects
 
 LEASE_S = 30.0
@@ -64,7 +64,9 @@ class Lease:
         self._renewal_thread.start()
 
     def check(self) -> None:
-        """Verify before a write that the lease is still held; do nothing if it was never acquired.
+        """Check that the lease is still held; do nothing if it was never acquired.
+
+        Sends a request only if the last renewal is older than `LEASE_S`.
 
         Raises:
             StorageError: another process took over the lease (the message names it), or the server cannot be reached.
@@ -73,6 +75,24 @@ class Lease:
             self._renew(patient=True)
         if self._lost:
             raise self._lost
+
+    def verify(self) -> None:
+        """Check that the stored lease is still this process's own; do nothing if it was never acquired.
+
+        Sends a request. It also notices a lease that was deleted since its last renewal.
+
+        Raises:
+            StorageError: as for `check`, or the lease was deleted.
+        """
+        self.check()
+        with self._renewal_lock:
+            if not self._own or self._objects.version(NAME) == self._version:
+                return
+            try:
+                self._resolve_conflict(self._own)
+            except StorageError as error:
+                self._lost = error
+                raise
 
     def release(self) -> None:
         """Release the lease; if the server is unreachable, the next process takes it over once stale."""
@@ -148,10 +168,13 @@ class Lease:
         self._renewed_at = started
 
     def _resolve_conflict(self, own: LockHolder) -> None:
-        """Accept a rejected write if the stored lease is our own, written by a request whose response was lost."""
+        """Accept another version of the lease if it is our own, written by a request whose response was lost."""
         started = _now()
         holder, version = self._read()
-        if holder is None or version is None or holder.token != own.token:
+        if version is None:
+            self._own = None
+            raise removed_error(self._objects.location)
+        if holder is None or holder.token != own.token:
             self._own = None
             raise taken_over_error(self._objects.location, holder or "another process")
         self._version, self._renewed_at = version, started

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Self
 
-from blocks.errors import LostRunError, storage_error
+from blocks.errors import storage_error
 from blocks.home import open_private, private_folder
-from blocks.lock_holder import current_process, locked_error
+from blocks.lock_holder import current_process, locked_error, removed_error
 
 
 class LocalDirectory:
@@ -102,10 +102,7 @@ class LocalDirectory:
         except OSError as error:
             raise storage_error("inspect", path, error) from error
         if current is None or (current.st_dev, current.st_ino) != (held.st_dev, held.st_ino):
-            raise LostRunError(
-                f"The run directory {self.location} was removed or replaced while this process was writing it: this "
-                "process stops; start the same command again for a new run."
-            )
+            raise removed_error(self.location)
 
     def writer(self) -> str:
         path = self._path / ".lock"

@@ -62,6 +62,14 @@ def taken_over_error(location: str, holder: LockHolder | str) -> LostRunError:
     return LostRunError(_locked(location, holder))
 
 
+def removed_error(location: str) -> LostRunError:
+    """Build the error for a writer whose directory was removed or replaced."""
+    return LostRunError(
+        f"The run directory {location} was removed or replaced while this process was writing it: this process stops; "
+        "start the same command again for a new run."
+    )
+
+
 def _locked(location: str, holder: LockHolder | str) -> str:
     return f"The run in {location} is being written by {holder}: wait for it, stop it, or choose another run_name."
 

@@ -27,7 +27,10 @@ class ObjectDirectory:
         self._lease = Lease(objects)
 
     def read_bytes(self, name: str) -> bytes | None:
-        return self._objects.read(name)
+        content = self._objects.read(name)
+        if content is None:
+            self._lease.verify()  # the whole prefix may have been deleted
+        return content
 
     def write_bytes(self, name: str, content: bytes) -> None:
         self._replace(name, lambda _: content)
@@ -43,7 +46,7 @@ class ObjectDirectory:
         return [name for name in self._objects.names() if name != LEASE_NAME]
 
     def remove(self, name: str) -> None:
-        self._lease.check()
+        self._lease.verify()
         self._objects.remove(name)
 
     def supports_conditional_writes(self) -> bool:
@@ -63,7 +66,7 @@ class ObjectDirectory:
             self._objects.remove(PROBE)
 
     def _replace(self, name: str, change: Callable[[bytes], bytes]) -> None:
-        self._lease.check()
+        self._lease.verify()
         version = self._objects.version(name)  # read before the content, so that no change is missed
         content = change(self._objects.read(name) or b"" if version else b"")
         try:

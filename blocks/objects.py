@@ -161,7 +161,8 @@ class Objects:
             if _code(error) == "NoSuchBucket":
                 raise
             return []
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+        # Some servers keep an object for the prefix itself.
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths if path.rstrip("/") != self._prefix)
 
     def _head(self, name: str) -> dict[str, Any]:
         bucket, key = self._bucket_and_key(name)
@@ -217,8 +218,11 @@ def _code(error: Exception) -> str:
 
 
 def _is_conflict(error: Exception) -> bool:
-    """Return whether a conditional write was rejected: status 412, or 409 on AWS for two simultaneous writes."""
-    return _code(error) in ("PreconditionFailed", "ConditionalRequestConflict")
+    """Return whether a conditional write was rejected.
+
+    The status is 412, or on AWS 409 for two simultaneous writes and 404 for a deleted object.
+    """
+    return _code(error) in ("PreconditionFailed", "ConditionalRequestConflict", "NoSuchKey")
 
 
 def _is_transient(error: Exception) -> bool:

@@ -16,11 +16,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import fsspec
 import pytest
 from chaos.proxy import Proxies, Proxy
 from chaos.schedule import ACTIONS, Fault
 from pydantic import SecretStr
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
+from waiting import wait_for
 
 from blocks import RunStorage, lease, objects
 from blocks.errors import LostRunError, StorageError
@@ -361,6 +363,60 @@ def test_a_frozen_process_loses_its_lease_and_cannot_write(s3: S3Server, monkeyp
             pipe.send("write")
             assert f"being written by process {os.getpid()}" in pipe.recv()
             assert (directory.read_bytes("lines") or b"").endswith(b"held\ntaken over\n")
+
+
+def delete_prefix(server: S3Server, name: str) -> None:
+    s3 = fsspec.filesystem(
+        "s3", key=ACCESS_KEY, secret=SECRET_KEY, endpoint_url=server.endpoint_url, use_listings_cache=False
+    )
+    s3.rm(f"{server.bucket}/below/{name}", recursive=True)
+
+
+@pytest.mark.parametrize("action", ["append", "write", "remove", "read"])
+def test_writer_of_a_deleted_prefix_stops(s3: S3Server, action: str) -> None:
+    name = f"deleted-{action}"
+    with storage_on(s3).run_directory(name) as directory:
+        directory.append_line("lines", "one")
+        delete_prefix(s3, name)
+        actions = {
+            "append": lambda: directory.append_line("lines", "two"),
+            "write": lambda: directory.write_bytes("config.json", b"two"),
+            "remove": lambda: directory.remove("lines"),
+            "read": lambda: directory.read_bytes("lines"),
+        }
+        removed = f"^The run directory {directory.location} was removed or replaced while this process was writing it: "
+        with pytest.raises(LostRunError, match=removed):
+            actions[action]()
+        with pytest.raises(LostRunError, match=removed):
+            directory.check_writer()
+    assert storage_on(s3).run_directory(name).names() == []
+
+
+def test_writer_of_a_deleted_prefix_leaves_the_next_writer_alone(s3: S3Server) -> None:
+    with storage_on(s3).run_directory("rewritten") as directory:
+        directory.append_line("lines", "one")
+        delete_prefix(s3, "rewritten")
+        with storage_on(s3).run_directory("rewritten") as again:
+            again.append_line("lines", "of the next writer")
+            with pytest.raises(LostRunError, match=f"is being written by process {os.getpid()}"):
+                directory.append_line("lines", "two")
+            assert again.read_bytes("lines") == b"of the next writer\n"
+
+
+def test_renewal_notices_a_deleted_prefix(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "LEASE_S", 0.3)
+    with storage_on(s3).run_directory("renewed") as directory:
+        delete_prefix(s3, "renewed")
+
+        def notices() -> bool:
+            try:
+                directory.check_writer()
+            except LostRunError as error:
+                return "was removed or replaced" in str(error)
+            return False
+
+        wait_for(notices, "the error of the renewal")
+        assert directory.names() == []
 
 
 def test_a_missing_bucket_is_an_error(s3: S3Server) -> None:
