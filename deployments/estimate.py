@@ -65,7 +65,7 @@ def _rows(run: Estimate) -> list[tuple[str, str]]:
     held_out = f" over {run.num_held_out_tokens:,} held-out tokens" if run.num_evaluations else ""
     unknown_time = "unknown: MLflow has no earlier run of this method and model"
     return [
-        ("steps", f"{run.num_steps:,}"),
+        ("steps", f"{run.num_steps:,}{_skipped(run.skipped_steps)}"),
         ("tokens in training batches", f"{run.num_tokens:,}{sample}"),
         ("forward passes", f"{run.num_forwards:,}"),
         ("forward_backward passes", f"{run.num_forward_backwards:,}"),
@@ -84,6 +84,13 @@ def _rows(run: Estimate) -> list[tuple[str, str]]:
         ("cost", "unknown: set budget.prices" if run.usd is None else f"${run.usd:,.4g}"),
         ("time", f"{_format_hours(run.hours)} at the pace of run {run.paced_by}" if run.hours else unknown_time),
     ]
+
+
+def _skipped(steps: Sequence[int]) -> str:
+    if not steps:
+        return ""
+    verb, more = ("is", "") if len(steps) == 1 else ("are", ", ...")
+    return f", of which {len(steps)} {verb} skipped for lack of anything to train (step {steps[0]}{more})"
 
 
 def _format_hours(hours: float) -> str:

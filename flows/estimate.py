@@ -21,6 +21,7 @@ from flows.runs.prices import Price, price_of
 from flows.runs.run import open_builder_arguments
 from flows.runs.teachers import base_model_of
 from flows.sft import AVAILABLE_INPUTS
+from flows.training.guards import reason_to_skip
 from flows.training.schedule import Schedule
 from flows.training.trainer import num_passes
 from objectives.batch import Batch
@@ -48,6 +49,7 @@ class Estimate:
     Attributes:
         run_name, model: Name and base model of the run.
         num_steps: Number of steps.
+        skipped_steps: Steps whose batches have nothing to train, which `guards.untrained: skip` skips.
         num_tokens: Tokens in the batches of all steps.
         batches_read, batches_of_epoch: Number of batches whose tokens were counted, and number of batches per epoch;
             the tokens of uncounted batches are extrapolated.
@@ -70,6 +72,7 @@ class Estimate:
     run_name: str
     model: str
     num_steps: int
+    skipped_steps: tuple[int, ...]
     num_tokens: int
     batches_read: int
     batches_of_epoch: int
@@ -112,7 +115,6 @@ def estimate(config: SftConfig | DpoConfig) -> Estimate:
         objective.check_needs(AVAILABLE_INPUTS, can_sample=_candidates(config) is not None)
         of_reference = _price_of_reference(config, url) if price and objective.needs("ref_logprobs") else None
         with _open(config, objective) as (source, held_out):
-            objective.choose_estimators(source.batch_at(0), can_sample=_candidates(config) is not None)
             return _estimate(config, objective, source, held_out, price, of_reference or price)
 
 
@@ -125,30 +127,37 @@ def _estimate(
     reference_price: Price | None,
 ) -> Estimate:
     schedule = Schedule(config, source.steps_per_epoch)
-    sizes = _sizes_of_steps(source, schedule)
+    skipped = tuple(source.untrained_steps(range(schedule.num_steps)))
+    if skipped:
+        reason_to_skip(skipped, schedule.num_steps, config.guards.untrained)
+    trained = sorted(set(range(schedule.num_steps)) - set(skipped))
+    first_batch = source.batch_at(trained[0])
+    objective.choose_estimators(first_batch, can_sample=_candidates(config) is not None)
+    sizes = _sizes_of_steps(source, schedule, trained)
     tokens = [size.num_tokens for size in sizes]
-    passes = [num_passes(objective, step, config.guards.needs_forward_pass) for step in range(schedule.num_steps)]
+    passes = {step: num_passes(objective, step, config.guards.needs_forward_pass) for step in trained}
     has_held_out = held_out.num_tokens > 0
     evaluations = sum(schedule.evaluates_often_before(step) for step in range(schedule.num_steps + 1)) * has_held_out
     num_held_out_tokens = held_out.num_tokens if evaluations else 0
-    num_train_tokens = sum(a * b for a, b in zip(tokens, passes, strict=True)) + evaluations * num_held_out_tokens
+    num_train_tokens = sum(tokens[step] * number for step, number in passes.items())
+    num_train_tokens += evaluations * num_held_out_tokens
     reference, num_reference_train_tokens = SampledTokens(), 0
     if objective.needs("ref_logprobs"):
         # The reference model scores each training datum and each held-out one once.
         once = [*sizes[: schedule.steps_per_epoch], *([held_out] if evaluations else [])]
-        if source.batch_at(0).target_tokens_DT.ndim == 1:
+        if first_batch.target_tokens_DT.ndim == 1:
             reference = scored_tokens(sum(size.num_tokens for size in once), sum(size.num_datums for size in once))
         else:
             num_reference_train_tokens = sum(size.num_tokens for size in once)
-    measured = [step for step in range(schedule.num_steps) if objective.measures_effects(step)]
+    measured = [step for step in trained if objective.measures_effects(step)]
     num_train_tokens += sum(tokens[step] for step in measured)
-    candidates = _candidate_tokens(config, objective, source.batch_at(0), schedule.num_steps)
+    candidates = _candidate_tokens(config, objective, first_batch, trained)
     # Both passes over the candidates.
     num_train_tokens += 2 * (candidates.num_prefill_tokens * _num_candidates(config) + candidates.num_sample_tokens)
     candidates += _held_out_candidate_tokens(config, objective, source, evaluations)
     examples = _example_tokens(config, source, schedule) if evaluations else SampledTokens()
     # A final forward pass over the last batch measures the final weights.
-    num_train_tokens += tokens[-1]
+    num_train_tokens += tokens[trained[-1]]
     run, pace = _pace(config)
     usd = None
     if price and reference_price:
@@ -158,10 +167,11 @@ def _estimate(
         run_name=config.run_name,
         model=config.model,
         num_steps=schedule.num_steps,
+        skipped_steps=skipped,
         num_tokens=sum(tokens),
-        batches_read=min(len(sizes), schedule.steps_per_epoch, _MOST_BATCHES),
+        batches_read=min(len(trained), schedule.steps_per_epoch, _MOST_BATCHES),
         batches_of_epoch=schedule.steps_per_epoch,
-        num_forwards=sum(passes) - len(passes) + len(measured) + 1,
+        num_forwards=sum(passes.values()) - len(passes) + len(measured) + 1,
         num_forward_backwards=len(passes),
         num_evaluations=evaluations,
         num_held_out_tokens=num_held_out_tokens,
@@ -245,11 +255,11 @@ def _num_candidates(config: SftConfig | DpoConfig) -> int:
 
 
 def _candidate_tokens(
-    config: SftConfig | DpoConfig, objective: Objective, batch: Batch, num_steps: int
+    config: SftConfig | DpoConfig, objective: Objective, batch: Batch, trained: Sequence[int]
 ) -> SampledTokens:
     """Count the tokens of all candidates, if each has the maximum length and all batches have prompts as the first."""
     settings = _candidates(config)
-    steps = range(0, num_steps, settings.every) if settings else ()
+    steps = [step for step in trained if step % settings.every == 0] if settings else ()
     num_sampled = sum(bool(objective.due(step, on_candidates=True)) for step in steps)
     if settings is None or not num_sampled:
         return SampledTokens()
@@ -288,13 +298,16 @@ def _example_tokens(
     return SampledTokens(times * sum(map(len, prompts)), times * len(prompts) * config.report.max_tokens)
 
 
-def _sizes_of_steps(source: SupervisedSource | PairSource, schedule: Schedule) -> Sequence[BatchSize]:
-    """Return the size of each step's batch; later epochs repeat the sizes of the first epoch."""
+def _sizes_of_steps(
+    source: SupervisedSource | PairSource, schedule: Schedule, trained: Sequence[int]
+) -> Sequence[BatchSize]:
+    """Return the size of each step's batch, 0 for a skipped step; later epochs repeat the sizes of the first epoch."""
     per_epoch = schedule.steps_per_epoch
-    sizes = [BatchSize.of(source.batch_at(step)) for step in range(min(schedule.num_steps, per_epoch, _MOST_BATCHES))]
-    mean = BatchSize(*(round(sum(column) / len(sizes)) for column in zip(*sizes, strict=True)))
-    indices = (step % per_epoch for step in range(schedule.num_steps))
-    return [sizes[index] if index < len(sizes) else mean for index in indices]
+    read = trained[: min(per_epoch, _MOST_BATCHES)]
+    sizes = {step % per_epoch: BatchSize.of(source.batch_at(step)) for step in read}
+    mean = BatchSize(*(round(sum(column) / len(sizes)) for column in zip(*sizes.values(), strict=True)))
+    trained_sizes = {step: sizes.get(step % per_epoch, mean) for step in trained}
+    return [trained_sizes.get(step, BatchSize(0, 0)) for step in range(schedule.num_steps)]
 
 
 def _pace(config: SftConfig | DpoConfig) -> tuple[str, float]:

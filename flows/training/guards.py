@@ -49,6 +49,23 @@ class BadStep:
     why: str
 
 
+def reason_to_skip(untrained: Sequence[int], num_steps: int, policy: Literal["stop", "skip"]) -> str:
+    """Return why steps whose batches have nothing to train are skipped, as a clause.
+
+    Args:
+        untrained: at least one such step.
+
+    Raises:
+        ConfigError: the policy stops the run, or no step would be left.
+    """
+    many = f" and of {len(untrained) - 1} more of {num_steps} steps" if len(untrained) > 1 else ""
+    why = f"The batch of step {untrained[0]}{many} has nothing to train, no token of non-zero weight or no pair"
+    if policy == "stop" or len(untrained) == num_steps:
+        or_skip = ", or set guards.untrained to skip" if len(untrained) < num_steps else ""
+        raise ConfigError(f"{why}: increase max_length or check train_on_what of the data{or_skip}.")
+    return why
+
+
 class Guard:
     """Guards of an open run.
 
@@ -101,11 +118,7 @@ class Guard:
         """
         if not untrained:
             return
-        many = f" and of {len(untrained) - 1} more of {num_steps} steps" if len(untrained) > 1 else ""
-        why = f"The batch of step {untrained[0]}{many} has nothing to train, no token of non-zero weight or no pair"
-        if self._config.untrained == "stop" or len(untrained) == num_steps:
-            or_skip = ", or set guards.untrained to skip" if len(untrained) < num_steps else ""
-            raise ConfigError(f"{why}: increase max_length or check train_on_what of the data{or_skip}.")
+        why = reason_to_skip(untrained, num_steps, self._config.untrained)
         bad_steps = [BadStep(step, "untrained", "skip", None, f"{why}.") for step in untrained]
         self._directory.append_line(GUARDS_NAME, "\n".join(json.dumps(asdict(bad_step)) for bad_step in bad_steps))
         self.skipped_steps |= {bad_step.step: bad_step for bad_step in bad_steps}

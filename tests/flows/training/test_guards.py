@@ -22,10 +22,14 @@ from mlflow.entities import Run
 from saved_weights import saved_weights
 from sft_config import sft_fields
 from tinker import types
+from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 from blocks.errors import ConfigError, GuardError, PoisonedError
+from blocks.home import home
 from deployments.command_line import main
+from engine.models import resolve_model
 from flows.config.train import BudgetConfig, SftConfig
+from flows.estimate import estimate
 from flows.runs.prices import FREE, TABLE, Price, price_of
 from flows.runs.result import TrainResult
 from flows.sft import sft
@@ -33,6 +37,7 @@ from flows.training import budget
 from flows.training.budget import Ledger
 from flows.training.guards import spike_score
 from objectives.batch import Batch
+from tasks.supervised.dataset import build_dataset
 from tasks.training.forward_backward import read_outputs
 
 BAD = {"not_finite": [3], "spikes": [5]}
@@ -119,6 +124,36 @@ def test_batches_without_a_trained_token_are_found_before_the_first_step(fields:
     assert list(points(result.mlflow_run_id, result.tracking_uri, "loss/total")) == [0, 1, 2, 4, 6, 7]
     assert points(result.mlflow_run_id, result.tracking_uri, "guard/passed_over") == {3: 1.0, 5: 1.0}
     assert "2 of 8 steps are skipped" in run_of(fields).data.tags["tinker_flows.warning.guard.untrained"]
+
+
+def test_estimate_leaves_out_the_steps_that_a_run_skips(
+    fields: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {**fields["data"], "params": {**fields["data"]["params"], "untrained": [3, 5]}}
+    skipping = fields | {"data": data, "guards": {"untrained": "skip"}}
+    with pytest.raises(ConfigError, match="The batch of step 3 and of 1 more of 8 steps has nothing to train"):
+        estimate(SftConfig.model_validate(skipping | {"guards": {}}))
+    whole, estimated = (estimate(SftConfig.model_validate(config)) for config in (fields, skipping))
+    sizes = num_tokens_of_batches(fields)
+    assert whole.num_tokens == sum(sizes)
+    assert estimated.num_tokens == sum(sizes) - sizes[3] - sizes[5]
+    assert (estimated.num_steps, estimated.skipped_steps, estimated.num_forward_backwards) == (8, (3, 5), 6)
+    assert estimated.num_train_tokens == whole.num_train_tokens - sizes[3] - sizes[5]
+
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(skipping))
+    with pytest.raises(SystemExit, match="0"):
+        main(["estimate", "--config", str(config)])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "8, of which 2 are skipped for lack of anything to train (step 3, ...)" in shown
+
+
+def num_tokens_of_batches(fields: dict[str, Any]) -> list[int]:
+    """Count the tokens of the batch of each step without packing it."""
+    tokenizer = get_tokenizer(str(resolve_model("tiny", home() / "cache")))
+    train = build_dataset(fields["data"]["builder"], fields["data"]["params"], tokenizer, seed=0).train
+    train.set_epoch(SftConfig.model_validate(fields).seed)
+    return [sum(datum.model_input.length for datum in train.get_batch(index)) for index in range(8)]
 
 
 def test_a_run_without_any_trained_token_is_refused(fields: dict[str, Any]) -> None:
