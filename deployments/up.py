@@ -188,6 +188,10 @@ def _start_mlflow(starter: _Starter, login: Login) -> Service:
     command += ["--backend-store-uri", f"sqlite:///{mlflow_database()}"]
     command += ["--default-artifact-root", (home() / "mlflow-artifacts").as_uri(), "--no-serve-artifacts"]
     command += ["--app-name", "basic-auth"]
+    # By default, MLflow accepts names that begin like private addresses, such as 10.elsewhere.example.
+    hosts = [f"127.0.0.1:{port}", f"localhost:{port}"]
+    command += ["--allowed-hosts", ",".join(hosts)]
+    command += ["--cors-allowed-origins", ",".join(f"http://{host}" for host in hosts)]
     env = {
         # The job runner is unused here and costs eight processes and more than a gigabyte of memory.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

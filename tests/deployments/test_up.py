@@ -203,6 +203,14 @@ def test_prefect_and_mlflow_refuse_requests_without_the_login(
             assert allowed_origin(api, origin) is None
         assert allowed_origin(api, api.removesuffix("/api")) == api.removesuffix("/api")
 
+        assert mlflow_status(up, mlflow) == 200
+        for host in ("elsewhere.example", "10.elsewhere.example", "192.168.1.1"):
+            assert mlflow_status(up, mlflow, Host=host) == 403
+        assert mlflow_status(up, mlflow, Host=mlflow.replace("http://127.0.0.1", "localhost")) == 200
+        assert mlflow_status(up, mlflow, Origin="http://elsewhere.example") == 403
+        # The documented exception: MLflow accepts the pages of all ports of this machine.
+        assert mlflow_status(up, mlflow, Origin="http://localhost:9999") == 200
+
         assert f"log in to Prefect with {user}:{password} and to MLflow as user {user}" in up.out.read_text()
         for name in ("servers.key", "up.json", "mlflow-auth.db", "mlflow-auth.ini"):
             assert (home / name).stat().st_mode & 0o077 == 0, name
@@ -236,6 +244,13 @@ def test_prefect_and_mlflow_refuse_requests_without_the_login(
             [*COMMAND[:-1], "doctor"], cwd=ROOT, env=environment(home), capture_output=True, text=True, timeout=300
         )
         assert "(of the running `tinker-flows up`)" in " ".join(doctor.stdout.replace("│", " ").split())
+
+
+def mlflow_status(up: Up, mlflow: str, **headers: str) -> int:
+    """Return the status of a request to MLflow, with its login, that a page of another origin may not send."""
+    body = {"max_results": 1}
+    url = f"{mlflow}/api/2.0/mlflow/experiments/search"
+    return httpx.post(url, json=body, headers=headers, auth=up.login(), timeout=60).status_code
 
 
 def subscription_end(api: str, token: str) -> int | None:
