@@ -87,5 +87,5 @@ def running_engine(
             yield EngineProcess(url, folder / "state", process, log)
         finally:
             process.stdin.close()
-            status = process.wait(timeout=30)
+            status = process.wait(timeout=180)
     assert status in (0, -signal.SIGKILL), log.read_text()

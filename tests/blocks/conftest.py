@@ -27,7 +27,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # the home, in which it finds its only log, is set for as long
 def own_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinkerService]:
     """Engine as a run starts it, with a required key; the clean shutdown is checked at the end."""
     home = tmp_path_factory.mktemp("engine-home")
