@@ -18,14 +18,16 @@ logger = logging.getLogger(__name__)
 
 
 def read_rows(path: str, required: tuple[str, ...], limit: int | None = None) -> list[dict[str, str]]:
-    """Read the rows of a JSONL data file, or its first `limit` rows, with their values as text.
+    """Read the rows of a JSONL data file, or its first `limit` rows, with their values as text, without null.
 
     Raises:
         ConfigError: the file cannot be read, has no rows, or a row lacks a required field.
     """
 
     def parse(row: dict[str, Any]) -> dict[str, str]:
-        return {key: str(value) for key, value in row.items()} | {key: str(row[key]) for key in required}
+        if null := [key for key in required if row[key] is None]:
+            raise ValueError(f"{null[0]} is null")
+        return {key: str(value) for key, value in row.items() if value is not None}
 
     return parse_rows(path, parse, " and ".join(required), limit)
 
@@ -46,7 +48,7 @@ def parse_rows(path: str, parse: Callable[[Any], T], content: str, limit: int | 
         raise ConfigError(f"The data file {path} could not be read ({reason(error)}): check its path.") from error
 
     rows: list[T] = []
-    for number, row in _parse_lines(lines[:limit], parse):
+    for number, row in _parse_lines(lines[:limit], parse, json.JSONDecoder(parse_constant=_refuse_constant)):
         if isinstance(row, Exception):
             raise ConfigError(
                 f"Line {number} of {path} is not a JSON object with {content} ({reason(row)}): fix it."
@@ -64,7 +66,7 @@ def read_jsonl(directory: RunDirectory, name: str, parse: Callable[[Any], T]) ->
     """
     lines = _lines((directory.read_bytes(name) or b"").decode(errors="replace"))
     records: list[T] = []
-    for number, record in _parse_lines(lines, parse):
+    for number, record in _parse_lines(lines, parse, json.JSONDecoder()):
         if isinstance(record, Exception):
             logger.warning("Line %d of %s/%s is not a complete record: skipping it.", number, directory.location, name)
         else:
@@ -77,13 +79,20 @@ def _lines(text: str) -> list[str]:
     return text.removesuffix("\n").split("\n") if text else []
 
 
-def _parse_lines(lines: Sequence[str], parse: Callable[[Any], T]) -> Iterator[tuple[int, T | Exception]]:
+def _parse_lines(
+    lines: Sequence[str], parse: Callable[[Any], T], decoder: json.JSONDecoder
+) -> Iterator[tuple[int, T | Exception]]:
     """Line numbers from 1, each with the parsed line or the error of parsing it."""
     for number, line in enumerate(lines, start=1):
         try:
-            yield number, parse(json.loads(line))
+            yield number, parse(decoder.decode(line))
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             yield number, error
+
+
+def _refuse_constant(name: str) -> None:
+    """Refuse NaN and infinity, which Python reads although they are no JSON; a text would become the word `nan`."""
+    raise ValueError(f"{name} is not a value of JSON")
 
 
 QUESTION = "{question}"

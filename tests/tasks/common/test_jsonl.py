@@ -29,6 +29,24 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path, encodi
     assert [row["text"] for row in rows] == ["one", "two"]
 
 
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("NaN", "NaN is not a value of JSON"),
+        ("-Infinity", "-Infinity is not a value of JSON"),
+        ("null", "text is null"),
+    ],
+)
+def test_a_text_that_is_no_text_is_named(tmp_path: Path, value: str, problem: str) -> None:
+    path = write(tmp_path, f'{{"text": "one"}}\n{{"text": {value}}}\n')
+    with pytest.raises(ConfigError, match=rf"^Line 2 of {path} is not a JSON object with text \({problem}\): fix it"):
+        read_rows(path, ("text",))
+
+
+def test_a_null_beside_the_required_fields_is_no_text(tmp_path: Path) -> None:
+    assert read_rows(write(tmp_path, '{"text": "one", "note": null}\n'), ("text",)) == [{"text": "one"}]
+
+
 def test_a_deeply_nested_line_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, '{"text": "one"}\n{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     with pytest.raises(
