@@ -21,7 +21,7 @@ from chaos.report import headline, line, summary, write_report
 from chaos.schedule import KINDS, draw_schedule
 from chaos.servers import Testbed, processes_of, running_testbed
 
-FAULTS_PER_RUN = 8
+FAULTS_PER_RUN = 12
 
 
 def main() -> int:

@@ -17,16 +17,19 @@ import httpx
 from mlflow import MlflowClient
 from saved_weights import saved_weights
 
-from chaos.configs import GROUPS, MAX_STALENESS, storage_of
+from chaos.configs import MAX_STALENESS, storage_of
 from chaos.runner import ChaosRun, run_folder
-from chaos.schedule import KILLS, NUM_STEPS
+from chaos.schedule import GROUPS, KILLS, NUM_STEPS
 from chaos.servers import Testbed, processes_of
 
 # Fields of a checkpoint record that describe its location, origin and cost instead of the training.
 _UNSTABLE_FIELDS = {"state_path", "sampler_path", "mlflow_run_id", "flow_run_id", "flow_run_count", "spent"}
 
 _POSITION_FIELDS = ("name", "batch", "epoch", "final", "step")
-_GROUP = re.compile(r"<b>Group \d+ letter_(.)</b>")
+_GROUP = re.compile(r"<b>Group \d+ letter_(.)</b>(: failed)?")
+# Metrics that a step of the kind `served` lacks, or has in addition, if the grades of a group were lost. A step whose
+# rewards are all equal has no explained variance.
+_OF_GRADES = ("env/letter_", "test/env/letter_", "rollout_errors/", "explained_variance")
 
 Points = Mapping[tuple[str, int], float | None]
 
@@ -44,6 +47,7 @@ class Outputs:
         statuses: status of each MLflow run with the run's name.
         files: file names in the run directory.
         transcripts: transcript pages in the order of the steps.
+        lines: lines of metrics.jsonl.
     """
 
     weights: Mapping[str, bytes]
@@ -54,6 +58,7 @@ class Outputs:
     statuses: tuple[str, ...]
     files: frozenset[str]
     transcripts: tuple[str, ...]
+    lines: tuple[Mapping[str, float], ...]
 
 
 def collect_outputs(testbed: Testbed, run: ChaosRun) -> Outputs:
@@ -69,8 +74,7 @@ def collect_outputs(testbed: Testbed, run: ChaosRun) -> Outputs:
     points: dict[tuple[str, int], float | None] = {}
     num_points = 0
     for key, step, value in _stored_points(testbed, mlflow_runs[0].info.run_id) if mlflow_runs else ():
-        is_cost = key.startswith(("time/", "throughput/", "cost/")) or key.endswith("duration_s")
-        points[key, step] = None if is_cost else value
+        points[key, step] = None if _is_cost(key) else value
         num_points += 1
     return Outputs(
         weights=saved_weights(state, final["state_path"]),
@@ -81,7 +85,12 @@ def collect_outputs(testbed: Testbed, run: ChaosRun) -> Outputs:
         statuses=tuple(mlflow_run.info.status for mlflow_run in mlflow_runs),
         files=files,
         transcripts=tuple(read(name).decode() for name in sorted(files) if name.startswith("transcripts-")),
+        lines=tuple(map(json.loads, read("metrics.jsonl").decode().splitlines())),
     )
+
+
+def _is_cost(metric: str) -> bool:
+    return metric.startswith(("time/", "throughput/", "cost/")) or metric.endswith("duration_s")
 
 
 def _stored_points(testbed: Testbed, run_id: str) -> list[tuple[str, int, float]]:
@@ -99,7 +108,10 @@ def differences(kind: str, outputs: Outputs, reference: Outputs) -> Iterator[str
         yield f"MLflow has {outputs.num_duplicates} duplicate points"
     if outputs.files != reference.files:
         yield f"its directory has extra or missing files: {sorted(outputs.files ^ reference.files)}"
-    yield from _async_differences(outputs, reference) if kind == "async" else _exact_differences(outputs, reference)
+    if (steps := [line["step"] for line in outputs.lines]) != [line["step"] for line in reference.lines]:
+        yield f"metrics.jsonl has the steps {steps}"
+    compare = {"async": _async_differences, "served": _served_differences}.get(kind, _exact_differences)
+    yield from compare(outputs, reference)
 
 
 def _exact_differences(outputs: Outputs, reference: Outputs) -> Iterator[str]:
@@ -114,6 +126,9 @@ def _exact_differences(outputs: Outputs, reference: Outputs) -> Iterator[str]:
         yield f"{len(missing)} points are missing in MLflow, such as {min(missing)}"
     if extra := outputs.points.keys() - reference.points.keys():
         yield f"{len(extra)} points in MLflow are unexpected, such as {min(extra)}"
+    for line, expected in zip(outputs.lines, reference.lines, strict=False):
+        if names := [key for key in line.keys() | expected if not _is_cost(key) and line.get(key) != expected.get(key)]:
+            yield f"step {line['step']} of metrics.jsonl differs in {len(names)} metrics, such as {min(names)}"
     common = reference.points.keys() & outputs.points.keys()
     if changed := [key for key in common if outputs.points[key] != reference.points[key]]:
         yield f"{len(changed)} points in MLflow have a different value, such as {min(changed)}"
@@ -124,6 +139,36 @@ def _async_differences(outputs: Outputs, reference: Outputs) -> Iterator[str]:
 
     The assignment of groups to steps depends on timing.
     """
+    yield from _position_differences(outputs, reference)
+    staleness = {step: value for (key, step), value in outputs.points.items() if key == "async/staleness_max"}
+    is_bounded = all(0 <= (value or 0) <= MAX_STALENESS for value in staleness.values())
+    if staleness.keys() != set(range(NUM_STEPS)) or not is_bounded:
+        yield f"the staleness of its groups by step is {staleness}"
+    groups = Counter(tag for page in outputs.transcripts for tag, _ in _GROUP.findall(page))
+    if groups.total() != GROUPS * NUM_STEPS or len(groups) != groups.total():
+        yield f"it trained on {groups.total()} groups, most often on {groups.most_common(1)}"
+
+
+def _served_differences(outputs: Outputs, reference: Outputs) -> Iterator[str]:
+    """Check a run whose graders were unavailable at times: each lost group is counted, and nothing else is lost.
+
+    Retried groups have other samples, so that weights and values differ.
+    """
+    yield from _position_differences(outputs, reference)
+    for line, page, expected in zip(outputs.lines, outputs.transcripts, reference.transcripts, strict=False):
+        groups, expected_groups = _GROUP.findall(page), _GROUP.findall(expected)
+        num_failed = sum(bool(failed) for _, failed in groups)
+        if [tag for tag, _ in groups] != [tag for tag, _ in expected_groups]:
+            yield f"step {line['step']} has the groups {groups}, expected {expected_groups}"
+        if num_failed != line["rollout_errors/groups_skipped"] or line["rollout_errors/total"] < num_failed:
+            yield f"step {line['step']} lost {num_failed} groups and counts {line['rollout_errors/groups_skipped']}"
+    different = outputs.points.keys() ^ reference.points.keys()
+    if names := [point for point in different if not point[0].startswith(_OF_GRADES)]:
+        yield f"{len(names)} points in MLflow are missing or unexpected, such as {min(names)}"
+
+
+def _position_differences(outputs: Outputs, reference: Outputs) -> Iterator[str]:
+    """Compare the steps of the checkpoints and the names of the weights."""
     if names := outputs.weights.keys() ^ reference.weights.keys():
         yield f"{len(names)} tensors of the final weights are missing or unexpected"
     steps, expected = (
@@ -131,18 +176,11 @@ def _async_differences(outputs: Outputs, reference: Outputs) -> Iterator[str]:
     )
     if steps != expected:
         yield f"checkpoints.jsonl has the steps {steps}, expected {expected}"
-    staleness = {step: value for (key, step), value in outputs.points.items() if key == "async/staleness_max"}
-    is_bounded = all(0 <= (value or 0) <= MAX_STALENESS for value in staleness.values())
-    if staleness.keys() != set(range(NUM_STEPS)) or not is_bounded:
-        yield f"the staleness of its groups by step is {staleness}"
-    groups = Counter(tag for page in outputs.transcripts for tag in _GROUP.findall(page))
-    if groups.total() != GROUPS * NUM_STEPS or len(groups) != groups.total():
-        yield f"it trained on {groups.total()} groups, most often on {groups.most_common(1)}"
 
 
 def leftovers(testbed: Testbed, run: ChaosRun) -> Iterator[str]:
     """Yield leaked processes, leftover temporary files, tracebacks and unfinished flow runs of a finished run."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (pids := processes_of(f"{testbed.mark}flow:")) and time.monotonic() < deadline:
         time.sleep(0.1)
     if pids:
@@ -182,7 +220,7 @@ def _is_temporary(name: str) -> bool:
 
 def _flow_run_states(testbed: Testbed, name: str) -> list[str]:
     filters = {"flow_runs": {"name": {"any_": [name]}}}
-    response = httpx.post(f"{testbed.url('prefect', direct=True)}/api/flow_runs/filter", json=filters, timeout=30)
+    response = httpx.post(f"{testbed.url('prefect', direct=True)}/api/flow_runs/filter", json=filters, timeout=120)
     return [str(flow_run["state_type"]) for flow_run in response.raise_for_status().json()]
 
 

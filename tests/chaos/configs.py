@@ -6,16 +6,22 @@ from pathlib import Path
 from string import ascii_letters
 from typing import Any
 
-from chaos.schedule import NUM_STEPS, Schedule
+from chaos.schedule import GROUPS, NUM_STEPS, Schedule
 from chaos.servers import BUCKET, Testbed
 
 ROOT = Path(__file__).parents[2]
-GROUPS = 2  # groups per RL step
 MAX_STALENESS = 2
 _MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "stream": {"mode": "stream", "num_minibatches": 2},
     "async": {"mode": "async", "max_steps_off_policy": MAX_STALENESS},
+    "refill": {},
+    "served": {},
+}
+# Corrections with ratios of logprobs that the trainer recomputes.
+_CORRECTIONS: dict[str, dict[str, Any]] = {
+    "stream": {"ratio": "sequence", "bound": "mask", "low": 0.5},
+    "async": {"ratio": "token", "off_policy_above": 0.05},
 }
 # The evaluations at the first and at the last step log `many_points.NUM_POINTS` metrics.
 _WIDE: dict[str, Any] = {
@@ -47,7 +53,7 @@ def config_of(testbed: Testbed, schedule: Schedule, name: str) -> dict[str, Any]
         "checkpoint_every": 4,
     }
     if schedule.kind in _MODES:
-        return fields | _rl_fields(schedule.kind)
+        return fields | _rl_fields(schedule.kind) | _graded_fields(testbed, schedule.kind)
     return fields | _sft_fields(testbed) | (_WIDE if schedule.kind == "wide" else {})
 
 
@@ -77,6 +83,7 @@ def _rl_fields(mode: str) -> dict[str, Any]:
         "transcripts_every": 1,
         "rollout": {"max_tokens": 8},
         "schedule": {"groups_per_batch": GROUPS, **_MODES[mode]},
+        "correction": _CORRECTIONS.get(mode, "auto"),
         "environment": {
             "builder": "examples.letters:LettersBuilder",
             "params": {
@@ -90,6 +97,26 @@ def _rl_fields(mode: str) -> dict[str, Any]:
             "regularizers": [{"name": "kl", "weight": 0.1}, {"name": "length"}],
         },
     }
+
+
+def _graded_fields(testbed: Testbed, kind: str) -> dict[str, Any]:
+    """Return the fields of the kinds whose completions are graded, in the process of the run or by servers."""
+    if kind not in ("refill", "served"):
+        return {}
+    urls = {"environment_url": testbed.url("environment"), "judge_url": testbed.url("judge")}
+    params = {"renderer_name": "role_colon", "letters": ascii_letters[: GROUPS * NUM_STEPS], "group_size": 2}
+    fields: dict[str, Any] = {
+        "environment": {
+            "builder": "chaos.environments:GradedBuilder",
+            "params": params | (urls if kind == "served" else {}),
+        },
+        "objective": {"base_loss": "importance_sampling", "regularizers": [{"name": "length"}]},
+    }
+    if kind == "refill":
+        # Without evaluations and a reference, every further sample of a step is one of a refill.
+        fields |= {"eval_every": 0, "advantage": {"drop_constant": True}}
+        fields |= {"rollout": {"max_tokens": 8, "refill_rounds": 2}}
+    return fields
 
 
 def _rows(folder: Path, part: str, number: int) -> Path:

@@ -43,11 +43,13 @@ class Proxy:
 
     Attributes:
         num_requests: number of forwarded requests by path.
+        num_samples: number of forwarded sampling requests since the last snapshot of the weights.
     """
 
     def __init__(self, port: int, upstream: int) -> None:
         self.port, self.upstream = port, upstream
         self.num_requests: Counter[str] = Counter()
+        self.num_samples = 0
         self._armed: list[Armed] = []
 
     async def listen(self) -> asyncio.Server:
@@ -85,9 +87,15 @@ class Proxy:
                     await _reject(link, fault)
                     return
                 link.fault = fault
-                self.num_requests[start[2].decode()] += 1
+                self._count(start[2].decode())
             link.to_server.write(chunk)
             await link.to_server.drain()
+
+    def _count(self, path: str) -> None:
+        self.num_requests[path] += 1
+        if path == "/api/v1/create_sampling_session":
+            self.num_samples = 0
+        self.num_samples += path == "/api/v1/asample"
 
     def _pop_fault(self, start: re.Match[bytes]) -> Fault | None:
         path = start[2].decode()

@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.table import Table
 
 from chaos.judge import Verdict
-from chaos.schedule import ACTIONS, PROCESS_ACTIONS, SERVERS
+from chaos.schedule import ACTIONS, GRADERS, PROCESS_ACTIONS, SERVERS
 
-TARGETS = ("flow", *SERVERS)
+TARGETS = ("flow", *SERVERS, *GRADERS)
 COLUMNS = ("", *TARGETS, "all", "survived")
 
 

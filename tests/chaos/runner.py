@@ -20,7 +20,7 @@ from chaos.proxy import Armed
 from chaos.schedule import ACTIONS, KILLS, LEASE_S, Fault, Schedule
 from chaos.servers import MARK, Testbed, kill_9, send_signal
 
-LIMIT_S = 1800.0
+LIMIT_S = 3600.0
 _OPTIM_STEP = "/api/v1/optim_step"
 # Program of a process of the run: the run's command, with the lease of the chaos test.
 _START = f"""
@@ -33,7 +33,7 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """Injected fault, the seconds from the start of the run to the injection, and the request that it hit."""
+    """Injected fault, the seconds from the start of the run to the injection, and the request or moment that it hit."""
 
     fault: Fault
     at_s: float
@@ -170,8 +170,10 @@ class _Runner:
         return self.testbed.proxies["engine"].num_requests[_OPTIM_STEP]
 
     def _is_due(self, fault: Fault) -> bool:
-        if self._updates() - self._initial_updates < fault.updates:
-            return False
+        if fault not in self._due_at:
+            has_samples = self.testbed.proxies["engine"].num_samples >= fault.samples
+            if self._updates() - self._initial_updates < fault.updates or not has_samples:
+                return False
         return time.monotonic() >= self._due_at.setdefault(fault, time.monotonic() + fault.after_s)
 
     def _inject(self, fault: Fault) -> bool:
@@ -181,7 +183,8 @@ class _Runner:
             return True
         is_injected = self._inject_into_flow(fault) if fault.target == "flow" else self._inject_into_server(fault)
         if is_injected:
-            self.run.injected.append(Injected(fault, time.monotonic() - self._started, ""))
+            moment = "during a refill" if fault.samples else ""
+            self.run.injected.append(Injected(fault, time.monotonic() - self._started, moment))
         return is_injected
 
     def _inject_into_server(self, fault: Fault) -> bool:
@@ -229,12 +232,29 @@ class _Runner:
 
     def _remove_directory(self) -> bool:
         """Move the run's directory away and delete it; return False if it does not exist."""
+        if self.run.schedule.storage == "s3":
+            return self._remove_prefix()
         directory = Path(storage_of(self.testbed, self.run.schedule)) / self.run.name
         removed = directory.with_name(f"removed-{self.run.name}")
         if not directory.exists():
             return False
         directory.rename(removed)
         shutil.rmtree(removed)
+        return True
+
+    def _remove_prefix(self) -> bool:
+        """Delete the objects of the run, the lease first; return False if there are none or the server is down."""
+        server = self.testbed.servers["s3"]
+        if not server.is_up() or server.mark in self._frozen:
+            return False
+        bucket = self.testbed.bucket()
+        prefix = f"{storage_of(self.testbed, self.run.schedule).removeprefix('s3://')}/{self.run.name}"
+        try:
+            bucket.rm_file(f"{prefix}/.lock")
+            for path in bucket.find(prefix):
+                bucket.rm_file(path)
+        except OSError:  # there is no such object, or the server is still starting
+            return False
         return True
 
     def _has_failed(self) -> bool:
@@ -247,7 +267,7 @@ class _Runner:
             self.continue_all()
             for process in self._processes:
                 process.popen.send_signal(signal.SIGABRT)  # faulthandler writes the stack of every thread
-                process.popen.wait(20)
+                process.popen.wait(120)
         return bool(self.run.failure)
 
     def _last_line(self) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 NUM_STEPS = 24
 
-# Supervised fine-tuning, the three modes of RL, and supervised fine-tuning with steps of 2,000 points in MLflow.
-KINDS = ("sft", "sync", "stream", "async", "wide")
+GROUPS = 2  # groups per RL step
+
+# Supervised fine-tuning, the three modes of RL, supervised fine-tuning with steps of 2,000 points in MLflow, RL that
+# refills its groups, and RL whose environment and judge are servers.
+KINDS = ("sft", "sync", "stream", "async", "wide", "refill", "served")
 
 SERVERS = ("engine", "prefect", "mlflow", "s3")
+GRADERS = ("environment", "judge")  # servers of the kind `served`
 
 # Lease of a run on S3 while the chaos test runs, so that a takeover does not take half a minute.
 LEASE_S = 3.0
@@ -21,7 +25,7 @@ PROCESS_ACTIONS = {
     "freeze": "SIGSTOP, and SIGCONT after longer than the lease of a run on S3",
     "freeze and replace": "the same command starts again while the run is frozen",
     "start twice": "the run is killed, and its command starts twice at the same moment",
-    "remove directory": "the directory of the run is deleted while the run writes it",
+    "remove directory": "the directory or S3 prefix of the run is deleted while the run writes it",
     "set clock": "the clock of the run jumps by minutes, forwards or backwards",
 }
 KILLS = ("kill", "start twice")
@@ -48,10 +52,11 @@ class Fault:
     Attributes:
         updates: number of requested optimizer steps, including repeated ones, after which the fault is due.
         after_s: additional delay in seconds.
-        target: `flow`, or one of `SERVERS`.
+        target: `flow`, or one of `SERVERS` or `GRADERS`.
         action: one of `PROCESS_ACTIONS` or of `ACTIONS`.
         skip: number of requests to pass through before a request fault.
         seconds: downtime after a kill, duration of a freeze, jump of the clock, or delay of a response.
+        samples: number of sampling requests from one snapshot of the weights after which the fault is due.
     """
 
     updates: int
@@ -60,6 +65,7 @@ class Fault:
     action: str
     skip: int
     seconds: float
+    samples: int = 0
 
     def __str__(self) -> str:
         event = f"{'kill -9' if self.action == 'kill' else self.action} of {self.target}"
@@ -87,15 +93,17 @@ def draw_schedule(seed: int, number: int, num_faults: int) -> Schedule:
     generator = random.Random(f"{seed}/{number}")
     cycle, position = divmod(number, len(KINDS))
     storage = "s3" if (cycle + position) % 2 else "local"
-    servers = SERVERS if storage == "s3" else SERVERS[:-1]
-    faults = sorted(
-        (_draw_fault(generator, servers, storage) for _ in range(num_faults)),
-        key=lambda fault: (fault.updates, fault.after_s),
-    )
-    return Schedule(number, KINDS[position], storage, tuple(faults))
+    kind = KINDS[position]
+    targets = ("flow", *(SERVERS if storage == "s3" else SERVERS[:-1]), *(3 * GRADERS if kind == "served" else ()))
+    faults = [_draw_fault(generator, targets) for _ in range(num_faults)]
+    if kind == "refill":
+        # Half of the faults hit a step that has sampled its groups and refills them.
+        faults[::2] = [replace(fault, after_s=fault.after_s / 10, samples=GROUPS + 1) for fault in faults[::2]]
+    faults.sort(key=lambda fault: (fault.updates, fault.after_s))
+    return Schedule(number, kind, storage, tuple(faults))
 
 
-def _draw_fault(generator: random.Random, servers: tuple[str, ...], storage: str) -> Fault:
+def _draw_fault(generator: random.Random, targets: tuple[str, ...]) -> Fault:
     phase = generator.random()
     if phase < 0.15:  # while the run opens
         updates, after_s = 0, generator.uniform(0, 10)
@@ -103,11 +111,9 @@ def _draw_fault(generator: random.Random, servers: tuple[str, ...], storage: str
         updates, after_s = NUM_STEPS, generator.uniform(0, 2)
     else:
         updates, after_s = generator.randrange(1, NUM_STEPS), generator.uniform(0, 0.6)
-    target = generator.choice(("flow", *servers))
+    target = generator.choice(targets)
     if target == "flow":
-        # An object store has no directory to delete: its objects are deleted one by one.
-        others = [action for action in PROCESS_ACTIONS if action != "remove directory" or storage == "local"]
-        action = "kill" if generator.random() < 0.4 else generator.choice(others)
+        action = "kill" if generator.random() < 0.4 else generator.choice(list(PROCESS_ACTIONS))
     elif generator.random() < 0.4:
         action = generator.choice([action for action in PROCESS_ACTIONS if action not in _FLOW_ONLY])
     else:

@@ -20,6 +20,7 @@ from blocks.errors import ServiceError
 from blocks.processes import free_port, prefect_server_env
 from blocks.urls import check_reachable
 from chaos.proxy import Proxies, Proxy
+from chaos.schedule import GRADERS, SERVERS
 
 # Environment variable of every process of the test; child processes inherit it.
 MARK = "TINKER_FLOWS_CHAOS"
@@ -164,7 +165,7 @@ def running_testbed(folder: Path) -> Iterator[Testbed]:
     """Start every server with empty data; stop the servers when the block ends."""
     mark = f"{folder}:"
     s3 = s3_ports()
-    ports = {name: free_port() for name in ("engine", "prefect", "mlflow")} | {"s3": s3["s3.port"]}
+    ports = {name: free_port() for name in (*SERVERS, *GRADERS)} | {"s3": s3["s3.port"]}
     servers = {server.name: server for server in _servers(folder, mark, ports, s3)}
     proxies = {name: Proxy(free_port(), ports[name]) for name in servers}
     with ExitStack() as stack:
@@ -204,6 +205,9 @@ def _servers(folder: Path, mark: str, ports: Mapping[str, int], s3: dict[str, in
     yield server("mlflow", mlflow, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}, "/health")
     command, env = s3_command(folder / "s3", s3)
     yield server("s3", command, env, "/")
+    for name in GRADERS:
+        command = [*python, "chaos.graders", str(ports[name])]
+        yield server(name, command, {"PYTHONPATH": str(Path(__file__).parents[1])}, "/")
 
 
 def _import_path() -> dict[str, str]:
