@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from blocks.errors import storage_error
+from blocks.errors import LostRunError, StorageError, storage_error
 from blocks.home import open_private, private_folder
 from blocks.lock_holder import current_process, locked_error, removed_error
 
@@ -46,7 +46,7 @@ class LocalDirectory:
             _sync_entries(self._path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            raise storage_error("write", path, error) from error
+            raise self._error("write", path, error) from error
 
     def append_line(self, name: str, line: str) -> None:
         self._create()
@@ -68,7 +68,7 @@ class LocalDirectory:
             if is_new:
                 _sync_entries(self._path)
         except OSError as error:
-            raise storage_error("append to", path, error) from error
+            raise self._error("append to", path, error) from error
 
     def names(self) -> list[str]:
         try:
@@ -148,6 +148,14 @@ class LocalDirectory:
             _sync_entries(self._path.parent)
         except OSError as error:
             raise storage_error("create", self._path, error) from error
+
+    def _error(self, verb: str, path: Path, error: OSError) -> StorageError:
+        """Build the error of a failed write, which the removal of the whole directory may have caused."""
+        try:
+            self.check_writer()
+        except LostRunError as lost:
+            return lost
+        return storage_error(verb, path, error)
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:

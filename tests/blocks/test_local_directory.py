@@ -5,17 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
-from blocks import RunStorage
-from blocks.errors import StorageError
+from blocks import RunStorage, local_directory
+from blocks.errors import LostRunError, StorageError
 from blocks.local_directory import LocalDirectory
 
 # Fork, because the imports of a new interpreter take seconds.
@@ -193,6 +195,22 @@ def test_an_unusable_file_is_named_in_the_error(
     (tmp_path / "taken").mkdir()
     with pytest.raises(StorageError, match=rf"Could not {verb} .*taken \(Is a directory\)"):
         use(LocalDirectory(tmp_path))
+
+
+@pytest.mark.parametrize("write", ["write_bytes", "append_line"])
+def test_a_directory_that_is_removed_in_the_middle_of_a_write_is_named_as_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
+    open_private = local_directory.open_private
+
+    def open_after_removal(path: Path, *arguments: Any, **options: Any) -> IO[Any]:
+        shutil.rmtree(path.parent)
+        return open_private(path, *arguments, **options)
+
+    with LocalDirectory(tmp_path / "run") as directory:
+        monkeypatch.setattr(local_directory, "open_private", open_after_removal)
+        with pytest.raises(LostRunError, match="was removed or replaced while this process was writing it"):
+            getattr(directory, write)("config.json", b"{}" if write == "write_bytes" else "{}")
 
 
 def test_reading_the_writer_does_not_block_a_lock(tmp_path: Path) -> None:
