@@ -23,7 +23,7 @@ from blocks.console import TextConsole
 from blocks.errors import ConfigError, StorageError, TinkerFlowsError, reason
 from blocks.home import home
 from blocks.object_directory import ObjectDirectory
-from blocks.prefect_errors import prefect_failures
+from blocks.prefect_errors import check_prefect_url, prefect_failures
 from blocks.processes import running_prefect_server
 from blocks.service import TinkerService
 from blocks.urls import check_reachable
@@ -145,6 +145,7 @@ def _prefect() -> str:
     if not url:
         return f"local: each run starts its own server on {home() / 'prefect.db'} (PREFECT_API_URL is not set)"
     remedy = "set PREFECT_API_URL to a running server, unset it, or start a server with `tinker-flows up`"
+    check_prefect_url()
     check_reachable(f"The Prefect server at {url}", f"{url}/health", TIMEOUT_S, remedy)
     with prefect_failures(remedy), get_client(sync_client=True) as client:
         server_version = client.api_version()

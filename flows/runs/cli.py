@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from blocks.errors import TinkerFlowsError, traceback_is_requested
-from blocks.prefect_errors import prefect_failures
+from blocks.prefect_errors import check_prefect_url, prefect_failures
 from blocks.processes import PrefectServer, running_prefect_server, starting_prefect_server
 from objectives.errors import ObjectiveError
 from objectives.import_path import import_path
@@ -116,6 +116,7 @@ def _prefect_server() -> Iterator[PrefectServer | None]:
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     if PREFECT_API_URL.value():
+        check_prefect_url()
         yield None
     elif server := running_prefect_server():
         print(f"Using the Prefect server of `tinker-flows up` at {server.url}", file=sys.stderr)

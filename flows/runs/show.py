@@ -12,6 +12,7 @@ from rich.table import Table
 
 from blocks.console import TextConsole
 from blocks.processes import prefect_server_env
+from blocks.urls import hide_credentials
 from flows.monitoring.progress import method_figures
 from flows.runs.result import TrainResult
 from tasks.reports.summary import describe_cost, storage_option
@@ -70,7 +71,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 def _prefect_ui(result: TrainResult) -> str:
     page = f"/runs/flow-run/{result.flow_run_id}"
     if api := PREFECT_API_URL.value():
-        return api.removesuffix("/api") + page
+        return hide_credentials(api).removesuffix("/api") + page
     database = prefect_server_env()["PREFECT_API_DATABASE_CONNECTION_URL"]
     command = f"PREFECT_API_DATABASE_CONNECTION_URL={database} {sys.executable} -m prefect server start"
     return f"{command}\n             then open http://127.0.0.1:4200{page}"

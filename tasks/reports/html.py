@@ -16,6 +16,7 @@ from mlflow import MlflowClient
 from prefect.runtime import flow_run
 
 from blocks.console import escape_terminal
+from blocks.urls import hide_credentials
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -127,7 +128,7 @@ def artifact_key(kind: str, run_name: str) -> str:
 
 def flow_run_link() -> str:
     """Markdown link to the page of the flow run in Prefect; empty outside a flow run or without a server's web page."""
-    url = flow_run.get_flow_run_ui_url()
+    url = hide_credentials(flow_run.get_flow_run_ui_url() or "")
     return f"Prefect: [{escape_markdown(flow_run.get_name() or url)}]({url})" if flow_run.get_id() and url else ""
 
 

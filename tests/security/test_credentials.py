@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import httpx
 import pytest
 import tinker
 from mlflow import MlflowClient
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from blocks.errors import ConfigError, ServiceError
+from blocks.prefect_errors import check_prefect_url, prefect_failures
 from blocks.service import TinkerService
 from blocks.storage import RunStorage
 from blocks.tracking import MLflowTracking
@@ -52,6 +55,16 @@ def test_an_environment_with_credentials_of_a_server_is_refused(
     with pytest.raises(ConfigError, match=fix) as caught:
         use()
     assert SECRET not in str(caught.value)
+
+
+def test_a_prefect_server_with_credentials_in_its_url_is_refused_and_hidden() -> None:
+    with temporary_settings({PREFECT_API_URL: f"http://me:{SECRET}@127.0.0.1:1/api"}):
+        with pytest.raises(ConfigError, match="remove it and set PREFECT_API_AUTH_STRING to USER:PASSWORD") as refused:
+            check_prefect_url()
+        shown = r"at http://\*\*\*@127\.0\.0\.1:1/api could not be used"
+        with pytest.raises(ServiceError, match=shown) as failed, prefect_failures("start it"):
+            raise httpx.ConnectError("refused")
+    assert SECRET not in f"{refused.value}{failed.value}"
 
 
 def test_errors_hide_the_password_of_a_database() -> None:
