@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import prefect
 import pytest
 import yaml
 from mlflow.cli import cli as mlflow_cli
