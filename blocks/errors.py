@@ -92,6 +92,16 @@ def reason(error: BaseException) -> str:
     return (text if len(text) <= 200 else f"{text[:200]}...").removesuffix(".")
 
 
+def first_line(error: BaseException) -> str:
+    """Return an error's type and first line, without the traceback that Dask and Ray add.
+
+    >>> first_line(ValueError("It is not so.\\n  File ..."))
+    'ValueError: It is not so.'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def storage_error(verb: str, path: object, error: Exception) -> StorageError:
     """Build the error for a failed storage operation.
 

@@ -14,9 +14,8 @@ from objectives.base_loss import PolicyLoss, policy_loss_term
 from objectives.batch import TOPK, Batch, Outputs
 from objectives.errors import ExecutionError, ObjectiveError, explain
 from objectives.estimators import BATCH_RISK, Choice, choose_estimator, fixed_data_refusal
-from objectives.execution.cluster import library
 from objectives.execution.process import importable
-from objectives.execution.runner import PLACES, LastValue, TermRunner
+from objectives.execution.runner import LastValue, TermRunner
 from objectives.gradients.alerts import Watch, WatchState
 from objectives.gradients.balance import Balance, BalanceState, make_balance
 from objectives.import_path import ImportedFunction
@@ -61,8 +60,8 @@ class ObjectiveState(TypedDict, total=False):
 class Objective:
     """Training objective ``total = base + sum_i weight_i * term_i``.
 
-    The objective's `runner` runs the terms. If a term is async or has the execution ``process``, ``dask`` or ``ray``,
-    use the objective as a context manager (or call ``runner.close()``) to end its event loop and processes.
+    The objective's `runner` runs the terms. If a term is async or has the execution ``process``, use the objective as a
+    context manager (or call ``runner.close()``) to end its event loop and processes.
 
     Args:
         base_loss: the name of a loss, such as ``"cross_entropy"`` or ``"ppo"``, or of a term, such as ``"dpo"``; a
@@ -477,14 +476,11 @@ def _check_execution(spec: RegularizerSpec, term: Term) -> None:
             f"Term {spec.name!r} has timeout_s={spec.timeout_s:g} and the execution 'inline', which cannot be stopped; "
             "remove timeout_s, or set execution to 'thread', 'async' or 'process'."
         )
-    if spec.execution in PLACES:
-        place = "a process" if spec.execution == "process" else f"a worker of {spec.execution}"
+    if spec.execution == "process":
         try:
             importable(term)
-            if spec.execution != "process":
-                library(spec.execution)
         except ExecutionError as error:
-            raise ObjectiveError(f"Term {spec.name!r} cannot run in {place}: {error}.") from error
+            raise ObjectiveError(f"Term {spec.name!r} cannot run in a process: {error}.") from error
     functions = (term.evaluate, term.prepare)
     if spec.execution == "async" and not any(map(inspect.iscoroutinefunction, functions)):
         raise ObjectiveError(

@@ -15,6 +15,16 @@ from objectives.term import Execution, OnError
 Backend = Literal["auto", "client", "server"]
 
 
+def _reject_clusters(execution: object) -> object:
+    """Explain how to replace the executions of release 0.1 that are now a choice of the run."""
+    if execution in ("dask", "ray"):
+        raise ValueError(
+            f"a cluster is now a setting of the run: set task_runner.kind to {execution!r}, remove this execution, and "
+            "set execution to 'thread' for terms that stay in the run's process"
+        )
+    return execution
+
+
 class RegularizerSpec(BaseModel):
     """Weighted term of an objective."""
 
@@ -62,11 +72,12 @@ class RegularizerSpec(BaseModel):
         description="Action when the term fails: `raise` ends the run; `skip` continues the step without the term; "
         "`last` also continues without the term, but reports the term's last value again.",
     )
-    execution: Execution = Field(
-        default="thread",
+    execution: Annotated[Execution, BeforeValidator(_reject_clusters)] = Field(
+        default="task_runner",
         title="Execution",
-        description="Place where the term runs: `inline` after the other terms, `thread` in parallel with them, "
-        "`async` on an event loop, `process` in a separate process, `dask` and `ray` on a worker of a cluster.",
+        description="Place where the term runs: `task_runner` on the task runner of the run, by default a thread; "
+        "`thread` in a thread of the run's process, `inline` there after the other terms, `async` on an event loop, "
+        "`process` in a separate process, which ends at `timeout_s`.",
     )
     timeout_s: float | None = Field(
         default=None,

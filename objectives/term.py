@@ -25,7 +25,7 @@ Unit = Literal["token", "sequence"]
 
 __getattr__ = partial(renamed_attribute, __name__)  # names of release 0.1
 Need = Literal["ref_logprobs", "sampling_logprobs", "advantages", "values", "returns", "topk_logprobs", "hidden_states"]
-Execution = Literal["inline", "async", "thread", "process", "dask", "ray"]
+Execution = Literal["task_runner", "inline", "async", "thread", "process"]
 OnError = Literal["raise", "skip", "last"]
 
 
@@ -311,7 +311,7 @@ class Regularizer:
     every: int = 1
     retries: int = 0
     on_error: OnError = "raise"
-    execution: Execution = "thread"
+    execution: Execution = "task_runner"
     timeout_s: float | None = None
     estimator: str | None = None
     on_candidates: bool = False

@@ -9,6 +9,7 @@ from pydantic.config import JsonDict
 from tinker_cookbook.utils.lr_scheduling import LRSchedule
 
 from flows.config.base import AdamConfig, BuilderConfig, Config, EvaluatorConfig, RunConfig
+from objectives.json_schema import optional_group
 from objectives.spec import ObjectiveSpec
 
 BASE_MODEL = "base"
@@ -141,11 +142,50 @@ class ReportConfig(Config):
     max_tokens: int = Field(default=256, ge=1, title="Tokens", description="Maximum tokens of a sampled completion.")
 
 
+class TaskRunnerConfig(Config):
+    """Task runner that receives the terms whose `execution` is `task_runner`."""
+
+    kind: Literal["threads", "processes", "dask", "ray"] = Field(
+        default="threads",
+        title="Kind",
+        description="Prefect's task runner: `threads` or `processes` of this machine, or the workers of a `dask` or "
+        "`ray` cluster, which need the extra of the same name.",
+    )
+    workers: int | None = Field(
+        default=None,
+        ge=1,
+        title="Workers",
+        description="Tasks that run at once. Unset: no limit for `threads`, else one per core, at least 2 and at most "
+        "8. An existing cluster has its own number.",
+    )
+    address: str | None = Field(
+        default=None,
+        min_length=1,
+        title="Address",
+        description="Address of an existing `dask` scheduler or `ray` cluster. Unset: the one at "
+        "DASK_SCHEDULER_ADDRESS or RAY_ADDRESS, else a cluster on this machine that ends with the run.",
+    )
+
+    @model_validator(mode="after")
+    def _check_address(self) -> Self:
+        if self.address and self.kind not in ("dask", "ray"):
+            raise ValueError(f"address={self.address!r} has no effect for kind {self.kind!r}: remove it")
+        if self.address and self.workers:
+            raise ValueError(f"workers={self.workers} has no effect for the cluster at {self.address}: remove it")
+        return self
+
+
 class TrainConfig(RunConfig):
     """Run that trains an adapter on the batches of a data source."""
 
     objective: ObjectiveSpec = Field(
         default=ObjectiveSpec(), title="Objective", description="Base loss and its weighted regularizers."
+    )
+    task_runner: TaskRunnerConfig | None = Field(
+        default=None,
+        json_schema_extra=optional_group(TaskRunnerConfig),
+        title="Task runner",
+        description="Prefect task runner of the terms. Unset: the flow's own, by default threads.",
     )
     reference: str = Field(
         default=BASE_MODEL,

@@ -38,6 +38,7 @@ MAY_CHANGE = {
     "accept_changes",
     "max_restarts",
     "guards",
+    "task_runner",
     "health",
     "alerts",
     "budget",
@@ -153,6 +154,20 @@ def _changes(directory: RunDirectory, config: RunConfig) -> dict[str, tuple[Any,
     if recorded is None:
         return {}
     # Validation fills in fields that later releases added.
-    fields = RecordedConfig.parse(recorded, directory.location).fields
-    before, now = (model.model_dump(mode="json") for model in (type(config).model_validate(fields), config))
+    before, now = (
+        type(config).model_validate(_without_executions(fields)).model_dump(mode="json")
+        for fields in (
+            RecordedConfig.parse(recorded, directory.location).fields,
+            config.model_dump(mode="json"),
+        )
+    )
     return {key: (before[key], value) for key, value in now.items() if value != before[key]}
+
+
+def _without_executions(fields: dict[str, Any]) -> dict[str, Any]:
+    """Drop the `execution` of each term, which says where it runs; release 0.1 had executions that are gone."""
+    objective = fields.get("objective")
+    if not objective or not objective.get("regularizers"):
+        return fields
+    terms = [{key: term[key] for key in term if key != "execution"} for term in objective["regularizers"]]
+    return fields | {"objective": objective | {"regularizers": terms}}

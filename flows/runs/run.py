@@ -10,6 +10,7 @@ from typing import Any
 
 import tinker
 import torch
+from prefect.task_runners import TaskRunner
 from tinker_cookbook.checkpoint_utils import CheckpointRecord, add_renderer_name_to_user_metadata
 from tinker_cookbook.tokenizer_utils import register_tokenizer
 
@@ -17,12 +18,13 @@ from blocks.errors import ServiceError, ServiceLostError, reason
 from blocks.storage import RunDirectory
 from flows.config.base import BuilderConfig, RunConfig, ServiceConfig
 from flows.config.loader import renderer_names
-from flows.config.train import AdapterSettings
+from flows.config.train import AdapterSettings, TrainConfig
 from flows.monitoring.system_metrics import system_metrics
 from flows.runs.blocks import open_service, service_slot, storage_of
 from flows.runs.config_record import check_config
 from flows.runs.fork import FRESH_OPTIMIZER, check_lineage, starts_of
 from flows.runs.mlflow_run import open_log
+from flows.runs.task_runner import open_task_runner
 from tasks.common.builders import takes
 from tasks.common.event_loop import open_workers
 from tasks.common.service_errors import service_errors
@@ -43,6 +45,7 @@ class Run:
         log: MLflow run.
         start: Checkpoint that the run starts from, its own or its origin; None for a new run of the base model.
         model: Base model by its name on the service.
+        task_runner: Prefect task runner of the terms.
         meter: Tokens of the clients of teachers, judges, reward models, generated data and evaluations.
     """
 
@@ -52,6 +55,7 @@ class Run:
     log: MetricsLog
     start: CheckpointRecord | None
     model: str
+    task_runner: TaskRunner[Any]
     meter: TokenMeter = field(default_factory=TokenMeter)
 
     @property
@@ -62,7 +66,7 @@ class Run:
 
 
 @contextmanager
-def open_run(config: RunConfig, restarts: Sequence[str], adapter: AdapterSettings) -> Iterator[Run]:
+def open_run(config: TrainConfig, restarts: Sequence[str], adapter: AdapterSettings) -> Iterator[Run]:
     """Open a run at its start or its last checkpoint; resources that it starts are stopped at the end.
 
     Args:
@@ -80,7 +84,7 @@ def open_run(config: RunConfig, restarts: Sequence[str], adapter: AdapterSetting
         check_lineage(config, records)
         starts = records or starts_of(config, storage_of(config))
         check_config(directory, config, records[0] if records else None, restarts)
-        with open_service(config) as service:
+        with open_task_runner(config.task_runner) as task_runner, open_service(config) as service:
             service.check_model(config.model)
             with (
                 service_slot(service.resolved_url),
@@ -94,7 +98,7 @@ def open_run(config: RunConfig, restarts: Sequence[str], adapter: AdapterSetting
                     client, start = _new_client(session, config, adapter), None
                 # Builders and evaluators open the tokenizer by the service's name of the model.
                 register_tokenizer(config.model, client.get_tokenizer)
-                yield Run(directory, session, client, log, start, config.model)
+                yield Run(directory, session, client, log, start, config.model, task_runner)
 
 
 @contextmanager

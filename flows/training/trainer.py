@@ -214,7 +214,7 @@ class Trainer:
         self.checkpoints = Checkpoints(run, config, schedule.steps_per_epoch, self.start, data)
         self._restore(self.start)
         self.one_pass = OnePass(objective, run.session)
-        self.executor = TaskTermExecutor(objective.runner)
+        self.executor = TaskTermExecutor(objective.runner, run.task_runner, objective.regularizers)
         self.evaluation = Evaluation(
             run,
             config,

@@ -50,7 +50,7 @@ class TermProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def call(self, doing: str, regularizer: Regularizer, *arguments: object) -> object:
-        """Call the function `objectives.execution.respond.FUNCTIONS[doing]` in the process.
+        """Call the function `objectives.execution.runner.FUNCTIONS[doing]` in the process.
 
         Raises:
             ObjectiveError: the function raised.

@@ -1,4 +1,4 @@
-"""Execution of a call in a term's process, shared by all kinds of processes and workers."""
+"""Execution of a call in a term's process or in a worker of a task runner."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TypeVar
 
-from objectives.errors import ObjectiveError
-from objectives.evaluate import evaluate_term, failure, prepare_features
-from objectives.event_loop import TermLoop
+import torch
+
+from objectives.errors import ExecutionError, ObjectiveError
+from objectives.evaluate import failure
 from objectives.execution.process import SentFields
+from objectives.execution.runner import TermRunner
 from objectives.schedule import Constant
 from objectives.term import Regularizer, Term
 from objectives.term_lookup import registered_terms
 
 T = TypeVar("T")
 
-FUNCTIONS: dict[str, Callable[..., object]] = {"preparing": prepare_features, "evaluating": evaluate_term}
-
 
 def load_term(module: str, name: str) -> Term:
     """Import a module and return the term that it registers.
 
     Raises:
-        ObjectiveError: the module cannot be imported or does not register the term; the message is a clause.
+        ExecutionError: the module cannot be imported or does not register the term.
     """
     try:
         importlib.import_module(module)
         return registered_terms()[name]
     except Exception as error:
-        raise ObjectiveError(f"it could not be imported there ({type(error).__name__}: {error})") from error
+        raise ExecutionError(f"it could not be imported there ({type(error).__name__}: {error})") from error
 
 
 def respond(
@@ -42,7 +42,7 @@ def respond(
     """Run a call and deliver a pair of success and result or error message."""
     regularizer = Regularizer(term=term, schedule=Constant(value=1.0), **fields)
     try:
-        answer = (True, _worker_loop().call(FUNCTIONS[doing], regularizer, *arguments))
+        answer = (True, worker_runner().call(doing, regularizer, *arguments))
     except ObjectiveError as error:
         answer = (False, str(error))
     try:
@@ -55,9 +55,10 @@ def respond(
 
 
 @cache
-def _worker_loop() -> TermLoop:
-    """Return the event loop of this process, a worker of terms; it ends with the process."""
-    return TermLoop()
+def worker_runner() -> TermRunner:
+    """Return the runner of this process, a worker of terms with one thread per tensor operation."""
+    torch.set_num_threads(1)
+    return TermRunner()
 
 
 def end_with_parent() -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import torch
 
@@ -14,21 +14,15 @@ from objectives.batch import Batch, Outputs
 from objectives.errors import ExecutionError, ObjectiveError
 from objectives.evaluate import Evaluation, evaluate_term, failure, prepare_features
 from objectives.event_loop import TermLoop
-from objectives.execution.dask_tasks import TermTasks
 from objectives.execution.limit import LimitedThreads
 from objectives.execution.process import TermProcess
-from objectives.execution.ray_actors import TermActor
 from objectives.feature_cache import FeatureCache
 from objectives.term import Regularizer, version_of
 
-T = TypeVar("T")
+FUNCTIONS: dict[str, Callable[..., Any]] = {"preparing": prepare_features, "evaluating": evaluate_term}
 
-# Executions outside this process.
-PLACES: dict[str, type[TermProcess | TermTasks | TermActor]] = {
-    "process": TermProcess,
-    "dask": TermTasks,
-    "ray": TermActor,
-}
+Call = Callable[..., Any]
+"""Function with the parameters doing, regularizer and arguments; runs ``FUNCTIONS[doing](regularizer, *arguments)``."""
 
 
 class LastValue(TypedDict):
@@ -41,12 +35,13 @@ class LastValue(TypedDict):
 class TermRunner:
     """Thread-safe runner of `prepare_features` and `evaluate_term` with each term's execution and time limit.
 
-    - ``inline`` and ``thread``: on the calling thread, which is one of several under ``thread``. With a time limit, in
-      a separate thread, which is abandoned at the limit.
+    - ``task_runner``, ``thread`` and ``inline``: on the calling thread, which is one of several except under
+      ``inline``. With a time limit, in a separate thread, which is abandoned at the limit.
     - ``async``: on the runner's event loop; cancelled at the limit.
     - ``process``: in a dedicated process, killed at the limit. A term has two processes, so that preparing the next
       batch does not delay evaluating the current one.
-    - ``dask`` and ``ray``: on a worker of a cluster, killed at the limit.
+
+    `prepare` and `evaluate` accept another function for the call, such as one that sends it to a cluster.
 
     Attributes:
         cache: features of terms declared with `per_datum`.
@@ -56,7 +51,7 @@ class TermRunner:
         self.cache = FeatureCache()
         self._threads = LimitedThreads()
         self._loop = TermLoop()
-        self._places: dict[tuple[str, str], TermProcess | TermTasks | TermActor] = {}
+        self._processes: dict[tuple[str, str], TermProcess] = {}
         self._lock = threading.Lock()
         self._last: dict[str, LastValue] = {}
 
@@ -68,7 +63,7 @@ class TermRunner:
         """Restore a state; an empty state resets."""
         self._last = dict(state)
 
-    def prepare(self, regularizer: Regularizer, batch: Batch) -> object:
+    def prepare(self, regularizer: Regularizer, batch: Batch, call: Call | None = None) -> object:
         """Run `prepare_features`.
 
         Raises:
@@ -77,16 +72,23 @@ class TermRunner:
         term = regularizer.term
         if term.prepare is None:
             return None
-        prepare = partial(self._run, "preparing", prepare_features, regularizer)
+        prepare = partial(self._run, call or self.call, "preparing", regularizer)
         return self.cache.features(regularizer, batch, prepare) if version_of(term.prepare) else prepare(batch)
 
-    def evaluate(self, regularizer: Regularizer, outputs: Outputs, batch: Batch, first_step: bool) -> Evaluation:
+    def evaluate(
+        self,
+        regularizer: Regularizer,
+        outputs: Outputs,
+        batch: Batch,
+        first_step: bool,
+        call: Call | None = None,
+    ) -> Evaluation:
         """Run `evaluate_term`.
 
         Raises:
             ObjectiveError: see `evaluate_term`; or the term exceeds its time limit.
         """
-        evaluation = self._run("evaluating", evaluate_term, regularizer, outputs, batch, first_step)
+        evaluation = self._run(call or self.call, "evaluating", regularizer, outputs, batch, first_step)
         if regularizer.on_error == "last":
             self._last[regularizer.name] = {"value": evaluation.value, "metrics": evaluation.metrics}
         return evaluation
@@ -107,12 +109,29 @@ class TermRunner:
             return self._stand_in(regularizer, outputs), error
 
     def close(self) -> None:
-        """End the processes, the workers and the event loop of the terms."""
+        """End the processes and the event loop of the terms."""
         self._loop.close()
         with self._lock:
-            for place in self._places.values():
-                place.close()
-            self._places.clear()
+            for process in self._processes.values():
+                process.close()
+            self._processes.clear()
+
+    def call(self, doing: str, regularizer: Regularizer, *arguments: object) -> Any:
+        """Run ``FUNCTIONS[doing](regularizer, *arguments)`` with the execution and the time limit of the term.
+
+        Raises:
+            ObjectiveError: the function raised.
+            ExecutionError: the call exceeded the time limit, or the term's process ended.
+        """
+        if regularizer.execution == "process":
+            return self._process_of(regularizer, doing).call(doing, regularizer, *map(without_datums, arguments))
+
+        def work() -> Any:
+            return self._loop.call(FUNCTIONS[doing], regularizer, *arguments)
+
+        if regularizer.execution in ("task_runner", "thread") and regularizer.timeout_s is not None:
+            return self._threads.run(f"{regularizer.name} {doing}", work, regularizer.timeout_s)
+        return work()
 
     def _stand_in(self, regularizer: Regularizer, outputs: Outputs) -> Evaluation | None:
         """Return the last value of a failed term without gradient; None under ``skip`` or without an earlier value.
@@ -125,26 +144,20 @@ class TermRunner:
         gradient_DT = torch.zeros_like(outputs.logprobs_DT, requires_grad=False)
         return Evaluation(regularizer.name, last["value"], gradient_DT, last["metrics"])
 
-    def _run(self, doing: str, function: Callable[..., T], regularizer: Regularizer, *arguments: object) -> T:
+    def _run(self, call: Call, doing: str, regularizer: Regularizer, *arguments: object) -> Any:
         try:
-            if regularizer.execution in PLACES:
-                return self._call(doing, regularizer, *arguments)
-
-            def work() -> T:
-                return self._loop.call(function, regularizer, *arguments)
-
-            if regularizer.execution == "thread" and regularizer.timeout_s is not None:
-                return self._threads.run(f"{regularizer.name} {doing}", work, regularizer.timeout_s)
-            return work()
+            return call(doing, regularizer, *arguments)
         except ExecutionError as error:
             raise failure(regularizer, doing, error) from error
 
-    def _call(self, doing: str, regularizer: Regularizer, *arguments: object) -> Any:
+    def _process_of(self, regularizer: Regularizer, doing: str) -> TermProcess:
         with self._lock:
             key = (regularizer.name, doing)
-            place = self._places.get(key)
-            if place is None:
-                place = self._places[key] = PLACES[regularizer.execution](regularizer.term)
-        # Do not send the service's datums: only loss functions of the SDK read them, and they run in this process.
-        sent = [replace(argument, datums=None) if isinstance(argument, Batch) else argument for argument in arguments]
-        return place.call(doing, regularizer, *sent)
+            if key not in self._processes:
+                self._processes[key] = TermProcess(regularizer.term)
+            return self._processes[key]
+
+
+def without_datums(argument: object) -> object:
+    """Drop a batch's datums of the service: only loss functions of the SDK read them, and they stay in this process."""
+    return replace(argument, datums=None) if isinstance(argument, Batch) else argument

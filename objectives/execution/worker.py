@@ -7,8 +7,6 @@ import sys
 from functools import partial
 from multiprocessing.connection import Connection
 
-import torch
-
 from objectives.errors import ObjectiveError
 from objectives.execution.messages import receive, send
 from objectives.execution.respond import end_with_parent, load_term, respond
@@ -29,7 +27,6 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     end_with_parent()
     try:
         serve(Connection(int(sys.argv[1])))

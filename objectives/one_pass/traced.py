@@ -155,7 +155,7 @@ def _check_traceable(regularizer: Regularizer) -> None:
         raise UntraceableError("it reads features that are prepared on the client")
     if inspect.iscoroutinefunction(term.evaluate):
         raise UntraceableError("it is an async function")
-    if regularizer.execution in ("process", "dask", "ray") or regularizer.timeout_s is not None:
+    if regularizer.execution == "process" or regularizer.timeout_s is not None:
         raise UntraceableError("it has a separate process or a time limit, which the service does not support")
     if regularizer.on_error != "raise":
         raise UntraceableError(f"its on_error is {regularizer.on_error!r}, but a single pass cannot skip a term")

@@ -1,20 +1,25 @@
-"""Terms of an objective as task runs, and the executor that calls them."""
+"""Terms of an objective as task runs, and the executor that submits them to the task runner of the run."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, CancelledError, Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from prefect import Task
 from prefect.logging import get_run_logger
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
+from blocks.errors import ConfigError, first_line
 from objectives.batch import Batch, Outputs
-from objectives.errors import ObjectiveError
+from objectives.errors import ExecutionError, ObjectiveError
 from objectives.evaluate import Evaluation
-from objectives.execution.runner import TermRunner
+from objectives.execution.process import importable
+from objectives.execution.remote import encode_call, run_call
+from objectives.execution.runner import Call, TermRunner
 from objectives.execution.term_loop import Features, linearize_terms
 from objectives.gradients.linearize import Linearized, WeightedTerm
 from objectives.objective import Objective
@@ -25,7 +30,7 @@ from tasks.common.task import Pending, call, opaque_argument, retried_task, step
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MAX_CONCURRENT_TERMS = 16
+_MAX_WAITING_CALLS = 32
 
 
 @retried_task(name="prepare", task_run_name="prepare-{regularizer.name}")
@@ -36,40 +41,75 @@ def prepare_term(runner: TermRunner, regularizer: Regularizer, batch: Batch) -> 
 
 @step_task(name="term", task_run_name="term-{regularizer.name}")
 def compute_term(
-    runner: TermRunner, regularizer: Regularizer, outputs: Outputs, batch: Batch, features: object, first_step: bool
+    runner: TermRunner,
+    regularizer: Regularizer,
+    outputs: Outputs,
+    batch: Batch,
+    features: Features | None,
+    first_step: bool,
 ) -> Evaluation:
     """Compute the value of one term and its gradient with respect to the logprobs."""
-    return runner.evaluate(regularizer, outputs, replace(batch, features=features), first_step)
+    prepared = replace(batch, features=features()) if features else batch
+    return runner.evaluate(regularizer, outputs, prepared, first_step)
 
 
 @retried_task(name="held_out", task_run_name="held-out-{regularizer.name}")
 def measure_term(
-    runner: TermRunner, regularizer: Regularizer, inputs: Sequence[tuple[Outputs, Batch]]
+    runner: TermRunner, regularizer: Regularizer, inputs: Sequence[tuple[Outputs, Batch]], run: Call | None = None
 ) -> list[Evaluation]:
     """Compute the values of one term on held-out batches."""
     # Not as the term's last value, which stands in for a failed evaluation on training data.
     apart = replace(regularizer, on_error="raise")
     return [
-        runner.evaluate(apart, outputs, replace(batch, features=runner.prepare(apart, batch)), False)
+        runner.evaluate(apart, outputs, replace(batch, features=runner.prepare(apart, batch, run)), False, run)
         for outputs, batch in inputs
     ]
 
+
+def run_on_worker(term: str, encoded: bytes) -> bytes:
+    """Run a call of a term on a worker of the task runner, without the runner and the cache of this process."""
+    return run_call(encoded)
+
+
+prepare_on_worker = retried_task(name="prepare", task_run_name="prepare-{term}")(run_on_worker)
+compute_on_worker = step_task(name="term", task_run_name="term-{term}")(run_on_worker)
+measure_on_worker = retried_task(name="held_out", task_run_name="held-out-{term}")(run_on_worker)
 
 linearize_task = step_task(name="linearize")(linearize_terms)
 
 
 class TaskTermExecutor:
-    """Term executor that runs each call as a Prefect task, on threads that it owns.
+    """Term executor that submits each call as a Prefect task to the task runner of the run.
 
-    Terms stand on the critical path between two requests. A thread is cheaper there than a Prefect future, which costs
-    as much again as the task run that it waits for. A thread waits only for features, which another pool computes.
+    A task runner with workers outside this process receives the terms whose execution is ``task_runner``. Their
+    features are cached here, and threads of this executor wait for the workers. All other terms run on threads of this
+    process.
     """
 
-    def __init__(self, runner: TermRunner) -> None:
+    def __init__(self, runner: TermRunner, task_runner: TaskRunner[Any], regularizers: Sequence[Regularizer]) -> None:
+        """Check that the workers can import the terms.
+
+        Raises:
+            ObjectiveError: A worker cannot import a term.
+        """
         self._runner = runner
-        self._threads = ThreadPoolExecutor(_MAX_CONCURRENT_TERMS, thread_name_prefix="term")
+        self._workers = None if isinstance(task_runner, ThreadPoolTaskRunner) else task_runner
+        # Evaluations wait for features, so the two have separate threads.
+        self._preparing = ThreadPoolExecutor(_MAX_WAITING_CALLS, thread_name_prefix="prepare")
+        self._evaluating = ThreadPoolExecutor(_MAX_WAITING_CALLS, thread_name_prefix="term")
+        for regularizer in filter(self._is_sent, regularizers):
+            try:
+                importable(regularizer.term)
+            except ExecutionError as error:
+                raise ObjectiveError(
+                    f"Term {regularizer.name!r} cannot run on a worker of the task runner: {error}, or set its "
+                    "execution to 'thread'."
+                ) from error
 
     def prepare(self, regularizer: Regularizer, batch: Pending[Batch]) -> Features:
+        if self._is_sent(regularizer):
+            run = self._sent(prepare_on_worker, regularizer)
+            return self._start(self._preparing, lambda: self._runner.prepare(regularizer, batch.result(), run))
         loaded = cast(Batch, batch)  # a task receives the result of a future that is passed to it
         return submit(
             _with_retries(prepare_term, regularizer), self._runner, regularizer, opaque_argument(loaded)
@@ -78,29 +118,29 @@ class TaskTermExecutor:
     def evaluate(
         self, regularizer: Regularizer, features: Features | None, outputs: Outputs, batch: Batch, first_step: bool
     ) -> Callable[[], Evaluation]:
+        if self._is_sent(regularizer):
+            run = self._sent(compute_on_worker, regularizer)
+
+            def evaluate() -> Evaluation:
+                prepared = replace(batch, features=features()) if features else batch
+                return self._runner.evaluate(regularizer, outputs, prepared, first_step, run)
+
+            return self._start(self._evaluating, evaluate)
         task = _with_retries(compute_term, regularizer)
-
-        def run() -> Evaluation:
-            # Waited for here: Prefect passes None for the result of a task that failed.
-            prepared = features() if features else None
-            return call(
-                task, self._runner, regularizer, outputs, opaque_argument(batch), opaque_argument(prepared), first_step
-            )
-
+        arguments = (outputs, opaque_argument(batch), opaque_argument(features), first_step)
         if regularizer.execution == "inline":
-            return run
-        return self._threads.submit(copy_context().run, run).result
+            return lambda: call(task, self._runner, regularizer, *arguments)
+        return submit(task, self._runner, regularizer, *arguments).result
 
     def measure(
         self, regularizer: Regularizer, inputs: Sequence[tuple[Outputs, Batch]]
     ) -> Callable[[], list[Evaluation]]:
         """Start measuring a term on held-out batches; the returned function waits for its evaluations."""
+        if self._is_sent(regularizer):
+            run = self._sent(measure_on_worker, regularizer)
+            return self._start(self._evaluating, lambda: measure_term.fn(self._runner, regularizer, inputs, run))
         task = _with_retries(measure_term, regularizer)
-
-        def run() -> list[Evaluation]:
-            return call(task, self._runner, regularizer, opaque_argument(inputs))
-
-        return self._threads.submit(copy_context().run, run).result
+        return submit(task, self._runner, regularizer, opaque_argument(inputs)).result
 
     def linearize(
         self,
@@ -118,7 +158,40 @@ class TaskTermExecutor:
 
     def close(self) -> None:
         """Drop the calls that have not started."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._preparing, self._evaluating):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _is_sent(self, regularizer: Regularizer) -> bool:
+        return self._workers is not None and regularizer.execution == "task_runner"
+
+    def _sent(self, task: Task[..., bytes], regularizer: Regularizer) -> Call:
+        """Return a function that runs a call of a term as a task of a worker."""
+        task, workers = _with_retries(task, regularizer), self._workers
+        assert workers is not None
+
+        def run(doing: str, regularizer: Regularizer, *arguments: object) -> Any:
+            encoded = encode_call(doing, regularizer, arguments)
+            try:
+                return pickle.loads(workers.submit(task, {"term": regularizer.name, "encoded": encoded}).result())
+            except ObjectiveError:
+                raise
+            except BrokenExecutor as error:
+                raise ConfigError(
+                    f"A process of the task runner ended while {doing} the term {regularizer.name!r}, and Prefect's "
+                    'process pool does not recover: call the flow below `if __name__ == "__main__":`, give a term '
+                    "that crashes the execution 'process', and start the run again."
+                ) from error
+            except (Exception, CancelledError) as error:
+                raise ExecutionError(
+                    f"its worker of the task runner did not finish it ({first_line(error)}); check for a crash in its "
+                    "dependencies, too little memory, or a package missing on the workers"
+                ) from error
+
+        return run
+
+    def _start(self, threads: ThreadPoolExecutor, function: Callable[[], R]) -> Callable[[], R]:
+        future: Future[R] = threads.submit(copy_context().run, function)
+        return future.result
 
 
 def _with_retries(task: Task[P, R], regularizer: Regularizer) -> Task[P, R]:

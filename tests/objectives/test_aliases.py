@@ -18,7 +18,8 @@ from objectives.import_path import import_path
 # Every module of release 0.1 with its public names, listed from its sources. The engine and the deployments are left
 # out: a service and a command line, which nobody imports. So are the parts of the training loop, which is one class
 # now, cancel_coroutines, which ended the work of other runs, the class PCGrad, which TorchJD's replaced, the static
-# charts of the report, which are interactive now, and the sandbox's fixed user id, which each sandbox now chooses.
+# charts of the report, which are interactive now, the sandbox's fixed user id, which each sandbox now chooses, and the
+# calls of terms through Dask and Ray, which Prefect's task runners replaced.
 PUBLIC_PATHS: dict[str, list[str]] = json.loads((Path(__file__).parent / "data" / "public_paths_0_1.json").read_text())
 
 

@@ -55,7 +55,7 @@ def test_a_monitor_has_no_weight():
             {"name": "topology", "on_error": "stop"},
             "'on_error' is 'stop', but input should be 'raise', 'skip' or 'last'",
         ),
-        ({"name": "topology", "execution": "mpi"}, "'execution' is 'mpi', but input should be 'inline', 'async', 't"),
+        ({"name": "topology", "execution": "mpi"}, "'execution' is 'mpi', but input should be 'task_runner', 'inline'"),
         ({"name": "topology", "timeout_s": 0}, "'timeout_s' is 0, but input should be greater than 0"),
         (
             {"name": "topology", "execution": "inline", "timeout_s": 1},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Literal
 from uuid import UUID
 
@@ -10,17 +10,15 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, FlowRunFilterParentFlowRunId
 from prefect.runtime import flow_run
 
-from blocks.errors import ConfigError
+from blocks.errors import first_line
 from flows.config.base import RunConfig
+from flows.config.train import TaskRunnerConfig
 from flows.monitoring.progress import StepCallback
+from flows.runs.task_runner import open_dask, open_ray
 from flows.sweeps.backends.watch import POLL_EVERY_S, TrialMonitor, cancel
 from flows.sweeps.backends.worker import pack_trial, run_on_worker
 from flows.sweeps.protocols import TrialOutcome
 from flows.sweeps.record import SweepLog
-from objectives.errors import ExecutionError
-from objectives.execution.cluster import first_line
-from objectives.execution.dask_tasks import DASK
-from objectives.execution.ray_actors import RAY
 from tasks.common.service_errors import TRANSIENT_ERRORS
 
 Cluster = Literal["dask", "ray"]
@@ -33,15 +31,15 @@ class TrialCluster:
         """Connect to the cluster, or start one.
 
         Raises:
-            ConfigError: The cluster's extra is not installed, or the cluster is unreachable.
+            ConfigError: The cluster's extra is not installed, or the cluster is unreachable or has no workers.
         """
         self._cluster, self._flow, self._log, self._metric = cluster, flow, log, metric
         self._sweep = UUID(flow_run.get_id())
         self._stopping = False
-        try:
-            (DASK if cluster == "dask" else RAY).use(self)
-        except ExecutionError as error:
-            raise ConfigError(f"The cluster {cluster} of the sweep is not available: {error}.") from error
+        self._opened = ExitStack()
+        self._runner = self._opened.enter_context(
+            (open_dask if cluster == "dask" else open_ray)(TaskRunnerConfig(kind=cluster))
+        )
 
     def run(self, config: RunConfig, watch: StepCallback) -> TrialOutcome:
         """Run the config on a worker to its end; `watch` receives the logged values of the metric."""
@@ -66,12 +64,14 @@ class TrialCluster:
     def close(self, *, kill: bool = False) -> None:
         """Disconnect from the cluster; a cluster that the sweep started is shut down."""
         self._stopping = self._stopping or kill
-        (DASK if self._cluster == "dask" else RAY).leave(self)
+        self._opened.close()
 
     def _submit(self, packed: bytes) -> Any:
         if self._cluster == "dask":
-            return DASK.use(self).client.submit(run_on_worker, packed, pure=False)
-        return RAY.use(self).ray.remote(run_on_worker).remote(packed).future()
+            return self._runner.client.submit(run_on_worker, packed, pure=False)
+        import ray  # pyright: ignore[reportMissingImports]
+
+        return ray.remote(run_on_worker).remote(packed).future()
 
     def _cancel(self, run_name: str) -> None:
         trial_runs = FlowRunFilter(

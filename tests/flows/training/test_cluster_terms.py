@@ -18,18 +18,17 @@ def test_terms_on_dask_equal_terms_in_threads(
     tmp_path: Path, engine_url: str, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(
-        "distributed", reason="the extra dask is not installed: pip install -c constraints.txt -e '.[dask]'"
+        "prefect_dask", reason="the extra dask is not installed: pip install -c constraints.txt -e '.[dask]'"
     )
     for name in ("DASK_SCHEDULER_ADDRESS", "DASK_SCHEDULER__ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     runs = []
-    for execution in ("dask", "thread"):
-        fields = sft_fields(tmp_path, execution, mlflow_uri, engine_url) | {"num_steps": 3, "eval_every": 0}
-        terms = [
-            {"name": name, "weight": 2.0, "execution": execution, "timeout_s": 60.0} for name in ("logic", "length")
-        ]
-        runs.append(sft(SftConfig.model_validate(fields | {"objective": {"regularizers": terms}})))
+    for kind in ("dask", "threads"):
+        fields = sft_fields(tmp_path, kind, mlflow_uri, engine_url) | {"num_steps": 3, "eval_every": 0}
+        terms = [{"name": name, "weight": 2.0, "timeout_s": 60.0} for name in ("logic", "length")]
+        objective = {"regularizers": terms}
+        runs.append(sft(SftConfig.model_validate(fields | {"objective": objective, "task_runner": {"kind": kind}})))
     history = MlflowClient(mlflow_uri).get_metric_history
     for key in ("train_mean_nll", "term/logic/value", "term/logic/grad_norm", "term/length/grad_norm"):
         dask, thread = ([point.value for point in history(run.mlflow_run_id, key)] for run in runs)

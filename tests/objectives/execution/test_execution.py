@@ -258,7 +258,7 @@ def test_a_busy_process_is_killed_when_its_objective_ends():
     with Objective(regularizers=[entry]) as objective:
         thread = threading.Thread(target=call, args=(objective,))
         thread.start()
-        while not (places := list(objective.runner._places.values())) or not places[0]._lock.locked():
+        while not (processes := list(objective.runner._processes.values())) or not processes[0]._lock.locked():
             time.sleep(0.01)
     thread.join()
     assert "its process ended with status" in failures[0]
@@ -268,7 +268,7 @@ def test_a_busy_process_is_killed_when_its_objective_ends():
 def test_a_process_ends_with_a_run_that_is_killed(tmp_path: Path):
     script = tmp_path / "run.py"
     script.write_text(
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
         "import stubborn_terms, threading\n"
         "from ragged_batches import make_batch\n"
         "from objectives import Objective\n"

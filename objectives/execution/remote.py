@@ -1,0 +1,48 @@
+"""Calls of terms in the workers of a task runner, as bytes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+
+from objectives.errors import ExecutionError
+from objectives.execution.messages import encode
+from objectives.execution.process import UNSENDABLE, importable, sent_fields, unsendable
+from objectives.execution.respond import load_term, worker_runner
+from objectives.execution.runner import without_datums
+from objectives.schedule import Constant
+from objectives.term import Regularizer
+
+
+def encode_call(doing: str, regularizer: Regularizer, arguments: Sequence[object]) -> bytes:
+    """Encode a call of `objectives.execution.runner.FUNCTIONS[doing]` for a worker.
+
+    Raises:
+        ExecutionError: a worker cannot import the term, or an argument cannot be pickled.
+    """
+    module, name = importable(regularizer.term)
+    sent = [without_datums(argument) for argument in arguments]
+    try:
+        return encode((module, name, doing, sent_fields(regularizer), regularizer.timeout_s, sent))
+    except UNSENDABLE as error:
+        raise unsendable(error) from error
+
+
+def run_call(call: bytes) -> bytes:
+    """Run an encoded call in this worker; return its pickled result.
+
+    The time limit starts here, so it covers neither the wait for a free worker nor the import of the term.
+
+    Raises:
+        ObjectiveError: the function raised.
+        ExecutionError: the call exceeded the time limit, the term cannot be imported here, or its result cannot be
+            pickled.
+    """
+    module, name, doing, fields, timeout_s, arguments = pickle.loads(call)
+    term = load_term(module, name)
+    regularizer = Regularizer(term=term, schedule=Constant(value=1.0), timeout_s=timeout_s, **fields)
+    result = worker_runner().call(doing, regularizer, *arguments)
+    try:
+        return encode(result)
+    except Exception as error:  # pickling a user's object can raise anything
+        raise ExecutionError(f"its result cannot be pickled ({error})") from error
