@@ -311,8 +311,7 @@ def _styled(figure: go.Figure, height: int) -> go.Figure:
 
     The margin leaves room for it, because Plotly does not always move a plot away from a legend of several rows.
     """
-    traces: Sequence[Any] = figure.data
-    num_entries = sum(trace.showlegend is not False for trace in traces)
+    num_entries = sum(trace.showlegend is not False for trace in figure.select_traces())
     figure.update_layout(
         template="none",
         height=height,
