@@ -311,7 +311,7 @@ def _styled(figure: go.Figure, height: int) -> go.Figure:
 
     The margin leaves room for it, because Plotly does not always move a plot away from a legend of several rows.
     """
-    num_entries = sum(trace.showlegend is not False for trace in figure.select_traces())
+    num_entries = sum(trace.get("showlegend", True) for trace in figure.to_dict()["data"])
     figure.update_layout(
         template="none",
         height=height,
