@@ -308,7 +308,7 @@ def plan_lines(config: TrainConfig, method: str, steps: range, num_tokens: int, 
 
 
 def _weight_text(term: RegularizerSpec, steps: range) -> str:
-    if term.weight is None or isinstance(term.weight, float):
+    if term.weight is None or isinstance(term.weight, int | float):
         return f"{term.weight or 0:g} x"
     first, last = (term.weight.weight_at(step, steps.stop) for step in (steps.start, steps.stop - 1))
     return f"{first:g} x" if first == last else f"({first:g} to {last:g}) x"
