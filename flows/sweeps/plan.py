@@ -110,6 +110,9 @@ def make_plan(config: SweepConfig) -> SweepPlan:
     dimensions = dimensions_of(config) + ablation_dimensions(
         config, weighted_regularizers(base_config.objective) if varies else []
     )
+    names = [dimension.name for dimension in dimensions]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{repeated} varies twice, by space and by weights or ablation: remove one of them.")
     plan = SweepPlan(config, base, base_config, dimensions, ())
     _check_values(plan)
     if config.search.method != "grid":

@@ -91,6 +91,7 @@ def test_exponents_without_a_point_are_numbers(tmp_path: Path) -> None:
         ({"fixed": {WEIGHT.format("logic"): 0}, "weights": "log-grid"}, "the weight of 'logic', which is 0"),
         ({"space": {f"data.params.p{i}": {"low": 0.0, "high": 1.0, "num": 40} for i in range(3)}}, "64,000 points"),
         ({"search": {"method": "random"}}, "nothing to vary"),
+        ({"space": {WEIGHT.format("logic"): [1.0]}, "weights": "log-grid"}, "logic.weight varies twice"),
         ({"run_name": "n" * 125}, "run_name"),
     ],
 )
