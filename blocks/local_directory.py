@@ -17,7 +17,7 @@ from blocks.lock_holder import current_process, locked_error, removed_error
 class LocalDirectory:
     """`RunDirectory` on local disk, readable by its owner only.
 
-    The lock ends with the process that holds it, also after a kill -9.
+    The lock is released when its process ends, even by kill -9.
     """
 
     def __init__(self, path: Path) -> None:
@@ -131,6 +131,9 @@ class LocalDirectory:
         except BlockingIOError as error:
             self.__exit__()
             raise locked_error(self.location, path.read_text() or "another process") from error
+        except LostRunError:
+            self.__exit__()
+            raise
         except OSError as error:
             self.__exit__()
             raise storage_error("lock", path, error) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -54,9 +55,10 @@ def _start(config: TaskRunnerConfig) -> Iterator[TaskRunner[Any]]:
     elif config.kind == "processes":
         runner = ProcessPoolTaskRunner(
             max_workers=config.workers or _num_workers(),
-            # Prefect forwards the workers' events on a thread without a context, which would start another server.
+            # Prefect forwards the workers' events on a thread that has no context and would start a temporary server;
+            # the factory sets this context there.
             subprocess_message_processor_factories=[partial(_enter_context, copy_context())],
-            initializer=end_with_parent,  # a busy worker would survive a kill of its parent
+            initializer=_start_worker,
         )
         with runner as processes:
             yield processes
@@ -66,6 +68,15 @@ def _start(config: TaskRunnerConfig) -> Iterator[TaskRunner[Any]]:
     else:
         with open_ray(config) as cluster:
             yield cluster
+
+
+def _start_worker() -> None:
+    """Let a worker of the process pool end with its parent, and only with it.
+
+    Ctrl-C reaches all processes of a terminal, but the run finishes its step and needs the workers for it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
 
 
 def _enter_context(context: Context) -> Any:

@@ -72,6 +72,8 @@ class Ledger:
             limit = f"would have taken {hours:.4g} hours with step {step}, but budget.hours is {config.hours:g}"
         else:
             return ""
+        if step == 0:
+            return f"No step was run: the run {limit}; raise the budget."
         return f"The run stopped at a checkpoint before step {step}: it {limit}; raise the budget to resume it."
 
     def end_step(self) -> dict[str, float]:
@@ -114,7 +116,7 @@ def price_of_other(log: MetricsLog, config: TrainConfig, model: str, role: str) 
     Warns if the price of another model is unknown.
 
     Args:
-        role: role of the model, for the warning and its tag.
+        role: role of the model for the warning, whose first word names its tag.
     """
     if model == config.model:
         return None
@@ -122,8 +124,8 @@ def price_of_other(log: MetricsLog, config: TrainConfig, model: str, role: str) 
     price = price_of(model, url, config.budget.prices)
     if price is None and price_of(config.model, url, config.budget.prices):
         text = (
-            f"The price of the {role}'s model {model} is unknown: its tokens are charged at the price of "
+            f"The price of the {role} model {model} is unknown: its tokens are charged at the price of "
             f"{config.model}; add it to the table of budget.prices."
         )
-        note_warning(log, f"{role}_price", text)
+        note_warning(log, f"{role.partition(' ')[0]}_price", text)
     return price

@@ -252,7 +252,7 @@ class Trainer:
         if self.prepared:
             self._announce(range(first, num_steps), self.prepared[0].batch.result(), len(self.prepared))
         if self.budget_message and self.start is None:
-            raise ConfigError(f"{self.budget_message} No step was run: raise the budget.")
+            raise ConfigError(self.budget_message)
         with (
             Progress(self.config.run_name, first, num_steps, self.run.log) as progress,
             deferred_interrupts() as stop,
@@ -604,10 +604,10 @@ class Trainer:
         return enqueue_forward(self.run.client, batch)
 
     def _count_metered(self) -> None:
-        """Count the tokens of teachers and evaluations."""
+        """Charge the tokens that the meter counted: of teachers, reward models, judges and evaluations."""
         for model, sampled in self.run.meter.take().items():
             if model not in self.other_prices:
-                self.other_prices[model] = price_of_other(self.run.log, self.config, model, "teacher")
+                self.other_prices[model] = price_of_other(self.run.log, self.config, model, "teacher or judge")
             self.ledger.add_sampled(sampled, self.other_prices[model])
 
     def _count_reference(self, step: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from objectives.errors import ExecutionError
 from objectives.execution.messages import encode
-from objectives.execution.process import UNSENDABLE, importable, sent_fields, unsendable
+from objectives.execution.process import importable, sent_fields, unsendable
 from objectives.execution.respond import load_term, worker_runner
 from objectives.execution.runner import without_datums
 from objectives.schedule import Constant
@@ -24,7 +24,7 @@ def encode_call(doing: str, regularizer: Regularizer, arguments: Sequence[object
     sent = [without_datums(argument) for argument in arguments]
     try:
         return encode((module, name, doing, sent_fields(regularizer), regularizer.timeout_s, sent))
-    except UNSENDABLE as error:
+    except Exception as error:
         raise unsendable(error) from error
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _MAX_THREADS = 32
-_CLOSE_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
 
 
 class Workers:
     """Threads and an event loop that one run owns and closes.
 
-    A call that `submit` is given starts when the calls it depends on are done. No thread of the pool waits for another
-    call, so the pool cannot deadlock, whatever its size.
+    A call passed to `submit` starts once the futures in `after` are done. No thread of the pool ever waits for another
+    call on the pool, so the pool cannot deadlock at any size.
 
     Coroutines share one loop and so one thread.
     """
@@ -28,11 +28,15 @@ class Workers:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="run")
         self._lock = threading.Lock()
+        self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, call: Callable[[], T], after: tuple[Future[Any], ...] = ()) -> Future[T]:
-        """Run a call on the pool, in the caller's context, once the futures of `after` are done."""
+        """Run a call on the pool, in the caller's context, once the futures of `after` are done.
+
+        The future is cancelled if the run is closed before the call starts.
+        """
         result: Future[T] = Future()
         context = copy_context()
         lock, num_pending = threading.Lock(), len(after)
@@ -50,45 +54,61 @@ class Workers:
                 num_pending -= 1
                 if num_pending:
                     return
-            try:
-                self._pool.submit(run)
-            except RuntimeError:  # the run was closed meanwhile
-                result.cancel()
+            self._enqueue(run, result)
 
         if not after:
-            self._pool.submit(run)
+            self._enqueue(run, result)
         for future in after:
             future.add_done_callback(start)
         return result
 
+    def _enqueue(self, run: Callable[[], None], result: Future[Any]) -> None:
+        """Pass a call to the pool; cancel its result if the pool is closed, now or before the call starts."""
+        if self._is_closed:  # the pool may be calling this while it holds its lock
+            result.cancel()
+            return
+        try:
+            self._pool.submit(run).add_done_callback(lambda queued: queued.cancelled() and result.cancel())
+        except RuntimeError:  # closed meanwhile
+            result.cancel()
+
     def start_coroutine(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop; cancelling the future cancels it, as does the end of the run."""
+        """Start a coroutine on the loop; cancelling the future cancels it, as does the end of the run.
+
+        Raises:
+            concurrent.futures.CancelledError: the run is closed.
+        """
         with self._lock:
+            if self._is_closed:
+                coroutine.close()
+                raise CancelledError("the run is closed")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._loop.run_forever, name="run-loop", daemon=True)
                 self._thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run_coroutine(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and wait for its result.
 
         Raises:
-            concurrent.futures.CancelledError: the run was closed meanwhile.
+            concurrent.futures.CancelledError: the run is closed, or was while the coroutine ran.
         """
         return self.start_coroutine(coroutine).result()
 
     def close(self) -> None:
         """Drop calls that have not started, cancel every coroutine and stop the loop; closing twice does no harm."""
+        self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
         if loop is None or thread is None:
             return
-        asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(_CLOSE_S)
+        with suppress(TimeoutError):  # of a coroutine that blocks the loop; the error of the run is more important
+            asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(_CLOSE_TIMEOUT_S)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(_CLOSE_S)
+        thread.join(_CLOSE_TIMEOUT_S)
         if not thread.is_alive():
             loop.close()
 

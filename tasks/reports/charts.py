@@ -77,7 +77,7 @@ def term_colors(names: Sequence[str]) -> dict[str, str]:
 
 
 def order_by_share(run: DrawnRun, names: Sequence[str]) -> list[str]:
-    """Order the base loss first, then the terms by their mean share of the gradient."""
+    """Order the base loss first, then the terms by the sum of their shares of the gradient over the steps."""
 
     def share(name: str) -> float:
         return sum(value for _, value in run.history.get(f"term/{name}/grad_share", ()))
@@ -147,7 +147,7 @@ def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limi
     if len(weights) == 1 and not is_held:
         reading += f" Weight {weights.pop():g}."
     if "effect" in drawn:
-        reading += " Effect of an update on the term of its own batch; below 0, the update lowers the term."
+        reading += " Effect: how much an update changes the term on the batch that it trained on."
     return Chart(name, reading, _styled(figure, _HEIGHT_PX + _ROW_PX * (len(drawn) - 1)))
 
 
@@ -164,7 +164,8 @@ def draw_shares(run: DrawnRun, names: Sequence[str]) -> Chart | None:
     if small:
         steps = sorted({step for name in small for step in shares[name]})
         label = f"{len(small)} other terms"
-        bands[label] = {step: sum(shares[name].get(step, 0.0) for name in small) for step in steps}
+        if steps:
+            bands[label] = {step: sum(shares[name].get(step, 0.0) for name in small) for step in steps}
         colors[label] = _OTHERS
     for name, points in bands.items():
         line = {"color": colors[name], "width": 1}

@@ -92,8 +92,8 @@ def compute_token_advantages(groups: Sequence[TrajectoryGroup], settings: Advant
 
 
 def _compare_turns(members: Sequence[tuple[Trajectory, float]], group_D: Tensor) -> Tensor:
-    """Return from the turn of each token on, minus the mean of the other members of its group."""
-    num_turns = max(len(trajectory.transitions) for trajectory, _ in members)
+    """Compute for each token the reward from its turn on, minus the mean of the same of the group's other members."""
+    num_turns = max(1, *(len(trajectory.transitions) for trajectory, _ in members))
     rewards_DT = torch.zeros(len(members), num_turns)
     for row, (trajectory, final) in enumerate(members):
         for index, turn in enumerate(trajectory.transitions):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition
@@ -119,7 +120,7 @@ class AsyncRolloutSource(RolloutSource):
             }
 
     def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
-        """Take a snapshot for further rollouts, and start to wait for the groups of a step."""
+        """Take a snapshot for further rollouts, and start building the minibatches of a step as its groups complete."""
         self.start_rewards(step)
         snapshot = self.take_snapshot(step, client)
         with self._changed:
@@ -164,6 +165,8 @@ class AsyncRolloutSource(RolloutSource):
     def close(self) -> None:
         with self._changed:
             self._num_steps = 0
+            self._error = self._error or CancelledError("the run is closed")  # ends a thread that waits in `_take`
+            self._changed.notify_all()
         super().close()
 
     def _take(self, step: int, num_groups: int) -> list[Group]:
@@ -222,7 +225,7 @@ class AsyncRolloutSource(RolloutSource):
             del self._running[place]
             if error:
                 self._error = self._error or error
-            elif group and group.trajectories is not None and self._is_useless(group):
+            elif group and group.trajectories is not None and self._should_replace(group):
                 self._discarded.append(group)
             elif group and group.trajectories is not None:
                 self._completed.append(CompletedGroup(place, weights.version, group))
@@ -231,17 +234,21 @@ class AsyncRolloutSource(RolloutSource):
             self._start()
             self._changed.notify_all()
 
-    def _is_useless(self, group: Group) -> bool:
-        """Check whether the next group replaces a completed one, which the rounds of refills limit."""
+    def _should_replace(self, group: Group) -> bool:
+        """Return whether the next group replaces a completed one: it teaches nothing, and refills remain."""
         limit = self.settings.refill_rounds * self._size
         return len(self._discarded) < limit and not self.can_teach(group)
 
     def _note_failed(self, group: Group) -> None:
-        """Record a failed group, which the next group replaces; fail the run if all groups fail."""
+        """Record a failed group, which the next group replaces.
+
+        The run fails if more than twice the groups of a step have failed since the metrics of the last step, and no
+        other group is at hand.
+        """
         self._failed.append(group)
         if len(self._failed) > 2 * self._size and not self._completed and not self._discarded:
             message = next((str(error.error_message) for error in group.errors), "no error")
             self._error = ConfigError(
-                f"{len(self._failed)} consecutive groups failed ({' '.join(message.split())[:300]}): check the "
+                f"{len(self._failed)} groups failed since the last step ({' '.join(message.split())[:300]}): check the "
                 "environment, or raise rollout.max_retries or rollout.timeout_s."
             )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from queue import SimpleQueue
 from threading import Event
 from typing import Any
@@ -19,7 +20,7 @@ from tinker_cookbook.rl.types import EnvGroupBuilder
 from blocks.storage import RunDirectory
 from tasks.common.jsonl import read_jsonl
 from tasks.rl.group_rollout import Group, RunningGroup
-from tasks.rl.trajectories import count_tokens, rollouts_of
+from tasks.rl.trajectories import rollouts_of
 from tasks.training.batch_source import SampledTokens
 
 OVERSAMPLED_NAME = "oversampled.jsonl"
@@ -97,8 +98,9 @@ def _parse(row: Mapping[str, Any]) -> FinishedPart:
 class Oversampling:
     """Minibatches of one step, from the groups that finish first.
 
-    The minibatches take groups one after another in the order in which the groups finish. Groups that failed do not
-    count, as long as other groups may take their place. After the last minibatch, the remaining groups are cancelled.
+    The first minibatch takes the groups that finish first, the second one those that finish next, and so on. Groups
+    that failed do not count, as long as other groups may take their place. After the last minibatch, the remaining
+    groups are cancelled.
 
     Attributes:
         cancelled: groups that the step has cancelled, once its last minibatch is complete.
@@ -121,16 +123,18 @@ class Oversampling:
             start: starts groups by their index.
         """
         self._step, self._sizes, self._start, self._record = step, sizes, start, record
-        known = [record.get(step, part) for part in range(len(sizes))]
-        parts = [part for part in known if part is not None]
-        self.is_repeated = len(parts) == len(sizes)
-        stored = {index for part in parts for index in part.groups}
+        stored_parts = (record.get(step, part) for part in range(len(sizes)))
+        # A minibatch after one that failed was stored without it, and the two may share groups now.
+        self._known = [part for part in takewhile(lambda part: part is not None, stored_parts) if part]
+        self.is_repeated = len(self._known) == len(sizes)
+        stored = {index for part in self._known for index in part.groups}
         self._builders = {
             index: builder for index, builder in enumerate(builders) if index in stored or not self.is_repeated
         }
         self.cancelled: CancelledGroups | None = None
         self._running: dict[int, RunningGroup] = {}
-        self._finished: SimpleQueue[int] = SimpleQueue()
+        self._finished: SimpleQueue[int | None] = SimpleQueue()  # None once this is closed
+        self._is_closed = False
         self._taken: set[int] = set()
         self._started: Future[None] = Future()
         self._is_complete = [Event() for _ in sizes]
@@ -146,6 +150,11 @@ class Oversampling:
         else:
             self._started.set_result(None)
 
+    def close(self) -> None:
+        """End the waits of `take`: groups that are cancelled with the run are no part of a minibatch."""
+        self._is_closed = True
+        self._finished.put(None)
+
     def take(self, number: int) -> list[Group]:
         """Wait for the groups of a minibatch; return them in the order of the data.
 
@@ -153,15 +162,18 @@ class Oversampling:
 
         Raises:
             ServiceError: the service failed to sample one of them.
+            CancelledError: the run was closed before they had finished.
         """
         try:
             self._started.result()
             if number:
                 self._is_complete[number - 1].wait()
-            known = self._record.get(self._step, number)
+            known = self._known[number] if number < len(self._known) else None
             indices = known.groups if known else self._first(number)
             groups = [self._running[index].pending.result() for index in indices]
             self._taken.update(indices)
+            if self._is_closed:
+                raise CancelledError
             is_last = number == len(self._sizes) - 1
             if known is None:
                 cancelled = self._cancel_others() if is_last else None
@@ -177,12 +189,28 @@ class Oversampling:
         """Wait until enough groups have finished, and leave the following minibatches as many as they need."""
         num_available = len(self._running) - len(self._taken) - sum(self._sizes[number + 1 :])
         indices, num_successful = list[int](), 0
-        while num_successful < self._sizes[number] and len(indices) < num_available:
-            index = self._finished.get()
-            if index not in self._taken:
-                indices.append(index)
-                num_successful += self._running[index].pending.result().trajectories is not None
+        try:
+            while num_successful < self._sizes[number] and len(indices) < num_available:
+                index = self._finished.get()
+                if index is None or self._is_closed:
+                    self._finished.put(None)  # for the minibatches that wait next
+                    raise CancelledError
+                if index not in self._taken:
+                    num_successful += self._is_successful(index)
+                    indices.append(index)
+        except BaseException:
+            for index in indices:
+                self._finished.put(index)
+            raise
         return sorted(indices)
+
+    def _is_successful(self, index: int) -> bool:
+        """Return whether a finished group has trajectories; one that raises is left out of later minibatches."""
+        try:
+            return self._running[index].pending.result().trajectories is not None
+        except BaseException:
+            self._taken.add(index)
+            raise
 
     def _cancel_others(self) -> CancelledGroups:
         others = [running for index, running in self._running.items() if index not in self._taken]
@@ -208,8 +236,8 @@ def compute_oversampling_metrics(groups: Sequence[Group], cancelled: CancelledGr
     `length_kept` is the mean length of the completions of groups that finished in time, in tokens. `length_all_max` is
     the mean over all completions if each that the service had not returned would have reached its limit.
     """
-    num_kept = sum(len(trajectory.transitions) for trajectory, _ in rollouts_of(groups))
-    num_tokens = count_tokens(groups).num_sample_tokens
+    kept_turns = [turn for trajectory, _ in rollouts_of(groups) for turn in trajectory.transitions]
+    num_kept, num_tokens = len(kept_turns), sum(len(turn.ac.tokens) for turn in kept_turns)
     all_tokens = num_tokens + cancelled.num_sample_tokens + cancelled.max_uncounted
     num_all = num_kept + cancelled.num_completions + cancelled.num_open
     return {

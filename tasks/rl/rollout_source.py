@@ -463,6 +463,8 @@ class RolloutSource(BatchSource):
         return sampled
 
     def close(self) -> None:
+        for oversampling in self._oversampled.values():
+            oversampling.close()
         self._threads.close()
         self._gathering.shutdown(wait=False, cancel_futures=True)
 

@@ -58,7 +58,7 @@ def measure_term(
     runner: TermRunner, regularizer: Regularizer, inputs: Sequence[tuple[Outputs, Batch]], run: Call | None = None
 ) -> list[Evaluation]:
     """Compute the values of one term on held-out batches."""
-    # Not as the term's last value, which stands in for a failed evaluation on training data.
+    # With on_error 'last', the runner would keep held-out values as the term's last values on training data.
     apart = replace(regularizer, on_error="raise")
     return [
         runner.evaluate(apart, outputs, replace(batch, features=runner.prepare(apart, batch, run)), False, run)
@@ -177,9 +177,9 @@ class TaskTermExecutor:
                 raise
             except BrokenExecutor as error:
                 raise ConfigError(
-                    f"A process of the task runner ended while {doing} the term {regularizer.name!r}, and Prefect's "
-                    'process pool does not recover: call the flow below `if __name__ == "__main__":`, give a term '
-                    "that crashes the execution 'process', and start the run again."
+                    f"A process of the task runner ended while terms, such as {regularizer.name!r}, ran or waited "
+                    "there, and Prefect's process pool does not recover: set the execution of a term that crashes to "
+                    "'process', or call the flow below `if __name__ == \"__main__\":`, and start the run again."
                 ) from error
             except (Exception, CancelledError) as error:
                 raise ExecutionError(

@@ -70,3 +70,24 @@ def test_no_thread_is_left_when_a_run_is_closed():
 def test_without_an_open_run_there_are_no_workers():
     with pytest.raises(RuntimeError, match="No run is open"):
         Context().run(current_workers)
+
+
+def test_a_call_that_is_dropped_is_cancelled_and_so_are_those_after_it():
+    workers, release = Workers(), threading.Event()
+    busy = [workers.submit(lambda: release.wait(20)) for _ in range(32)]
+    queued = workers.submit(lambda: 1)
+    dependent = workers.submit(lambda: queued.result() + 1, after=(queued,))
+    workers.close()
+    release.set()
+    assert all(call.result(20) for call in busy)
+    for call in (queued, dependent):
+        with pytest.raises(CancelledError):
+            call.result(20)
+
+
+def test_a_closed_run_starts_no_coroutine():
+    workers = Workers()
+    workers.run_coroutine(asyncio.sleep(0))
+    workers.close()
+    with pytest.raises(CancelledError, match="the run is closed"):
+        workers.run_coroutine(asyncio.sleep(0))

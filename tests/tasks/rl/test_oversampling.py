@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from random_groups import Decoder
 from tinker import types
 from tinker_cookbook.completers import StopCondition
-from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, RLDataset, StepResult
+from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, RLDataset, StepResult, TrajectoryGroup
 from waiting import wait_for
 
 from blocks.errors import ConfigError
@@ -27,8 +28,9 @@ from flows.config.rl import RlConfig
 from objectives.batch import Batch
 from tasks.common.task import Pending
 from tasks.rl.advantages import AdvantageSettings
-from tasks.rl.group_rollout import RetryWholeGroup
-from tasks.rl.oversampling import OVERSAMPLED_NAME, OversamplingRecord
+from tasks.rl.group_progress import GroupProgress
+from tasks.rl.group_rollout import Group, RetryWholeGroup, RunningGroup
+from tasks.rl.oversampling import OVERSAMPLED_NAME, Oversampling, OversamplingRecord
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
 from tasks.rl.sampling_distribution import SamplingDistribution
 from tasks.training.batch_source import SampledTokens, TrainedBatch
@@ -162,6 +164,53 @@ def is_constant(url: str, pattern: str) -> bool:
     before = engine_count(url, pattern)
     time.sleep(0.3)
     return engine_count(url, pattern) == before
+
+
+def pending_groups(directory: RunDirectory) -> tuple[Oversampling, list[Future[Group]]]:
+    """Two minibatches of one group each from three groups, whose results the test sets."""
+    results = [Future[Group]() for _ in range(3)]
+    builders = [Numbered(number, "", None, False) for number in range(3)]
+
+    def start(selected: Mapping[int, EnvGroupBuilder]) -> Sequence[RunningGroup]:
+        return [RunningGroup(results[index], GroupProgress()) for index in selected]
+
+    oversampling = Oversampling(0, builders, [1, 1], start, OversamplingRecord(directory))
+    oversampling.begin()
+    return oversampling, results
+
+
+FINISHED = Group((), TrajectoryGroup([], [], []), ())
+
+
+def test_a_run_that_is_closed_stores_no_groups_of_a_minibatch(directory: RunDirectory) -> None:
+    oversampling, results = pending_groups(directory)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(oversampling.take, number) for number in range(2)]
+        oversampling.close()
+        for result in results:  # groups that end with the run fail
+            result.set_result(Group((), None, ()))
+        for minibatch in waiting:
+            with pytest.raises(CancelledError):
+                minibatch.result(20)
+    assert directory.read_bytes(OVERSAMPLED_NAME) is None
+
+
+def test_a_failed_minibatch_neither_blocks_the_next_one_nor_keeps_its_groups(directory: RunDirectory) -> None:
+    oversampling, results = pending_groups(directory)
+    results[0].set_exception(ConfigError("broken"))
+    with pytest.raises(ConfigError, match="broken"):
+        oversampling.take(0)
+    results[1].set_result(FINISHED)
+    results[2].set_result(FINISHED)
+    assert oversampling.take(1) == [FINISHED]
+
+    # The second minibatch is stored and the first one is not, so a restart may choose other groups for both.
+    again, results = pending_groups(directory)
+    for result in (results[1], results[2], results[0]):
+        result.set_result(FINISHED)
+    assert (again.take(0), again.take(1)) == ([FINISHED], [FINISHED])
+    stored = [OversamplingRecord(directory).get(0, part) for part in range(2)]
+    assert [part.groups for part in stored if part] == [(1,), (2,)]
 
 
 def test_longest_groups_are_cancelled_on_the_engine(engine_url: str, snapshots: Any, directory: RunDirectory) -> None:
