@@ -50,7 +50,8 @@ class AdvantageConfig(Config):
     drop_constant: bool = Field(
         default=False,
         title="Drop constant groups",
-        description="Drop groups whose rollouts all have the same reward: their advantages are zero.",
+        description="Drop groups whose advantages are all zero: with `group_mean` and `leave_one_out`, the rollouts of "
+        "such a group have the same reward; with `per_turn`, the same at each turn.",
     )
     kl_coefficient: float = Field(
         default=0.0,

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from objectives.advantages import centre_by_group, compute_gae, discounted_returns, leave_one_out
 
+# Relative to the rewards; a return is a float32 sum.
+_ROUNDING = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class AdvantageSettings:
@@ -21,7 +24,7 @@ class AdvantageSettings:
         scale: divide advantages by the group's standard deviation; for `group_mean`.
         discount: discount per token; for `discounted` and `gae`.
         decay: lambda of `gae`.
-        drop_constant: drop groups whose members all have the same reward.
+        drop_constant: drop groups whose members all have the same advantage; see `has_no_advantages`.
         kl_coefficient: penalty per nat of KL from the reference.
         kl_discount_factor: discount per token of the penalties of later tokens; 0 to leave them out.
     """
@@ -89,6 +92,21 @@ def compute_token_advantages(groups: Sequence[TrajectoryGroup], settings: Advant
         case _:
             advantages_T = centre_by_group(totals_D, group_D, scale=settings.scale).repeat_interleave(lengths)
     return TokenAdvantages(advantages_T, values_T, returns_T)
+
+
+def has_no_advantages(group: TrajectoryGroup, settings: AdvantageSettings) -> bool:
+    """Return whether all advantages of a group are zero, so that nothing can be learned from it."""
+    totals = group.get_total_rewards()
+    if settings.estimator in ("discounted", "gae"):  # their baseline is the same at each token, the returns are not
+        advantages_T = compute_token_advantages([group], settings).advantages_T
+        return bool((advantages_T.abs() <= _ROUNDING * max(1.0, *map(abs, totals))).all())
+    if settings.estimator == "per_turn":
+        return len({_turn_rewards(*member) for member in zip(group.trajectories_G, totals, strict=True)}) == 1
+    return len(set(totals)) == 1
+
+
+def _turn_rewards(trajectory: Trajectory, total: float) -> tuple[float, ...]:
+    return total, *(turn.reward for turn in trajectory.transitions)
 
 
 def _compare_turns(members: Sequence[tuple[Trajectory, float]], group_D: Tensor) -> Tensor:

@@ -196,6 +196,7 @@ class RetryWholeGroup(RolloutStrategy):
                 raise
             except Exception as error:  # noqa: BLE001 - third-party environments
                 errors.append(_rollout_error(error))
+                await self._clean_up_before_retry(env_group_builder, attempt)
                 continue
             outcomes = await self._attempt(policy, attempt, envs)
             errors += [_rollout_error(outcome) for outcome in outcomes if isinstance(outcome, Exception)]
@@ -215,8 +216,13 @@ class RetryWholeGroup(RolloutStrategy):
                     errors.append(_rollout_error(error))
                 else:
                     return result
-            await env_group_builder.cleanup()
+            await self._clean_up_before_retry(env_group_builder, attempt)
         raise _AllAttemptsFailedError(errors)
+
+    async def _clean_up_before_retry(self, env_group_builder: EnvGroupBuilder, attempt: int) -> None:
+        """Clean up after a failed attempt; the caller of `execute` cleans up after the last one."""
+        if attempt < self.max_retries:
+            await env_group_builder.cleanup()
 
     def _grader_timeout(self, error: TimeoutError) -> RolloutError:
         """Record an error of the rewards, which has no message if it is that of the time limit."""

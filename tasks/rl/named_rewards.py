@@ -20,7 +20,7 @@ from torch import Tensor
 from objectives.gradients.diagnostics import compare_gradients, scalar_products
 from objectives.schedule import Constant, WeightSchedule
 from objectives.targets import Targets, TargetSpec
-from tasks.rl.advantages import AdvantageSettings, TokenAdvantages, compute_token_advantages
+from tasks.rl.advantages import AdvantageSettings, TokenAdvantages, compute_token_advantages, has_no_advantages
 from tasks.rl.group_rollout import Group
 from tasks.training.metric_names import safe_name
 
@@ -104,12 +104,12 @@ def reward_parts(
     }
 
 
-def is_constant(group: TrajectoryGroup, mix: RewardWeights) -> bool:
+def is_constant(group: TrajectoryGroup, mix: RewardWeights, settings: AdvantageSettings) -> bool:
     """Check whether the rewards of a group give all its members the same advantage."""
     sums = [mix.weights]
     if mix.normalization == "decoupled":
         sums = [{name: 1.0} for name, weight in mix.weights.items() if weight]
-    return all(len(set(_weighted(group, weights).get_total_rewards())) == 1 for weights in sums)
+    return all(has_no_advantages(_weighted(group, weights), settings) for weights in sums)
 
 
 def reported_names(groups: Sequence[TrajectoryGroup]) -> set[str]:

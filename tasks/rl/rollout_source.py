@@ -262,7 +262,7 @@ class RolloutSource(BatchSource):
     def can_teach(self, group: Group) -> bool:
         """Check whether the newest step can train on a group; see `can_teach`."""
         mix = self.rewards.current if self.rewards else None
-        return can_teach(group, mix, mask_truncated=self.settings.mask_truncated)
+        return can_teach(group, mix, self.settings.shape, mask_truncated=self.settings.mask_truncated)
 
     def take_snapshot(self, step: int, client: tinker.TrainingClient) -> BackcompatSamplingClientFuture:
         """Request a snapshot of the weights after all updates before a step."""
@@ -379,7 +379,9 @@ class RolloutSource(BatchSource):
         if not self.settings.shape.drop_constant:
             return {}
         mix = self.rewards.weights_at(step) if self.rewards else None
-        num_trained = sum(can_teach(group, mix, mask_truncated=self.settings.mask_truncated) for group in groups)
+        num_trained = sum(
+            can_teach(group, mix, self.settings.shape, mask_truncated=self.settings.mask_truncated) for group in groups
+        )
         return {
             "rollout/discarded": 1 - num_trained / len(groups),
             "rollout/groups_per_trained": len(groups) / max(num_trained, 1),

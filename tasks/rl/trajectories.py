@@ -26,7 +26,7 @@ from blocks.errors import ConfigError
 from objectives.advantages import discounted_returns
 from objectives.batch import Batch, pack
 from objectives.labels import MEMBER, PROMPT
-from tasks.rl.advantages import AdvantageSettings, compute_token_advantages
+from tasks.rl.advantages import AdvantageSettings, compute_token_advantages, has_no_advantages
 from tasks.rl.group_rollout import Group
 from tasks.rl.hooks import count_actions
 from tasks.rl.named_rewards import RewardWeights, combine_advantages, is_constant
@@ -71,7 +71,7 @@ def pack_groups(
             "raise rollout.max_retries or rollout.timeout_s."
         )
     if settings.drop_constant:
-        numbers = [number for number in numbers if not _is_constant(groups[number], mix)] or numbers[:1]
+        numbers = [number for number in numbers if not _is_constant(groups[number], mix, settings)] or numbers[:1]
     completed = [group for number in numbers if (group := groups[number].trajectories) is not None]
     # The assembled datums and the trajectories have the same sampled tokens in the same order.
     tokens = combine_advantages(completed, settings, mix) if mix else compute_token_advantages(completed, settings)
@@ -361,18 +361,18 @@ def has_several_turns(groups: Sequence[Group]) -> bool:
     return any(len(trajectory.transitions) > 1 for trajectory, _ in rollouts_of(groups))
 
 
-def can_teach(group: Group, mix: RewardWeights | None, *, mask_truncated: bool) -> bool:
+def can_teach(group: Group, mix: RewardWeights | None, settings: AdvantageSettings, *, mask_truncated: bool) -> bool:
     """Check whether a group has succeeded, has several rewards, and is not masked as a whole."""
-    if group.trajectories is None or _is_constant(group, mix):
+    if group.trajectories is None or _is_constant(group, mix, settings):
         return False
     return not (mask_truncated and all(map(is_truncated, group.trajectories.trajectories_G)))
 
 
-def _is_constant(group: Group, mix: RewardWeights | None) -> bool:
+def _is_constant(group: Group, mix: RewardWeights | None, settings: AdvantageSettings) -> bool:
     assert group.trajectories is not None
     if mix:
-        return is_constant(group.trajectories, mix)
-    return len(set(group.trajectories.get_total_rewards())) == 1
+        return is_constant(group.trajectories, mix, settings)
+    return has_no_advantages(group.trajectories, settings)
 
 
 def _at(mask_DT: Tensor, values_T: Tensor) -> Tensor:

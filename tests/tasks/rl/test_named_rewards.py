@@ -127,7 +127,8 @@ def test_a_group_is_constant_by_the_rewards_that_count() -> None:
         ({"length": 1.0, "correct": 0.0}, "decoupled", (False, True)),
     ):
         mix = RewardWeights(weights, normalization)  # pyright: ignore[reportArgumentType]
-        assert (is_constant(first, mix), is_constant(second, mix)) == expected
+        settings = AdvantageSettings()
+        assert (is_constant(first, mix, settings), is_constant(second, mix, settings)) == expected
 
 
 def run_step(

@@ -11,7 +11,7 @@ from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
 
 from objectives.batch import Batch
-from tasks.rl.advantages import AdvantageSettings, TokenAdvantages, compute_token_advantages
+from tasks.rl.advantages import AdvantageSettings, TokenAdvantages, compute_token_advantages, has_no_advantages
 from tasks.rl.trajectories import apply_kl_penalty, compute_critic_metrics
 from tasks.training.batch_source import TrainedBatch
 
@@ -98,3 +98,26 @@ def test_kl_penalty_subtracts_the_kl_above_its_mean() -> None:
     assert mean == 2  # of 1 and 3 nats
     assert batch.advantages_DT is not None
     assert batch.advantages_DT.tolist() == pytest.approx([0, 0.1, -0.1])
+
+
+@pytest.mark.parametrize("estimator", ["group_mean", "leave_one_out", "per_turn", "discounted", "gae"])
+@pytest.mark.parametrize("discount", [1.0, 0.9])
+def test_groups_are_dropped_exactly_if_their_advantages_are_zero(estimator: str, discount: float) -> None:
+    """Two members of two turns, with all lengths of 1 and 2 tokens and rewards of 0 and 1."""
+    settings = AdvantageSettings(estimator, discount=discount, decay=0.8)
+    turns = [(length, reward) for length in (1, 2) for reward in (0.0, 1.0)]
+    members = [trajectory(first, second) for first in turns for second in turns]
+    dropped: list[bool] = []
+    for first in members:
+        for second in members:
+            pair = group([first, second], [0.0, 0.0])
+            largest = compute_token_advantages([pair], settings).advantages_T.abs().max().item()
+            dropped.append(has_no_advantages(pair, settings))
+            assert dropped[-1] == (largest < 1e-5)
+    assert any(dropped)
+    assert not all(dropped)
+
+
+def test_advantages_per_turn_of_members_without_a_turn() -> None:
+    empty = group([Trajectory([], PROMPT), Trajectory([], PROMPT)], [1.0, 0.0])
+    assert compute_token_advantages([empty], AdvantageSettings("per_turn")).advantages_T.tolist() == []
