@@ -10,8 +10,9 @@ supervised training and in reinforcement learning. The scale of a term is S if i
 the number of tokens (``unit="token"``): a term that is a mean over tokens compares with the base loss per token. It is
 ``S D / N``, for ``D`` sequences of ``N`` tokens, if its gradient at one token shrinks with the number of sequences
 (``unit="sequence"``), as for an expected score per completion: such a term compares with the base loss per sequence.
-Both compare at every single token, so neither the number of rows nor their length changes a term's share of the
-gradient. A base loss that is itself a mean has the same gradient per token, and S is the factor that makes it so.
+In both cases, term and base loss are balanced at each token, so a term's share of the gradient depends neither on the
+number of sequences nor on their length. A base loss that is itself a mean is multiplied only by the batch's share of
+its update, and the scales of the terms are reduced to match.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Scale:
 
 
 def candidate_scale(supervised: Scale) -> Scale:
-    """Return the scale of candidates sampled for the prompts of a supervised batch: that of the batch, without a base.
+    """Return the scale of candidates sampled for the prompts of a supervised batch: its scale, without a base loss.
 
     A score thus weighs the same next to the supervised data for any number of candidates.
     """

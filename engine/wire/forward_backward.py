@@ -25,7 +25,10 @@ _DATA_FIELD = pb.ForwardBackwardRequest.DATA_FIELD_NUMBER
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
-    """Decoded request. Its datums are decoded later, so that a bad datum fails only the request's own future.
+    """Decoded request.
+
+    Its datums are decoded later, so that a bad datum fails the future of the request rather than the HTTP call that
+    enqueues it.
 
     Attributes:
         config: parameters of the loss.

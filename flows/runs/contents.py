@@ -160,7 +160,7 @@ def digest_contents(config: RunConfig, objective: Objective, tokenizer: Tokenize
 
 
 def changed_contents(before: Mapping[str, Mapping[str, str]], now: Digests) -> dict[str, list[str]]:
-    """Return the names whose digests differ, by kind; names of one side only belong to a changed config."""
+    """Return the names whose digests differ, by kind; names on one side only come from a change of config."""
     changed: dict[str, list[str]] = {}
     for kind, digests in now.items():
         names = [name for name, digest in digests.items() if before.get(kind, {}).get(name, digest) != digest]
@@ -209,7 +209,7 @@ def _digest_of_name(text: str) -> str | None:
         if Path(text).expanduser().is_file():
             return digest_file(Path(text).expanduser())
     module, _, name = current_path(text).partition(":")
-    # The run has imported what it uses, and the operator may forbid other modules.
+    # Only imported modules are looked up: the run has imported all that it uses, and others may be forbidden.
     target = getattr(sys.modules.get(module), name, None) if name else None
     # Terms are digested by their names, with both of their functions.
     return digest_code(target) if callable(target) and not isinstance(target, Term) else None

@@ -2,12 +2,12 @@
 
 One step, as tasks:
 
-    batch ──> prepare (each term), reference ───┐                  ahead, while the service works on the step before
+    batch ──> prepare (each term), reference ───┐                  started during the previous step
     forward (enqueued behind the last update) ──┴─> term (each) ──> linearize ──> forward_backward, optim_step
                                                                                   └─ then the next step's forward
 
-If the service can compute the objective by itself, forward_backward and optim_step are sent at once, behind those of
-the step before. Terms and linearize follow their responses, for the metrics alone.
+If the service can compute the objective by itself, there is no forward pass: forward_backward and optim_step are sent
+right after those of the previous step, and terms and linearize run on the responses, only to compute metrics.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class PreparedBatch:
 
     Attributes:
         at: its step, and its share of the update.
-        passes: passes of the service over it, 1 or 2.
+        passes: maximum passes of the service over it: 1, or 2 if a forward pass may come first.
         batch: the packed datums.
         reference: the reference's logprobs, ``(N,)`` nats; None if no term needs them.
         terms: the terms due at the step, with their features.
-        supervised: the batch whose prompts this batch of sampled candidates completes; None for other batches.
+        supervised: for a batch of sampled candidates, the supervised batch whose prompts they complete; else None.
     """
 
     at: StepPosition
@@ -134,13 +134,13 @@ class SentBatch:
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """Step whose updates are requested, none if it is skipped.
+    """Step whose updates have been sent; `batches` is empty if the step is skipped.
 
     Attributes:
         batches: its minibatches.
         after: forward passes over the minibatches after the update, if its effects are measured.
         save: the save after the update, if one is due.
-        elapsed_tokens: tokens of the batches of all steps up to this one.
+        elapsed_tokens: tokens of the batches sent up to and including this step, without candidates.
     """
 
     batches: Sequence[SentBatch]
@@ -152,8 +152,9 @@ class SentStep:
 class Trainer:
     """Training loop and its state.
 
-    Requests are enqueued in one thread, in order: update, save, the next forward pass. The service always has the next
-    request in its queue, and a checkpoint contains exactly the updates before its step.
+    Requests are enqueued in one thread, in order: update, save, the next forward pass. So a checkpoint contains exactly
+    the updates before its step, and unless batches are sampled, the next request is usually queued while the service
+    computes an update.
 
     Attributes:
         guard: skips, stops or rolls back bad steps.
@@ -164,7 +165,7 @@ class Trainer:
         checkpoints: saves and records.
         contents: digests of what the run depends on.
         cadence: says when a periodic checkpoint is due.
-        saved_step: step before which the optimizer state was saved last.
+        saved_step: step of the newest checkpoint that has the optimizer state.
         prepared: minibatches of the next step; empty for a skipped step, None after the last step.
         forward: the requested forward pass of the first of them; None if it needs none.
         sent: the next step, if its updates are sent already.
@@ -187,7 +188,8 @@ class Trainer:
 
         Args:
             reference: the reference, if the flow has opened it.
-            candidates: sampler of candidates for terms that have no estimator on the data; None to reject such terms.
+            candidates: samples completions for scored terms that no estimator can train on the data; None to reject
+                such terms.
         """
         if config.guards.needs_forward_pass and objective.backend == "server":
             raise ConfigError(
@@ -296,7 +298,7 @@ class Trainer:
             log_datasets(self.run.log, self.config, self.contents.digests.get("data", {}), digest)
 
     def _check_batches(self, steps: range) -> None:
-        """Find batches with nothing to train before the first step of a run."""
+        """Before the first step of a run, apply the guard policy to steps whose batch has nothing to train."""
         if steps.start == self.schedule.first and not self.guard.skipped_steps:
             self.guard.check_batches(self.source.untrained_steps(steps), len(steps))
 
@@ -332,7 +334,7 @@ class Trainer:
         step_began, self.step_ended = self.step_ended, perf_counter()
         metrics["time/step"] = self.step_ended - step_began
         metrics |= self._take_waits(metrics)
-        self.run.directory.check_writer()  # nor metrics, warnings and events
+        self.run.directory.check_writer()  # a process that lost the run logs nothing either
         call(log_metrics, self.run.log, step, opaque_argument(metrics))
         self._warn(step, metrics)
         call_step_callback(step, metrics, stop)
@@ -354,7 +356,7 @@ class Trainer:
             warn_of_equal_rewards(self.run, self.config, metrics)
 
     def _prepare(self, step: int) -> None:
-        """Start to load the batch, reference and features of a step; do nothing after the last step."""
+        """Start loading the batch, reference logprobs and features of a step; there is none after the last step."""
         if step >= self.schedule.num_steps:
             self.prepared = None
         elif step in self.guard.skipped_steps:
@@ -414,7 +416,7 @@ class Trainer:
             self._prepare_candidates(step)
 
     def _choose_estimators(self, batch: Batch) -> None:
-        """Fix the estimators that depend on the data by the first batch, and record the choice."""
+        """Choose the estimators that the config leaves open from the first batch, and record the choice."""
         for name, reason in self.objective.choose_estimators(batch, can_sample=self.candidates is not None).items():
             get_run_logger().info("Term %s is estimated by %s.", name, reason)
             self.run.log.tag(f"tinker_flows.estimator.{name}", reason)
@@ -577,13 +579,13 @@ class Trainer:
         return prepared.passes == 2 and self._service_loss(prepared) is None
 
     def _service_loss(self, prepared: PreparedBatch) -> ServiceLoss | None:
-        """Return the loss by which the service trains a step in one pass.
+        """Return the loss with which the service trains on a batch in one pass.
 
-        None for two passes, and for cross-entropy alone, which needs no loss of its own.
+        None if the batch takes two passes, or if cross-entropy is the whole objective and needs no such loss.
 
         Raises:
             ObjectiveError: the backend is `server`, and the objective cannot be one pass.
-            ServiceError: the service failed to accept or reject the loss.
+            ServiceError: the service failed before it answered whether it accepts the loss.
         """
         step = prepared.at.step
         is_plain = self.objective.base is None and not self.objective.due(step)
@@ -611,7 +613,7 @@ class Trainer:
             self.ledger.add_sampled(sampled, self.other_prices[model])
 
     def _count_reference(self, step: int) -> None:
-        """Count the tokens that the reference has processed up to a step, all of whose minibatches are sent."""
+        """Charge the reference's tokens up to a step; call it once all minibatches of the step are sent."""
         if self.reference:
             self.ledger.add_sampled(self.reference.take_sampled(step), self.reference_price)
             self.ledger.add(self.reference.take_num_train_tokens(step), self.reference_price)
@@ -697,7 +699,7 @@ class Trainer:
 
 
 def num_passes(objective: Objective, step: int, needs_forward_pass: bool) -> int:
-    """Return the passes of the service over the batch of a step: 2 if its update needs the logprobs first."""
+    """Return the maximum passes of the service over a batch: 2 if its update may need the logprobs first."""
     return 2 if objective.base is not None or objective.due(step) or needs_forward_pass else 1
 
 
@@ -709,7 +711,7 @@ def prepare_batch(
     at: StepPosition,
     passes: int,
 ) -> PreparedBatch:
-    """Start everything of a step that needs only its batch."""
+    """Start the work that needs only the batch: the features of its terms and the reference logprobs."""
     terms = prepare_terms(objective, batch, at, executor)
     loaded = cast(Batch, batch)  # a task receives the result of a future that is passed to it
     pending = submit(load_reference, reference, opaque_argument(loaded), at.step) if reference else None
@@ -720,7 +722,7 @@ def prepare_batch(
 def _no_collector_pauses() -> Iterator[None]:
     """Exclude existing objects from garbage collection in this block.
 
-    The modules of a run are half a million objects. Scanning them takes half a second, at unpredictable steps.
+    The imported modules hold about half a million objects. Scanning them takes half a second, at unpredictable steps.
     """
     gc.freeze()
     try:

@@ -159,5 +159,5 @@ class TermRunner:
 
 
 def without_datums(argument: object) -> object:
-    """Drop a batch's datums of the service: only loss functions of the SDK read them, and they stay in this process."""
+    """Return a batch without its Tinker datums, which no other process needs; return other arguments unchanged."""
     return replace(argument, datums=None) if isinstance(argument, Batch) else argument

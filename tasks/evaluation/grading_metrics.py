@@ -32,7 +32,7 @@ class Graded:
 
 
 class GradedMetrics(dict[str, float]):
-    """Metrics of graded answers, and the scores they are means of.
+    """Metrics of graded answers, and the per-problem scores that accuracy and pass@k average.
 
     Attributes:
         scores: score of each problem, from 0 to 1, by metric.
@@ -61,7 +61,7 @@ def scores_by_problem(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequ
 def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int], problems: str = "") -> GradedMetrics:
     """Accuracy `test/<name>`, its standard error over problems, shares of truncated and timed-out answers, and pass@k.
 
-    Of pass@k there is also the interval of 95 % confidence, `_low` and `_high`, if there are several problems.
+    With several problems, each pass@k also has a 95 % confidence interval, `_low` and `_high`.
 
     Args:
         graded_PG: grades by problem and answer.

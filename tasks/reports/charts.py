@@ -21,14 +21,14 @@ from tasks.training.held_out import BatchValues
 
 # Okabe and Ito's colors without yellow and black, which vanish on a light or a dark page.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
-# Readable on a light and on a dark page: the base loss, and lines of reference.
+# Color of the base loss and of reference lines, readable on light and dark pages.
 NEUTRAL = "#7f7f7f"
 _OTHERS = "#bfbfbf"
 _COSINES = [[0.0, "#D55E00"], [0.5, "#f2f2f2"], [1.0, "#0072B2"]]
 
 _FEWEST_TO_SMOOTH = 12
 _HEIGHT_PX, _ROW_PX = 320, 130
-# Terms whose names and cosines fit a heat map of half the page.
+# Maximum number of terms whose names and cosines fit into a heat map of half the page's width.
 _MAX_NARROW = 6
 
 

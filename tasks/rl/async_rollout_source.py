@@ -59,9 +59,9 @@ class Weights:
 class AsyncRolloutSource(RolloutSource):
     """Source of rollouts that run concurrently with training.
 
-    The number of running and completed groups is limited to what the steps within the age bound can train on. Groups
-    that are too old when their step comes are rolled out again. Each group is trained on once, also in a resumed run.
-    With `refill_rounds`, a group that teaches nothing is replaced by the next one, like a group that fails.
+    The number of running and completed groups is limited to what the steps within the age bound can train on. Completed
+    groups that become too old before a step takes them are rolled out again. No group is trained on twice, even in a
+    resumed run. A failed group is replaced by the next one; with `refill_rounds`, so is a group that teaches nothing.
     """
 
     def __init__(

@@ -132,7 +132,7 @@ class RewardedGroup(EnvGroupBuilder):
 
 @dataclass(frozen=True)
 class _Ungraded(EnvGroupBuilder):
-    """Group that is rolled out but has no rewards yet; its owner cleans up."""
+    """Group whose rollout is complete but has no rewards yet; its owner cleans up."""
 
     builder: EnvGroupBuilder
 
@@ -225,7 +225,7 @@ class RetryWholeGroup(RolloutStrategy):
             await env_group_builder.cleanup()
 
     def _grader_timeout(self, error: TimeoutError) -> RolloutError:
-        """Record an error of the rewards, which has no message if it is that of the time limit."""
+        """Describe a TimeoutError of the rewards; that of the time limit has no message of its own."""
         limit = self.termination.grader_timeout_seconds if self.termination else None
         if limit is None or str(error):
             return _rollout_error(error)

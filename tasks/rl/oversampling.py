@@ -31,7 +31,7 @@ class CancelledGroups:
     """Groups that a step has cancelled.
 
     Attributes:
-        num: number of groups.
+        num: number of groups that the step does not train on, finished ones included.
         num_prefill_tokens: prompt tokens of all their requests.
         num_cached_tokens: part of the prompt tokens that the service bills as cache hits.
         num_sample_tokens: sampled tokens in the responses to their requests.
@@ -62,7 +62,7 @@ class FinishedPart:
         step: the step.
         part: number of the minibatch in the step.
         groups: indices of its groups among those that the step started.
-        cancelled: groups that the step has cancelled; None for other minibatches than the last.
+        cancelled: groups that the step has cancelled; None except for the last minibatch.
     """
 
     step: int

@@ -40,8 +40,9 @@ class SamplingDistribution:
     Attributes:
         temperature: above 0.
         top_k: number of the likeliest tokens that can be sampled; None for all.
-        top_p: the likeliest tokens up to this probability, counted after the temperature, can be sampled.
-        num_candidates: likeliest tokens to request for the normalizer; at least `top_k`.
+        top_p: only the smallest set of likeliest tokens whose total probability, after the temperature, reaches this
+            value can be sampled.
+        num_candidates: number of likeliest tokens to request for the normalizer; `num_requested` raises it to `top_k`.
         logprobs: ``"sampled"`` for the logprobs of this distribution, ``"service"`` for those that the service returns.
     """
 
@@ -76,7 +77,8 @@ class SamplingDistribution:
         """Return a sampled sequence with the logprobs to train on.
 
         Raises:
-            ConfigError: the service did not return the likeliest tokens, or samples from another distribution.
+            ConfigError: the service did not return the likeliest tokens, or it sampled a token that this distribution
+                excludes.
         """
         if not self.num_requested:
             return Completion(sequence.tokens, sequence.logprobs, sequence.stop_reason)
@@ -105,7 +107,7 @@ class Completion(TokensWithLogprobs):
     """Sampled tokens with their logprobs, and the bound of each logprob's error.
 
     Attributes:
-        errors: nats; empty for logprobs that the service returned as they are.
+        errors: bound of each logprob's error, in nats; empty if the service's logprobs are used unchanged.
         duration_s: duration of the request.
     """
 

@@ -67,7 +67,7 @@ def measure_term(
 
 
 def run_on_worker(term: str, encoded: bytes) -> bytes:
-    """Run a call of a term on a worker of the task runner, without the runner and the cache of this process."""
+    """Run an encoded call on a worker, which has neither the runner nor the cache of the run's process."""
     return run_call(encoded)
 
 
