@@ -16,6 +16,7 @@ from typing import Any, cast
 import httpx
 import pytest
 from random_groups import Decoder
+from source_steps import finish, numbers_of, take
 from tinker import types
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, RLDataset, StepResult, TrajectoryGroup
@@ -25,15 +26,13 @@ from blocks.errors import ConfigError
 from blocks.storage import RunDirectory, RunStorage
 from flows.config.distill import OnPolicyConfig
 from flows.config.rl import RlConfig
-from objectives.batch import Batch
-from tasks.common.task import Pending
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.group_progress import GroupProgress
 from tasks.rl.group_rollout import Group, RetryWholeGroup, RunningGroup
 from tasks.rl.oversampling import OVERSAMPLED_NAME, Oversampling, OversamplingRecord
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
 from tasks.rl.sampling_distribution import SamplingDistribution
-from tasks.training.batch_source import SampledTokens, TrainedBatch
+from tasks.training.batch_source import SampledTokens
 
 pytestmark = pytest.mark.usefixtures("without_task_runs")
 
@@ -123,31 +122,6 @@ def open_source(
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
     return RunStorage(url=str(tmp_path)).run_directory("oversampled")
-
-
-def numbers_of(batch: Batch) -> list[int]:
-    """Numbers of the groups in a minibatch."""
-    return [datum.model_input.to_ints()[0] - 1 for datum in batch.datums][::2]
-
-
-@dataclass(frozen=True)
-class Step:
-    numbers: list[list[int]]
-    metrics: dict[str, float]
-    sampled: SampledTokens
-    tokens: list[list[int]]
-
-
-def take(source: RolloutSource, step: int, snapshots: Any) -> Step:
-    return finish(source, step, source.load(step, snapshots))
-
-
-def finish(source: RolloutSource, step: int, pending: Sequence[Pending[Batch]]) -> Step:
-    batches = [minibatch.result() for minibatch in pending]
-    trained = [TrainedBatch(batch, cast(Any, batch.sampling_logprobs_DT)) for batch in batches]
-    metrics = source.metrics(step, trained, {"loss/base": 0.0})
-    tokens = [batch.target_tokens_DT.tolist() for batch in batches]
-    return Step([numbers_of(batch) for batch in batches], metrics, source.take_sampled(), tokens)
 
 
 def engine_count(url: str, pattern: str) -> float:

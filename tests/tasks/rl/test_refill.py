@@ -12,20 +12,19 @@ from typing import Any, cast
 
 import pytest
 from random_groups import Decoder
+from source_steps import Step, finish, numbers_of, take
 from tinker import types
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, RLDataset, StepResult
 
 from flows.config.rl import RlConfig
-from objectives.batch import Batch
-from tasks.common.task import Pending
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.async_rollout_source import AsyncRolloutSource
 from tasks.rl.group_rollout import Group, RetryWholeGroup
 from tasks.rl.named_rewards import NamedRewards, RewardSpec
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource, _Refill
 from tasks.rl.sampling_distribution import SamplingDistribution
-from tasks.training.batch_source import SampledTokens, TrainedBatch
+from tasks.training.batch_source import SampledTokens
 
 pytestmark = pytest.mark.usefixtures("without_task_runs")
 
@@ -97,32 +96,6 @@ def open_source(
     dataset: NumberedGroups, settings: RolloutSettings = SETTINGS, minibatches: MinibatchSettings | None = None
 ) -> RolloutSource:
     return RolloutSource(dataset, None, cast(Any, Decoder()), settings, minibatches or MinibatchSettings())
-
-
-def numbers_of(batch: Batch) -> list[int]:
-    """Numbers of the groups in a minibatch."""
-    firsts = [datum.model_input.to_ints()[0] - 1 for datum in batch.datums]
-    return firsts[::2]
-
-
-@dataclass(frozen=True)
-class Step:
-    numbers: list[list[int]]
-    metrics: dict[str, float]
-    sampled: SampledTokens
-    tokens: list[list[int]]
-
-
-def take(source: RolloutSource, step: int, snapshots: Any) -> Step:
-    return finish(source, step, source.load(step, snapshots))
-
-
-def finish(source: RolloutSource, step: int, pending: Sequence[Pending[Batch]]) -> Step:
-    batches = [minibatch.result() for minibatch in pending]
-    trained = [TrainedBatch(batch, cast(Any, batch.sampling_logprobs_DT)) for batch in batches]
-    metrics = source.metrics(step, trained, {"loss/base": 0.0})
-    tokens = [batch.target_tokens_DT.tolist() for batch in batches]
-    return Step([numbers_of(batch) for batch in batches], metrics, source.take_sampled(), tokens)
 
 
 def expected_steps(dataset: NumberedGroups, num_steps: int, rounds: int, sizes: Sequence[int]) -> list[list[list[int]]]:
