@@ -250,7 +250,12 @@ class RetryWholeGroup(RolloutStrategy):
         for outcome in outcomes:
             if isinstance(outcome, TinkerFlowsError):
                 raise outcome
-        one_failed = any(member.exception() for member in completed)
+        own_end = RuntimeError("the environment cancelled its own rollout")
+        outcomes = [
+            own_end if member in completed and member.cancelled() else outcome
+            for member, outcome in zip(members, outcomes, strict=True)
+        ]
+        one_failed = any(member.cancelled() or member.exception() for member in completed)
         if until == asyncio.ALL_COMPLETED or not one_failed:
             timeout = TimeoutError(f"the rollout took longer than {self.timeout_s} s")
             pairs = zip(members, outcomes, strict=True)

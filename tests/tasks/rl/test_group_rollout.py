@@ -38,7 +38,7 @@ class Broken(Exception):
 
 @dataclass
 class Guess(Env):
-    """Environment of two turns; its fate is `ends`, `fails` or `hangs`."""
+    """Environment of two turns; its fate is `ends`, `fails`, `hangs` or `cancels`."""
 
     fate: str
     reward: float
@@ -51,6 +51,9 @@ class Guess(Env):
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         if self.fate == "fails":
             raise Broken("the sandbox is gone")
+        if self.fate == "cancels":
+            asyncio.current_task().cancel()  # pyright: ignore[reportOptionalMemberAccess]
+            await asyncio.sleep(0)
         if self.fate == "hangs":
             await asyncio.sleep(60)
         self.turns += 1
@@ -200,6 +203,14 @@ def test_request_is_cancelled_with_the_last_member_that_waits_for_it() -> None:
         return after_first, cancelled.is_set()
 
     assert run_coroutine(cancel_members()) == (False, True)
+
+
+def test_member_that_cancels_itself_is_a_failure_of_its_group(sampler: tinker.SamplingClient) -> None:
+    builder = Guesses([["ends", "cancels", "ends"], ["ends"] * 3])
+    group = roll_out(sampler, builder)
+    assert builder.num_attempts == 2
+    assert [error.error_message for error in group.errors] == ["the environment cancelled its own rollout"]
+    assert len(tokens_of(group)) == 3
 
 
 def test_group_with_a_failure_is_retried_with_fresh_environments(sampler: tinker.SamplingClient) -> None:
