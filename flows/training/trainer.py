@@ -243,11 +243,30 @@ class Trainer:
         """Run the remaining steps within the budget, then save a checkpoint and the report.
 
         Raises:
+            ConfigError: There is nothing to train, or the budget does not cover the first step of a new run.
             GuardError: A step was bad, and the guard policy stops the run.
             KeyboardInterrupt, TerminationSignal: The run was stopped; the current step is finished and saved.
         """
         first, num_steps = self.first_step, self.schedule.num_steps
         self._check_batches(range(first, num_steps))
+        with (
+            closing(self.executor),
+            closing(self.candidates) if self.candidates else nullcontext(),
+            closing(self.evaluation),
+        ):
+            self._start(first, num_steps)
+            last = self._run_steps(first, num_steps)
+        assert last is not None
+        reasons = EndReasons(self.budget_message, self.checkpoints.rejection)
+        targets = {**self.objective.targets.specs, **self.source.targets}
+        return finish(self.run, self.config.run_name, last, first, reasons, targets)
+
+    def _start(self, first: int, num_steps: int) -> None:
+        """Start the first step, and say what the run will do.
+
+        Raises:
+            ConfigError: The budget does not cover the first step of a new run.
+        """
         self._prepare(first)
         warn_of_unused_candidates(self.run, self.config, self.objective)
         self._request_forward(first)
@@ -255,13 +274,13 @@ class Trainer:
             self._announce(range(first, num_steps), self.prepared[0].batch.result(), len(self.prepared))
         if self.budget_message and self.start is None:
             raise ConfigError(self.budget_message)
+
+    def _run_steps(self, first: int, num_steps: int) -> CheckpointRecord | None:
+        """Run the steps from the first one on; return the last checkpoint."""
         with (
             Progress(self.config.run_name, first, num_steps, self.run.log) as progress,
             deferred_interrupts() as stop,
             _no_collector_pauses(),
-            closing(self.executor),
-            closing(self.candidates) if self.candidates else nullcontext(),
-            closing(self.evaluation),
             self.checkpoints,
         ):
 
@@ -282,11 +301,7 @@ class Trainer:
                 if not self.budget_message:
                     run_segment(self.config.granularity, steps, run_all)
             self._check_last_weights(num_steps)
-            last = self.checkpoints.wait() if self.budget_message else self.checkpoints.finish()
-        assert last is not None
-        reasons = EndReasons(self.budget_message, self.checkpoints.rejection)
-        targets = {**self.objective.targets.specs, **self.source.targets}
-        return finish(self.run, self.config.run_name, last, first, reasons, targets)
+            return self.checkpoints.wait() if self.budget_message else self.checkpoints.finish()
 
     def _announce(self, steps: range, batch: Batch, num_minibatches: int) -> None:
         """Say what the run will do, and show and record the first batch of a new run."""
