@@ -297,7 +297,13 @@ def plan_lines(config: TrainConfig, method: str, steps: range, num_tokens: int, 
     limits = [f"{term.name} {_limit_text(term.target)}" for term in regularizers if term.target]
     loss = " + ".join([base if isinstance(base, str) else base.name, *terms])
     evaluations = f"evaluation every {config.eval_every} steps" if config.eval_every else "no evaluation"
-    saves = f"checkpoint every {config.checkpoint_every} steps" if config.checkpoint_every else "checkpoint at the end"
+    cadences = {
+        "steps": config.checkpoint_every,
+        "s": config.checkpoint_every_seconds,
+        "tokens": config.checkpoint_every_tokens,
+    }
+    every = " or ".join(f"{number:,g} {unit}" for unit, number in cadences.items() if number)
+    saves = f"checkpoint every {every}" if every else "checkpoint at the end"
     price = "price unknown" if usd is None else f"${usd:,.4g} per pass"
     return [
         f"{method} of {config.model}{on_data}, steps {steps.start + 1} to {steps.stop}, learning rate "

@@ -62,7 +62,10 @@ def test_the_plan_names_what_will_be_trained_and_the_price() -> None:
         "evaluation every 12 steps, checkpoint at the end; about 16,000 tokens in batches like the first, "
         "$0.5 per pass",
     ]
-    assert plan_lines(config, "sft", range(24), 10, None)[2].endswith("price unknown")
+    timed = config.model_copy(update={"checkpoint_every": 4, "checkpoint_every_seconds": 600.0})
+    line = plan_lines(timed, "sft", range(24), 10, None)[2]
+    assert line.endswith("price unknown")
+    assert "checkpoint every 4 steps or 600 s;" in line
 
 
 @pytest.mark.parametrize(
