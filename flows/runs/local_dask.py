@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -71,26 +72,30 @@ def serve(connection: Connection) -> None:
         "distributed.deploy.lost-worker-timeout": f"{START_S}s",
     }
     dask.config.set(options)
-    # A connection allows arbitrary code, and every user of this machine could connect.
+    # Whoever connects can run code, and without keys every user of this machine could connect.
     security: Any = distributed.Security.temporary()
-    cluster = distributed.LocalCluster(
-        n_workers=num_workers,
-        threads_per_worker=1,
-        host="127.0.0.1",
-        dashboard_address=None,  # pyright: ignore[reportArgumentType]  # missing in its annotation
-        security=security,
-        silence_logs=logging.ERROR,
-    )
+    status = 0
     try:
+        cluster = distributed.LocalCluster(
+            n_workers=num_workers,
+            threads_per_worker=1,
+            host="127.0.0.1",
+            dashboard_address=None,  # pyright: ignore[reportArgumentType]  # missing in its annotation
+            security=security,
+            silence_logs=logging.ERROR,
+        )
         send(connection, (cluster.scheduler_address, security))
         with suppress(EOFError, OSError):
             connection.recv_bytes()
+    except BaseException:  # noqa: BLE001 - the process ends below
+        traceback.print_exc()
+        status = 1
     finally:  # Kill the workers, because a busy worker does not shut down in order.
         for process in multiprocessing.active_children():
             process.kill()
         shutil.rmtree(folder, ignore_errors=True)
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
 
 
 if __name__ == "__main__":

@@ -107,6 +107,11 @@ def open_dask(config: TaskRunnerConfig) -> Iterator[Any]:
             stack.enter_context(runner)
             runner.client.wait_for_workers(1, timeout=START_S)
         except Exception as error:
+            if client_options:
+                raise ConfigError(
+                    f"The local Dask cluster started no worker within {START_S:g} s ({first_line(error)}): see its "
+                    "error output, or set task_runner.workers lower."
+                ) from error
             raise ConfigError(
                 f"The Dask cluster at {address} cannot be reached or has no workers ({first_line(error)}): check the "
                 "address and start workers."
@@ -129,6 +134,7 @@ def open_ray(config: TaskRunnerConfig) -> Iterator[Any]:
         # Busy workers of Ray would survive a kill of their parent.
         environment: dict[str, Any] = {"worker_process_setup_hook": "objectives.execution.respond.end_with_parent"}
         options: dict[str, Any] = {"logging_level": "warning"}
+        folder = ""
         if not address:
             # The folder contains sockets, whose paths must be short.
             folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
@@ -145,9 +151,14 @@ def open_ray(config: TaskRunnerConfig) -> Iterator[Any]:
         try:
             stack.enter_context(runner)
         except Exception as error:
-            where = f"at {address} cannot be reached" if address else "of this machine could not be started"
+            if not address:
+                stack.pop_all()  # keep the logs
+                raise ConfigError(
+                    f"The Ray cluster of this machine could not be started ({first_line(error)}): see the logs in "
+                    f"{folder}, or set task_runner.workers lower."
+                ) from error
             raise ConfigError(
-                f"The Ray cluster {where} ({first_line(error)}): check the address and the log of the cluster."
+                f"The Ray cluster at {address} cannot be reached ({first_line(error)}): check the address."
             ) from error
         yield runner
 
