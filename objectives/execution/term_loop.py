@@ -7,6 +7,7 @@ Prefect tasks, and the training loop as plain functions. Both run them concurren
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -22,6 +23,7 @@ from objectives.term import BASE, Regularizer
 
 BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
 BatchT = TypeVar("BatchT")
+T = TypeVar("T")
 
 Features = Callable[[], object]
 """Function that waits for the features of a term and raises `ObjectiveError` if preparing failed."""
@@ -152,3 +154,18 @@ def linearize_terms(
     else:
         base = Evaluation(BASE, 0.0, torch.zeros_like(outputs.logprobs_DT))
     return linearize(base, evaluated, objective.balance, step, scale)
+
+
+def once(call: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that makes a call when first called, and has the same outcome ever after."""
+    outcome: Future[T] = Future()
+
+    def run() -> T:
+        if not outcome.done():
+            try:
+                outcome.set_result(call())
+            except Exception as error:  # noqa: BLE001 - raised by result()
+                outcome.set_exception(error)
+        return outcome.result()
+
+    return run

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from objectives.execution.term_loop import (
     StepPosition,
     evaluate_terms,
     linearize_terms,
+    once,
     prepare_terms,
 )
 from objectives.gradients.alerts import TermWarning
@@ -343,23 +344,8 @@ class ThreadTermExecutor:
         """Start a call with its retries; the returned function waits for the result."""
         call = partial(_with_retries, regularizer, compute)
         if regularizer.execution == "inline":
-            return _once(call)
+            return once(call)
         return self._threads.submit(copy_context().run, call).result
-
-
-def _once(call: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that makes a call when first called, and has the same outcome ever after."""
-    outcome: Future[T] = Future()
-
-    def run() -> T:
-        if not outcome.done():
-            try:
-                outcome.set_result(call())
-            except Exception as error:  # noqa: BLE001 - raised by result()
-                outcome.set_exception(error)
-        return outcome.result()
-
-    return run
 
 
 def _with_retries(regularizer: Regularizer, compute: Callable[[], T]) -> T:

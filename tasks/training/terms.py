@@ -20,7 +20,7 @@ from objectives.evaluate import Evaluation
 from objectives.execution.process import importable
 from objectives.execution.remote import encode_call, run_call
 from objectives.execution.runner import Call, TermRunner
-from objectives.execution.term_loop import Features, linearize_terms
+from objectives.execution.term_loop import Features, linearize_terms, once
 from objectives.gradients.linearize import Linearized, WeightedTerm
 from objectives.objective import Objective
 from objectives.scale import Scale
@@ -110,10 +110,11 @@ class TaskTermExecutor:
         if self._is_sent(regularizer):
             run = self._sent(prepare_on_worker, regularizer)
             return self._start(self._preparing, lambda: self._runner.prepare(regularizer, batch.result(), run))
+        task = _with_retries(prepare_term, regularizer)
+        if regularizer.execution == "inline":
+            return once(lambda: call(task, self._runner, regularizer, opaque_argument(batch.result())))
         loaded = cast(Batch, batch)  # a task receives the result of a future that is passed to it
-        return submit(
-            _with_retries(prepare_term, regularizer), self._runner, regularizer, opaque_argument(loaded)
-        ).result
+        return submit(task, self._runner, regularizer, opaque_argument(loaded)).result
 
     def evaluate(
         self, regularizer: Regularizer, features: Features | None, outputs: Outputs, batch: Batch, first_step: bool
@@ -129,7 +130,13 @@ class TaskTermExecutor:
         task = _with_retries(compute_term, regularizer)
         arguments = (outputs, opaque_argument(batch), opaque_argument(features), first_step)
         if regularizer.execution == "inline":
-            return lambda: call(task, self._runner, regularizer, *arguments)
+
+            def run_inline() -> Evaluation:
+                if features:
+                    features()  # on this thread and before the term's own task run
+                return call(task, self._runner, regularizer, *arguments)
+
+            return run_inline
         return submit(task, self._runner, regularizer, *arguments).result
 
     def measure(
@@ -140,6 +147,8 @@ class TaskTermExecutor:
             run = self._sent(measure_on_worker, regularizer)
             return self._start(self._evaluating, lambda: measure_term.fn(self._runner, regularizer, inputs, run))
         task = _with_retries(measure_term, regularizer)
+        if regularizer.execution == "inline":
+            return lambda: call(task, self._runner, regularizer, opaque_argument(inputs))
         return submit(task, self._runner, regularizer, opaque_argument(inputs)).result
 
     def linearize(

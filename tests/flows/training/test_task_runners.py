@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -250,3 +251,51 @@ def test_a_dask_cluster_that_cannot_be_reached_raises():
     require("dask")
     with pytest.raises(ConfigError, match=r"Dask cluster at tcp://127.0.0.1:9 cannot be reached or has no workers"):
         open_dask(TaskRunnerConfig(kind="dask", address="tcp://127.0.0.1:9")).__enter__()
+
+
+@pytest.mark.process
+def test_an_inline_term_runs_on_the_thread_that_waits_for_it(prefect_server: str):
+    threads: dict[str, str] = {}
+
+    def count(batch: Batch) -> list[int]:
+        threads["prepare"] = threading.current_thread().name
+        return batch.offsets_D.diff().tolist()
+
+    @regularizer("test_inline_thread", kind="scored", prepare=count)
+    def inline_thread(outputs, batch):
+        threads["evaluate"] = threading.current_thread().name
+        return outputs.logprobs_DT.new_tensor([float(length) for length in batch.features])
+
+    @flow(name="inline-term")
+    def run() -> tuple[str, dict[str, str], dict[str, str]]:
+        here = threading.current_thread().name
+        terms = [{"name": "test_inline_thread", "execution": "inline"}]
+        with Objective(regularizers=terms) as objective, executor_of(objective, None) as executor:
+            (term,) = objective.regularizers
+            evaluate(executor, term, BATCH)
+            trained = dict(threads)
+            threads.clear()
+            executor.measure(term, [(OUTPUTS, BATCH)])()
+            return here, trained, dict(threads)
+
+    here, trained, measured = run()
+    assert trained == measured == {"prepare": here, "evaluate": here}
+
+
+@pytest.mark.process
+def test_processes_finish_the_step_after_ctrl_c(prefect_server: str):
+    @flow(name="interrupted-workers")
+    def run() -> tuple[Evaluation, Evaluation]:
+        config = TaskRunnerConfig(kind="processes", workers=1)
+        with (
+            Objective(regularizers=[{"name": "test_surprise"}]) as objective,
+            executor_of(objective, config) as executor,
+        ):
+            (term,) = objective.regularizers
+            before = evaluate(executor, term, BATCH)
+            os.kill(int(before.metrics["pid"]), signal.SIGINT)  # as a terminal sends it to all processes
+            return before, evaluate(executor, term, BATCH)
+
+    before, after = run()
+    assert after.metrics["pid"] == before.metrics["pid"] != os.getpid()
+    assert torch.equal(after.gradient_DT, before.gradient_DT)
