@@ -69,7 +69,8 @@ def sweep_fields(folder: Path, run_name: str, tracking: str, url: str, **changed
 
 @pytest.fixture(scope="module")
 def config(folder: Path, engine_url: str, mlflow_uri: str) -> SweepConfig:
-    return SweepConfig.model_validate(sweep_fields(folder, "whole", mlflow_uri, engine_url))
+    # One trial after the other: a trial is pruned at step 1 only if both seeds of the first point have ended.
+    return SweepConfig.model_validate(sweep_fields(folder, "whole", mlflow_uri, engine_url, concurrency=1))
 
 
 @pytest.fixture(scope="module")
