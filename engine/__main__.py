@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -28,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = _settings(options)
         listener = bind(settings.host, settings.port)
-        # These imports take seconds, so validate the settings and bind the port first.
+        # These imports take seconds, so validate the settings and bind the port first. `serve` enables collections.
+        gc.disable()
         from engine.model_cache import ModelError
         from engine.serve import serve
 

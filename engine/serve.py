@@ -45,6 +45,7 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
         torch.set_num_threads(settings.threads)
     engine = Engine(settings, _load_models(settings))
     gc.freeze()  # no collection, also not the one at exit, scans the modules of torch and transformers
+    gc.enable()
     config = uvicorn.Config(
         make_app(engine), log_level="warning", access_log=False, timeout_graceful_shutdown=5, lifespan="off"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -54,10 +55,16 @@ def processes_are_forbidden(pytestconfig: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # collections while the tests are imported would take a fifth of the time
     # A background shell ignores SIGINT, and child processes inherit that; tests stop child processes with SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # They come by time and not by step, and tests compare all metrics of a run.
     os.environ["MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"] = "false"
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
