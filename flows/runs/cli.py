@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
+from blocks.collector import no_collections
 from blocks.errors import TinkerFlowsError, traceback_is_requested
 from blocks.prefect_errors import check_prefect_url, prefect_failures
 from blocks.processes import PrefectServer, running_prefect_server, starting_prefect_server
@@ -81,29 +82,15 @@ def start(flow: str, config: str, file: Path | None, overrides: Sequence[str], s
         ConfigError: The config is invalid.
     """
     with _prefect_server() as server:
-        with _no_collections():
+        with no_collections():
             from flows.config.loader import load_config
 
             loaded = load_config(cast("type[Config]", import_path(config)), file, overrides)
         with _engine(loaded):
-            with _no_collections():
+            with no_collections():
                 function = cast("Flow[..., Any]", import_path(flow))
                 show_result = cast("Callable[[Any], None]", import_path(show))
             show_result(_run_quietly(function, loaded, server))
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Import modules in this block without garbage collections, which would take a quarter of its time.
-
-    Later collections do not scan the objects of these modules.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def exit_on_error(action: Callable[[], None]) -> None:

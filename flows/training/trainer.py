@@ -12,7 +12,6 @@ right after those of the previous step, and terms and linearize run on the respo
 
 from __future__ import annotations
 
-import gc
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from tinker_cookbook.eval.evaluators import Evaluator
 from torch import Tensor
 
+from blocks.collector import no_collector_pauses
 from blocks.errors import ConfigError
 from flows.config.train import TrainConfig
 from flows.monitoring.events import emit
@@ -280,7 +280,7 @@ class Trainer:
         with (
             Progress(self.config.run_name, first, num_steps, self.run.log) as progress,
             deferred_interrupts() as stop,
-            _no_collector_pauses(),
+            no_collector_pauses(),
             self.checkpoints,
         ):
 
@@ -731,16 +731,3 @@ def prepare_batch(
     loaded = cast(Batch, batch)  # a task receives the result of a future that is passed to it
     pending = submit(load_reference, reference, opaque_argument(loaded), at.step) if reference else None
     return PreparedBatch(at, passes, batch, pending, terms)
-
-
-@contextmanager
-def _no_collector_pauses() -> Iterator[None]:
-    """Exclude existing objects from garbage collection in this block.
-
-    The imported modules hold about half a million objects. Scanning them takes half a second, at unpredictable steps.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

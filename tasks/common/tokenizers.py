@@ -13,6 +13,8 @@ from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from blocks.collector import no_collections
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -31,7 +33,8 @@ def lock_tokenizers() -> None:
 
     All of them use `AutoTokenizer`, whose import takes seconds. It is imported here, while an engine loads its model.
     """
-    from transformers import AutoTokenizer  # noqa: F401
+    with no_collections():
+        from transformers import AutoTokenizer  # noqa: F401
 
     for kind in _subclasses(PreTrainedTokenizerBase):
         _lock_class(kind)
