@@ -10,53 +10,90 @@ from pathlib import Path
 from rich.table import Table
 
 from blocks.console import TextConsole
-from flows.config.distill import OnPolicyConfig, SelfConfig
+from flows.config.distill import OffPolicyConfig, OnPolicyConfig, PromptConfig, SelfConfig
 from flows.config.dpo import DpoConfig
 from flows.config.loader import load_config
 from flows.config.rl import RlConfig
+from flows.config.rlhf import RlhfConfig
 from flows.config.train import SftConfig
 from flows.estimate import Estimate, estimate
-from flows.estimate_rollouts import RolloutEstimate, estimate_rollouts
+from flows.estimates.costs import CostEstimate, TokenCosts
+from flows.estimates.evaluation import estimate_evaluation
+from flows.estimates.rlhf import RlhfEstimate, estimate_rlhf
+from flows.estimates.rollouts import estimate_rollouts
+from flows.estimates.teacher_data import estimate_teacher_data
+from flows.evaluate import EvaluateConfig
 
-_SAMPLING = {"rl": RlConfig, "on_policy_distillation": OnPolicyConfig, "self_distillation": SelfConfig}
+AnyEstimate = Estimate | CostEstimate | RlhfEstimate
+
+
+def _estimate_of(method: str, config: Path, overrides: Sequence[str]) -> AnyEstimate:
+    sampling = {"rl": RlConfig, "on_policy_distillation": OnPolicyConfig, "self_distillation": SelfConfig}
+    of_teachers = {"off_policy_distillation": OffPolicyConfig, "prompt_distillation": PromptConfig}
+    if method in sampling:
+        return estimate_rollouts(load_config(sampling[method], config, overrides))
+    if method in of_teachers:
+        return estimate_teacher_data(load_config(of_teachers[method], config, overrides))
+    if method == "rlhf":
+        return estimate_rlhf(load_config(RlhfConfig, config, overrides))
+    if method == "evaluate":
+        return estimate_evaluation(load_config(EvaluateConfig, config, overrides))
+    return estimate(load_config(DpoConfig if method == "dpo" else SftConfig, config, overrides))
 
 
 def show_estimate(method: str, config: Path, overrides: Sequence[str], as_json: bool) -> None:
     """Print the estimate for a config of a method."""
-    if method in _SAMPLING:
-        sampled = estimate_rollouts(load_config(_SAMPLING[method], config, overrides))
-        fields, rows = asdict(sampled), _rollout_rows(sampled)
-    else:
-        run = estimate(load_config(DpoConfig if method == "dpo" else SftConfig, config, overrides))
-        fields, rows = asdict(run), _rows(run)
+    result = _estimate_of(method, config, overrides)
     if as_json:
-        print(json.dumps(fields, indent=2))
+        print(json.dumps(asdict(result), indent=2))
         return
-    title = f"{fields['run_name']} on {fields['model']}"
-    table = Table(title=title, title_justify="left", show_header=False)
-    for name, value in rows:
+    if not isinstance(result, RlhfEstimate):
+        _show(result, "evaluated weights" if method == "evaluate" else "steps")
+        return
+    for stage in result.stages.values():
+        _show(stage)
+    TextConsole().print(f"{result.run_name}, all stages: {_usd(result.usd_low, result.usd_high)}")
+
+
+def _show(run: Estimate | CostEstimate, unit: str = "steps") -> None:
+    table = Table(title=f"{run.run_name} on {run.model}", title_justify="left", show_header=False)
+    for name, value in _rows(run) if isinstance(run, Estimate) else _cost_rows(run, unit):
         table.add_row(name, value)
     TextConsole().print(table)
 
 
-def _rollout_rows(run: RolloutEstimate) -> list[tuple[str, str]]:
-    def between(low: float, high: float, form: str = ",") -> str:
-        return format(low, form) if low == high else f"{low:{form}} to {high:{form}}"
-
+def _cost_rows(run: CostEstimate, unit: str) -> list[tuple[str, str]]:
     low, high = run.low, run.high
-    usd = "unknown: set budget.prices"
-    if low.usd is not None and high.usd is not None:
-        usd = f"${between(low.usd, high.usd, ',.4g')}"
-    prefill = between(low.sampled.num_prefill_tokens, high.sampled.num_prefill_tokens)
     return [
-        ("steps", f"{run.num_steps:,}"),
-        ("tokens in all passes", between(low.num_train_tokens, high.num_train_tokens)),
-        ("prompt tokens", prefill),
-        ("sampled tokens", between(low.sampled.num_sample_tokens, high.sampled.num_sample_tokens)),
-        ("cost", usd),
-        ("source", f"cost per step of run {run.like}" if run.like else "completions of 1 to rollout.max_tokens tokens"),
+        (unit, f"{run.num_steps:,}"),
+        ("tokens in all passes", _between(low.num_train_tokens, high.num_train_tokens)),
+        ("prompt tokens", _between(low.sampled.num_prefill_tokens, high.sampled.num_prefill_tokens)),
+        ("sampled tokens", _between(low.sampled.num_sample_tokens, high.sampled.num_sample_tokens)),
+        *((f"  {part}", _part(*bounds)) for part, bounds in run.parts.items()),
+        ("cost", _usd(low.usd, high.usd)),
+        ("source", f"cost of run {run.like}" if run.like else "completions of 1 to max_tokens tokens"),
         *([("not included", "; ".join(run.excluded))] if run.excluded else []),
     ]
+
+
+def _part(low: TokenCosts, high: TokenCosts) -> str:
+    counts = {
+        "in passes": (low.num_train_tokens, high.num_train_tokens),
+        "prompt": (low.sampled.num_prefill_tokens, high.sampled.num_prefill_tokens),
+        "sampled": (low.sampled.num_sample_tokens, high.sampled.num_sample_tokens),
+    }
+    shown = [f"{_between(*bounds)} {name}" for name, bounds in counts.items() if bounds[1]]
+    return ", ".join([*shown, *([_usd(low.usd, high.usd)] if high.usd is not None else [])])
+
+
+def _usd(low: float | None, high: float | None) -> str:
+    if low is None or high is None:
+        return "unknown: set budget.prices"
+    return f"${_between(low, high, ',.4g')}"
+
+
+def _between(low: float, high: float, form: str = ",") -> str:
+    return format(low, form) if low == high else f"{low:{form}} to {high:{form}}"
 
 
 def _rows(run: Estimate) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ tinker-flows run on_policy_distillation --config examples/on_policy_distillation
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -82,9 +82,15 @@ def self_distillation(config: SelfConfig) -> TrainResult:
 @flow(name="prompt_distillation", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def prompt_distillation(config: PromptConfig) -> TrainResult:
     """Train the student, without a prompt, on the completions of a teacher with a long prompt; compare both."""
+    return _run(config, _off_policy_inputs(config), lambda run: _off_policy(run, config, teacher_datasets(config)))
+
+
+def teacher_datasets(config: OffPolicyConfig | PromptConfig) -> Sequence[TeacherDataConfig]:
+    """Return the datasets of off-policy or prompt distillation."""
+    if isinstance(config, OffPolicyConfig):
+        return config.datasets
     questions = config.questions.builder(config.prompt, config.batch_size)
-    datasets = [TeacherDataConfig(environment=questions, teacher=config.teacher)]
-    return _run(config, _off_policy_inputs(config), lambda run: _off_policy(run, config, datasets))
+    return [TeacherDataConfig(environment=questions, teacher=config.teacher)]
 
 
 def _on_policy_inputs(config: SamplingConfig) -> Sequence[str]:
@@ -166,7 +172,7 @@ def _open_hindsight(config: SamplingConfig, tokenizer: Tokenizer) -> Hindsight |
 def _off_policy(run: Run, config: TeacherTargetsConfig, datasets: Sequence[TeacherDataConfig]) -> SourceAndEvaluators:
     teachers = open_teachers(run, config, [dataset.teacher for dataset in datasets])
     tokenizer, settings = run.client.get_tokenizer(), config.rollout.settings(config.seed, NO_REWARD)
-    built = [_build_teacher_data(run, dataset) for dataset in datasets]
+    built = [open_teacher_data(tokenizer, run.builder_arguments, dataset) for dataset in datasets]
     weights = [dataset.weight for dataset in datasets]
     mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
     ingredients = [config.seed, config.rollout, config.top_k, *datasets, *(teacher.name for teacher in teachers)]
@@ -185,9 +191,10 @@ def _build_groups(run: Run, config: BuilderConfig) -> tuple[RLDataset, RLDataset
     return build_environments(config.builder, config.params, run.client.get_tokenizer(), run.builder_arguments)
 
 
-def _build_teacher_data(run: Run, config: TeacherDataConfig) -> tuple[Any, Any]:
+def open_teacher_data(tokenizer: Tokenizer, resources: Mapping[str, Any], config: TeacherDataConfig) -> tuple[Any, Any]:
+    """Build the training and held-out data of a dataset; the latter may be None."""
     if config.environment:
-        return _build_groups(run, config.environment)
+        return build_environments(config.environment.builder, config.environment.params, tokenizer, resources)
     assert config.data is not None
-    data, tokenizer = config.data, run.client.get_tokenizer()
-    return build("data", data.builder, data.params, tokenizer, lambda builder: builder(), run.builder_arguments)
+    data = config.data
+    return build("data", data.builder, data.params, tokenizer, lambda builder: builder(), resources)

@@ -163,14 +163,9 @@ class EvaluateResult:
 @flow(name="evaluate", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def evaluate(config: EvaluateConfig) -> EvaluateResult:
     """Evaluate weights, optionally alongside a baseline, and register them if they meet the condition."""
-    storage = storage_of(config)
-    chosen = find_checkpoint(config.checkpoint, storage)
-    others = find_steps(chosen, config.steps, storage)
-    baseline = find_checkpoint(config.baseline, storage) if config.baseline else None
+    chosen, others, baseline = find_weights(config)
     if config.register_as and not chosen.path:
         raise ConfigError("register_as needs a checkpoint, but checkpoint is the base model: set checkpoint to a run.")
-    if not (config.data or config.evaluators):
-        raise ConfigError("The evaluation has no data and no evaluators: set data, evaluators or both.")
     config = with_model(config, chosen, *([baseline] if baseline else []))
     with open_service(config) as service:
         service.check_model(config.model)
@@ -229,6 +224,20 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
     return cast(EvaluateResult, Completed(name="NotPromoted", message=rejection, data=result))
 
 
+def find_weights(config: EvaluateConfig) -> tuple[NamedCheckpoint, list[NamedCheckpoint], NamedCheckpoint | None]:
+    """Look up the checkpoint, those of further steps, and the baseline.
+
+    Raises:
+        ConfigError: A checkpoint does not exist, or there is nothing to measure.
+    """
+    if not (config.data or config.evaluators):
+        raise ConfigError("The evaluation has no data and no evaluators: set data, evaluators or both.")
+    storage = storage_of(config)
+    chosen = find_checkpoint(config.checkpoint, storage)
+    baseline = find_checkpoint(config.baseline, storage) if config.baseline else None
+    return chosen, find_steps(chosen, config.steps, storage), baseline
+
+
 def show_evaluation(result: EvaluateResult) -> None:
     """Print the metrics and the outcome of the registration."""
     table = Table(title=result.run_name)
@@ -263,7 +272,7 @@ def _measure(
         sampler, tokenizer = None, trainer.get_tokenizer()
     else:
         sampler, tokenizer = open_sampler(session, checkpoint.path, config.model)
-    with _held_out(config, session, tokenizer) as held_out:
+    with open_held_out(config, session, tokenizer) as held_out:
         due = [*held_out, *evaluators]
         # Submitted, because a synchronous flow never runs a directly called async task.
         if trainer:
@@ -279,7 +288,7 @@ def _measure(
 
 
 @contextmanager
-def _held_out(
+def open_held_out(
     config: EvaluateConfig, session: tinker.ServiceClient, tokenizer: Tokenizer
 ) -> Iterator[Sequence[HeldOutNLL]]:
     """Open the held-out data of the config, if any."""

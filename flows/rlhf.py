@@ -9,11 +9,15 @@ if __name__ == "__main__":  # first, so that --help does not wait for the import
     main("flows.rlhf:rlhf", "flows.config.rlhf:RlhfConfig", __doc__)
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
+from collections.abc import Sequence
+from typing import TypeVar
+
 from prefect import flow
 
+from blocks.errors import ConfigError
 from flows.config.dpo import DpoConfig
 from flows.config.rlhf import RlhfConfig
-from flows.config.train import SftConfig
+from flows.config.train import BudgetConfig, SftConfig, TrainConfig
 from flows.dpo import dpo
 from flows.rl import rl
 from flows.runs.blocks import storage_of
@@ -22,6 +26,8 @@ from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import leave_state_to_successor
 from flows.runs.rights import apply_rights
 from flows.sft import sft
+
+C = TypeVar("C", bound=TrainConfig)
 
 
 @flow(name="rlhf", flow_run_name="{config.run_name}", on_running=[apply_rights])
@@ -33,19 +39,45 @@ def rlhf(config: RlhfConfig) -> TrainResult:
     """
     with leave_state_to_successor():
         start = reward = ""
+        finished: list[TrainResult] = []
         if config.warm_start:
-            warm_start = config.warm_start_stage()
+            warm_start = within_budget(config.warm_start_stage(), config.budget, finished)
             result = sft(warm_start)
             if _is_final(result):
                 return as_state(result)
+            finished.append(result)
             start = _weights(warm_start, result)
         if config.judge is None:
-            stage = config.reward_stage()
+            stage = within_budget(config.reward_stage(), config.budget, finished)
             result = dpo(stage) if isinstance(stage, DpoConfig) else sft(stage)
             if _is_final(result):
                 return as_state(result)
+            finished.append(result)
             reward = _weights(stage, result)
-        return as_state(rl(config.policy_stage(start, reward)))
+        return as_state(rl(within_budget(config.policy_stage(start, reward), config.budget, finished)))
+
+
+def within_budget(stage: C, budget: BudgetConfig, finished: Sequence[TrainResult]) -> C:
+    """Give a stage what the finished stages have left of the common budget; keep its own budget without one.
+
+    Raises:
+        ConfigError: The finished stages have spent the budget.
+    """
+    if budget == BudgetConfig():
+        return stage
+    remaining: dict[str, float] = {}
+    for name in ("hours", "usd"):
+        limit: float | None = getattr(budget, name)
+        if limit is None:
+            continue
+        spent = sum(result.metrics[f"cost/{name}"] for result in finished)
+        if spent >= limit:
+            raise ConfigError(
+                f"The stages before {stage.run_name} have spent {spent:.6g} of budget.{name}={limit:g}: raise it to "
+                "continue."
+            )
+        remaining[name] = limit - spent
+    return stage.model_copy(update={"budget": budget.model_copy(update=remaining)})
 
 
 def _is_final(result: TrainResult) -> bool:

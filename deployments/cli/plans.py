@@ -22,10 +22,20 @@ def estimate(
     config: Annotated[Path, typer.Option("--config", metavar="FILE", help="YAML file with config fields.")],
     overrides: Overrides = None,
     method: Annotated[
-        Literal["sft", "dpo", "rl", "on_policy_distillation", "self_distillation"],
+        Literal[
+            "sft",
+            "dpo",
+            "rl",
+            "rlhf",
+            "on_policy_distillation",
+            "off_policy_distillation",
+            "prompt_distillation",
+            "self_distillation",
+            "evaluate",
+        ],
         typer.Option(
-            help="Method of the config. Methods that sample have the cost of an earlier run of the same config, or "
-            "bounds from rollout.max_tokens."
+            help="Method of the config. What samples has the cost of an earlier run of the same config, or bounds from "
+            "max_tokens."
         ),
     ] = "sft",
     as_json: Json = False,

@@ -10,7 +10,7 @@ from flows.config.base import BuilderConfig, Config, NamedConfig, OptionalBuilde
 from flows.config.dpo import DpoConfig, VerdictConfig
 from flows.config.loader import validate_fields
 from flows.config.rl import RlConfig
-from flows.config.train import SftConfig
+from flows.config.train import BudgetConfig, SftConfig
 from objectives.json_schema import optional_group
 
 _COMPARISONS_DATA = "tinker_cookbook.preference.preference_datasets:ChatDatasetBuilderFromComparisons"
@@ -109,11 +109,19 @@ class RlhfConfig(TrackedConfig, NamedConfig):
         default=PolicyConfig(), title="Policy", description="Settings of the reinforcement learning stage."
     )
 
+    budget: BudgetConfig = Field(
+        default=BudgetConfig(),
+        title="Budget",
+        description="Time and cost limits of all stages together. Unset: each stage may have its own budget.",
+    )
+
     @model_validator(mode="after")
     def _check_stages(self) -> Self:
         for stage in (self.warm_start, self.reward.training, self.policy.training):
             if common := sorted(stage.keys() & _COMMON):
                 raise ValueError(f"a stage must not set {', '.join(common)}: set it at the top level of the config")
+            if "budget" in stage and self.budget != BudgetConfig():
+                raise ValueError("budget covers all stages, but a stage has a budget of its own: remove one of them")
             if stage.get("if_exists", "resume") != "resume":
                 raise ValueError(
                     "a stage must not set if_exists, because a restarted rlhf would delete its own stages: choose "

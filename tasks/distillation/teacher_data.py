@@ -90,7 +90,7 @@ class TeacherDataSource(BatchSource):
         items = [
             Item(number, position, value)
             for number, test in enumerate(tests)
-            for position, value in enumerate(_values(test))
+            for position, value in enumerate(dataset_values(test))
         ]
         sequences_I = self._cached("test", items, partial(self._hard_sequences, step=0))
         requests = self._requests(items, sequences_I)
@@ -118,7 +118,7 @@ class TeacherDataSource(BatchSource):
         compute: Callable[[Sequence[Item[TeacherInput]]], list[list[TeacherSequence]]],
     ) -> list[list[TeacherSequence]]:
         """Sequences of each item from the cache; missing ones are computed and saved."""
-        keys = [f"{self._settings.key}/{part}/{_key(item)}" for item in items]
+        keys = [f"{self._settings.key}/{part}/{item_key(item)}" for item in items]
         cached = self._cache.find(keys)
         new = {key: item for key, item in zip(keys, items, strict=True) if not cached.get(key)}
         if new:
@@ -199,11 +199,12 @@ def _supervised(datum: tinker.Datum) -> tinker.Datum:
     return tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
 
 
-def _values(dataset: BatchedDataset[TeacherInput] | None) -> list[TeacherInput]:
+def dataset_values(dataset: BatchedDataset[TeacherInput] | None) -> list[TeacherInput]:
+    """Return all items of a dataset; none without one."""
     return [value for index in range(len(dataset)) for value in dataset.get_batch(index)] if dataset else []
 
 
-def _key(item: Item[TeacherInput]) -> str:
+def item_key(item: Item[TeacherInput]) -> str:
     """Cache key of an item: a sequence's tokens, because its position differs between epochs, or a group's position."""
     if isinstance(item.value, tinker.Datum):
         targets = item.value.loss_fn_inputs["target_tokens"].to_numpy().tobytes()

@@ -22,6 +22,7 @@ from tasks.common.tokenizers import TokenizedEvaluator
 from tasks.evaluation.grading_metrics import Graded, check_pass_at, digest_problems, scores_by_problem, summarize
 from tasks.sandbox.code_tests import run_tests_async
 from tasks.sandbox.runner import Limits
+from tasks.training.batch_source import SampledTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +75,25 @@ class SampledEvaluator(GradedEvaluator):
 
     async def measure(self, sampler: tinker.SamplingClient, tokenizer: Tokenizer) -> dict[str, float]:
         renderer = open_renderer(self.renderer_name, tokenizer)
-        conversations = [[Message(role="user", content=self.question(row))] for row in self.rows]
-        answers_PG = await sample_answers(sampler, renderer, conversations, self.sampling)
+        answers_PG = await sample_answers(sampler, renderer, self._conversations, self.sampling)
         graded_PG = [
             list(await asyncio.gather(*(self.grade(answer, row) for answer in answers_G)))
             for row, answers_G in zip(self.rows, answers_PG, strict=True)
         ]
         problems = digest_problems(json.dumps(row, sort_keys=True) for row in self.rows)
         return summarize(self.name, graded_PG, self.pass_at, problems)
+
+    def count_tokens(self, tokenizer: Tokenizer, num_tokens: int) -> SampledTokens:
+        """Return the tokens of an evaluation whose answers have this many tokens each."""
+        renderer, num = open_renderer(self.renderer_name, tokenizer), self.sampling.num_samples
+        prompts = [renderer.build_generation_prompt(conversation) for conversation in self._conversations]
+        num_prompt_tokens = sum(prompt.length for prompt in prompts)
+        num_cached_tokens = (num - 1) * num_prompt_tokens
+        return SampledTokens(num * num_prompt_tokens, num * len(prompts) * num_tokens, num_cached_tokens)
+
+    @property
+    def _conversations(self) -> list[list[Message]]:
+        return [[Message(role="user", content=self.question(row))] for row in self.rows]
 
     def question(self, row: Mapping[str, str]) -> str:
         """Prompt of a problem."""

@@ -48,10 +48,10 @@ class PairwiseBuilder(PreferenceModelBuilder):
     """Builder of a pairwise preference model trained on tinker-cookbook's `ChatDatasetBuilderFromComparisons`.
 
     Attributes:
-        path: checkpoint of the model, `tinker://...`.
+        path: checkpoint of the model, `tinker://...`; empty for the base model.
         model_name_for_tokenizer: filled in by the run.
         renderer_name: filled in by the run.
-        session, token_meter: filled in by the run.
+        session, token_meter, base_model: filled in by the run.
     """
 
     path: str
@@ -59,10 +59,12 @@ class PairwiseBuilder(PreferenceModelBuilder):
     renderer_name: str
     session: tinker.ServiceClient = chz.field(meta_factory=None)
     token_meter: TokenMeter | None = chz.field(meta_factory=None, default=None)
+    base_model: str = ""
 
     def __call__(self) -> PreferenceModel:
         renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name_for_tokenizer))
-        sampler, _ = open_counted_sampler(self.session, self.path, self.path, self.token_meter)
+        model = self.path or self.base_model
+        sampler, _ = open_counted_sampler(self.session, self.path, model, self.token_meter)
         return PreferenceModelFromChatRenderer(renderer, sampler)
 
 

@@ -15,14 +15,22 @@ from rl_config import rl_fields
 from rlhf_config import rlhf_fields
 from sft_config import sft_fields
 
-from flows.config.distill import OnPolicyConfig
+from blocks.errors import ConfigError
+from flows.config.distill import OffPolicyConfig, OnPolicyConfig
 from flows.config.rl import RlConfig
 from flows.config.rlhf import RlhfConfig
-from flows.distill import on_policy_distillation
-from flows.estimate_rollouts import SamplingMethod, estimate_rollouts
+from flows.distill import off_policy_distillation, on_policy_distillation
+from flows.estimate import Estimate
+from flows.estimates.costs import CostEstimate, CostRange
+from flows.estimates.evaluation import estimate_evaluation
+from flows.estimates.rlhf import estimate_rlhf
+from flows.estimates.rollouts import SamplingMethod, estimate_rollouts
+from flows.estimates.teacher_data import estimate_teacher_data
 from flows.evaluate import EvaluateConfig, evaluate
 from flows.rl import rl
+from flows.rlhf import rlhf, within_budget
 from flows.runs.result import TrainResult
+from flows.sft import sft
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 
@@ -70,9 +78,7 @@ def test_costs(method: str, max_tokens: int, tmp_path: Path, engine_url: str, ml
 
     low, high = expected.low, expected.high
     assert low.num_train_tokens <= costs["num_train_tokens"] <= high.num_train_tokens
-    assert low.usd is not None
-    assert high.usd is not None
-    assert low.usd <= costs["usd"] <= high.usd
+    assert is_between(low.usd, costs["usd"], high.usd)
     for name in COUNTS:
         assert getattr(low.sampled, name) <= costs[name] <= getattr(high.sampled, name)
     if max_tokens == 1:
@@ -146,6 +152,116 @@ def test_costs_of_an_oversampled_run(tmp_path: Path, engine_url: str, mlflow_uri
     assert "oversampling/uncounted_tokens_max" in tags["tinker_flows.warning.pitfall.oversampling"]
 
 
+def in_all_parts(estimate: CostEstimate) -> tuple[CostRange, CostRange]:
+    """Return the bounds of the estimate, and the sums over its parts."""
+    bounds = [
+        (
+            sum(part[at].num_train_tokens for part in estimate.parts.values()),
+            *(sum(getattr(part[at].sampled, name) for part in estimate.parts.values()) for name in COUNTS),
+        )
+        for at in (0, 1)
+    ]
+    whole = [
+        (costs.num_train_tokens, *(getattr(costs.sampled, name) for name in COUNTS))
+        for costs in (estimate.low, estimate.high)
+    ]
+    return whole, bounds
+
+
+def price_table(folder: Path) -> str:
+    """Write prices by which each kind of token has its own cost; return the path."""
+    row = {"tinker_id": "tiny", "prefill": "$4,000", "sample": "$900", "train": "$70", "cached_prefill": "$1,000"}
+    (folder / "prices.json").write_text(json.dumps([row]))
+    return str(folder / "prices.json")
+
+
+def is_between(low: float | None, usd: float, high: float | None) -> bool:
+    """Return whether a price is within known bounds, up to the rounding of sums."""
+    assert low is not None
+    assert high is not None
+    return low * (1 - 1e-9) <= usd <= high * (1 + 1e-9)
+
+
+def counted_since(url: str, before: dict[str, float]) -> dict[str, float]:
+    return {use: value - before.get(use, 0.0) for use, value in engine_tokens(url).items()}
+
+
+@pytest.mark.parametrize(("max_tokens", "top_k"), [(1, 4), (6, 4), (6, 0)])
+def test_costs_of_teacher_data(max_tokens: int, top_k: int, tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    """The second epoch reuses what the teacher sampled and scored in the first."""
+    fields = distill_fields(tmp_path, "taught", mlflow_uri, engine_url)
+    data = environment(tmp_path, num_train=8, teacher_prompt="Say nothing but letters.", group_size=2)
+    fields |= {"datasets": [{"environment": data}], "num_steps": 3, "eval_every": 2, "top_k": top_k}
+    fields |= {"report": {"max_tokens": max_tokens}}
+    fields |= {"experiment": tmp_path.name, "rollout": {"max_tokens": max_tokens}, "prompt_logprobs_last_n": "off"}
+    config = OffPolicyConfig.model_validate(fields | {"budget": {"prices": price_table(tmp_path)}})
+    expected = estimate_teacher_data(config)
+    assert expected.like == ""
+    before = engine_tokens(engine_url)
+    metrics = off_policy_distillation(config).metrics  # pyright: ignore[reportArgumentType]
+    counted = counted_since(engine_url, before)
+    costs = {name: metrics[f"cost/{name}"] for name in (*COUNTS, "num_train_tokens", "usd")}
+    assert costs["num_train_tokens"] == counted["trained"] + counted["forwarded"]
+    assert costs["num_sample_tokens"] == counted["sampled"]
+    assert costs["num_prefill_tokens"] - costs["num_cached_tokens"] == counted["prompt"]
+    low, high = expected.low, expected.high
+    assert low.num_train_tokens <= costs["num_train_tokens"] <= high.num_train_tokens
+    assert is_between(low.usd, costs["usd"], high.usd)
+    for name in COUNTS:
+        assert getattr(low.sampled, name) <= costs[name] <= getattr(high.sampled, name)
+    if max_tokens == 1:
+        assert low.sampled == high.sampled
+    assert "teachers" in expected.parts
+    whole, parts = in_all_parts(expected)
+    assert whole == parts
+    again = estimate_teacher_data(config.model_copy(update={"run_name": "next", "learning_rate": 1e-3}))
+    assert again.like == "taught"
+    assert (again.low.num_train_tokens, again.low.usd) == (costs["num_train_tokens"], pytest.approx(costs["usd"]))
+    # The teacher samples each prompt once, so the cost of other numbers of steps is not proportional.
+    assert estimate_teacher_data(config.model_copy(update={"num_steps": 4})).like == ""
+
+
+def test_costs_of_all_stages(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    fields = rlhf_fields(tmp_path, "stages", mlflow_uri, engine_url) | {"experiment": tmp_path.name}
+    for training in (fields["warm_start"], fields["reward"]["training"], fields["policy"]["training"]):
+        training |= {"prompt_logprobs_last_n": "off", "report": {"num_examples": 0}}
+    fields |= {"budget": {"usd": 1000, "prices": price_table(tmp_path)}}
+    config = RlhfConfig.model_validate(fields)
+    expected = estimate_rlhf(config)
+    assert list(expected.stages) == ["sft", "reward", "policy"]
+    before = engine_tokens(engine_url)
+    rlhf(config)  # pyright: ignore[reportArgumentType]
+    counted = counted_since(engine_url, before)
+    client = MlflowClient(mlflow_uri)
+    experiment = client.get_experiment_by_name(tmp_path.name)
+    assert experiment is not None
+    runs = {str(run.info.run_name): run.data.metrics for run in client.search_runs([experiment.experiment_id])}
+    spent = {
+        name: sum(metrics.get(f"cost/{name}", 0.0) for metrics in runs.values())
+        for name in (*COUNTS, "num_train_tokens", "usd")
+    }
+    assert spent["num_train_tokens"] == counted["trained"] + counted["forwarded"]
+    assert spent["num_sample_tokens"] == counted["sampled"]
+    assert spent["num_prefill_tokens"] - spent["num_cached_tokens"] == counted["prompt"]
+    for stage in ("sft", "reward"):
+        supervised = expected.stages[stage]
+        assert isinstance(supervised, Estimate)
+        assert supervised.num_train_tokens >= runs[f"stages-{stage}"]["cost/num_train_tokens"]
+    policy = expected.stages["policy"]
+    assert isinstance(policy, CostEstimate)
+    spent_by_policy = runs["stages-policy"]
+    assert policy.low.num_train_tokens <= spent_by_policy["cost/num_train_tokens"] <= policy.high.num_train_tokens
+    assert is_between(policy.low.usd, spent_by_policy["cost/usd"], float("inf"))
+    assert is_between(expected.usd_low, spent["usd"], float("inf"))
+    used = spent_by_policy["cost/usd"] / spent_by_policy["cost/budget_share"]
+    assert used == pytest.approx(1000 - spent["usd"] + spent_by_policy["cost/usd"])
+    # The next run has other weights, but the same config.
+    again = estimate_rlhf(config.model_copy(update={"run_name": "next"})).stages["policy"]
+    assert isinstance(again, CostEstimate)
+    assert again.like == "stages-policy"
+    assert again.low.usd == pytest.approx(spent_by_policy["cost/usd"])
+
+
 def test_evaluation_costs(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     fields = sft_fields(tmp_path, "measured", mlflow_uri, engine_url)
     data = Path(__file__).parents[2] / "examples" / "data" / "gsm8k_test.jsonl"
@@ -153,12 +269,33 @@ def test_evaluation_costs(tmp_path: Path, engine_url: str, mlflow_uri: str) -> N
     params = {"path": str(data), "limit": 2, "renderer_name": "qwen3_instruct", "sampling": sampling}
     config = {name: fields[name] for name in ("run_name", "model", "base_url", "storage", "tracking", "data")}
     config |= {"checkpoint": "base", "evaluators": [{"builder": "tinker_flows:ExactMatch", "params": params}]}
+    validated = EvaluateConfig.model_validate(config | {"prices": price_table(tmp_path), "experiment": tmp_path.name})
+    expected = estimate_evaluation(validated)
     before = engine_tokens(engine_url)
-    result = evaluate(EvaluateConfig.model_validate(config))
-    after = engine_tokens(engine_url)
-    counted = {use: after[use] - before.get(use, 0.0) for use in after}
-    cost = result.cost
+    cost = evaluate(validated).cost
+    counted = counted_since(engine_url, before)
     assert cost["cost/num_train_tokens"] == counted["forwarded"] > 0
     assert cost["cost/num_sample_tokens"] == counted["sampled"] > 0
     assert cost["cost/num_prefill_tokens"] - cost["cost/num_cached_tokens"] == counted["prompt"]
-    assert cost["cost/usd"] == 0.0  # a local engine is free
+    low, high = expected.low, expected.high
+    assert low.num_train_tokens == high.num_train_tokens == cost["cost/num_train_tokens"]
+    assert low.sampled.num_prefill_tokens == high.sampled.num_prefill_tokens == cost["cost/num_prefill_tokens"]
+    assert low.sampled.num_cached_tokens == high.sampled.num_cached_tokens == cost["cost/num_cached_tokens"]
+    assert low.sampled.num_sample_tokens <= cost["cost/num_sample_tokens"] <= high.sampled.num_sample_tokens
+    assert high.sampled.num_sample_tokens == 2 * 2 * 4
+    assert is_between(low.usd, cost["cost/usd"], high.usd)
+    assert list(expected.parts) == ["held-out data", "tinker_flows:ExactMatch (evaluators.0)"]
+    again = estimate_evaluation(validated.model_copy(update={"run_name": "next"}))
+    assert (again.like, again.low.usd) == ("measured", pytest.approx(cost["cost/usd"]))
+
+
+def test_a_budget_of_all_stages_ends_before_the_next_stage(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    fields = rlhf_fields(tmp_path, "spent", mlflow_uri, engine_url)
+    fields |= {"budget": {"usd": 1000, "prices": price_table(tmp_path)}}
+    with pytest.raises(ValueError, match="a stage has a budget of its own"):
+        RlhfConfig.model_validate(fields | {"warm_start": fields["warm_start"] | {"budget": {"usd": 1}}})
+    config = RlhfConfig.model_validate(fields)
+    cost = sft(within_budget(config.warm_start_stage(), config.budget, [])).metrics["cost/usd"]  # pyright: ignore[reportArgumentType]
+    limited = config.model_copy(update={"budget": config.budget.model_copy(update={"usd": cost})})
+    with pytest.raises(ConfigError, match=r"The stages before spent-reward have spent .* of budget\.usd=.*: raise it"):
+        rlhf(limited)  # pyright: ignore[reportArgumentType]

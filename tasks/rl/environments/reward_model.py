@@ -84,10 +84,10 @@ class RewardModelBuilder(GroupsBuilder):
 
     Attributes:
         comparison_builder: builder of the comparisons.
-        path: checkpoint of the reward model, `tinker://...`.
+        path: checkpoint of the reward model, `tinker://...`; empty for the base model.
         question: question of the verdict that the reward model was trained on.
         good: answer of the verdict that the reward model was trained on.
-        session, token_meter: filled in by the run.
+        session, token_meter, base_model: filled in by the run.
         format_coef: penalty for truncated answers.
     """
 
@@ -97,17 +97,21 @@ class RewardModelBuilder(GroupsBuilder):
     good: str
     session: tinker.ServiceClient = chz.field(meta_factory=None)
     token_meter: TokenMeter | None = chz.field(meta_factory=None, default=None)
+    base_model: str = ""
     format_coef: float = 1.0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         renderer = self.renderer()
-        sampler, _ = open_counted_sampler(self.session, self.path, self.path, self.token_meter)
+        model = self.path or self.base_model
+        sampler, _ = open_counted_sampler(self.session, self.path, model, self.token_meter)
         rendering = Rendering(renderer, None, Verdict(self.question, self.good))
-        model = RewardModel(Teacher(sampler, self.path), rendering)
+        reward_model = RewardModel(Teacher(sampler, model), rendering)
 
         def groups(rows: Comparisons, size: int) -> list[RewardModelGroupBuilder]:
             prompts = [rows[index].prompt for index in range(len(rows))]
-            return [RewardModelGroupBuilder(prompt, renderer, model, size, self.format_coef) for prompt in prompts]
+            return [
+                RewardModelGroupBuilder(prompt, renderer, reward_model, size, self.format_coef) for prompt in prompts
+            ]
 
         train, test = self.comparison_builder.get_train_and_test_datasets()
         training = Groups(groups(Comparisons(self.comparison_builder, train), self.group_size), self.batch_size)

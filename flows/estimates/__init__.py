@@ -1,0 +1,1 @@
+"""Estimates of the methods that sample, of several stages, and of evaluations."""

@@ -1,0 +1,291 @@
+"""Estimated costs: tokens by part and base model, their price, and the cost of an earlier run of the same config."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any, NamedTuple
+
+from mlflow.entities import Run
+from tinker_cookbook.rl.types import EnvGroupBuilder, InitialObservationOverflow
+from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
+
+from flows.config.base import ServiceConfig, TrackedConfig
+from flows.runs.blocks import open_service, tracking_of
+from flows.runs.mlflow_run import MAX_PARAM_LENGTH, changed_fields_of
+from flows.runs.prices import price_of
+from tasks.common.sampling import open_training_client
+from tasks.common.task import inline_tasks
+from tasks.distillation.prompts import PromptGroup
+from tasks.rl.environments.reward_model import RewardModelGroupBuilder
+from tasks.training.batch_source import SampledTokens
+from tasks.training.metrics import metric_values
+
+# Prefixes of settings that do not change the tokens of a step.
+_FREE_FIELDS = (
+    *("run_name", "num_steps", "num_epochs", "seed", "learning_rate", "budget", "checkpoint", "transcripts"),
+    *("tracking", "experiment", "storage", "base_url", "if_exists", "mlflow_tags"),
+    *("prices", "register_as", "promote"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCosts:
+    """Tokens of a run, or of a part of it, and their price.
+
+    Attributes:
+        num_train_tokens: Tokens in all passes of training clients.
+        sampled: Prompt and sampled tokens of samplers.
+        usd: Dollars; None if no price is known.
+    """
+
+    num_train_tokens: int
+    sampled: SampledTokens
+    usd: float | None
+
+
+class CostRange(NamedTuple):
+    """Bounds of a cost."""
+
+    low: TokenCosts
+    high: TokenCosts
+
+
+@dataclass(frozen=True, slots=True)
+class CostEstimate:
+    """Estimate of a run or an evaluation.
+
+    Attributes:
+        run_name, model: Name and base model.
+        num_steps: Number of steps; of an evaluation, the number of evaluated weights.
+        low, high: Bounds of the cost; equal if an earlier run gives the cost.
+        like: Earlier run of the same config, whose cost counts; empty for an interval.
+        parts: Bounds of each part of the cost; empty if an earlier run gives the cost.
+        excluded: Costs that the interval leaves out, as phrases.
+    """
+
+    run_name: str
+    model: str
+    num_steps: int
+    low: TokenCosts
+    high: TokenCosts
+    like: str = ""
+    parts: Mapping[str, CostRange] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
+
+
+class PriceList(NamedTuple):
+    """Source of prices.
+
+    Attributes:
+        model: Trained model, whose price a model without a price has.
+        url: URL of the service.
+        table: Path of the user's table; empty for none.
+    """
+
+    model: str
+    url: str
+    table: str
+
+    def usd(self, model: str, num_train_tokens: int, sampled: SampledTokens) -> float | None:
+        """Return the price of a model's tokens in dollars; None if it is unknown."""
+        price = price_of(self.model, self.url, self.table)
+        if price is None:
+            return None
+        price = price_of(model, self.url, self.table) or price
+        return price.of_training(num_train_tokens) + price.of_sampling(sampled)
+
+
+class GroupSizes(NamedTuple):
+    """Counts over several groups; prompt tokens are those of each rollout's first turn.
+
+    Attributes:
+        num_rollouts: Rollouts of all groups.
+        num_prompt_tokens: Prompt tokens of all rollouts.
+        num_shared_tokens: Prompt tokens that repeat those of the group's first rollout; a prefix cache may hold them.
+        num_teacher_tokens: Prompt tokens of all rollouts as the teacher sees them.
+        num_reward_tokens: Tokens of all rollouts as a reward model sees them, with empty answers; 0 without one.
+    """
+
+    num_rollouts: int = 0
+    num_prompt_tokens: int = 0
+    num_shared_tokens: int = 0
+    num_teacher_tokens: int = 0
+    num_reward_tokens: int = 0
+
+    def plus(self, other: GroupSizes) -> GroupSizes:
+        """Return the sums of both."""
+        return GroupSizes(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def sampling(self, num_tokens: int) -> SampledTokens:
+        """Return the tokens for sampling one completion of this length per rollout."""
+        return SampledTokens(self.num_prompt_tokens, self.num_rollouts * num_tokens, self.num_shared_tokens)
+
+    def rewarding(self, num_tokens: int) -> SampledTokens:
+        """Return the tokens of a reward model that scores answers, for which they have this many tokens."""
+        return SampledTokens(self.num_reward_tokens + self.num_rollouts * num_tokens, self.num_rollouts)
+
+    def scoring(self, num_tokens: int, *, by_teacher: bool = False) -> SampledTokens:
+        """Return the tokens of scoring completions of this length; a score costs one sampled token."""
+        num_prompt_tokens = self.num_teacher_tokens if by_teacher else self.num_prompt_tokens
+        return SampledTokens(num_prompt_tokens + self.num_rollouts * num_tokens, self.num_rollouts)
+
+    def num_batch_tokens(self, num_tokens: int) -> int:
+        """Return the tokens of a batch of completions of this length; a datum has no input for its last token."""
+        return self.num_prompt_tokens + self.num_rollouts * (num_tokens - 1)
+
+
+@dataclass
+class Bill:
+    """Tokens of training passes and of samplers, by part of the run and base model."""
+
+    prices: PriceList
+    _train: dict[tuple[str, str], int] = field(default_factory=dict)
+    _sampled: dict[tuple[str, str], SampledTokens] = field(default_factory=dict)
+
+    def add(self, part: str, model: str, tokens: SampledTokens, times: int = 1) -> None:
+        """Count the tokens of a sampler."""
+        scaled = SampledTokens(*(times * count for count in astuple(tokens)))
+        self._sampled[part, model] = self._sampled.get((part, model), SampledTokens()) + scaled
+
+    def add_training(self, part: str, model: str, num_tokens: int) -> None:
+        """Count the tokens of passes of a training client."""
+        self._train[part, model] = self._train.get((part, model), 0) + num_tokens
+
+    @property
+    def parts(self) -> list[str]:
+        """Parts in the order in which they were added."""
+        return list(dict.fromkeys(part for part, _ in (*self._train, *self._sampled)))
+
+    def costs(self, *parts: str) -> TokenCosts:
+        """Return the tokens of the parts with their price."""
+        usds: list[float | None] = []
+        num_train_tokens, sampled = 0, SampledTokens()
+        for key in dict.fromkeys((*self._train, *self._sampled)):
+            part, model = key
+            if part in parts:
+                of_key = self._train.get(key, 0), self._sampled.get(key, SampledTokens())
+                usds.append(self.prices.usd(model, *of_key))
+                num_train_tokens, sampled = num_train_tokens + of_key[0], sampled + of_key[1]
+        known = [usd for usd in usds if usd is not None]
+        return TokenCosts(num_train_tokens, sampled, sum(known) if len(known) == len(usds) else None)
+
+
+def ranges(low: Bill, high: Bill) -> tuple[TokenCosts, TokenCosts, dict[str, CostRange]]:
+    """Return the bounds of the whole cost, and of each part that has a cost."""
+    parts = {part: CostRange(low.costs(part), high.costs(part)) for part in high.parts}
+    parts = {part: bounds for part, bounds in parts.items() if _has_tokens(bounds.high)}
+    return low.costs(*low.parts), high.costs(*high.parts), parts
+
+
+def _has_tokens(costs: TokenCosts) -> bool:
+    return costs.num_train_tokens > 0 or costs.sampled != SampledTokens()
+
+
+def total(sizes: Iterable[GroupSizes]) -> GroupSizes:
+    """Return the sums of several sizes."""
+    result = GroupSizes()
+    for part in sizes:
+        result = result.plus(part)
+    return result
+
+
+def measure(groups: Sequence[EnvGroupBuilder]) -> GroupSizes:
+    """Measure groups by the environments of their rollouts, which share a problem."""
+    return asyncio.run(_measure(groups))
+
+
+async def _measure(groups: Sequence[EnvGroupBuilder]) -> GroupSizes:
+    sizes = GroupSizes()
+    for group in groups:
+        environments = await group.make_envs()
+        try:
+            first = await environments[0].initial_observation()
+        finally:
+            await group.cleanup()
+        if isinstance(first, InitialObservationOverflow):  # nothing is sampled
+            continue
+        prompt, _ = first
+        shown = group.teacher_prompt if isinstance(group, PromptGroup) else prompt
+        num = len(environments)
+        num_scored = group.num_scored_tokens() if isinstance(group, RewardModelGroupBuilder) else 0
+        measured = (num * prompt.length, (num - 1) * prompt.length, num * shown.length, num * num_scored)
+        sizes = sizes.plus(GroupSizes(num, *measured))
+    return sizes
+
+
+@contextmanager
+def estimate_session(config: ServiceConfig) -> Iterator[tuple[dict[str, Any], Tokenizer]]:
+    """Open the service of a config; yield what builders may take from a run, and the tokenizer of the model."""
+    with open_service(config) as service, inline_tasks():
+        service.check_model(config.model)
+        with service.session() as session:
+            client = open_training_client(session, "", config.model)
+            assert client is not None, "the base model has a training client"
+            register_tokenizer(config.model, client.get_tokenizer)
+            yield {"session": session, "base_model": config.model}, client.get_tokenizer()
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierRun:
+    """Finished or interrupted run with a recorded cost.
+
+    Attributes:
+        name: Name of the run.
+        num_steps: Steps whose metrics are recorded; 0 for an evaluation.
+        costs: Recorded tokens with the prices that the config has now.
+    """
+
+    name: str
+    num_steps: int
+    costs: TokenCosts
+
+    def scaled_to(self, num_steps: int) -> TokenCosts:
+        """Return the cost of so many steps, at the mean cost per step."""
+        factor = num_steps / self.num_steps
+        sampled = SampledTokens(*(round(count * factor) for count in astuple(self.costs.sampled)))
+        usd = None if self.costs.usd is None else self.costs.usd * factor
+        return TokenCosts(round(self.costs.num_train_tokens * factor), sampled, usd)
+
+
+def earlier_runs(config: TrackedConfig, prices: PriceList, ignored: Sequence[str] = ()) -> Iterator[EarlierRun]:
+    """Yield the runs of the same config with a recorded cost, newest first.
+
+    The tokens of a run on another service, or with other prices, are priced like those of the trained model.
+
+    Args:
+        ignored: Settings that may differ, in addition to those that never change the tokens of a step.
+    """
+    tracking = tracking_of(config)
+    client = tracking.get_client()
+    fields = {key: str(value)[:MAX_PARAM_LENGTH] for key, value in changed_fields_of(config).items()}
+    wanted = _comparable(fields, ignored)
+    with tracking.failures():
+        name = prices.model.replace("'", "")
+        for run in client.search_runs([tracking.experiment_id(client)], f"params.model = '{name}'"):
+            num_train_tokens = run.data.metrics.get("cost/num_train_tokens")
+            if num_train_tokens is None or _comparable(run.data.params, ignored) != wanted:
+                continue
+            counts = {key: run.data.metrics.get(f"cost/{key}", 0.0) for key in asdict(SampledTokens())}
+            sampled = SampledTokens(**{key: round(value) for key, value in counts.items()})
+            usd = run.data.metrics.get("cost/usd") if _has_prices_of(run, prices) else None
+            if usd is None:
+                usd = prices.usd(prices.model, round(num_train_tokens), sampled)
+            num_steps = len(metric_values(client, run.info.run_id, "time/step"))
+            costs = TokenCosts(round(num_train_tokens), sampled, usd)
+            yield EarlierRun(run.info.run_name or run.info.run_id, num_steps, costs)
+
+
+def _has_prices_of(run: Run, prices: PriceList) -> bool:
+    """Return whether a run was charged the prices that the config has now."""
+    params = run.data.params
+    table = params.get("budget.prices", "") or params.get("prices", "")
+    return run.data.tags.get("tinker.base_url") == prices.url and table == prices.table
+
+
+def _comparable(params: Mapping[str, str], ignored: Sequence[str]) -> dict[str, str]:
+    """Return the logged settings on which the cost of a step depends."""
+    prefixes = (*_FREE_FIELDS, *ignored)
+    return {key: value for key, value in params.items() if not key.startswith(prefixes)}

@@ -1,0 +1,68 @@
+"""Estimate of an evaluation: from an earlier evaluation of the same config, or from the lengths of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+from flows.estimates.costs import Bill, CostEstimate, PriceList, earlier_runs, estimate_session, ranges
+from flows.evaluate import EvaluateConfig, find_weights, open_held_out
+from flows.runs.blocks import service_url
+from flows.runs.checkpoint_refs import NamedCheckpoint, with_model
+from tasks.evaluation.evaluators import ConfiguredEvaluator, HeldOutNLL, build_evaluators
+from tasks.evaluation.sampled import SampledEvaluator
+from tasks.training.reference import scored_tokens
+from tasks.training.token_meter import TokenMeter
+
+
+def estimate_evaluation(config: EvaluateConfig) -> CostEstimate:
+    """Estimate an evaluation without running it.
+
+    The cost of an earlier evaluation counts if only the checkpoint, the registration or the name differ. `steps: all`
+    has no earlier evaluation, because its number of weights changes.
+
+    Raises:
+        ConfigError: The config, the data, a checkpoint or the prices are invalid.
+        ServiceError: The service does not respond.
+    """
+    chosen, others, baseline = find_weights(config)
+    others_and_baseline = [*others, *([baseline] if baseline else [])]
+    config = with_model(config, chosen, *others_and_baseline)
+    weights = [chosen, *others_and_baseline]
+    prices = PriceList(config.model, service_url(config.base_url), config.prices)
+    earlier = None if config.steps == "all" else next(earlier_runs(config, prices), None)
+    if earlier:
+        return CostEstimate(config.run_name, config.model, len(weights), earlier.costs, earlier.costs, earlier.name)
+    with estimate_session(config) as (resources, tokenizer):
+        evaluators = build_evaluators(config.evaluators, resources=resources | {"token_meter": TokenMeter()})
+        with open_held_out(config, resources["session"], tokenizer) as held_out:
+            counts = [Bill(prices), Bill(prices)]
+            for bill, is_high in zip(counts, (False, True), strict=True):
+                _count_held_out(bill, weights, held_out)
+                _count_answers(bill, len(weights), evaluators, tokenizer, is_high=is_high)
+    excluded = tuple(entry.name for entry in evaluators if not isinstance(entry.evaluator, SampledEvaluator))
+    low, high, parts = ranges(*counts)
+    return CostEstimate(config.run_name, config.model, len(weights), low, high, parts=parts, excluded=excluded)
+
+
+def _count_held_out(bill: Bill, weights: Sequence[NamedCheckpoint], held_out: Sequence[HeldOutNLL]) -> None:
+    """Count the tokens of the held-out data, which weights without a training client score as prompts."""
+    for checkpoint in weights:
+        for entry in held_out:
+            if "/sampler_weights/" in checkpoint.path:
+                scored = scored_tokens(entry.num_tokens, entry.num_datums)
+                bill.add("held-out data", bill.prices.model, scored)
+            else:
+                bill.add_training("held-out data", bill.prices.model, entry.num_tokens)
+
+
+def _count_answers(
+    bill: Bill, num_weights: int, evaluators: Sequence[ConfiguredEvaluator], tokenizer: Tokenizer, *, is_high: bool
+) -> None:
+    """Count the tokens of evaluators that answer the problems of a file."""
+    for entry in evaluators:
+        if isinstance(entry.evaluator, SampledEvaluator):
+            length = entry.evaluator.sampling.max_tokens if is_high else 1
+            tokens = entry.evaluator.count_tokens(tokenizer, length)
+            bill.add(entry.name, bill.prices.model, tokens, num_weights)

@@ -1,0 +1,199 @@
+"""Estimate of a run that samples: from an earlier run of the same config, or bounds from `rollout.max_tokens`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
+
+from flows.config.base import SERVICE_PATH
+from flows.config.distill import GroupsConfig, OnPolicyConfig, SelfConfig
+from flows.config.rl import RlConfig
+from flows.config.train import BASE_MODEL
+from flows.estimates.costs import (
+    Bill,
+    CostEstimate,
+    GroupSizes,
+    PriceList,
+    earlier_runs,
+    estimate_session,
+    measure,
+    ranges,
+    total,
+)
+from flows.runs.blocks import service_url
+from flows.training.schedule import Schedule
+from flows.training.trainer import num_passes
+from objectives.objective import Objective
+from tasks.distillation.mixture import Mixture
+from tasks.rl.environments.reward_model import RewardModelGroupBuilder
+from tasks.rl.group_batches import GroupBatches
+from tasks.rl.rollout_source import build_environments
+
+SamplingMethod = RlConfig | OnPolicyConfig | SelfConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RunSizes:
+    """Sizes of a run's groups.
+
+    Attributes:
+        steps_per_epoch: Steps per epoch.
+        step: Groups of the first step, by teacher's model; of the trained model's name without teachers.
+        trained: Groups of the first step that are trained on: all of them without over-sampling.
+        held_out: Held-out groups, by teacher's model.
+        reward_model: Base model of the reward model; None without one.
+    """
+
+    steps_per_epoch: int
+    step: Mapping[str, GroupSizes]
+    trained: GroupSizes
+    held_out: Mapping[str, GroupSizes]
+    reward_model: str | None = None
+
+    @property
+    def all_of_step(self) -> GroupSizes:
+        return total(self.step.values())
+
+    @property
+    def all_held_out(self) -> GroupSizes:
+        return total(self.held_out.values())
+
+
+def estimate_rollouts(config: SamplingMethod, ignored: Sequence[str] = ()) -> CostEstimate:
+    """Estimate a run by the cost of an earlier run of the same config, or by the length of its completions.
+
+    Args:
+        ignored: Settings in which the earlier run may differ, such as paths of weights.
+
+    Raises:
+        ConfigError: The config, the environment or the prices are invalid.
+        ServiceError: The service does not respond.
+    """
+    prices = PriceList(config.model, service_url(config.base_url), config.budget.prices)
+    sizes = _sizes_of(config)
+    with Objective.from_spec(config.objective) as objective:
+        schedule = Schedule(config, sizes.steps_per_epoch)
+        num_steps = schedule.num_steps
+        earlier = next((run for run in earlier_runs(config, prices, ignored) if run.num_steps), None)
+        if earlier:
+            costs = earlier.scaled_to(num_steps)
+            return CostEstimate(config.run_name, config.model, num_steps, costs, costs, earlier.name)
+        counts = [_count(config, objective, sizes, schedule, Bill(prices), is_high=high) for high in (False, True)]
+    excluded = tuple(_excluded(config))
+    low, high, parts = ranges(*counts)
+    return CostEstimate(config.run_name, config.model, num_steps, low, high, parts=parts, excluded=excluded)
+
+
+def _count(
+    config: SamplingMethod, objective: Objective, sizes: RunSizes, schedule: Schedule, bill: Bill, *, is_high: bool
+) -> Bill:
+    """Count the tokens of a run whose completions have one token each, or the maximum."""
+    length = config.rollout.max_tokens if is_high else 1
+    step, held_out, num_steps = sizes.trained, sizes.all_held_out, schedule.num_steps
+    refills = config.rollout.refill_rounds if is_high else 0
+    # Groups that over-sampling cancels may have sampled nothing, or everything.
+    started = sizes.all_of_step if is_high else step
+    bill.add("rollouts", config.model, started.sampling(length), num_steps)
+    bill.add("rollouts", config.model, step.sampling(length), num_steps * refills)
+
+    # Without refills, groups may be dropped down to one rollout.
+    num_batch_tokens = step.num_batch_tokens(length)
+    is_dropped = isinstance(config, RlConfig) and (config.advantage.drop_constant or config.rollout.truncated == "mask")
+    is_dropped = is_dropped or (isinstance(config, OnPolicyConfig) and config.hindsight is not None)
+    if is_dropped and not is_high:
+        num_batch_tokens //= max(step.num_rollouts, 1)
+    passes = [num_passes(objective, at, config.guards.needs_forward_pass) if is_high else 1 for at in range(num_steps)]
+    measured = sum(objective.measures_effects(at) for at in range(num_steps))
+    # A final forward pass over the last batch checks the final weights.
+    bill.add_training("training", config.model, num_batch_tokens * (sum(passes) + measured + 1))
+
+    num_scores = num_steps if is_high or not is_dropped else 0
+    advantage = config.advantage if isinstance(config, RlConfig) else None
+    if objective.needs("ref_logprobs") or (advantage and advantage.kl_coefficient):
+        bill.add("reference", _reference_model(config), step.scoring(length), num_scores)
+    if config.compute_post_kl:
+        bill.add("compute_post_kl", config.model, step.scoring(length), num_scores)
+    has_teacher = not isinstance(config, RlConfig)
+    for model, of_teacher in sizes.step.items() if has_teacher else ():
+        bill.add("teachers", model, of_teacher.scoring(length, by_teacher=True), num_scores)
+    num_evaluations = sum(schedule.evaluates_often_before(at) for at in range(num_steps + 1))
+    bill.add("evaluations", config.model, held_out.sampling(length), num_evaluations)
+    if sizes.reward_model:
+        num_text_tokens = length if is_high else 0  # the stop token is no part of the answer
+        bill.add("reward model", sizes.reward_model, started.rewarding(num_text_tokens), num_steps)
+        bill.add("reward model", sizes.reward_model, step.rewarding(num_text_tokens), num_steps * refills)
+        bill.add("evaluations", sizes.reward_model, held_out.rewarding(num_text_tokens), num_evaluations)
+    if has_teacher and not (isinstance(config, OnPolicyConfig) and config.hindsight):
+        for model, of_teacher in sizes.held_out.items():
+            bill.add("evaluations", model, of_teacher.scoring(length, by_teacher=True), num_evaluations)
+    return bill
+
+
+def _excluded(config: SamplingMethod) -> Iterator[str]:
+    """Yield the costs that the interval leaves out."""
+    yield "turns of a rollout after the first, retries, models that compare answers, clients of the user's own code"
+    if config.evaluators or config.infrequent_evaluators:
+        yield "evaluators"
+    if isinstance(config, OnPolicyConfig) and config.hindsight:
+        yield "the text that hindsight adds to the teacher's prompts"
+    if config.report.num_examples:
+        yield "terms of the objective on held-out groups"
+
+
+def _reference_model(config: SamplingMethod) -> str:
+    name = config.reference
+    return config.model if name == BASE_MODEL or name.startswith(SERVICE_PATH) else name
+
+
+def _sizes_of(config: SamplingMethod) -> RunSizes:
+    """Build the environments and measure the groups of the first step and the held-out groups."""
+    if isinstance(config, RlConfig):
+        datasets = [GroupsConfig(environment=config.environment)]
+    elif isinstance(config, OnPolicyConfig):
+        datasets = list(config.datasets)
+    else:
+        questions = config.questions.builder(config.teacher_prompt, config.batch_size)
+        datasets = [GroupsConfig(environment=questions, teacher=config.teacher)]
+    models = [dataset.teacher.model or config.model for dataset in datasets]
+    with estimate_session(config) as (resources, tokenizer):
+        environments = [dataset.environment for dataset in datasets]
+        built = [build_environments(entry.builder, entry.params, tokenizer, resources) for entry in environments]
+        if isinstance(config, RlConfig):
+            ((train, _),) = built
+            batches = GroupBatches(
+                train,
+                config.schedule.groups_per_batch,
+                can_refill=config.rollout.refill_rounds > 0,
+                oversampling_factor=config.rollout.oversampling_factor,
+            )
+            num_steps, first = batches.num_steps, {models[0]: list(batches.at(0))}
+            num_cancelled = len(first[models[0]]) - batches.num_trained if config.rollout.oversampling_factor > 1 else 0
+        else:
+            weights = [dataset.weight for dataset in datasets]
+            mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
+            num_steps, first, num_cancelled = len(mixture), dict[str, list[EnvGroupBuilder]](), 0
+            for item in mixture.at(0):
+                first.setdefault(models[item.dataset], []).append(item.value)
+        held_out: dict[str, list[EnvGroupBuilder]] = {}
+        for model, (_, test) in zip(models, built, strict=True):
+            held_out.setdefault(model, []).extend(_groups_of(test) if test is not None else [])
+        step, test_sizes = (
+            {model: measure(groups) for model, groups in of_part.items()} for of_part in (first, held_out)
+        )
+        trained = total(step.values())
+        if num_cancelled:
+            trained = measure(first[models[0]][:-num_cancelled])
+        return RunSizes(num_steps, step, trained, test_sizes, _reward_model_of(first.values()))
+
+
+def _groups_of(dataset: RLDataset) -> list[EnvGroupBuilder]:
+    return [group for index in range(len(dataset)) for group in dataset.get_batch(index)]
+
+
+def _reward_model_of(parts: Iterable[Sequence[EnvGroupBuilder]]) -> str | None:
+    """Return the base model of the reward model of the groups, if any."""
+    groups = (group for part in parts for group in part if isinstance(group, RewardModelGroupBuilder))
+    group = next(groups, None)
+    return group.reward_model.teacher.sampler.get_base_model() if group else None

@@ -1,0 +1,192 @@
+"""Estimate of a run on a teacher's data: off-policy and prompt distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tinker
+
+from flows.config.base import SERVICE_PATH
+from flows.config.distill import OffPolicyConfig, PromptConfig, TeacherDataConfig
+from flows.config.train import BASE_MODEL
+from flows.distill import open_teacher_data, teacher_datasets
+from flows.estimates.costs import (
+    Bill,
+    CostEstimate,
+    GroupSizes,
+    PriceList,
+    earlier_runs,
+    estimate_session,
+    measure,
+    ranges,
+)
+from flows.runs.blocks import service_url
+from flows.training.schedule import Schedule
+from flows.training.trainer import num_passes
+from objectives.objective import Objective
+from tasks.distillation.mixture import Item, Mixture
+from tasks.distillation.prompts import PromptGroup
+from tasks.distillation.teacher_data import TeacherInput, dataset_values, item_key
+from tasks.training.batch_source import SampledTokens
+from tasks.training.reference import scored_tokens
+from tasks.training.teacher import trained_positions
+
+TeacherDataMethod = OffPolicyConfig | PromptConfig
+
+
+class ItemSizes(NamedTuple):
+    """Sizes of a prompt that the teacher completes, or of a given sequence.
+
+    Attributes:
+        student, teacher: Completions with the prompt of the student and of the teacher; empty for a given sequence.
+        num_prompt_tokens: Tokens of the student's prompt.
+        num_given_tokens: Tokens of a given sequence without its last one; 0 for a prompt.
+    """
+
+    student: GroupSizes
+    teacher: GroupSizes
+    num_prompt_tokens: int
+    num_given_tokens: int
+
+    @classmethod
+    def of(cls, value: TeacherInput) -> ItemSizes:
+        """Measure a prompt or a sequence."""
+        if isinstance(value, tinker.Datum):
+            num_prompt_tokens = int(trained_positions(value)[0]) + 1
+            return cls(GroupSizes(), GroupSizes(), num_prompt_tokens, value.model_input.length)
+        student = measure([value])
+        teacher = measure([value.for_teacher()]) if isinstance(value, PromptGroup) else student
+        return cls(student, teacher, student.num_prompt_tokens // max(student.num_rollouts, 1), 0)
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences to train on."""
+        return self.student.num_rollouts + (self.num_given_tokens > 0)
+
+    def num_batch_tokens(self, length: int) -> int:
+        """Return the tokens of a batch of the sequences, of which the completions have this length."""
+        return self.student.num_batch_tokens(length) + self.num_given_tokens
+
+
+class DataSizes(NamedTuple):
+    """Sizes of a run's data.
+
+    Attributes:
+        steps: Keys of the items of each step.
+        items: Teacher's model and sizes of each distinct item of the steps.
+        held_out: Teacher's model and sizes of each held-out item.
+    """
+
+    steps: Sequence[Sequence[str]]
+    items: Mapping[str, tuple[str, ItemSizes]]
+    held_out: Sequence[tuple[str, ItemSizes]]
+
+
+def estimate_teacher_data(config: TeacherDataMethod) -> CostEstimate:
+    """Estimate a run by the cost of an earlier run of the same config and steps, or by the length of completions.
+
+    A teacher completes and scores a prompt once, so the cost is not proportional to the number of steps.
+
+    Raises:
+        ConfigError: The config, the data or the prices are invalid.
+        ServiceError: The service does not respond.
+    """
+    prices = PriceList(config.model, service_url(config.base_url), config.budget.prices)
+    with estimate_session(config) as (resources, tokenizer):
+        datasets = teacher_datasets(config)
+        built = [open_teacher_data(tokenizer, resources, dataset) for dataset in datasets]
+        weights = [dataset.weight for dataset in datasets]
+        mixture = Mixture[TeacherInput]([train for train, _ in built], weights, config.batch_size, config.seed)
+        schedule = Schedule(config, len(mixture))
+        num_steps = schedule.num_steps
+        earlier = next((run for run in earlier_runs(config, prices) if run.num_steps == num_steps), None)
+        if earlier:
+            return CostEstimate(config.run_name, config.model, num_steps, earlier.costs, earlier.costs, earlier.name)
+        sizes = _measure(config, datasets, mixture, num_steps, [test for _, test in built])
+    with Objective.from_spec(config.objective) as objective:
+        counts = [_count(config, objective, sizes, schedule, Bill(prices), is_high=high) for high in (False, True)]
+        excluded = tuple(_excluded(config, objective))
+    low, high, parts = ranges(*counts)
+    return CostEstimate(config.run_name, config.model, num_steps, low, high, parts=parts, excluded=excluded)
+
+
+def _measure(
+    config: TeacherDataMethod,
+    datasets: Sequence[TeacherDataConfig],
+    mixture: Mixture[TeacherInput],
+    num_steps: int,
+    tests: Sequence[Any],
+) -> DataSizes:
+    models = [dataset.teacher.model or config.model for dataset in datasets]
+    steps = [mixture.at(step) for step in range(num_steps)]
+    distinct: dict[str, Item[TeacherInput]] = {item_key(item): item for items in steps for item in items}
+    items = {key: (models[item.dataset], ItemSizes.of(item.value)) for key, item in distinct.items()}
+    held_out = [
+        (model, ItemSizes.of(value))
+        for model, test in zip(models, tests, strict=True)
+        for value in dataset_values(test)
+    ]
+    return DataSizes([[item_key(item) for item in items_of_step] for items_of_step in steps], items, held_out)
+
+
+def _count(
+    config: TeacherDataMethod, objective: Objective, sizes: DataSizes, schedule: Schedule, bill: Bill, *, is_high: bool
+) -> Bill:
+    """Count the tokens of a run whose completions have one token each, or the maximum."""
+    length = config.rollout.max_tokens if is_high else 1
+    num_steps = schedule.num_steps
+    for model, item in sizes.items.values():
+        bill.add("teachers", model, item.teacher.sampling(length))
+        if config.top_k:
+            _add_scores(bill, "teachers", model, item, length)
+
+    tokens = [sum(sizes.items[key][1].num_batch_tokens(length) for key in keys) for keys in sizes.steps]
+    passes = [num_passes(objective, at, config.guards.needs_forward_pass) if is_high else 1 for at in range(num_steps)]
+    num_train_tokens = sum(count * number for count, number in zip(tokens, passes, strict=True))
+    num_train_tokens += sum(count for step, count in enumerate(tokens) if objective.measures_effects(step))
+    # A final forward pass over the last batch checks the final weights.
+    bill.add_training("training", config.model, num_train_tokens + tokens[-1])
+
+    if objective.needs("ref_logprobs"):
+        num_tokens = sum(item.num_batch_tokens(length) for _, item in sizes.items.values())
+        name = config.reference
+        model = config.model if name == BASE_MODEL or name.startswith(SERVICE_PATH) else name
+        if config.top_k:
+            bill.add_training("reference", model, num_tokens)
+        else:
+            num_sequences = sum(item.num_sequences for _, item in sizes.items.values())
+            bill.add("reference", model, scored_tokens(num_tokens, num_sequences))
+
+    num_evaluations = sum(schedule.evaluates_often_before(at) for at in range(num_steps + 1))
+    for model, item in sizes.held_out:
+        bill.add("held-out data of the teachers", model, item.teacher.sampling(length))
+        _add_scores(bill, "held-out data of the teachers", model, item, length)
+        bill.add_training("evaluations", config.model, num_evaluations * item.num_batch_tokens(length))
+        if item.student.num_rollouts:
+            bill.add("evaluations", config.model, item.student.sampling(length), num_evaluations)
+            bill.add("evaluations", model, item.teacher.scoring(length), num_evaluations)
+    prompts = [item.num_prompt_tokens for _, item in sizes.held_out[: config.report.num_examples]]
+    of_examples = SampledTokens(sum(prompts), len(prompts) * (config.report.max_tokens if is_high else 1))
+    num_times = sum(schedule.evaluates_often_before(at) for at in (0, num_steps))
+    bill.add("examples of the report", config.model, of_examples, num_times)
+    return bill
+
+
+def _add_scores(bill: Bill, part: str, model: str, item: ItemSizes, length: int) -> None:
+    """Count the teacher's scores of all sequences of an item."""
+    if item.num_given_tokens:
+        bill.add(part, model, scored_tokens(item.num_given_tokens, 1))
+    else:
+        bill.add(part, model, item.teacher.scoring(length))
+
+
+def _excluded(config: TeacherDataMethod, objective: Objective) -> Iterator[str]:
+    """Yield the costs that the interval leaves out."""
+    yield "turns of a rollout after the first, retries, clients of the user's own code"
+    if config.evaluators or config.infrequent_evaluators:
+        yield "evaluators"
+    if objective.regularizers:
+        yield "terms of the objective on held-out data"
+    if objective.regularizers and config.candidates != "off":
+        yield "sampled candidates of scored terms"
