@@ -18,6 +18,7 @@ from prefect.logging import get_run_logger
 
 from blocks.errors import ConfigError
 from flows.config.rl import HealthConfig, RlConfig
+from flows.monitoring.run_tags import warn_of_metrics
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import run_with_restarts
@@ -43,6 +44,7 @@ from tasks.rl.rollout_source import (
     RolloutSource,
     build_environments,
 )
+from tasks.training.batch_source import MetricWarning
 
 __getattr__ = partial(renamed_attribute, "flows.rl")  # names of release 0.1
 
@@ -79,7 +81,11 @@ def rl(config: RlConfig) -> TrainResult:
                 if recorded_format(run.directory) < FORMAT_OF_CORRECTIONS:
                     objective.correct(None)
                 source.correction = objective.correction
-                source.health = HealthWatch(_health_limits(config, config.health)) if config.health else None
+                if config.health:
+                    limits = _health_limits(config, config.health)
+                    source.health = HealthWatch(limits)
+                    if config.rollout.timeout_s is None:
+                        source.watch_hangs(limits, lambda warning: _warn_of_health(config, run, warning))
                 _note_correction(config, run, objective)
                 source.measures_post_kl = config.compute_post_kl
                 source.scores_ends = config.prompt_logprobs_last_n == "auto"
@@ -98,6 +104,10 @@ def _health_limits(config: RlConfig, health: HealthConfig) -> HealthLimits:
         on_policy = config.schedule.mode == "sync" and config.schedule.num_substeps == 1
         limits["mismatch_above"] = mismatch_limit(config.model, on_policy=on_policy)
     return HealthLimits(**limits)
+
+
+def _warn_of_health(config: RlConfig, run: Run, warning: MetricWarning) -> None:
+    warn_of_metrics(run.log, config.run_name, "health", [warning])
 
 
 def _note_correction(config: RlConfig, run: Run, objective: Objective) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import chz
 import tinker
+from mlflow import MlflowClient
 from tinker import types
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState
@@ -146,3 +147,40 @@ class DelayedLettersBuilder(LettersBuilder):
             for group in train.groups
         ]
         return Letters(groups, self.num_batches), None
+
+
+@dataclass(frozen=True)
+class SilentLetterEnv(LetterEnv):
+    """Environment that answers only once a run has a tag."""
+
+    tracking: str = ""
+    experiment: str = ""
+    tag: str = ""
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        while not await asyncio.to_thread(self._is_tagged):
+            await asyncio.sleep(0.2)
+        return await super().step(action, extra=extra)
+
+    def _is_tagged(self) -> bool:
+        client = MlflowClient(self.tracking)
+        experiment = client.get_experiment_by_name(self.experiment)
+        assert experiment is not None
+        return bool(client.search_runs([experiment.experiment_id], f"tags.`{self.tag}` LIKE '%'"))
+
+
+@chz.chz
+class SilentLettersBuilder(LettersBuilder):
+    """Builder of letters of which the last one answers only once a run has a tag."""
+
+    tracking: str
+    experiment: str
+    tag: str
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        train, _ = await LettersBuilder.__call__(self)
+        assert isinstance(train, Letters)
+        *groups, last = train.groups
+        own = (self.tracking, self.experiment, self.tag)
+        env = SilentLetterEnv(last.env.renderer, last.env.letter, last.env.num_letters, *own)
+        return Letters([*groups, LetterGroup(env, last.group_size)], self.num_batches), None

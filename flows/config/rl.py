@@ -271,6 +271,20 @@ class HealthConfig(Config):
     logprob_error_above: float = Field(
         default=0.05, ge=0, title="Error of log-probabilities above", description="`rollout/logprob_error`, in nats."
     )
+    hang_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        title="Hang seconds",
+        description="Seconds without a response of a group's environment, from which on it may hang. Only without "
+        "`rollout.timeout_s`, which ends such groups.",
+    )
+    hang_factor: float = Field(
+        default=10.0,
+        gt=1,
+        title="Hang factor",
+        description="How many times as long as the median group takes an environment must be silent to hang; before "
+        "the first group has finished, how many times `hang_seconds`.",
+    )
 
 
 class RlConfig(TrainConfig):

@@ -17,9 +17,9 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from objectives.batch import Batch
-from tasks.common.task import Pending, call, opaque_argument
+from tasks.common.task import Pending
 from tasks.rl.group_batches import split
-from tasks.rl.group_rollout import Group, rollout
+from tasks.rl.group_rollout import Group
 from tasks.rl.mismatch import STALENESS
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
 from tasks.rl.trajectories import GROUP_INDEX, count_tokens
@@ -216,8 +216,7 @@ class AsyncRolloutSource(RolloutSource):
     def _roll_out(self, place: Place, builder: EnvGroupBuilder, weights: Weights) -> None:
         try:
             policy = self.policy(weights.sampler, weights.version, *place)
-            strategy, arguments = self.settings.strategy, (opaque_argument(builder), opaque_argument(policy))
-            group = call(rollout, *arguments, strategy, place.step, place.group)
+            group = self._threads.run(builder, policy, self.settings.strategy, place.step, place.group)
             error: BaseException | None = None
         except BaseException as failure:  # noqa: BLE001 - `_take` raises it
             group, error = None, failure

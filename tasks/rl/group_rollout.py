@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -22,6 +23,7 @@ from tasks.common.task import call, opaque_argument, retried_task
 from tasks.preference.judges import record_verdicts
 from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.group_progress import GroupProgress, RolloutCancelledError
+from tasks.rl.hang_watch import HangWatch
 from tasks.rl.hooks import HookSpec
 from tasks.rl.truncation import OVERLONG, OverlongPenalty
 from tasks.training.batch_source import SampledTokens
@@ -303,7 +305,12 @@ class RolloutThreads:
 
     Each thread waits only for the service and for its environments, never for another group, so groups beyond the
     number of threads start as soon as earlier ones end.
+
+    Attributes:
+        hangs: watch of the running groups; None for no watch.
     """
+
+    hangs: HangWatch | None = None
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(MAX_CONCURRENT_GROUPS, thread_name_prefix="rollout")
@@ -316,14 +323,21 @@ class RolloutThreads:
         self, builder: EnvGroupBuilder, policy: SnapshotCompleter, strategy: RetryWholeGroup, step: int, index: int
     ) -> RunningGroup:
         """Run `rollout` on a thread."""
+        pending = self.submit(lambda: self.run(builder, policy, strategy, step, index))
+        return RunningGroup(pending, policy.progress)
 
-        def run() -> Group:
+    def run(
+        self, builder: EnvGroupBuilder, policy: SnapshotCompleter, strategy: RetryWholeGroup, step: int, index: int
+    ) -> Group:
+        """Run `rollout` on this thread."""
+        name = f"rollout-{step}-{index}"  # of its task
+        with self.hangs.watching(name, step, policy.progress) if self.hangs else nullcontext():
             return call(rollout, opaque_argument(builder), opaque_argument(policy), strategy, step, index)
-
-        return RunningGroup(self.submit(run), policy.progress)
 
     def close(self) -> None:
         """Drop the groups that have not started."""
+        if self.hangs:
+            self.hangs.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -40,6 +40,7 @@ class HealthLimits:
         skipped_above: share of groups whose environments failed in all attempts.
         environment_above: share of the rollout's time that environments take.
         logprob_error_above: `rollout/logprob_error`, nats.
+        hang_seconds, hang_factor: see `HangWatch`.
     """
 
     patience: int = 5
@@ -53,6 +54,8 @@ class HealthLimits:
     skipped_above: float = 0.1
     environment_above: float = 0.9
     logprob_error_above: float = 0.05
+    hang_seconds: float = 60.0
+    hang_factor: float = 10.0
 
 
 def is_mixture(model: str) -> bool:

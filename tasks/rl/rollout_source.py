@@ -37,7 +37,8 @@ from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.custom_completer import CompleterSpec
 from tasks.rl.group_batches import GroupBatches, split
 from tasks.rl.group_rollout import Group, RetryWholeGroup, RewardedGroup, RolloutThreads, RunningGroup
-from tasks.rl.health import HealthWatch
+from tasks.rl.hang_watch import HangWatch
+from tasks.rl.health import HealthLimits, HealthWatch
 from tasks.rl.mismatch import compute_mismatch_metrics
 from tasks.rl.named_rewards import NamedRewards, RewardWeights
 from tasks.rl.oversampling import Oversampling, OversamplingRecord, compute_oversampling_metrics
@@ -254,6 +255,10 @@ class RolloutSource(BatchSource):
             return refill.complete(number, len(parts[number]), own) if self.settings.refill_rounds else own()
 
         return self.start_gathering(step, [partial(wait, number) for number in range(len(parts))])
+
+    def watch_hangs(self, limits: HealthLimits, report: Callable[[MetricWarning], None]) -> None:
+        """Report environments that no longer respond; see `HangWatch`."""
+        self._threads.hangs = HangWatch(limits, report)
 
     def policy(self, sampler: tinker.SamplingClient, *key: int) -> SnapshotCompleter:
         """Completer of a group; members that go on to a next turn do not wait for the longest of the group's turns."""

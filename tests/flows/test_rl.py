@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -11,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import httpx
 import pytest
 import tinker
 from healthy_metrics import HEALTHY
@@ -213,6 +215,33 @@ def test_dead_and_slow_environments_warn(
     tags = MlflowClient(mlflow_uri).get_run(result.mlflow_run_id).data.tags
     expected = {"failed": "check the environment", "slow": "make them faster"}[check]
     assert expected in tags[f"tinker_flows.warning.health.{check}"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_environment_that_hangs_warns_during_its_step(
+    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str, prefect_server: str, mode: str
+) -> None:
+    """The environment answers after the warning, so without it the run would never end."""
+    _, config, _ = run
+    experiment = f"hangs-{mode}"
+    params = {"tracking": mlflow_uri, "experiment": experiment, "tag": "tinker_flows.warning.health.hang"}
+    params |= config["environment"]["params"]
+    changed = {"run_name": experiment, "experiment": experiment, "num_steps": 1, "eval_every": 0}
+    changed |= {"schedule": {"mode": mode}, "objective": {"base_loss": "importance_sampling"}}
+    changed |= {"health": {"hang_seconds": 0.5, "hang_factor": 1.5}}
+    changed |= {"environment": {"builder": "rollout_parts:SilentLettersBuilder", "params": params}}
+    result = rl(RlConfig.model_validate(config | changed))
+    (text,) = [text for text in result.warnings if "has not responded" in text]
+    assert "The environment of rollout-0-1 has not responded for" in text
+    assert "set rollout.timeout_s" in text
+    query = {"filter": {"event": {"name": ["tinker-flows.health"]}}}
+    for _ in range(100):  # the server stores events in the background
+        events = httpx.post(f"{prefect_server}/events/filter", json=query, timeout=30).json()["events"]
+        checks = [event["payload"]["check"] for event in events if event["payload"]["run_name"] == experiment]
+        if checks:
+            break
+        time.sleep(0.1)
+    assert checks == ["hang"]
 
 
 def test_second_update_of_a_step_is_off_policy(run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str) -> None:

@@ -1,0 +1,115 @@
+"""Watch for environments that no longer respond while their step waits for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass
+from statistics import median
+from threading import Event, Lock, Thread
+from time import monotonic
+
+from tasks.rl.group_progress import GroupProgress, ProgressCounts
+from tasks.rl.health import HealthLimits
+from tasks.training.batch_source import MetricWarning
+
+_NUM_DURATIONS = 256  # finished groups whose median counts
+_MAX_INTERVAL_S = 1.0
+_NUM_SHOWN = 3
+
+
+@dataclass
+class _RunningGroup:
+    """Group that is rolled out.
+
+    Attributes:
+        counts: tokens at the last check.
+        since: time of the last request or response of its sampler.
+    """
+
+    name: str
+    step: int
+    progress: GroupProgress
+    counts: ProgressCounts
+    since: float
+
+
+class HangWatch:
+    """Watch of running groups on a thread of its own.
+
+    A group hangs if it has no open request for samples and has sent none for `hang_seconds`, and for `hang_factor`
+    times the median duration of the last finished groups. Before any group has finished, the bound is `hang_factor`
+    times `hang_seconds`. Each step causes at most one warning.
+    """
+
+    def __init__(self, limits: HealthLimits, report: Callable[[MetricWarning], None]) -> None:
+        self._limits, self._report = limits, report
+        self._lock = Lock()
+        self._running: dict[int, _RunningGroup] = {}
+        self._durations: deque[float] = deque(maxlen=_NUM_DURATIONS)
+        self._num_started = 0
+        self._warned_steps: set[int] = set()
+        self._is_closed = Event()
+        # In the caller's context, which has the logger of the flow run.
+        self._thread = Thread(target=copy_context().run, args=[self._watch], name="hang-watch", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def watching(self, name: str, step: int, progress: GroupProgress) -> Iterator[None]:
+        """Watch a group during the block."""
+        began = monotonic()
+        with self._lock:
+            key = self._num_started = self._num_started + 1
+            self._running[key] = _RunningGroup(name, step, progress, progress.counts, began)
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._running[key]
+                self._durations.append(monotonic() - began)
+
+    def close(self) -> None:
+        """End the watch."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_closed.wait(min(_MAX_INTERVAL_S, self._limits.hang_seconds / 4)):
+            for warning in self._check(monotonic()):
+                self._report(warning)
+
+    def _check(self, now: float) -> list[MetricWarning]:
+        """Return a warning for each step whose groups have begun to hang."""
+        hanging: dict[int, list[tuple[_RunningGroup, float]]] = {}
+        with self._lock:
+            typical = median(self._durations) if self._durations else None
+            for group in self._running.values():
+                counts = group.progress.counts
+                if counts.num_open or counts is not group.counts:
+                    group.counts, group.since = counts, now
+                waited = now - group.since
+                if waited > self._bound(typical) and group.step not in self._warned_steps:
+                    hanging.setdefault(group.step, []).append((group, waited))
+            self._warned_steps |= hanging.keys()
+        return [_warning(step, groups, typical) for step, groups in hanging.items()]
+
+    def _bound(self, typical: float | None) -> float:
+        """Return the seconds from which on a group hangs."""
+        limits = self._limits
+        if typical is None:
+            return limits.hang_factor * limits.hang_seconds
+        return max(limits.hang_seconds, limits.hang_factor * typical)
+
+
+def _warning(step: int, groups: Sequence[tuple[_RunningGroup, float]], typical: float | None) -> MetricWarning:
+    names = ", ".join(group.name for group, _ in groups[:_NUM_SHOWN])
+    more = f" and {len(groups) - _NUM_SHOWN} more" if len(groups) > _NUM_SHOWN else ""
+    waited = max(seconds for _, seconds in groups)
+    others = "no group has finished yet" if typical is None else f"the median group takes {typical:.3g} s"
+    text = (
+        f"The environment of {names}{more} has not responded for {waited:.3g} s, and {others}; check it, and set "
+        "rollout.timeout_s to end and retry such groups."
+    )
+    return MetricWarning("hang", step, waited, text)
