@@ -133,7 +133,7 @@ class OnPolicySource(RolloutSource):
         self._gaps: dict[int, Tensor] = {}
         self._ages: dict[int, int] = {}
         self._soft: dict[int, tuple[Batch, OnPolicyTopK]] = {}
-        self._untaught: set[int] = set()  # steps without a context, whose soft targets teach nothing
+        self._untaught: set[int] = set()  # steps without a context, which teach nothing
 
     def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
         super().begin(step, num_steps, state)
@@ -222,7 +222,10 @@ class OnPolicySource(RolloutSource):
             )
         rows = range(batch.num_datums)
         if not self._targets.train_on_rewards:
-            rows = [row for row, context in enumerate(contexts_D) if context] or [0]
+            rows = [row for row, context in enumerate(contexts_D) if context]
+            if not rows:
+                self._untaught.add(step)
+                rows = [0]
         return TaughtBatch(
             take_datums(batch, rows),
             [
@@ -253,8 +256,6 @@ class OnPolicySource(RolloutSource):
 
     def _gather_top_k(self, step: int, taught: TaughtBatch) -> Batch:
         batch = taught.batch
-        if not any(taught.datums_D):
-            self._untaught.add(step)
         datums_D = [ours or own for ours, own in zip(taught.datums_D, batch.datums, strict=True)]
         requests = [request for request in self._requests(batch, datums_D) if request]
         tops_D = call(compute_top_k, opaque_argument(requests), self._targets.top_k)
@@ -280,7 +281,7 @@ class OnPolicySource(RolloutSource):
         batch = trained[0].batch
         age = {"teacher_age": float(self._ages.pop(step))} if self._sync else {}
         hindsight = self._hindsight_metrics.pop(step, {})
-        if self._targets.top_k and hindsight:
+        if hindsight:
             hindsight["hindsight/skipped_update"] = float(not self.teaches(step))
         self._untaught.discard(step)
         metrics = super().metrics(step, trained, terms) | forward | age | hindsight

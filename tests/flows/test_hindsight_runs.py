@@ -83,7 +83,7 @@ def test_a_run_without_successes_warns(tmp_path: Path, engine_url: str, mlflow_u
     assert "optim/grad_norm" not in soft.metrics, "no optimizer step is taken"
 
 
-@pytest.mark.parametrize("base_loss", ["cross_entropy", "teacher_reverse_kl_topk"])
+@pytest.mark.parametrize("base_loss", ["cross_entropy", "teacher_reverse_kl_topk", "importance_sampling"])
 def test_a_step_without_contexts_leaves_weights_and_moments(
     base_loss: str, tmp_path: Path, engine: EngineProcess, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,13 +97,16 @@ def test_a_step_without_contexts_leaves_weights_and_moments(
         return texts if len(calls) <= num_groups else [""] * len(texts)
 
     monkeypatch.setattr(Hindsight, "contexts", first_step_alone)
-    fields = sdpo_fields(tmp_path, f"once-{base_loss}", mlflow_uri, engine.url) | {"eval_every": 0, "top_k": 8}
+    fields = sdpo_fields(tmp_path, f"once-{base_loss}", mlflow_uri, engine.url) | {"eval_every": 0}
+    fields |= {"top_k": 0 if base_loss == "importance_sampling" else 8}
     result = run(fields | {"objective": {"base_loss": base_loss}})
+    assert curve(result, "hindsight/taught") == [1.0, 0.0, 0.0]
     assert curve(result, "hindsight/skipped_update") == [0.0, 1.0, 1.0]
     lines = (Path(result.directory) / "checkpoints.jsonl").read_text().splitlines()
     records = {record["step"]: record for record in map(json.loads, lines) if "state_path" in record}
     one, three = (saved_weights(engine.state, records[step]["state_path"]) for step in (1, 3))
     assert one == three
+    assert len(curve(result, "optim/grad_norm")) <= 1, "later steps take no optimizer step"
 
 
 def test_rewards_train_all_rollouts(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
