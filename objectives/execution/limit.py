@@ -15,11 +15,13 @@ T = TypeVar("T")
 class LimitedThreads:
     """Runner of functions in separate threads, which abandons threads that exceed a time limit.
 
-    A thread cannot be killed. An abandoned thread continues, and its caller cannot start another before it ends.
+    A thread cannot be killed. An abandoned thread continues, and its caller cannot start another before it ends. Calls
+    may be concurrent.
     """
 
     def __init__(self) -> None:
-        self._given_up: dict[str, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._abandoned: dict[str, list[threading.Thread]] = {}
 
     def run(self, caller: str, function: Callable[[], T], timeout_s: float) -> T:
         """Call a function and return its result.
@@ -27,9 +29,7 @@ class LimitedThreads:
         Raises:
             ExecutionError: the time limit was exceeded, or the caller's abandoned thread is still running.
         """
-        stuck = self._given_up.pop(caller, None)
-        if stuck is not None and stuck.is_alive():
-            self._given_up[caller] = stuck
+        if self._is_stuck(caller):
             raise ExecutionError(f"it is still busy with an earlier batch, and {too_long(timeout_s)}")
         outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
@@ -45,11 +45,20 @@ class LimitedThreads:
         try:
             value, error = outcome.get(timeout=timeout_s)
         except queue.Empty:
-            self._given_up[caller] = thread
+            with self._lock:
+                self._abandoned.setdefault(caller, []).append(thread)
             raise ExecutionError(too_long(timeout_s)) from None
         if error is not None:
             raise error
         return value  # type: ignore[return-value]
+
+    def _is_stuck(self, caller: str) -> bool:
+        """Return whether an abandoned thread of a caller is still running."""
+        with self._lock:
+            running = [thread for thread in self._abandoned.pop(caller, []) if thread.is_alive()]
+            if running:
+                self._abandoned[caller] = running
+            return bool(running)
 
 
 def too_long(timeout_s: float) -> str:
