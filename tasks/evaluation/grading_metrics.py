@@ -61,7 +61,8 @@ def scores_by_problem(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequ
 def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int], problems: str = "") -> GradedMetrics:
     """Accuracy `test/<name>`, its standard error over problems, shares of truncated and timed-out answers, and pass@k.
 
-    With several problems, each pass@k also has a 95 % confidence interval, `_low` and `_high`.
+    A single problem has no standard error. With several, each pass@k also has a 95 % confidence interval, `_low` and
+    `_high`.
 
     Args:
         graded_PG: grades by problem and answer.
@@ -76,13 +77,13 @@ def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int
     scores = scores_by_problem(name, graded_PG, ks)
     right_P = scores[f"test/{name}"]
     grades = [graded for graded_G in graded_PG for graded in graded_G]
-    error = float(np.std(right_P, ddof=1)) / math.sqrt(len(right_P)) if len(right_P) > 1 else 0.0
     metrics = {
         f"test/{name}": float(np.mean(right_P)),
-        f"test/{name}_stderr": error,
         f"test/{name}_truncated": float(np.mean([graded.truncated for graded in grades])),
         f"test/{name}_timed_out": float(np.mean([graded.timed_out for graded in grades])),
     }
+    if len(right_P) > 1:
+        metrics[f"test/{name}_stderr"] = float(np.std(right_P, ddof=1)) / math.sqrt(len(right_P))
     for key, pass_at_P in list(scores.items())[1:]:
         metrics[key] = float(np.mean(pass_at_P))
         if interval := proportion_interval(pass_at_P):
