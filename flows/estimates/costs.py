@@ -19,9 +19,12 @@ from flows.runs.prices import price_of
 from tasks.common.sampling import open_training_client
 from tasks.common.task import inline_tasks
 from tasks.distillation.prompts import PromptGroup
+from tasks.evaluation.evaluators import ConfiguredEvaluator
+from tasks.evaluation.sampled import SampledEvaluator
 from tasks.rl.environments.reward_model import RewardModelGroupBuilder
 from tasks.training.batch_source import SampledTokens
 from tasks.training.metrics import metric_values
+from tasks.training.token_meter import TokenMeter
 
 # Prefixes of settings that do not change the tokens of a step.
 _FREE_FIELDS = (
@@ -216,6 +219,53 @@ async def _measure(groups: Sequence[EnvGroupBuilder]) -> GroupSizes:
     return sizes
 
 
+class AnswerSizes(NamedTuple):
+    """Tokens of one evaluation by an evaluator that answers the problems of a file.
+
+    Attributes:
+        low, high: Tokens of answers with one token each, and with the maximum.
+    """
+
+    name: str
+    is_infrequent: bool
+    low: SampledTokens
+    high: SampledTokens
+
+    @classmethod
+    def of(cls, entry: ConfiguredEvaluator, tokenizer: Tokenizer) -> AnswerSizes | None:
+        """Measure an evaluator; None if its problems and its number of answers are unknown."""
+        evaluator = entry.evaluator
+        if not isinstance(evaluator, SampledEvaluator):
+            return None
+        low, high = (evaluator.count_tokens(tokenizer, length) for length in (1, evaluator.sampling.max_tokens))
+        return cls(entry.name, entry.is_infrequent, low, high)
+
+
+class EvaluatorSizes(NamedTuple):
+    """Tokens of the evaluators of a config.
+
+    Attributes:
+        measured: Evaluators whose answers have bounds.
+        others: Names of the other evaluators.
+    """
+
+    measured: Sequence[AnswerSizes]
+    others: Sequence[str]
+
+    @classmethod
+    def of(cls, evaluators: Sequence[ConfiguredEvaluator], tokenizer: Tokenizer) -> EvaluatorSizes:
+        """Measure evaluators."""
+        sizes = {entry.name: AnswerSizes.of(entry, tokenizer) for entry in evaluators}
+        measured = [size for size in sizes.values() if size]
+        return cls(measured, [name for name, size in sizes.items() if size is None])
+
+    def add_to(self, bill: Bill, num_often: int, num_rarely: int, *, is_high: bool) -> None:
+        """Count the answers of so many evaluations, a part for each evaluator."""
+        for entry in self.measured:
+            num_times = num_rarely if entry.is_infrequent else num_often
+            bill.add(entry.name, bill.prices.model, entry.high if is_high else entry.low, num_times)
+
+
 @contextmanager
 def estimate_session(config: ServiceConfig) -> Iterator[tuple[dict[str, Any], Tokenizer]]:
     """Open the service of a config; yield what builders may take from a run, and the tokenizer of the model."""
@@ -225,7 +275,8 @@ def estimate_session(config: ServiceConfig) -> Iterator[tuple[dict[str, Any], To
             client = open_training_client(session, "", config.model)
             assert client is not None, "the base model has a training client"
             register_tokenizer(config.model, client.get_tokenizer)
-            yield {"session": session, "base_model": config.model}, client.get_tokenizer()
+            resources = {"session": session, "base_model": config.model, "token_meter": TokenMeter()}
+            yield resources, client.get_tokenizer()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tinker_cookbook.tokenizer_utils import Tokenizer
-
-from flows.estimates.costs import Bill, CostEstimate, PriceList, earlier_runs, estimate_session, ranges
+from flows.estimates.costs import (
+    Bill,
+    CostEstimate,
+    EvaluatorSizes,
+    PriceList,
+    earlier_runs,
+    estimate_session,
+    ranges,
+)
 from flows.evaluate import EvaluateConfig, find_weights, open_held_out
 from flows.runs.blocks import service_url
 from flows.runs.checkpoint_refs import NamedCheckpoint, with_model
-from tasks.evaluation.evaluators import ConfiguredEvaluator, HeldOutNLL, build_evaluators
-from tasks.evaluation.sampled import SampledEvaluator
+from tasks.evaluation.evaluators import HeldOutNLL, build_evaluators
 from tasks.training.reference import scored_tokens
-from tasks.training.token_meter import TokenMeter
 
 
 def estimate_evaluation(config: EvaluateConfig) -> CostEstimate:
@@ -35,14 +39,14 @@ def estimate_evaluation(config: EvaluateConfig) -> CostEstimate:
     if earlier:
         return CostEstimate(config.run_name, config.model, len(weights), earlier.costs, earlier.costs, earlier.name)
     with estimate_session(config) as (resources, tokenizer):
-        evaluators = build_evaluators(config.evaluators, resources=resources | {"token_meter": TokenMeter()})
+        evaluators = EvaluatorSizes.of(build_evaluators(config.evaluators, resources=resources), tokenizer)
         with open_held_out(config, resources["session"], tokenizer) as held_out:
             counts = [Bill(prices), Bill(prices)]
             for bill, is_high in zip(counts, (False, True), strict=True):
                 _count_held_out(bill, weights, held_out)
-                _count_answers(bill, len(weights), evaluators, tokenizer, is_high=is_high)
-    excluded = tuple(entry.name for entry in evaluators if not isinstance(entry.evaluator, SampledEvaluator))
+                evaluators.add_to(bill, len(weights), 0, is_high=is_high)
     low, high, parts = ranges(*counts)
+    excluded = tuple(evaluators.others)
     return CostEstimate(config.run_name, config.model, len(weights), low, high, parts=parts, excluded=excluded)
 
 
@@ -55,14 +59,3 @@ def _count_held_out(bill: Bill, weights: Sequence[NamedCheckpoint], held_out: Se
                 bill.add("held-out data", bill.prices.model, scored)
             else:
                 bill.add_training("held-out data", bill.prices.model, entry.num_tokens)
-
-
-def _count_answers(
-    bill: Bill, num_weights: int, evaluators: Sequence[ConfiguredEvaluator], tokenizer: Tokenizer, *, is_high: bool
-) -> None:
-    """Count the tokens of evaluators that answer the problems of a file."""
-    for entry in evaluators:
-        if isinstance(entry.evaluator, SampledEvaluator):
-            length = entry.evaluator.sampling.max_tokens if is_high else 1
-            tokens = entry.evaluator.count_tokens(tokenizer, length)
-            bill.add(entry.name, bill.prices.model, tokens, num_weights)

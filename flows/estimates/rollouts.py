@@ -14,6 +14,7 @@ from flows.config.train import BASE_MODEL
 from flows.estimates.costs import (
     Bill,
     CostEstimate,
+    EvaluatorSizes,
     GroupSizes,
     PriceList,
     earlier_runs,
@@ -27,6 +28,7 @@ from flows.training.schedule import Schedule
 from flows.training.trainer import num_passes
 from objectives.objective import Objective
 from tasks.distillation.mixture import Mixture
+from tasks.evaluation.evaluators import build_evaluators
 from tasks.rl.environments.reward_model import RewardModelGroupBuilder
 from tasks.rl.group_batches import GroupBatches
 from tasks.rl.rollout_source import build_environments
@@ -43,6 +45,7 @@ class RunSizes:
         step: Groups of the first step, by teacher's model; of the trained model's name without teachers.
         trained: Groups of the first step that are trained on: all of them without over-sampling.
         held_out: Held-out groups, by teacher's model.
+        evaluators: Evaluators of the config.
         reward_model: Base model of the reward model; None without one.
     """
 
@@ -50,6 +53,7 @@ class RunSizes:
     step: Mapping[str, GroupSizes]
     trained: GroupSizes
     held_out: Mapping[str, GroupSizes]
+    evaluators: EvaluatorSizes
     reward_model: str | None = None
 
     @property
@@ -81,7 +85,7 @@ def estimate_rollouts(config: SamplingMethod, ignored: Sequence[str] = ()) -> Co
             costs = earlier.scaled_to(num_steps)
             return CostEstimate(config.run_name, config.model, num_steps, costs, costs, earlier.name)
         counts = [_count(config, objective, sizes, schedule, Bill(prices), is_high=high) for high in (False, True)]
-    excluded = tuple(_excluded(config))
+    excluded = tuple(_excluded(config, sizes))
     low, high, parts = ranges(*counts)
     return CostEstimate(config.run_name, config.model, num_steps, low, high, parts=parts, excluded=excluded)
 
@@ -120,6 +124,8 @@ def _count(
         bill.add("teachers", model, of_teacher.scoring(length, by_teacher=True), num_scores)
     num_evaluations = sum(schedule.evaluates_often_before(at) for at in range(num_steps + 1))
     bill.add("evaluations", config.model, held_out.sampling(length), num_evaluations)
+    num_rarely = sum(schedule.evaluates_rarely_before(at) for at in range(num_steps + 1))
+    sizes.evaluators.add_to(bill, num_evaluations, num_rarely, is_high=is_high)
     if sizes.reward_model:
         num_text_tokens = length if is_high else 0  # the stop token is no part of the answer
         bill.add("reward model", sizes.reward_model, started.rewarding(num_text_tokens), num_steps)
@@ -131,11 +137,10 @@ def _count(
     return bill
 
 
-def _excluded(config: SamplingMethod) -> Iterator[str]:
+def _excluded(config: SamplingMethod, sizes: RunSizes) -> Iterator[str]:
     """Yield the costs that the interval leaves out."""
     yield "turns of a rollout after the first, retries, models that compare answers, clients of the user's own code"
-    if config.evaluators or config.infrequent_evaluators:
-        yield "evaluators"
+    yield from sizes.evaluators.others
     if isinstance(config, OnPolicyConfig) and config.hindsight:
         yield "the text that hindsight adds to the teacher's prompts"
     if config.report.num_examples:
@@ -158,6 +163,8 @@ def _sizes_of(config: SamplingMethod) -> RunSizes:
         datasets = [GroupsConfig(environment=questions, teacher=config.teacher)]
     models = [dataset.teacher.model or config.model for dataset in datasets]
     with estimate_session(config) as (resources, tokenizer):
+        entries = build_evaluators(config.evaluators, config.infrequent_evaluators, resources)
+        evaluators = EvaluatorSizes.of(entries, tokenizer)
         environments = [dataset.environment for dataset in datasets]
         built = [build_environments(entry.builder, entry.params, tokenizer, resources) for entry in environments]
         if isinstance(config, RlConfig):
@@ -185,7 +192,7 @@ def _sizes_of(config: SamplingMethod) -> RunSizes:
         trained = total(step.values())
         if num_cancelled:
             trained = measure(first[models[0]][:-num_cancelled])
-        return RunSizes(num_steps, step, trained, test_sizes, _reward_model_of(first.values()))
+        return RunSizes(num_steps, step, trained, test_sizes, evaluators, _reward_model_of(first.values()))
 
 
 def _groups_of(dataset: RLDataset) -> list[EnvGroupBuilder]:

@@ -14,6 +14,7 @@ from flows.distill import open_teacher_data, teacher_datasets
 from flows.estimates.costs import (
     Bill,
     CostEstimate,
+    EvaluatorSizes,
     GroupSizes,
     PriceList,
     earlier_runs,
@@ -28,6 +29,7 @@ from objectives.objective import Objective
 from tasks.distillation.mixture import Item, Mixture
 from tasks.distillation.prompts import PromptGroup
 from tasks.distillation.teacher_data import TeacherInput, dataset_values, item_key
+from tasks.evaluation.evaluators import build_evaluators
 from tasks.training.batch_source import SampledTokens
 from tasks.training.reference import scored_tokens
 from tasks.training.teacher import trained_positions
@@ -76,11 +78,13 @@ class DataSizes(NamedTuple):
         steps: Keys of the items of each step.
         items: Teacher's model and sizes of each distinct item of the steps.
         held_out: Teacher's model and sizes of each held-out item.
+        evaluators: Evaluators of the config.
     """
 
     steps: Sequence[Sequence[str]]
     items: Mapping[str, tuple[str, ItemSizes]]
     held_out: Sequence[tuple[str, ItemSizes]]
+    evaluators: EvaluatorSizes
 
 
 def estimate_teacher_data(config: TeacherDataMethod) -> CostEstimate:
@@ -103,10 +107,12 @@ def estimate_teacher_data(config: TeacherDataMethod) -> CostEstimate:
         earlier = next((run for run in earlier_runs(config, prices) if run.num_steps == num_steps), None)
         if earlier:
             return CostEstimate(config.run_name, config.model, num_steps, earlier.costs, earlier.costs, earlier.name)
-        sizes = _measure(config, datasets, mixture, num_steps, [test for _, test in built])
+        entries = build_evaluators(config.evaluators, config.infrequent_evaluators, resources)
+        evaluators = EvaluatorSizes.of(entries, tokenizer)
+        sizes = _measure(config, datasets, mixture, num_steps, [test for _, test in built], evaluators)
     with Objective.from_spec(config.objective) as objective:
         counts = [_count(config, objective, sizes, schedule, Bill(prices), is_high=high) for high in (False, True)]
-        excluded = tuple(_excluded(config, objective))
+        excluded = (*_excluded(config, objective), *evaluators.others)
     low, high, parts = ranges(*counts)
     return CostEstimate(config.run_name, config.model, num_steps, low, high, parts=parts, excluded=excluded)
 
@@ -117,6 +123,7 @@ def _measure(
     mixture: Mixture[TeacherInput],
     num_steps: int,
     tests: Sequence[Any],
+    evaluators: EvaluatorSizes,
 ) -> DataSizes:
     models = [dataset.teacher.model or config.model for dataset in datasets]
     steps = [mixture.at(step) for step in range(num_steps)]
@@ -127,7 +134,9 @@ def _measure(
         for model, test in zip(models, tests, strict=True)
         for value in dataset_values(test)
     ]
-    return DataSizes([[item_key(item) for item in items_of_step] for items_of_step in steps], items, held_out)
+    return DataSizes(
+        [[item_key(item) for item in items_of_step] for items_of_step in steps], items, held_out, evaluators
+    )
 
 
 def _count(
@@ -159,6 +168,8 @@ def _count(
             bill.add("reference", model, scored_tokens(num_tokens, num_sequences))
 
     num_evaluations = sum(schedule.evaluates_often_before(at) for at in range(num_steps + 1))
+    num_rarely = sum(schedule.evaluates_rarely_before(at) for at in range(num_steps + 1))
+    sizes.evaluators.add_to(bill, num_evaluations, num_rarely, is_high=is_high)
     for model, item in sizes.held_out:
         bill.add("held-out data of the teachers", model, item.teacher.sampling(length))
         _add_scores(bill, "held-out data of the teachers", model, item, length)
@@ -184,8 +195,6 @@ def _add_scores(bill: Bill, part: str, model: str, item: ItemSizes, length: int)
 def _excluded(config: TeacherDataMethod, objective: Objective) -> Iterator[str]:
     """Yield the costs that the interval leaves out."""
     yield "turns of a rollout after the first, retries, clients of the user's own code"
-    if config.evaluators or config.infrequent_evaluators:
-        yield "evaluators"
     if objective.regularizers:
         yield "terms of the objective on held-out data"
     if objective.regularizers and config.candidates != "off":

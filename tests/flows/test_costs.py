@@ -44,12 +44,21 @@ def config_of(method: str, folder: Path, mlflow_uri: str, url: str, **changes: A
     prices.write_text(json.dumps([row]))
     common = {"num_steps": 2, "eval_every": 2, "prompt_logprobs_last_n": "off", "budget": {"prices": str(prices)}}
     common |= {"experiment": folder.name}
+    common |= {"evaluators": [exact_match()]}
     if method == "rl":
         fields = rl_fields(folder, "rl-cost", mlflow_uri, url) | {"advantage": {"kl_coefficient": 0.1}}
         return RlConfig.model_validate(fields | common | {"compute_post_kl": True} | changes)
     fields = distill_fields(folder, "distill-cost", mlflow_uri, url)
     data = [{"environment": environment(folder, teacher_prompt="Say nothing but letters.", group_size=2)}]
     return OnPolicyConfig.model_validate(fields | {"datasets": data} | common | changes)
+
+
+def exact_match() -> dict[str, Any]:
+    """Return an evaluator of two problems with two answers each."""
+    data = Path(__file__).parents[2] / "examples" / "data" / "gsm8k_test.jsonl"
+    sampling = {"max_tokens": 4, "num_samples": 2}
+    params = {"path": str(data), "limit": 2, "renderer_name": "qwen3_instruct", "sampling": sampling}
+    return {"builder": "tinker_flows:ExactMatch", "params": params}
 
 
 def run(config: SamplingMethod) -> TrainResult:
@@ -82,7 +91,9 @@ def test_costs(method: str, max_tokens: int, tmp_path: Path, engine_url: str, ml
     for name in COUNTS:
         assert getattr(low.sampled, name) <= costs[name] <= getattr(high.sampled, name)
     if max_tokens == 1:
-        assert low.sampled == high.sampled
+        # Two evaluations of two answers to two problems with one to four tokens each.
+        assert high.sampled.num_sample_tokens - low.sampled.num_sample_tokens == 2 * 2 * 2 * 3
+        assert low.sampled.num_prefill_tokens == high.sampled.num_prefill_tokens == costs["num_prefill_tokens"]
 
     # The next run of this config has the cost of the first.
     again = estimate_rollouts(config.model_copy(update={"run_name": "next", "seed": 1, "num_steps": 4}))
@@ -264,11 +275,8 @@ def test_costs_of_all_stages(tmp_path: Path, engine_url: str, mlflow_uri: str) -
 
 def test_evaluation_costs(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     fields = sft_fields(tmp_path, "measured", mlflow_uri, engine_url)
-    data = Path(__file__).parents[2] / "examples" / "data" / "gsm8k_test.jsonl"
-    sampling = {"max_tokens": 4, "num_samples": 2}
-    params = {"path": str(data), "limit": 2, "renderer_name": "qwen3_instruct", "sampling": sampling}
     config = {name: fields[name] for name in ("run_name", "model", "base_url", "storage", "tracking", "data")}
-    config |= {"checkpoint": "base", "evaluators": [{"builder": "tinker_flows:ExactMatch", "params": params}]}
+    config |= {"checkpoint": "base", "evaluators": [exact_match()]}
     validated = EvaluateConfig.model_validate(config | {"prices": price_table(tmp_path), "experiment": tmp_path.name})
     expected = estimate_evaluation(validated)
     before = engine_tokens(engine_url)
