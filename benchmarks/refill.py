@@ -1,105 +1,118 @@
 """Reward after a fixed number of sampled tokens, with refilled groups and with a batch that shrinks.
 
-The network of `off_policy` learns codes of one to four tokens; a completion that starts with the code of its prompt has
-the reward 1, any other 0. Groups whose rewards are all equal are dropped. The peer drops them too and trains on fewer
-groups, so that it makes more updates with the same samples.
+The flow `rl` trains the tiny model on `token_classes`, whose rewards are 0 or 1. Groups whose rewards are all equal are
+dropped. The peer drops them too and trains on fewer groups, so that it makes more updates with the same samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import accumulate, takewhile
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-import torch
+import numpy as np
+from mlflow.entities import Metric
 from rich.table import Table
-from torch import Tensor
+from tqdm import tqdm
 
-from benchmarks.off_policy import LENGTH, SEEDS, VOCABULARY, Policy, Samples, sample, update
-from objectives import Objective
+from benchmarks.flow_run import run_flow
+from benchmarks.scratch import KEY, bench_engine, environment, scratch_home
 
-NUM_PROMPTS, GROUP_SIZE, GROUPS_PER_STEP = 32, 8, 8
-ROUNDS = (0, 1, 3)
-NUM_GROUPS = 6_000
+GROUPS_PER_STEP, GROUP_SIZE, LENGTH = 8, 8, 4
+ROUNDS, SEEDS = (0, 1, 3), (0, 1, 2)
+EVAL_EVERY = 10
+NUM_STEPS = 80
 
 
 class Run(NamedTuple):
-    """Result of a run: exact mean reward at the end, updates, and sampled groups per trained group."""
+    """Result of a run after the compared number of sampled tokens.
+
+    Attributes:
+        reward: mean reward of held-out completions, interpolated between two evaluations.
+        num_steps: steps.
+        groups_per_trained: groups sampled for each group that is trained on.
+    """
 
     reward: float
-    num_updates: int
+    num_steps: int
     groups_per_trained: float
 
 
-def measure(*, num_groups: int = NUM_GROUPS, learning_rate: float = 5e-3) -> Table:
-    """Return the reward of each number of rounds, with the standard deviation over the seeds."""
-    num_tokens = num_groups * GROUP_SIZE * LENGTH
+def measure(*, num_steps: int = NUM_STEPS, learning_rate: float = 5e-3) -> Table:
+    """Return the reward of each number of rounds, with the standard deviation over the seeds.
+
+    The compared number of tokens is that of `num_steps` steps without refills.
+    """
+    num_tokens = num_steps * GROUPS_PER_STEP * GROUP_SIZE * LENGTH
     table = Table(title=f"Reward (at most 1) after {num_tokens:,} sampled tokens, over {len(SEEDS)} seeds")
-    for column in ("refill_rounds", "reward", "updates", "sampled groups per trained group"):
+    for column in ("refill_rounds", "reward", "steps", "sampled groups per trained group"):
         table.add_column(column, justify="right")
-    for rounds in ROUNDS:
-        runs = [train(rounds, seed, num_groups, learning_rate) for seed in SEEDS]
-        rewards = [run.reward for run in runs]
-        table.add_row(
-            str(rounds),
-            f"{fmean(rewards):.3f} ± {stdev(rewards):.3f}",
-            f"{fmean(run.num_updates for run in runs):.0f}",
-            f"{fmean(run.groups_per_trained for run in runs):.2f}",
-        )
+    with (
+        scratch_home() as folder,
+        bench_engine(folder, "tiny") as url,
+        environment(TINKER_BASE_URL=url, TINKER_API_KEY=KEY),
+    ):
+        for rounds in ROUNDS:
+            runs = [
+                train(folder / f"{rounds}-{seed}", rounds, seed, num_steps, learning_rate)
+                for seed in tqdm(SEEDS, desc=f"refill: {rounds} rounds")
+            ]
+            rewards = [run.reward for run in runs]
+            table.add_row(
+                str(rounds),
+                f"{fmean(rewards):.3f} ± {stdev(rewards):.3f}",
+                f"{fmean(run.num_steps for run in runs):.0f}",
+                f"{fmean(run.groups_per_trained for run in runs):.2f}",
+            )
     return table
 
 
-def train(rounds: int, seed: int, num_groups: int, learning_rate: float) -> Run:
-    """Train until the groups are sampled; groups without use are replaced in up to `rounds` rounds of a step."""
-    policy, generator = Policy(seed, NUM_PROMPTS), torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=learning_rate)
-    objective, prompts = Objective("importance_sampling"), _prompts(generator)
-    num_sampled = num_trained = num_updates = 0
-    while num_sampled < num_groups:
-        parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        for _ in range(1 + rounds):
-            chosen_P = torch.tensor([next(prompts) for _ in range(GROUPS_PER_STEP - len(parts))])
-            if not len(chosen_P):
-                break
-            num_sampled += len(chosen_P)
-            prompts_D = chosen_P.repeat_interleave(GROUP_SIZE)
-            tokens_DT, logprobs_DT = sample(policy, prompts_D, generator)
-            rewards_PG = score(tokens_DT, prompts_D).view(-1, GROUP_SIZE)
-            groups = zip(*(part.split(GROUP_SIZE) for part in (prompts_D, tokens_DT, logprobs_DT)), strict=True)
-            pairs = zip(rewards_PG, groups, strict=True)
-            parts += [(rewards_G, *group) for rewards_G, group in pairs if len(rewards_G.unique()) > 1]
-        if not parts:
-            continue
-        num_trained, num_updates = num_trained + len(parts), num_updates + 1
-        advantages_D = torch.cat([rewards_G - rewards_G.mean() for rewards_G, *_ in parts])
-        prompts_D, tokens_DT, sampling_DT = (torch.cat([part[index] for part in parts]) for index in (1, 2, 3))
-        update(policy, optimizer, objective, Samples(prompts_D, tokens_DT, sampling_DT, advantages_D))
-    return Run(exact_reward(policy), num_updates, num_sampled / max(num_trained, 1))
+def train(folder: Path, rounds: int, seed: int, num_steps: int, learning_rate: float) -> Run:
+    """Run the flow and return its figures after the tokens of `num_steps` steps without refills."""
+    params = {
+        "groups_per_batch": GROUPS_PER_STEP,
+        "group_size": GROUP_SIZE,
+        "num_epochs": 4 * num_steps,
+        "test_size": 32,
+        "seed": seed,
+    }
+    config = {
+        "model": "tiny",
+        "lora_rank": 8,
+        "seed": seed,
+        "learning_rate": learning_rate,
+        "lr_schedule": "constant",
+        "num_steps": num_steps,
+        "eval_every": EVAL_EVERY,
+        "checkpoint_every": 0,
+        "granularity": "segment",
+        "objective": {"base_loss": "importance_sampling"},
+        "advantage": {"drop_constant": True},
+        "rollout": {"max_tokens": LENGTH, "refill_rounds": rounds},
+        "environment": {"builder": "benchmarks.token_classes:ClassesBuilder", "params": params},
+    }
+    run = run_flow(["flows.rl"], folder, config)
+    num_tokens = num_steps * GROUPS_PER_STEP * GROUP_SIZE * LENGTH
+    tokens, rewards, per_trained = (
+        run.points(key)
+        for key in ("rollout/num_sampled_tokens", "test/env/all/reward/total", "rollout/groups_per_trained")
+    )
+    within = list(takewhile(lambda total: total <= num_tokens, accumulate(point.value for point in tokens)))
+    return Run(
+        reward_at(num_tokens, tokens, rewards),
+        len(within),
+        fmean(point.value for point in per_trained[: len(within)]),
+    )
 
 
-def _prompts(generator: torch.Generator) -> Iterator[int]:
-    """Yield the prompts in a new order in each epoch."""
-    while True:
-        yield from torch.randperm(NUM_PROMPTS, generator=generator).tolist()
+def reward_at(num_tokens: float, tokens: Sequence[Metric], rewards: Sequence[Metric]) -> float:
+    """Interpolate the reward of evaluations by the tokens that were sampled before them.
 
-
-def _codes() -> Tensor:
-    return torch.randint(VOCABULARY, (NUM_PROMPTS, LENGTH), generator=torch.Generator().manual_seed(0))
-
-
-def _is_needed(prompts_D: Tensor) -> Tensor:
-    """Mask of the positions that belong to the code of a prompt, ``(D, T)``: one to four."""
-    return torch.arange(LENGTH) < (1 + prompts_D % 4)[:, None]
-
-
-def score(tokens_DT: Tensor, prompts_D: Tensor) -> Tensor:
-    """Return 1 for completions that start with the whole code of their prompt, and 0 for others, ``(D,)``."""
-    return ((tokens_DT == _codes()[prompts_D]) | ~_is_needed(prompts_D)).all(1).float()
-
-
-@torch.no_grad()
-def exact_reward(policy: Policy) -> float:
-    """Mean probability of the codes, the expected reward."""
-    prompts_P, codes_PT = torch.arange(NUM_PROMPTS), _codes()
-    logprobs_PT = policy(prompts_P, codes_PT).gather(2, codes_PT[:, :, None])[:, :, 0]
-    return logprobs_PT.where(_is_needed(prompts_P), 0.0).sum(1).exp().mean().item()
+    Args:
+        tokens: sampled tokens of each step.
+        rewards: reward of each evaluation, whose step is the next one to run, or the last one for the final weights.
+    """
+    before = [0.0, *accumulate(point.value for point in tokens)]
+    return float(np.interp(num_tokens, [before[point.step] for point in rewards], [point.value for point in rewards]))

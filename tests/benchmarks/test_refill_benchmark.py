@@ -1,26 +1,31 @@
-"""The benchmark of refills: its exact reward against sampled rewards, and the effect of rounds on the batch."""
+"""The benchmark of refills: its rewards by enumeration, and the reward at a number of tokens."""
 
 from __future__ import annotations
 
+from itertools import product
+from statistics import fmean
+
 import pytest
-import torch
+from mlflow.entities import Metric
 
-from benchmarks.off_policy import Policy, sample
-from benchmarks.refill import NUM_PROMPTS, exact_reward, score, train
-
-
-def test_exact_reward_is_the_mean_of_sampled_rewards() -> None:
-    policy = Policy(0, NUM_PROMPTS)
-    policy.head[2].bias.data[:] = torch.linspace(-2, 4, 24)  # few tokens have most of the probability
-    prompts_D = torch.arange(NUM_PROMPTS).repeat_interleave(400)
-    tokens_DT, _ = sample(policy, prompts_D, torch.Generator().manual_seed(1))
-    rewards_D = score(tokens_DT, prompts_D)
-    error = rewards_D.std().item() / len(rewards_D) ** 0.5
-    assert rewards_D.mean().item() == pytest.approx(exact_reward(policy), abs=4 * error)
-    assert exact_reward(policy) > 4 * error
+from benchmarks.refill import reward_at
+from benchmarks.token_classes import NUM_CLASSES, NUM_LENGTHS, is_right
 
 
-def test_rounds_make_fewer_and_larger_updates() -> None:
-    shrinking, refilled = (train(rounds, 0, 256, 5e-3) for rounds in (0, 3))
-    assert refilled.num_updates < shrinking.num_updates
-    assert 0 < refilled.reward < 1
+def test_problems_have_four_difficulties() -> None:
+    """A model that knows nothing has the reward 4 to the power of minus the required length."""
+    completions = list(product(range(NUM_CLASSES), repeat=NUM_LENGTHS))
+    for problem in range(NUM_CLASSES * NUM_LENGTHS):
+        share = fmean(is_right(problem, tokens) for tokens in completions)
+        assert share == 0.25 ** (1 + problem // NUM_CLASSES)
+    assert is_right(NUM_CLASSES, [0]) == 0.0, "a completion that ends too early"
+
+
+def test_reward_is_interpolated_by_sampled_tokens() -> None:
+    def points(values: dict[int, float]) -> list[Metric]:
+        return [Metric("key", value, 0, step) for step, value in values.items()]
+
+    tokens, rewards = points({0: 100.0, 1: 300.0, 2: 200.0, 3: 400.0}), points({0: 0.0, 2: 0.4, 4: 0.6})
+    # 400 tokens were sampled before the second evaluation, and 1,000 before the third.
+    assert reward_at(400, tokens, rewards) == pytest.approx(0.4)
+    assert reward_at(700, tokens, rewards) == pytest.approx(0.5)
