@@ -232,6 +232,24 @@ def test_costs_of_teacher_data(max_tokens: int, top_k: int, tmp_path: Path, engi
     assert estimate_teacher_data(config.model_copy(update={"num_steps": 4})).like == ""
 
 
+def test_costs_of_given_data(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    """The teacher only scores the data, so the tokens of the samplers are known."""
+    fields = distill_fields(tmp_path, "given", mlflow_uri, engine_url) | {"top_k": 4, "num_steps": 3}
+    fields |= {"datasets": [{"data": sft_fields(tmp_path, "", "")["data"]}], "report": {"num_examples": 0}}
+    fields |= {"prompt_logprobs_last_n": "off", "budget": {"prices": price_table(tmp_path)}}
+    config = OffPolicyConfig.model_validate(fields)
+    expected = estimate_teacher_data(config)
+    before = engine_tokens(engine_url)
+    metrics = off_policy_distillation(config).metrics  # pyright: ignore[reportArgumentType]
+    counted = counted_since(engine_url, before)
+    low, high = expected.low, expected.high
+    assert low.sampled == high.sampled
+    assert low.sampled.num_prefill_tokens == metrics["cost/num_prefill_tokens"] == counted["prompt"]
+    assert low.sampled.num_sample_tokens == metrics["cost/num_sample_tokens"] == counted["sampled"]
+    assert metrics["cost/num_train_tokens"] == counted["trained"] + counted["forwarded"]
+    assert low.num_train_tokens <= metrics["cost/num_train_tokens"] <= high.num_train_tokens
+
+
 def test_costs_of_all_stages(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     fields = rlhf_fields(tmp_path, "stages", mlflow_uri, engine_url) | {"experiment": tmp_path.name}
     for training in (fields["warm_start"], fields["reward"]["training"], fields["policy"]["training"]):
