@@ -113,18 +113,19 @@ def pause_automation() -> AutomationCore:
 
 
 def notify_automation(webhook: UUID) -> AutomationCore:
-    """Build the automation that calls a webhook on failures and warnings of runs with `NOTIFY_TAG`.
+    """Build the automation that calls a webhook on failures, warnings and approvals of runs with `NOTIFY_TAG`.
 
     Args:
         webhook: id of the Webhook block.
     """
     return AutomationCore(
         name="tinker-flows: notify",
-        description=f"Calls a webhook for runs tagged {NOTIFY_TAG} on failures, crashes, warnings and spent budgets.",
+        description=f"Calls a webhook for runs tagged {NOTIFY_TAG} on failures, crashes, warnings, spent budgets "
+        "and approvals.",
         trigger=EventTrigger(
             match={"prefect.resource.id": ["prefect.flow-run.*", f"{PREFIX}.run.*"]},
             match_related=_tagged(NOTIFY_TAG),
-            expect={"prefect.flow-run.Failed", "prefect.flow-run.Crashed", *EVENTS},
+            expect={*(f"prefect.flow-run.{name}" for name in ("Failed", "Crashed", "Suspended")), *EVENTS},
             for_each={"prefect.resource.id"},
             posture=Posture.Reactive,
             threshold=1,

@@ -30,8 +30,8 @@ from flows.config.distill import (
 )
 from flows.config.loader import renderer_names
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, recorded_format
-from flows.runs.result import TrainResult, as_state
-from flows.runs.retries import run_with_restarts
+from flows.runs.result import TrainResult
+from flows.runs.retries import run_with_approval
 from flows.runs.rights import apply_rights
 from flows.runs.run import Run, open_run
 from flows.runs.teachers import open_saved_teacher, open_teachers
@@ -117,9 +117,9 @@ def _run(
                 candidates = open_candidates(run, config) if isinstance(config, TeacherTargetsConfig) else None
                 with closing(source):
                     trainer = Trainer(run, config, source, objective, [*held_out, *evaluators], candidates=candidates)
-                    return as_state(trainer.train())
+                    return trainer.train()
 
-        return run_with_restarts(config, attempt)
+        return run_with_approval(config, attempt)
 
 
 def _check_base(objective: Objective, *, on_policy: bool) -> None:

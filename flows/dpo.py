@@ -19,8 +19,8 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from flows.config.dpo import DpoConfig
-from flows.runs.result import TrainResult, as_state
-from flows.runs.retries import run_with_restarts
+from flows.runs.result import TrainResult
+from flows.runs.retries import run_with_approval
 from flows.runs.rights import apply_rights
 from flows.runs.run import open_run
 from flows.runs.teachers import open_reference
@@ -53,9 +53,9 @@ def dpo(config: DpoConfig) -> TrainResult:
                 source, test = open_pairs(config, loss, run.client.get_tokenizer(), run.builder_arguments)
                 reference = open_reference(run, config) if objective.needs("ref_logprobs") else None
                 held_out = [HeldOutPairs(test, loss, reference)] if test else []
-                return as_state(Trainer(run, config, source, objective, [*held_out, *evaluators], reference).train())
+                return Trainer(run, config, source, objective, [*held_out, *evaluators], reference).train()
 
-        return run_with_restarts(config, attempt)
+        return run_with_approval(config, attempt)
 
 
 def preference_loss(objective: Objective) -> Regularizer:

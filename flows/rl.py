@@ -20,8 +20,8 @@ from blocks.errors import ConfigError
 from flows.config.rl import HealthConfig, RlConfig
 from flows.monitoring.run_tags import warn_of_metrics
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, recorded_format
-from flows.runs.result import TrainResult, as_state
-from flows.runs.retries import run_with_restarts
+from flows.runs.result import TrainResult
+from flows.runs.retries import run_with_approval
 from flows.runs.rights import apply_rights
 from flows.runs.run import Run, open_run
 from flows.runs.teachers import open_reference
@@ -93,9 +93,9 @@ def rl(config: RlConfig) -> TrainResult:
                     source.oversampling = OversamplingRecord(run.directory)
                 source.rewards = config.named_rewards()
                 source.show = partial(_write_transcript, config, run)
-                return as_state(Trainer(run, config, source, objective, [*held_out, *evaluators], reference).train())
+                return Trainer(run, config, source, objective, [*held_out, *evaluators], reference).train()
 
-        return run_with_restarts(config, attempt)
+        return run_with_approval(config, attempt)
 
 
 def _health_limits(config: RlConfig, health: HealthConfig) -> HealthLimits:

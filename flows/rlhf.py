@@ -9,23 +9,27 @@ if __name__ == "__main__":  # first, so that --help does not wait for the import
     main("flows.rlhf:rlhf", "flows.config.rlhf:RlhfConfig", __doc__)
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from prefect import flow
 
 from blocks.errors import ConfigError
+from flows.config.base import RunConfig
 from flows.config.dpo import DpoConfig
 from flows.config.rlhf import RlhfConfig
 from flows.config.train import BudgetConfig, SftConfig, TrainConfig
 from flows.dpo import dpo
 from flows.rl import rl
+from flows.runs.approval import ApprovalRequest, decide
 from flows.runs.blocks import storage_of
 from flows.runs.checkpoint_refs import find_checkpoint
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import leave_state_to_successor
 from flows.runs.rights import apply_rights
 from flows.sft import sft
+from tasks.reports.tables import is_bookkeeping
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -42,19 +46,20 @@ def rlhf(config: RlhfConfig) -> TrainResult:
         finished: list[TrainResult] = []
         if config.warm_start:
             warm_start = within_budget(config.warm_start_stage(), config.budget, finished)
-            result = sft(warm_start)
+            result = _with_approval(config, warm_start, lambda: sft(warm_start))
             if _is_final(result):
                 return as_state(result)
             finished.append(result)
             start = _weights(warm_start, result)
         if config.judge is None:
             stage = within_budget(config.reward_stage(), config.budget, finished)
-            result = dpo(stage) if isinstance(stage, DpoConfig) else sft(stage)
+            result = _with_approval(config, stage, lambda: dpo(stage) if isinstance(stage, DpoConfig) else sft(stage))
             if _is_final(result):
                 return as_state(result)
             finished.append(result)
             reward = _weights(stage, result)
-        return as_state(rl(within_budget(config.policy_stage(start, reward), config.budget, finished)))
+        policy = within_budget(config.policy_stage(start, reward), config.budget, finished)
+        return as_state(_with_approval(config, policy, lambda: rl(policy), is_last=True))
 
 
 def within_budget(stage: C, budget: BudgetConfig, finished: Sequence[TrainResult]) -> C:
@@ -78,6 +83,29 @@ def within_budget(stage: C, budget: BudgetConfig, finished: Sequence[TrainResult
             )
         remaining[name] = limit - spent
     return stage.model_copy(update={"budget": budget.model_copy(update=remaining)})
+
+
+def _with_approval(
+    config: RlhfConfig, stage: RunConfig, run_stage: Callable[[], TrainResult], *, is_last: bool = False
+) -> TrainResult:
+    """Run a stage; ask a person before it registers its checkpoint and before the next stage, if the config says so.
+
+    Raises:
+        Pause: The flow run is suspended until a person decides in the Prefect UI.
+    """
+    result = run_stage()
+    if result.approval_request:
+        return run_stage() if decide(result.approval_request, stage) else result
+    if not config.needs_approval or _is_final(result) or is_last or stage.needs_approval:
+        return result
+    rows = tuple(row for row in result.held_out if not is_bookkeeping(row.metric))
+    question = f"Continue with the stage after {stage.run_name}?"
+    approval = decide(ApprovalRequest(stage.run_name, result.num_steps, question, rows), stage)
+    if approval is None:
+        return replace(result, not_promoted=f"{stage.run_name} waits for approval: run the same command in a terminal.")
+    if approval.decision == "approve":
+        return result
+    return replace(result, not_promoted=f"{stage.run_name} ends the flow: a person decided {approval.describe()!r}.")
 
 
 def _is_final(result: TrainResult) -> bool:

@@ -16,8 +16,8 @@ from functools import partial
 from prefect import flow
 
 from flows.config.train import SftConfig
-from flows.runs.result import TrainResult, as_state
-from flows.runs.retries import run_with_restarts
+from flows.runs.result import TrainResult
+from flows.runs.retries import run_with_approval
 from flows.runs.rights import apply_rights
 from flows.runs.run import open_run
 from flows.training.candidates import open_candidates
@@ -48,6 +48,6 @@ def sft(config: SftConfig) -> TrainResult:
                 held_out = [HeldOutNLL(source.test, source.tokenizer)] if source.test is not None else []
                 candidates = open_candidates(run, config)
                 trainer = Trainer(run, config, source, objective, [*held_out, *evaluators], candidates=candidates)
-                return as_state(trainer.train())
+                return trainer.train()
 
-        return run_with_restarts(config, attempt)
+        return run_with_approval(config, attempt)

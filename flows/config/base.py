@@ -350,6 +350,13 @@ class RunConfig(TrackedConfig, NamedConfig):
         "Unset: compare the metrics alone.",
     )
 
+    needs_approval: bool = Field(
+        default=False,
+        title="Needs approval",
+        description="Ask a person before the checkpoint is registered, after `promote_if`. A run of a deployment is "
+        "suspended until the form in the Prefect UI is sent; a run from a terminal asks there.",
+    )
+
     @property
     def has_cadence(self) -> bool:
         """Return whether the run saves periodic checkpoints."""
@@ -380,6 +387,13 @@ class RunConfig(TrackedConfig, NamedConfig):
     def _check_confidence(self) -> Self:
         check_confidence(self.promote_if, self.promote_confidence)
         return self
+
+    @field_validator("needs_approval")
+    @classmethod
+    def _check_needs_approval(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and not info.data.get("register_as"):
+            raise ValueError("it needs register_as: set the name of the registered model")
+        return value
 
     @field_validator("init_from")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -18,9 +19,9 @@ _REWARDED = "tasks.rl.environments.reward_model:RewardModelBuilder"
 _PREFERRED = "tasks.rl.environments.pairwise:TournamentBuilder"
 _PAIRWISE = "tasks.preference.preference_models:PairwiseBuilder"
 # Fields that a stage must not set.
-_COMMON = {"run_name", "model", "base_url", "engine", "storage", "tracking", "experiment"}
+_COMMON = {"run_name", "model", "base_url", "engine", "storage", "tracking", "experiment", "needs_approval"}
 # Fields that every stage inherits.
-_SHARED = (_COMMON - {"run_name"}) | {"lora_rank", "seed"}
+_SHARED = (_COMMON - {"run_name", "needs_approval"}) | {"lora_rank", "seed"}
 
 
 class RewardConfig(Config):
@@ -108,6 +109,13 @@ class RlhfConfig(TrackedConfig, NamedConfig):
     policy: PolicyConfig = Field(
         default=PolicyConfig(), title="Policy", description="Settings of the reinforcement learning stage."
     )
+    needs_approval: bool = Field(
+        default=False,
+        title="Needs approval",
+        description="Ask a person after each stage before the next one, and before a stage with `register_as` "
+        "registers its checkpoint. A flow run of a deployment is suspended until the form in the Prefect UI is sent; "
+        "a run from a terminal asks there.",
+    )
 
     budget: BudgetConfig = Field(
         default=BudgetConfig(),
@@ -138,11 +146,11 @@ class RlhfConfig(TrackedConfig, NamedConfig):
 
     def warm_start_stage(self) -> SftConfig:
         """Return the config of the supervised run that the policy starts from."""
-        return validate_fields(SftConfig, self._shared("sft") | self.warm_start)
+        return validate_fields(SftConfig, self._shared("sft", self.warm_start))
 
     def reward_stage(self) -> DpoConfig | SftConfig:
         """Return the config of the run that trains the reward model."""
-        reward, shared = self.reward, self._shared("reward") | self.reward.training
+        reward, shared = self.reward, self._shared("reward", self.reward.training)
         if reward.kind == "bradley_terry":
             own = {
                 "comparisons": self.comparisons,
@@ -183,7 +191,7 @@ class RlhfConfig(TrackedConfig, NamedConfig):
             params |= _nested("preference_model_builder", self.judge or reward_model)
             params |= self._renderer("policy_renderer_name")
         environment = {"builder": builder, "params": params}
-        fields: dict[str, Any] = self._shared("policy") | self.policy.training
+        fields: dict[str, Any] = self._shared("policy", self.policy.training)
         if start:
             fields = {"reference": start} | fields | {"init_from": start}
         advantage = {"kl_coefficient": self.policy.kl_coefficient} | fields.get("advantage", {})
@@ -196,9 +204,12 @@ class RlhfConfig(TrackedConfig, NamedConfig):
     def _renderer(self, name: str) -> dict[str, str]:
         return {name: self.renderer_name} if self.renderer_name else {}
 
-    def _shared(self, stage: str) -> dict[str, Any]:
+    def _shared(self, stage: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a stage: those that all stages share, and its own."""
         tags = {"tinker_flows.rlhf": self.run_name}
-        return self.model_dump(include=_SHARED) | {"run_name": f"{self.run_name}-{stage}", "mlflow_tags": tags}
+        approval = {"needs_approval": True} if self.needs_approval and fields.get("register_as") else {}
+        shared = self.model_dump(include=_SHARED) | {"run_name": f"{self.run_name}-{stage}", "mlflow_tags": tags}
+        return shared | approval | dict(fields)
 
 
 def _nested(name: str, config: BuilderConfig) -> dict[str, Any]:

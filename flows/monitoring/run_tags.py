@@ -23,6 +23,7 @@ from tasks.training.metric_names import safe_name
 from tasks.training.metrics import MetricsLog
 
 REJECTED_TAG = "tinker_flows.not_promoted"
+APPROVAL_TAG = "tinker_flows.approval"
 REJECTED_EVENT = "tinker-flows.promotion.refused"
 ACCEPTED_EVENT = "tinker-flows.contents.accepted"
 EVALUATION_TAG = "tinker_flows.evaluation"
@@ -66,6 +67,12 @@ def note_rejection(log: MetricsLog, run_name: str, model: str, reason: str) -> N
     get_run_logger().warning("%s", reason)
     resource = {"prefect.resource.id": f"tinker-flows.run.{run_name}", "prefect.resource.name": run_name}
     emit_event(REJECTED_EVENT, resource, payload={"model": model, "why": reason, "mlflow_run_id": log.run_id})
+
+
+def note_pending_approval(log: MetricsLog, reason: str) -> None:
+    """Report that a person has to approve the promotion: MLflow tag and log line."""
+    log.tag(REJECTED_TAG, reason)
+    get_run_logger().warning("%s", reason)
 
 
 def forget_rejection(log: MetricsLog) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,13 +19,16 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from blocks.errors import ServiceError, reason
 from flows.config.base import RunConfig
 from flows.config.promotion import PromoteIf
-from flows.monitoring.run_tags import forget_rejection, note_rejection
+from flows.monitoring.run_tags import APPROVAL_TAG, forget_rejection, note_pending_approval, note_rejection
+from flows.runs.approval import ApprovalRequest, read_approval
 from flows.runs.checkpoint_refs import checkpoint_key
 from flows.runs.promotion import Measurement, find_rejection
 from flows.runs.run import Run
 from tasks.common.assets import materialize
 from tasks.common.service_errors import service_errors
 from tasks.common.task import call
+from tasks.reports.summary import storage_option
+from tasks.reports.tables import held_out_rows, is_bookkeeping
 from tasks.training.checkpoints import (
     Kind,
     PendingCheckpoint,
@@ -50,6 +54,7 @@ class Checkpoints:
 
     Attributes:
         rejection: Reason why `finish` promoted no checkpoint; empty if it did, or without `register_as`.
+        approval_request: Question that a person has to answer before `finish` promotes a checkpoint; None without one.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Checkpoints:
         )
         self._last = start
         self.rejection = ""
+        self.approval_request: ApprovalRequest | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._recording: Future[CheckpointRecord] | None = None
 
@@ -121,8 +127,10 @@ class Checkpoints:
             best = records.best.get("best") if self._policy.metric else None
             chosen = next((record for record in records.checkpoints if record.state_path == best), last)
             self._run.directory.check_writer()
-            self.rejection = self._rejection(chosen)
-            if self.rejection:
+            self.rejection = self._rejection(chosen) or self._refusal(name, chosen)
+            if self.approval_request:
+                note_pending_approval(self._run.log, self.rejection)
+            elif self.rejection:
                 note_rejection(self._run.log, self._config.run_name, name, self.rejection)
             else:
                 self._promote(name, chosen)
@@ -192,6 +200,34 @@ class Checkpoints:
         measured = [Measurement(values.get(at), stored.get(at, {}).get(metric)) for at in steps]
         rejection = find_rejection(self._config.promote_if, self._config.promote_confidence, *measured)
         return f"The checkpoint at step {step} is not promoted: {rejection}." if rejection else ""
+
+    def _refusal(self, name: str, record: CheckpointRecord) -> str:
+        """Return the reason why a person has not approved the promotion; empty if one has, or if none has to."""
+        if not self._config.needs_approval:
+            return ""
+        step, directory = step_of(record), self._run.directory
+        history = {
+            key: [point for point in points if point[0] <= step] for key, points in self._run.log.history().items()
+        }
+        rows = tuple(
+            row for row in held_out_rows(history, read_batch_values(directory)) if not is_bookkeeping(row.metric)
+        )
+        question = f"Register the checkpoint at step {step} of {self._config.run_name} as a version of {name}?"
+        request = ApprovalRequest(self._config.run_name, step, question, rows)
+        approval = read_approval(directory, request)
+        if approval is None:
+            self.approval_request = request
+            command = f"tinker-flows resume {shlex.quote(self._config.run_name)}"
+            command += storage_option(self._config.run_name, directory.location)
+            return (
+                f"The checkpoint at step {step} is not promoted: it waits for approval, in the Prefect UI if the flow "
+                f"run is suspended, or else in a terminal with `{command}`."
+            )
+        self._run.log.tag(APPROVAL_TAG, approval.describe())
+        if approval.decision == "approve":
+            return ""
+        reason = f" ({approval.reason})" if approval.reason else ""
+        return f"The checkpoint at step {step} is not promoted: a person refused it{reason}."
 
     def _parent(self) -> dict[str, Any]:
         """Return the origin of a fork, from its first record; empty for other runs."""

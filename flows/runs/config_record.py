@@ -57,6 +57,7 @@ MAY_CHANGE = {
     "report",
     "promote_if",
     "promote_confidence",
+    "needs_approval",
 }
 
 # Those that say where a run is and how it starts; a change of the others is announced.

@@ -14,6 +14,7 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from blocks.errors import StorageError
 from blocks.urls import hide_credentials
 from flows.monitoring.run_tags import note_targets
+from flows.runs.approval import ApprovalRequest
 from flows.runs.checkpoint_refs import checkpoint_key
 from flows.runs.run import Run
 from objectives.targets import TargetSpec
@@ -43,7 +44,8 @@ class TrainResult:
         warnings: Sentences about warnings, guards, skipped evaluations and restarts.
         held_out: Metrics of the held-out data at the first and the last evaluation.
         stopped: Reason why the budget stopped the run before its last step; empty if it did not.
-        not_promoted: Reason why `promote_if` prevented registration; empty if it did not.
+        not_promoted: Reason why `promote_if` or a person prevented registration; empty if neither did.
+        approval_request: Question that a person has to answer before the registration; None without one.
     """
 
     run_name: str
@@ -62,6 +64,7 @@ class TrainResult:
     held_out: tuple[HeldOutRow, ...] = ()
     stopped: str = ""
     not_promoted: str = ""
+    approval_request: ApprovalRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,12 @@ class EndReasons:
     Attributes:
         stopped: Reason why the budget stopped the run before its last step.
         not_promoted: Reason why no checkpoint was registered.
+        approval_request: Question that a person has to answer before the registration.
     """
 
     stopped: str = ""
     not_promoted: str = ""
+    approval_request: ApprovalRequest | None = None
 
 
 def finish(
@@ -120,6 +125,7 @@ def finish(
         held_out=tuple(held_out_rows(history, read_batch_values(run.directory))),
         stopped=reasons.stopped,
         not_promoted=reasons.not_promoted,
+        approval_request=reasons.approval_request,
     )
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TypeVar, cast
 
 from prefect.client.orchestration import get_client
@@ -21,8 +22,10 @@ from tqdm import tqdm
 from blocks.errors import LostRunError, RolledBackError, ServiceLostError, UnreachableError
 from flows.config.base import RunConfig
 from flows.monitoring.interrupts import CancelledInTheUI
+from flows.runs.approval import decide
 from flows.runs.blocks import storage_of
 from flows.runs.existing_run import settle_run_name
+from flows.runs.result import TrainResult, as_state
 from tasks.common.service_errors import TRANSIENT_ERRORS
 from tasks.training.checkpoints import resumable, step_of
 
@@ -77,6 +80,27 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T]) 
             time.sleep(pause_s)
 
 
+def run_with_approval(config: RunConfig, attempt: Callable[[Sequence[str]], TrainResult]) -> TrainResult:
+    """Run to the end as `run_with_restarts`; if a person has to approve the promotion, ask, and promote or refuse.
+
+    A child flow run asks nobody: its parent reads the request in the result.
+
+    Returns:
+        Result of the run, in a named Prefect state if it stopped early or was not promoted.
+
+    Raises:
+        Pause: The flow run is suspended until a person decides in the Prefect UI.
+    """
+    result = run_with_restarts(config, attempt)
+    if not isinstance(result, TrainResult):  # the state of a cancelled run
+        return result
+    context = FlowRunContext.get()
+    is_child = bool(context and context.flow_run and context.flow_run.parent_task_run_id)
+    if result.approval_request and not is_child and decide(result.approval_request, config):
+        result = replace(run_with_restarts(config, attempt), resumed_from=result.resumed_from)
+    return as_state(result)
+
+
 @contextmanager
 def leave_state_to_successor() -> Iterator[None]:
     """Report no state to Prefect if another process has taken over the run together with its flow run.
@@ -122,9 +146,15 @@ def _reject_endless_crashes(config: RunConfig, records: Sequence[CheckpointRecor
     """
     own = [record for record in records if record.get("flow_run_id", None) == flow_run.get_id()]
     num_before = int(own[0].get("flow_run_count", 1)) if own else 1
-    num_in_a_row = (flow_run.get_run_count() or 1) - num_before
+    num_in_a_row = (flow_run.get_run_count() or 1) - num_before - _num_suspensions()
     if num_in_a_row > config.max_restarts:
         raise ServiceLostError(
             f"The flow run restarted {num_in_a_row} times without a new checkpoint, but max_restarts is "
             f"{config.max_restarts}: check its logs and its memory use for the cause, then start the run again."
         )
+
+
+def _num_suspensions() -> int:
+    """Return how often the current flow run was suspended; it starts once more after each suspension."""
+    context = FlowRunContext.get()
+    return len(context.flow_run.empirical_policy.pause_keys or ()) if context and context.flow_run else 0

@@ -33,6 +33,7 @@ _NOT_VARIED = {
     "experiment",
     "mlflow_tags",
     "base_url",
+    "needs_approval",
 }
 _OF_THE_ENGINE = {"model", "engine"}
 _MOST_POINTS = 10_000
@@ -104,6 +105,10 @@ def make_plan(config: SweepConfig) -> SweepPlan:
         raise ConfigError(
             f"base has if_exists {base_config.if_exists!r}, but a resumed sweep resumes its trials: remove if_exists, "
             "or choose another run_name for another sweep."
+        )
+    if base_config.needs_approval:
+        raise ConfigError(
+            "base has needs_approval, but no person can be asked about each trial: remove needs_approval."
         )
     _check_paths(config, base_config)
     varies = config.ablation != "none" or config.weights != "fixed"

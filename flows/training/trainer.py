@@ -257,7 +257,7 @@ class Trainer:
             self._start(first, num_steps)
             last = self._run_steps(first, num_steps)
         assert last is not None
-        reasons = EndReasons(self.budget_message, self.checkpoints.rejection)
+        reasons = EndReasons(self.budget_message, self.checkpoints.rejection, self.checkpoints.approval_request)
         targets = {**self.objective.targets.specs, **self.source.targets}
         return finish(self.run, self.config.run_name, last, first, reasons, targets)
 
