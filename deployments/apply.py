@@ -1,4 +1,4 @@
-"""Set up a Prefect server for this project: create the automations and every deployment of prefect.yaml.
+"""Set up a Prefect server for this project: create every deployment of prefect.yaml, then the automations.
 
 Run as `python -m deployments.apply` with PREFECT_API_URL set. The server and its work pool may still be starting.
 """
@@ -20,7 +20,11 @@ FILE = Path(__file__).with_name("prefect.yaml")
 
 if __name__ == "__main__":
     wait_for_pool(prefect_api(os.environ["PREFECT_API_URL"], os.environ.get("PREFECT_API_AUTH_STRING", "")))
-    install_all()
     # Equivalent to `python -m prefect deploy ...`, in this process, which has imported the flows already.
     sys.argv = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(FILE)]
-    runpy.run_module("prefect", run_name="__main__")
+    try:
+        runpy.run_module("prefect", run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    install_all()  # the automation of evaluations needs its deployment

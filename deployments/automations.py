@@ -1,4 +1,4 @@
-"""Prefect automations: mark dead runs as crashed, restart them, stop runs on warnings, and send notifications.
+"""Prefect automations: restart crashed runs, stop runs on warnings, evaluate checkpoints, and send notifications.
 
 Tags of a run select the automations. A worker, or `flow.serve`, notices when its own runs die. For a run started from
 a terminal, or one that died together with its worker, the server notices the missing heartbeats. A restarted run
@@ -13,8 +13,16 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.events import EventTrigger
-from prefect.events.actions import ActionTypes, CallWebhook, CancelFlowRun, ChangeFlowRunState, PauseDeployment
+from prefect.events.actions import (
+    ActionTypes,
+    CallWebhook,
+    CancelFlowRun,
+    ChangeFlowRunState,
+    PauseDeployment,
+    RunDeployment,
+)
 from prefect.events.schemas.automations import AutomationCore, Posture
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
@@ -27,10 +35,13 @@ RESTART_TAG = "tinker-flows:restart"
 STOP_TAG = "tinker-flows:stop-on-warning"
 NOTIFY_TAG = "tinker-flows:notify"
 PAUSE_TAG = "tinker-flows:pause-when-spent"
+EVALUATE_TAG = "tinker-flows:evaluate"
 WEBHOOK_BLOCK = "tinker-flows"
+EVALUATE_DEPLOYMENT = "evaluate/evaluate"
 
 HEARTBEAT = "prefect.flow-run.heartbeat"
-EVENTS = {f"{PREFIX}.{kind}" for kind in get_args(Kind)}
+CHECKPOINT = f"{PREFIX}.checkpoint"
+WARNINGS = {f"{PREFIX}.{kind}" for kind in get_args(Kind)} - {CHECKPOINT}
 ENDS = {f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Crashed", "Cancelled", "Paused", "Suspended")}
 
 
@@ -86,7 +97,7 @@ def stop_automation() -> AutomationCore:
         trigger=EventTrigger(
             match={"prefect.resource.id": f"{PREFIX}.run.*"},
             match_related=_tagged(STOP_TAG),
-            expect=EVENTS - {f"{PREFIX}.budget"},
+            expect=WARNINGS - {f"{PREFIX}.budget"},
             for_each={"prefect.resource.id"},
             posture=Posture.Reactive,
             threshold=1,
@@ -112,6 +123,32 @@ def pause_automation() -> AutomationCore:
     )
 
 
+def evaluate_automation(deployment: DeploymentResponse) -> AutomationCore:
+    """Build the automation that evaluates each checkpoint of a run with `EVALUATE_TAG`.
+
+    Args:
+        deployment: deployment of `evaluate`, whose parameters say what is measured.
+    """
+    names = ("checkpoint", "base_url", "storage", "tracking", "experiment")
+    of_the_run = {name: f"{{{{ event.payload.{name} }}}}" for name in names}
+    run_name = "{{ event.payload.run_name }}-at-{{ event.payload.step }}"
+    config = {**deployment.parameters["config"], "model": "", "run_name": run_name, **of_the_run}
+    parameters = {"config": config}
+    run = RunDeployment(source="selected", deployment_id=deployment.id, parameters=parameters, job_variables=None)
+    return AutomationCore(
+        name="tinker-flows: evaluate",
+        description=f"Runs the deployment {EVALUATE_DEPLOYMENT} for each checkpoint of a run tagged {EVALUATE_TAG}.",
+        trigger=EventTrigger(
+            match={"prefect.resource.id": f"{PREFIX}.run.*"},
+            match_related=_tagged(EVALUATE_TAG),
+            expect={CHECKPOINT},
+            posture=Posture.Reactive,
+            threshold=1,
+        ),
+        actions=[run],
+    )
+
+
 def notify_automation(webhook: UUID) -> AutomationCore:
     """Build the automation that calls a webhook on failures, warnings and approvals of runs with `NOTIFY_TAG`.
 
@@ -125,7 +162,7 @@ def notify_automation(webhook: UUID) -> AutomationCore:
         trigger=EventTrigger(
             match={"prefect.resource.id": ["prefect.flow-run.*", f"{PREFIX}.run.*"]},
             match_related=_tagged(NOTIFY_TAG),
-            expect={*(f"prefect.flow-run.{name}" for name in ("Failed", "Crashed", "Suspended")), *EVENTS},
+            expect={*(f"prefect.flow-run.{name}" for name in ("Failed", "Crashed", "Suspended")), *WARNINGS},
             for_each={"prefect.resource.id"},
             posture=Posture.Reactive,
             threshold=1,
@@ -153,11 +190,15 @@ def install_all() -> None:
     if not PREFECT_API_URL.value():
         raise ConfigError("PREFECT_API_URL is not set: set it to a permanent Prefect server, which runs automations.")
     with prefect_failures("set PREFECT_API_URL to a running server"):
-        webhook = _webhook_id()
+        webhook, deployment = _webhook_id(), _evaluate_deployment()
         automations = [crash_automation(), restart_automation(), stop_automation(), pause_automation()]
-        for automation in (*automations, *([notify_automation(webhook)] if webhook else [])):
+        automations += [evaluate_automation(deployment)] if deployment else []
+        automations += [notify_automation(webhook)] if webhook else []
+        for automation in automations:
             install(automation)
             print(f"{automation.name}: {automation.description}")
+    if not deployment:
+        print(f"No evaluation of checkpoints: create the deployment {EVALUATE_DEPLOYMENT} and run this command again.")
     if not webhook:
         print(f"No notifications: save a Webhook block named {WEBHOOK_BLOCK!r} in the UI and run this command again.")
 
@@ -175,6 +216,14 @@ def _webhook_id() -> UUID | None:
     with get_client(sync_client=True) as client:
         try:
             return client.read_block_document_by_name(WEBHOOK_BLOCK, "webhook", include_secrets=False).id
+        except ObjectNotFound:
+            return None
+
+
+def _evaluate_deployment() -> DeploymentResponse | None:
+    with get_client(sync_client=True) as client:
+        try:
+            return client.read_deployment_by_name(EVALUATE_DEPLOYMENT)
         except ObjectNotFound:
             return None
 

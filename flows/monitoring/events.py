@@ -29,6 +29,7 @@ Kind = Literal[
     "health",
     "guard",
     "alert",
+    "checkpoint",
 ]
 PREFIX = "tinker-flows"
 HEARTBEAT_EVERY_S = 30

@@ -19,6 +19,7 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from blocks.errors import ServiceError, reason
 from flows.config.base import RunConfig
 from flows.config.promotion import PromoteIf
+from flows.monitoring.events import emit
 from flows.monitoring.run_tags import APPROVAL_TAG, forget_rejection, note_pending_approval, note_rejection
 from flows.runs.approval import ApprovalRequest, read_approval
 from flows.runs.checkpoint_refs import checkpoint_key
@@ -156,12 +157,21 @@ class Checkpoints:
         key = checkpoint_key(self._run.directory.location, pending.name)
         task = materialize(record_checkpoint, key, self._data, self._describe)
         record = call(task, pending, self._run.directory, self._run.log, state)
+        self._emit(record)
         if self._policy.last or self._policy.metric:
             try:
                 call(keep_checkpoints, self._rest, self._run.directory, self._run.log, self._policy)
             except (ServiceError, MlflowException) as failure:
                 print(f"{failure} Retrying with the next checkpoint.", file=sys.stderr)
         return record
+
+    def _emit(self, record: CheckpointRecord) -> None:
+        """Emit the event of a new checkpoint, with the settings that find it."""
+        places = {name: getattr(self._config, name) for name in ("base_url", "storage", "tracking", "experiment")}
+        step = step_of(record)
+        message = f"{self._config.run_name} saved a checkpoint at step {step}."
+        payload = {"step": step, "checkpoint": f"{self._config.run_name}@{step}", "is_final": record.final, **places}
+        emit("checkpoint", self._config.run_name, {**payload, "message": message})
 
     def _promote(self, name: str, record: CheckpointRecord) -> None:
         parent = {f"tinker_flows.parent.{key}": str(value) for key, value in self._parent().items()}

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -28,13 +28,16 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.context import FlowRunContext, TagsContext
+from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
+from prefect.flow_runs import suspend_flow_run
 from prefect.states import Cancelling
 from pydantic import SecretStr
 from sft_config import sft_fields
 from waiting import wait_for
 
 from deployments.automations import (
+    EVALUATE_TAG,
     NOTIFY_TAG,
     PAUSE_TAG,
     RESTART_TAG,
@@ -192,7 +195,10 @@ def test_webhook_receives_warnings_spent_budgets_and_failures(
     install_all()
     assert f"save a Webhook block named {WEBHOOK_BLOCK!r}" in capsys.readouterr().out
     dominant = [{"name": "confidence", "weight": 1.0}]
-    watched = {"regularizers": dominant, "watch": {"dominance_above": 1e-9, "conflict_below": 0, "patience": 1}}
+    watched = {
+        "regularizers": dominant,
+        "watch": {"dominance_above": 1e-9, "conflict_below": 0, "patience": 1, "effect_every": 0},
+    }
     # The budget is longer than a step, so that a checkpoint exists, and shorter than the run.
     spent = {"objective": watched, "budget": {"hours": 20 / 3600}, "checkpoint_every": 1}
     config = SftConfig.model_validate(fields(tmp_path, "notified", engine_url) | spent)
@@ -201,17 +207,31 @@ def test_webhook_receives_warnings_spent_budgets_and_failures(
     def broken() -> None:
         raise ValueError('no "quotes" </here>')
 
+    @flow
+    def asking() -> None:
+        suspend_flow_run()
+
+    def suspend(tags: list[str]) -> None:
+        """Suspend a flow run of a new deployment, in this process."""
+        with get_client(sync_client=True) as client:
+            deployment = client.create_deployment(client.create_flow(asking), f"asking {tags}", tags=tags)
+            with suppress(Pause):  # ends the process of a worker
+                run_flow(asking, flow_run=client.create_flow_run_from_deployment(deployment))
+
     with webhook() as (url, received):
         Webhook(url=SecretStr(url)).save(WEBHOOK_BLOCK, overwrite=True)
         install_all()
         with tags(NOTIFY_TAG):
             sft(config)
             broken(return_state=True)
+        suspend([NOTIFY_TAG])
+        suspend([])
         broken(return_state=True)  # a run without the tag
 
         def received_all() -> list[dict[str, Any]] | None:
             kinds = {payload["event"] for payload in received}
-            return received if {"tinker-flows.budget", "prefect.flow-run.Failed"} <= kinds else None
+            due = {"tinker-flows.budget", "prefect.flow-run.Failed", "prefect.flow-run.Suspended"}
+            return received if due <= kinds else None
 
         wait_for(received_all, "every alert", 120)
         time.sleep(2.0)
@@ -219,7 +239,9 @@ def test_webhook_receives_warnings_spent_budgets_and_failures(
         kind: [payload for payload in received if payload["event"] == kind]
         for kind in {payload["event"] for payload in received}
     }
-    assert by_event.keys() == {"tinker-flows.dominance", "tinker-flows.budget", "prefect.flow-run.Failed"}
+    ends = {"prefect.flow-run.Failed", "prefect.flow-run.Suspended"}
+    assert by_event.keys() == {"tinker-flows.dominance", "tinker-flows.budget", *ends}
+    assert len(by_event["prefect.flow-run.Suspended"]) == 1
     (dominance,) = by_event["tinker-flows.dominance"]
     assert dominance["run"] == "notified"
     assert dominance["message"].startswith("Term 'confidence' has had more than 0% of the gradient")
@@ -281,3 +303,52 @@ def test_a_warning_of_a_trial_stops_its_sweep(prefect_server: str) -> None:
 
     with tags(STOP_TAG):
         assert sweep() == "stopped"
+
+
+SERVE_EVALUATE = """
+import json, sys
+from flows.evaluate import evaluate
+evaluate.serve(name="evaluate", parameters={"config": json.loads(sys.argv[1])}, print_starting_message=False)
+"""
+
+
+@pytest.mark.slow
+def test_each_checkpoint_of_a_tagged_run_is_evaluated(
+    tmp_path: Path, prefect_server: str, engine_url: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    run_fields = fields(tmp_path, "watched", engine_url) | {"num_steps": 4, "checkpoint_every": 2}
+    measured = {"run_name": "evaluate-{start}", "checkpoint": "base", "model": "tiny", "data": run_fields["data"]}
+    serving = subprocess.Popen(
+        [sys.executable, "-c", SERVE_EVALUATE, json.dumps(measured)],
+        env=environment(prefect_server),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        with get_client(sync_client=True) as client:
+            wait_for(lambda: [d for d in client.read_deployments() if d.name == "evaluate"], "a deployment", 90)
+        install_all()
+        assert "tinker-flows: evaluate: Runs the deployment evaluate/evaluate" in capsys.readouterr().out
+        config = SftConfig.model_validate(run_fields)
+        with tags(EVALUATE_TAG):
+            sft(config)
+        sft(config.model_copy(update={"run_name": "unwatched"}))
+        for step in (2, 4):
+            wait_for(lambda name=f"watched-at-{step}": completed(name), f"the evaluation at step {step}", 120)
+        time.sleep(2.0)
+        assert flow_run("unwatched-at-4") is None
+    finally:
+        serving.terminate()
+        serving.wait()
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    runs = {run.info.run_name: run.data for run in client.search_runs(["1"], "")}
+    assert runs.keys() == {"watched", "unwatched", "watched-at-2", "watched-at-4"}
+    for step in (2, 4):
+        record = next(record for record in checkpoints(tmp_path, "watched") if record["step"] == step)
+        assert runs[f"watched-at-{step}"].tags["tinker.checkpoint"] in record.values()
+        (nll,) = client.get_metric_history(
+            next(run.info.run_id for run in client.search_runs(["1"], f"run_name = 'watched-at-{step}'")), "test/nll"
+        )
+        assert nll.step == step
