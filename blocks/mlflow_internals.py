@@ -1,6 +1,6 @@
 """Internals of MLflow that the project uses. Only this module imports them."""
 
-from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS, ErrorCode
+from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS, RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.store.db.db_types import DATABASE_ENGINES
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracing.client import TracingClient
@@ -9,6 +9,7 @@ from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey, TraceTag
 __all__ = [
     "DATABASE_ENGINES",
     "RESOURCE_ALREADY_EXISTS",
+    "RESOURCE_DOES_NOT_EXIST",
     "ErrorCode",
     "SpanAttributeKey",
     "SystemMetricsMonitor",

@@ -40,6 +40,7 @@ from tasks.training.checkpoints import (
     step_of,
 )
 from tasks.training.held_out import read_batch_values
+from tasks.training.logged_models import MODEL_ID, resume_model
 from tasks.training.metric_names import logged_name
 from tasks.training.model_registry import Promotion, promote_from
 from tasks.training.retention import KeepPolicy, keep_checkpoints
@@ -82,14 +83,18 @@ class Checkpoints:
             config.ttl_seconds,
         )
         self._last = start
+        self._origin = {"tinker_flows.run_name": config.run_name, "tinker.base_model": config.model}
         self.rejection = ""
         self.approval_request: ApprovalRequest | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._recording: Future[CheckpointRecord] | None = None
+        if start and (model_id := self._model_of(start)):
+            self._thread.submit(copy_context().run, self._resume_model, step_of(start), model_id)
 
     def enqueue(self, step: int, *, final: bool, kind: Kind) -> PendingCheckpoint:
         """Request a save of the weights after `step` updates, all of which have been requested."""
         ttl_seconds = self._config.ttl_seconds
+        self._run.log.expect_model(step)
         return enqueue_checkpoint(
             self._run.client, step, self._steps_per_epoch, kind=kind, final=final, ttl_seconds=ttl_seconds
         )
@@ -156,7 +161,7 @@ class Checkpoints:
     def _record(self, pending: PendingCheckpoint, state: Mapping[str, Any]) -> CheckpointRecord:
         key = checkpoint_key(self._run.directory.location, pending.name)
         task = materialize(record_checkpoint, key, self._data, self._describe)
-        record = call(task, pending, self._run.directory, self._run.log, state)
+        record = call(task, pending, self._run.directory, self._run.log, state, self._origin)
         self._emit(record)
         if self._policy.last or self._policy.metric:
             try:
@@ -175,11 +180,21 @@ class Checkpoints:
 
     def _promote(self, name: str, record: CheckpointRecord) -> None:
         parent = {f"tinker_flows.parent.{key}": str(value) for key, value in self._parent().items()}
-        lineage = {"tinker_flows.run_name": self._config.run_name, "tinker.base_model": self._config.model, **parent}
         alias = "final" if record.final else "best"
-        promoted = Promotion(alias, step_of(record), record.state_path or "", lineage)
+        origin = {**self._origin, **parent}
+        promoted = Promotion(alias, step_of(record), record.state_path or "", origin, self._model_of(record))
         key = checkpoint_key(self._run.directory.location, record.name)
         promote_from(key, self._run.log, name, promoted, lambda: self._for_sampling(record))
+
+    def _model_of(self, record: CheckpointRecord) -> str:
+        """Return the ID of a checkpoint's logged model; empty if this MLflow run has none."""
+        return str(record.get(MODEL_ID, "")) if record.get("mlflow_run_id", "") == self._run.log.run_id else ""
+
+    def _resume_model(self, step: int, model_id: str) -> None:
+        try:
+            resume_model(self._run.log, step, model_id)
+        except (MlflowException, ServiceError) as error:
+            print(f"The metrics of step {step} are missing in its logged model: {reason(error)}.", file=sys.stderr)
 
     def _describe(self, record: CheckpointRecord) -> dict[str, Any]:
         """Return the metadata of a checkpoint as a Prefect asset."""

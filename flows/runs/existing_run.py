@@ -20,6 +20,7 @@ from flows.runs.config_record import RecordedConfig
 from flows.runs.fork import starts_of
 from flows.runs.mlflow_run import find_recorded_run
 from tasks.training.checkpoints import read_records, step_of
+from tasks.training.logged_models import MODEL_ID, delete_model
 
 
 def settle_run_name(config: RunConfig) -> None:
@@ -106,11 +107,16 @@ def _delete_mlflow_run(config: RunConfig, directory: RunDirectory) -> str:
     reference = str(fields.get("tracking", config.tracking))
     tracking = tracking_at(reference, str(fields.get("experiment", config.experiment)))
     client = tracking.get_client()
-    mlflow_run = find_recorded_run(client, tracking, directory, read_records(directory))
+    records = read_records(directory)
+    mlflow_run = find_recorded_run(client, tracking, directory, records)
     if mlflow_run is None or mlflow_run.info.lifecycle_stage == LifecycleStage.DELETED:
         return ""
     run_id = mlflow_run.info.run_id
     with tracking.failures():
+        for model_id in filter(
+            None, (record.get(MODEL_ID, "") for record in (*records.checkpoints, *records.samplers))
+        ):
+            delete_model(client, model_id)
         client.delete_run(run_id)
     return f", and the MLflow run {run_id}, which `mlflow runs restore --run-id {run_id}` restores"
 

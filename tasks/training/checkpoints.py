@@ -14,14 +14,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import tinker
+from mlflow.exceptions import MlflowException
+from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from tinker import types
 from tinker_cookbook.checkpoint_utils import CHECKPOINTS_BASE_NAME, CheckpointRecord
 
+from blocks.errors import reason
 from blocks.storage import RunDirectory
 from tasks.common.jsonl import read_jsonl
 from tasks.common.service_errors import wait_for_response
 from tasks.common.task import step_task
+from tasks.training.logged_models import MODEL_ID, log_model
 from tasks.training.metrics import MetricsLog
 
 # Content of a checkpoint, as tinker-cookbook's `save_checkpoint` names it.
@@ -83,13 +87,29 @@ def enqueue_checkpoint(
 
 @step_task(name="checkpoint", task_run_name="checkpoint-{pending.name}")
 def record_checkpoint(
-    pending: PendingCheckpoint, directory: RunDirectory, log: MetricsLog, state: Mapping[str, Any]
+    pending: PendingCheckpoint,
+    directory: RunDirectory,
+    log: MetricsLog,
+    state: Mapping[str, Any],
+    origin: Mapping[str, str],
 ) -> CheckpointRecord:
-    """Wait for a save, flush the metrics, and then append the checkpoint's record with the state of the run."""
+    """Wait for a save, flush the metrics, log the model, and then append the record with the state of the run.
+
+    Args:
+        origin: tags of the logged model, such as the name of the run.
+    """
     doing = f"save the checkpoint before step {pending.step}"
     state_path = wait_for_response(pending.state, doing).path if pending.state else None
     sampler_path = wait_for_response(pending.sampler, doing).path if pending.sampler else None
     log.flush()
+    paths = {"tinker.path": sampler_path, "tinker.state_path": state_path}
+    tags = {**origin, **{key: path for key, path in paths.items() if path}}
+    try:
+        model = {MODEL_ID: log_model(log, f"checkpoint-{pending.name}", pending.step, tags)}
+    except MlflowException as error:  # the checkpoint itself is saved
+        model = {}
+        text = "MLflow did not store the checkpoint %s as a logged model (%s); the run can resume from it nevertheless."
+        get_run_logger().warning(text, pending.name, reason(error))
     record = CheckpointRecord(
         name=pending.name,
         batch=pending.batch,
@@ -102,6 +122,7 @@ def record_checkpoint(
             "mlflow_run_id": log.run_id,
             "flow_run_id": flow_run.get_id(),
             "flow_run_count": flow_run.get_run_count(),
+            **model,
             **state,
         },
     )

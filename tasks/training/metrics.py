@@ -54,6 +54,8 @@ class MetricsLog:
         "_has_metrics",
         "_is_failing",
         "_lock",
+        "_models",
+        "_points",
         "_steps",
         "_stored",
         "_tags",
@@ -75,6 +77,8 @@ class MetricsLog:
         self._steps = {metric.step for metric in client.get_metric_history(run_id, STEP_KEY)}
         self._stored: dict[str, set[int]] = {}
         self._unwritten: deque[list[Metric]] = deque()  # the points of each step
+        self._models: dict[int, str] = {}  # logged models by step, whose points are not logged yet
+        self._points: dict[int, list[Metric]] = {}  # points of steps whose logged model is not created yet
         self._tags: dict[str, str] = {}
         self._writer: threading.Thread | None = None
         self._is_failing = False
@@ -88,11 +92,50 @@ class MetricsLog:
         if step in self._steps:
             return
         now = int(time.time() * 1000)
-        points = [Metric(key, float(value), now, step) for key, value in metrics.items() if key != STEP_KEY]
         with self._lock:
+            model_id = self._models.pop(step, None)
+            points = [
+                Metric(key, float(value), now, step, model_id) for key, value in metrics.items() if key != STEP_KEY
+            ]
             self._unwritten.append([*points, Metric(STEP_KEY, float(step), now, step)])
             self._steps.add(step)
+            if step in self._points:
+                self._points[step] = points
         self._start_to_write()
+
+    def expect_model(self, step: int) -> None:
+        """Keep the points of a step, which is not logged yet, for a call of `link`."""
+        with self._lock:
+            self._points[step] = []
+
+    def link(self, step: int, model_id: str) -> None:
+        """Link the points of a step to a logged model, now or when they are logged.
+
+        Points that are logged again, with their original timestamps, add no points to the run.
+
+        Raises:
+            MlflowException: MLflow did not store them.
+        """
+        with self._lock:
+            points = self._points.pop(step, [])
+            if not self.has_logged(step):
+                self._models[step] = model_id
+                return
+        self.check_writer()
+        linked = [Metric(point.key, point.value, point.timestamp, step, model_id) for point in points or self._at(step)]
+        self.flush()  # the points themselves come first
+        for start in range(0, len(linked), _MAX_POINTS):
+            self.client.log_batch(self.run_id, metrics=linked[start : start + _MAX_POINTS])
+
+    def has_logged(self, step: int) -> bool:
+        """Return whether a step is logged, by this process or an earlier one."""
+        return step in self._steps
+
+    def _at(self, step: int) -> list[Metric]:
+        """Read the points of a step that an earlier process logged."""
+        keys = [key for key in self.step_keys() if key != STEP_KEY]
+        points = [point for key in keys for point in self.client.get_metric_history(self.run_id, key)]
+        return [point for point in points if point.step == step]
 
     def tag(self, key: str, value: str) -> None:
         """Enqueue a tag of the run without waiting."""

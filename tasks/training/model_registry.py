@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mlflow.entities import LoggedModelStatus, Metric
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from prefect.assets import Asset
@@ -14,6 +13,7 @@ from blocks.errors import ServiceError, reason
 from blocks.mlflow_internals import RESOURCE_ALREADY_EXISTS, ErrorCode
 from tasks.common.assets import asset_key, materialize
 from tasks.common.task import call, retried_task
+from tasks.training.logged_models import log_model
 from tasks.training.metrics import MetricsLog
 
 STATE_TAG = "tinker.state_path"
@@ -30,12 +30,14 @@ class Promotion:
         step: number of updates in its weights.
         state_path: tinker:// path of its weights and optimizer state.
         lineage: tags such as the run's name, base model and parent.
+        model_id: its logged model; empty without one, which `promote` then creates.
     """
 
     alias: str
     step: int
     state_path: str
     lineage: Mapping[str, str]
+    model_id: str = ""
 
 
 @retried_task(name="promote", task_run_name="promote-{promoted.alias}")
@@ -87,36 +89,16 @@ def _find(log: MetricsLog, name: str, state_path: str) -> str | None:
 
 
 def _register(log: MetricsLog, name: str, promoted: Promotion, sampler_path: str) -> str:
-    client, run = log.client, log.client.get_run(log.run_id)
+    client = log.client
+    tags = {"tinker.path": sampler_path, STATE_TAG: promoted.state_path, **promoted.lineage}
+    model_id = promoted.model_id or log_model(log, name, promoted.step, tags)
     log.check_writer()
-    tags = {
-        "tinker.path": sampler_path,
-        STATE_TAG: promoted.state_path,
-        "tinker_flows.step": str(promoted.step),
-        **promoted.lineage,
-    }
-    model = client.create_logged_model(
-        run.info.experiment_id,
-        name=name,
-        source_run_id=log.run_id,
-        tags=tags,
-        params=run.data.params,
-        model_type="tinker",
-    )
-    client.log_batch(log.run_id, metrics=_metrics_at(log, promoted.step, model.model_id))
-    client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
     try:
         client.create_registered_model(name)
     except MlflowException as error:
         if error.error_code != ErrorCode.Name(RESOURCE_ALREADY_EXISTS):
             raise
-    tags["tinker_flows.model_id"] = model.model_id  # a SQLite registry does not store the model ID itself
-    version = client.create_model_version(name, sampler_path, run_id=log.run_id, tags=tags, model_id=model.model_id)
+    # A SQLite registry does not store the model ID itself.
+    tags |= {"tinker_flows.step": str(promoted.step), "tinker_flows.model_id": model_id}
+    version = client.create_model_version(name, sampler_path, run_id=log.run_id, tags=tags, model_id=model_id)
     return str(version.version)
-
-
-def _metrics_at(log: MetricsLog, step: int, model_id: str) -> list[Metric]:
-    """Metrics of a step with their original timestamps, so that logging them again adds no points to the run."""
-    points = [point for key in log.step_keys() for point in log.client.get_metric_history(log.run_id, key)]
-    at_step = [point for point in points if point.step == step]
-    return [Metric(point.key, point.value, point.timestamp, step, model_id=model_id) for point in at_step]

@@ -15,6 +15,7 @@ from blocks.storage import RunDirectory
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 from tasks.training.checkpoints import append_record, read_records, step_of
+from tasks.training.logged_models import MODEL_ID, delete_model
 from tasks.training.metrics import MetricsLog
 
 
@@ -37,10 +38,10 @@ class KeepPolicy:
 
 @retried_task(name="keep")
 def keep_checkpoints(rest: tinker.RestClient, directory: RunDirectory, log: MetricsLog, policy: KeepPolicy) -> None:
-    """Record the best checkpoint, delete expired checkpoints on the service, and record the deletions.
+    """Record the best checkpoint, delete old ones with their logged models, and record the deletions.
 
     Raises:
-        ServiceError: the service failed; the next call completes the work.
+        ServiceError, MlflowException: the service or MLflow failed; the next call completes the work.
     """
     records = read_records(directory)
     # The checkpoint that a fork starts from belongs to another run.
@@ -58,6 +59,9 @@ def keep_checkpoints(rest: tinker.RestClient, directory: RunDirectory, log: Metr
     for record in old:
         if record.final or (record.state_path and record.state_path == best):
             continue
+        if model_id := record.get(MODEL_ID, None):
+            directory.check_writer()
+            delete_model(log.client, model_id)
         for path in _paths(record):
             directory.check_writer()
             with service_errors(f"delete the checkpoint {path}"), suppress(tinker.NotFoundError):

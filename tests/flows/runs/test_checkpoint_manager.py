@@ -20,6 +20,7 @@ from flows.config.loader import load_config, validate_fields
 from flows.config.train import SftConfig
 from flows.runs.result import TrainResult
 from flows.sft import sft
+from tasks.training.metrics import STEP_KEY
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 MODEL = "gsm8k-tiny"
@@ -89,6 +90,29 @@ def test_newest_best_and_final_checkpoints_are_kept(
     assert [line["dropped"] for line in lines(parent) if "dropped" in line] == [saved[2]] * (best != 2)
 
 
+def test_checkpoints_are_logged_models_with_the_metrics_of_their_step(parent: TrainResult, mlflow_uri: str) -> None:
+    client = MlflowClient(mlflow_uri)
+    run = client.get_run(parent.mlflow_run_id)
+    models = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{parent.mlflow_run_id}'")
+    dropped = {line["dropped"] for line in lines(parent) if "dropped" in line}
+    kept = {line["mlflow_model_id"]: line for line in lines(parent) if line.get("state_path", "") not in {"", *dropped}}
+    assert {model.model_id for model in models} == kept.keys()
+    keys = [key for key in run.data.metrics if key != STEP_KEY]
+    points = [point for key in keys for point in client.get_metric_history(parent.mlflow_run_id, key)]
+    for model in models:
+        line = kept[model.model_id]
+        assert (model.name, model.status) == (f"checkpoint-{line['name']}", "READY")
+        assert model.tags["tinker.state_path"] == line["state_path"]
+        assert model.params == run.data.params
+        at_step = {point.key: point.value for point in points if point.step == line["step"]}
+        assert {metric.key: metric.value for metric in model.metrics} == at_step
+        assert "test/nll" in at_step
+    assert len(points) == len({(point.key, point.step) for point in points})
+    outputs = {output.model_id: output.step for output in run.outputs.model_outputs}
+    assert kept.keys() <= outputs.keys()
+    assert all(outputs[model_id] == line["step"] for model_id, line in kept.items())
+
+
 def test_best_checkpoint_is_registered_once(
     parent: TrainResult, fields: dict[str, Any], mlflow_uri: str, engine_url: str
 ) -> None:
@@ -103,6 +127,8 @@ def test_best_checkpoint_is_registered_once(
     assert version.tags["tinker_flows.run_name"] == "parent"
     assert version.run_id == parent.mlflow_run_id
 
+    (line,) = [line for line in lines(parent) if line.get("state_path") == best["best"]]
+    assert version.tags["tinker_flows.model_id"] == line["mlflow_model_id"]
     model = client.get_logged_model(version.tags["tinker_flows.model_id"])
     assert {metric.key: metric.value for metric in model.metrics}["test/nll"] == best["value"]
     for key in client.get_run(parent.mlflow_run_id).data.metrics:

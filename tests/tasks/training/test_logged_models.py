@@ -1,0 +1,78 @@
+"""Logged models of checkpoints on a real tracking store: the metrics of their step, whichever process logged them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+from tasks.training.logged_models import delete_model, log_model, resume_model
+from tasks.training.metrics import MetricsLog
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}")
+
+
+@pytest.fixture
+def run_id(client: MlflowClient, tmp_path: Path) -> str:
+    experiment = client.create_experiment(str(tmp_path))
+    return client.create_run(experiment).info.run_id
+
+
+def linked(client: MlflowClient, model_id: str) -> dict[str, float]:
+    return {metric.key: metric.value for metric in client.get_logged_model(model_id).metrics or ()}
+
+
+def num_points(client: MlflowClient, run_id: str, key: str) -> int:
+    return len(client.get_metric_history(run_id, key))
+
+
+def test_metrics_are_linked_whether_they_come_before_or_after_the_model(client: MlflowClient, run_id: str) -> None:
+    log = MetricsLog(client, run_id)
+    log.log(3, {"loss": 3.0})
+    log.expect_model(4)
+    log.log(4, {"loss": 4.0, "test/nll": 0.5})
+    before = log_model(log, "checkpoint-000004", 4, {"tinker.state_path": "tinker://a"})
+    after = log_model(log, "checkpoint-000005", 5, {})
+    log.log(5, {"loss": 5.0})
+    log.flush()
+    assert linked(client, before) == {"loss": 4.0, "test/nll": 0.5}
+    assert linked(client, after) == {"loss": 5.0}
+    assert num_points(client, run_id, "loss") == 3
+    model = client.get_logged_model(before)
+    assert (model.source_run_id, str(model.status)) == (run_id, "READY")
+    assert model.tags["tinker.state_path"] == "tinker://a"
+
+
+def test_resumed_run_links_what_an_earlier_process_has_not(client: MlflowClient, run_id: str) -> None:
+    killed = MetricsLog(client, run_id)
+    killed.expect_model(4)
+    model_id = log_model(killed, "checkpoint-000004", 4, {})  # waits for the metrics of step 4
+    other = MetricsLog(client, run_id)  # the killed process has logged them, but not for the model
+    other.log(4, {"loss": 4.0})
+    other.flush()
+    assert linked(client, model_id) == {}
+
+    resumed = MetricsLog(client, run_id)
+    resume_model(resumed, 4, model_id)
+    assert linked(client, model_id) == {"loss": 4.0}
+    resume_model(resumed, 4, model_id)  # nothing is left to do
+    assert num_points(client, run_id, "loss") == 1
+
+    next_id = log_model(killed, "checkpoint-000006", 6, {})
+    resume_model(resumed, 6, next_id)  # the step is not logged yet
+    resumed.log(6, {"loss": 6.0})
+    resumed.flush()
+    assert linked(client, next_id) == {"loss": 6.0}
+
+
+def test_deleted_model_is_deleted_once(client: MlflowClient, run_id: str) -> None:
+    model_id = log_model(MetricsLog(client, run_id), "checkpoint-000002", 2, {})
+    delete_model(client, model_id)
+    delete_model(client, model_id)
+    with pytest.raises(MlflowException):
+        client.get_logged_model(model_id)
