@@ -238,6 +238,12 @@ class RunConfig(TrackedConfig, NamedConfig):
         title="MLflow tags",
         description="Extra tags of the MLflow run. `mlflow.parentRunId` nests the run below another one.",
     )
+    register_prompts: bool = Field(
+        default=False,
+        title="Register prompts",
+        description="Register the renderers and system prompts that the config names in MLflow's prompt registry, at "
+        "the start of the run, and link them to its MLflow run.",
+    )
     resume: str = Field(
         default="auto",
         title="Resume",

@@ -58,6 +58,7 @@ MAY_CHANGE = {
     "promote_if",
     "promote_confidence",
     "needs_approval",
+    "register_prompts",
 }
 
 # Those that say where a run is and how it starts; a change of the others is announced.

@@ -41,6 +41,7 @@ from flows.runs.config_record import FORMAT_OF_CORRECTIONS, FORMAT_OF_SCALES, re
 from flows.runs.contents import CONTENTS_KEY, open_contents
 from flows.runs.lineage import data_assets, log_datasets
 from flows.runs.prices import Price, price_of
+from flows.runs.prompts import register_prompts
 from flows.runs.result import EndReasons, TrainResult, finish
 from flows.runs.resume import first_step, resolve_start
 from flows.runs.run import Run
@@ -311,6 +312,8 @@ class Trainer:
             digest = "" if self.source.sampled else digest_batch(batch)
             show_first_batch(self.run, self.config, batch, digest)
             log_datasets(self.run.log, self.config, self.contents.digests.get("data", {}), digest)
+            if self.config.register_prompts:
+                register_prompts(self.run.log, self.config, self.run.client.get_tokenizer())
 
     def _check_batches(self, steps: range) -> None:
         """Before the first step of a run, apply the guard policy to steps whose batch has nothing to train."""

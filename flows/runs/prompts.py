@@ -1,0 +1,76 @@
+"""Chat formats and system prompts of a run in MLflow's prompt registry."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import PromptVersion
+from mlflow.exceptions import MlflowException
+from tinker_cookbook.renderers import Message, get_renderer
+from tinker_cookbook.tokenizer_utils import Tokenizer
+
+from blocks.errors import reason
+from blocks.mlflow_internals import TraceTagKey
+from flows.config.base import RunConfig
+from flows.config.loader import field_values, renderer_names
+from flows.monitoring.run_tags import note_warning
+from tasks.training.metrics import MetricsLog
+
+# Config fields whose text a model sees before the prompts of the data.
+_PROMPT_FIELDS = ("system_prompt", "prompt", "teacher_prompt", "shown")
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+def register_prompts(log: MetricsLog, config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Register the renderers and system prompts of a config, and link them to the MLflow run.
+
+    A text that equals the newest version of its prompt adds no version.
+    """
+    templates = {**_renderers(config, tokenizer), **_system_prompts(config)}
+    if not templates:
+        text = "register_prompts has no effect: the config names no renderer and no system prompt."
+        note_warning(log, "prompts", text)
+        return
+    try:
+        log.check_writer()
+        versions = [_register(log.client, name, template) for name, template in templates.items()]
+        linked = [{"name": version.name, "version": str(version.version)} for version in versions]
+        # MLflow's client would link them in the tracking store of the process, not in the store of the run.
+        log.tag(TraceTagKey.LINKED_PROMPTS, json.dumps(linked))
+    except MlflowException as error:
+        note_warning(log, "prompts", f"MLflow did not store the prompts of the run ({reason(error)}).")
+
+
+def _renderers(config: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the text that each renderer makes of one user message, by the name of its prompt."""
+    message = Message(role="user", content="{{prompt}}")
+    return {
+        f"renderer-{_NOT_IN_NAMES.sub('-', name)}": str(
+            tokenizer.decode(get_renderer(name, tokenizer).build_generation_prompt([message]).to_ints())
+        )
+        for name in renderer_names(config)
+    }
+
+
+def _system_prompts(config: RunConfig) -> dict[str, str]:
+    """Return the system prompts by the names of their prompts, which runs of the experiment share."""
+    return {_NOT_IN_NAMES.sub("-", f"{config.experiment}-{name}"): text for name, text in _texts(config)}
+
+
+def _texts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    for field in _PROMPT_FIELDS:
+        texts = dict.fromkeys(
+            text for text in field_values(config.model_dump(), field) if text and isinstance(text, str)
+        )
+        for number, text in enumerate(texts):
+            yield (f"{field}-{number + 1}" if number else field), text
+
+
+def _register(client: MlflowClient, name: str, template: str) -> PromptVersion:
+    newest = client.load_prompt(name, allow_missing=True, cache_ttl_seconds=0)
+    if newest and newest.template == template:
+        return newest
+    return client.register_prompt(name, template)

@@ -1,0 +1,50 @@
+"""Renderers and system prompts in the prompt registry of a real tracking store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from sft_config import sft_fields
+
+from engine.tiny import byte_tokenizer
+from flows.config.distill import PromptConfig
+from flows.config.train import SftConfig
+from flows.runs.prompts import register_prompts
+from flows.sft import sft
+from tasks.training.metrics import MetricsLog
+
+
+@pytest.mark.usefixtures("api_key", "prefect_server")
+def test_run_registers_its_renderer_once(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    client = MlflowClient(mlflow_uri)
+    fields = sft_fields(tmp_path, "first", mlflow_uri, engine_url)
+    fields |= {"objective": {}, "num_steps": 1, "eval_every": 0, "register_prompts": True}
+    for run_name in ("first", "second"):
+        result = sft(SftConfig.model_validate(fields | {"run_name": run_name}))
+        linked = client.get_run(result.mlflow_run_id).data.tags["mlflow.linkedPrompts"]
+        assert '"name": "renderer-qwen3_instruct", "version": "1"' in linked
+    (prompt,) = [prompt for prompt in client.search_prompts() if prompt.name == "renderer-qwen3_instruct"]
+    template = client.load_prompt(f"prompts:/{prompt.name}/1")
+    assert template is not None
+    # The chat format of Qwen: https://huggingface.co/Qwen/Qwen3-8B/blob/main/tokenizer_config.json
+    assert template.template == "<|im_start|>user\n{{prompt}}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_changed_system_prompt_is_a_new_version(tmp_path: Path) -> None:
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    log = MetricsLog(client, client.create_run("0").info.run_id)
+    questions = {"path": "questions.jsonl"}
+
+    def register(prompt: str) -> Any:
+        fields = {"run_name": "run", "model": "tiny", "prompt": prompt, "questions": questions, "experiment": "a team"}
+        register_prompts(log, PromptConfig.model_validate(fields), byte_tokenizer())
+        loaded = client.load_prompt("a-team-prompt", cache_ttl_seconds=0)
+        assert loaded is not None
+        return loaded.version, loaded.template
+
+    assert register("You are a clerk.") == (1, "You are a clerk.")
+    assert register("You are a clerk.") == (1, "You are a clerk.")
+    assert register("You are a poet.") == (2, "You are a poet.")
