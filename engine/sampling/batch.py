@@ -63,17 +63,23 @@ class Batch:
             self.remove(lambda row: row is evicted[-1])
         return evicted
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Prefill rows (prompt and tokens so far) and choose the next token of each row."""
+    def add(self, rows: Sequence[Row]) -> int:
+        """Prefill rows (prompt and tokens so far) and choose the next token of each row.
+
+        Returns:
+            Number of tokens computed, without padding; rows with equal `Row.prefill_key` share one prefill.
+        """
+        num_computed = 0
         for adapter in dict.fromkeys(row.request.adapter for row in rows):
-            # Rows with the same prompt share one prefill.
             groups: dict[object, list[Row]] = {}
             for row in (row for row in rows if row.request.adapter is adapter):
-                groups.setdefault(row if row.tokens else row.request.prompt_key, []).append(row)
+                groups.setdefault(row.prefill_key, []).append(row)
             prompts = list(groups.values())
+            num_computed += sum(same_prompt[0].num_tokens for same_prompt in prompts)
             for indices in micro_batches([same_prompt[0].num_tokens for same_prompt in prompts], self._prefill_tokens):
                 with self.base.using(adapter), torch.inference_mode():
                     self._prefill([prompts[index] for index in indices])
+        return num_computed
 
     def step(self) -> None:
         """Generate one token for every row, and remove the rows that end."""

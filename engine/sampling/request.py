@@ -38,6 +38,11 @@ class Row:
     def done(self) -> bool:
         return self.stopped or len(self.tokens) >= self.request.job.max_tokens
 
+    @property
+    def prefill_key(self) -> tuple[Adapter | None, object]:
+        """Rows with equal keys share one prefill: same adapter, same prompt, no tokens so far."""
+        return self.request.adapter, self if self.tokens else self.request.prompt_key
+
     def context_T(self) -> torch.Tensor:
         """Prompt and completion so far, int64."""
         return torch.cat([self.request.job.prompt_T, torch.tensor(self.tokens, dtype=torch.int64)])

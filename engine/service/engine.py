@@ -278,6 +278,7 @@ class Engine:
     def gauges(self) -> Mapping[str, float]:
         """Return the current values of `metrics.GAUGES`."""
         models = [model for session in self.sessions.values() for model in session.models.values()]
+        queues = self._sampling_queues.values()
         return {
             "sessions": len(self.sessions),
             "models": len(models),
@@ -286,6 +287,8 @@ class Engine:
             "running_requests": sum(model.queue.running is not None for model in models),
             "adapter_bytes": self.memory.num_bytes,
             "evictions": self.memory.num_evictions,
+            "prefill_tokens_requested": sum(queue.prefill_tokens_requested for queue in queues),
+            "prefill_tokens_computed": sum(queue.prefill_tokens_computed for queue in queues),
             "busy_seconds": self.worker.busy_s,
             "resident_bytes": _resident_bytes(),
         }

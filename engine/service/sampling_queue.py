@@ -32,6 +32,8 @@ class SamplingQueue:
         self._batch = self._new_batch()
         self._waiting: dict[str, deque[Row]] = {}
         self._num_reserved = 0
+        self.prefill_tokens_requested = 0
+        self.prefill_tokens_computed = 0
         self._open: dict[SamplingRequest, tuple[str, asyncio.Future[SampleResult]]] = {}
         self._abandoned: set[SamplingRequest] = set()
         self._runner: asyncio.Task[None] | None = None
@@ -109,8 +111,12 @@ class SamplingQueue:
         self._runner = None
 
     def _next_rows(self) -> list[Row]:
-        """Take waiting rows for one prefill, round-robin over clients."""
+        """Take waiting rows for one prefill, round-robin over clients.
+
+        The limit on its tokens counts a shared prompt once.
+        """
         rows: list[Row] = []
+        prompts: set[object] = set()
         num_tokens = 0
         while self._waiting:
             client, waiting = next(iter(self._waiting.items()))
@@ -118,7 +124,9 @@ class SamplingQueue:
             if not waiting:
                 continue
             row = waiting[0]
-            num_tokens += row.num_tokens
+            if row.prefill_key not in prompts:
+                num_tokens += row.num_tokens
+                prompts.add(row.prefill_key)
             full = len(self._batch.rows) + len(rows) >= MAX_ROWS or not self._batch.has_room([*rows, row])
             if full or (rows and num_tokens > self._settings.micro_batch_tokens):
                 self._waiting = {client: waiting, **self._waiting}
@@ -132,7 +140,9 @@ class SamplingQueue:
         started = perf_counter()
         self._batch.remove(lambda row: row.request in abandoned)
         if new_rows:
-            self._batch.add(new_rows)
+            num_requested = sum(row.num_tokens for row in new_rows)
+            self.prefill_tokens_computed += self._batch.add(new_rows)
+            self.prefill_tokens_requested += num_requested
             return []
         while self._batch.rows:
             if evicted := self._batch.make_room():

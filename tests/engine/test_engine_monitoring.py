@@ -63,6 +63,21 @@ def test_prometheus_metrics(http: httpx.Client, trained: tinker.TrainingClient, 
 
 
 @pytest.mark.process
+def test_prefill_tokens_requested_and_computed(observed: EngineProcess, http: httpx.Client) -> None:
+    def tokens(kind: str) -> float:
+        lines = http.get("/metrics").text.splitlines()
+        (line,) = (line for line in lines if line.startswith(f"tinker_engine_prefill_tokens_{kind} "))
+        return float(line.split()[1])
+
+    before = tokens("requested"), tokens("computed")
+    with tinker.ServiceClient(base_url=observed.url, api_key=KEY) as service:
+        prompt = types.ModelInput.from_ints(list(b"to be or not"))
+        sampler = service.create_sampling_client(base_model="tiny").result()
+        sampler.sample(prompt, num_samples=3, sampling_params=types.SamplingParams(max_tokens=2)).result()
+    assert (tokens("requested") - before[0], tokens("computed") - before[1]) == (3 * 12, 12)
+
+
+@pytest.mark.process
 def test_queue_statistics(http: httpx.Client, trained: tinker.TrainingClient) -> None:
     # Request 3 was never sent, so request 4 waits.
     http.post("/api/v1/optim_step", json={"model_id": trained.model_id, "seq_id": 4, "adam_params": {}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tinker import types
 
 from engine.compute.base import BaseModel
 from engine.routes.app import make_app
+from engine.sampling.job import SampleJob, SampleResult
 from engine.service import sampling_queue
 from engine.service.engine import Engine
 from engine.service.sampling_queue import SamplingQueue
@@ -104,6 +106,31 @@ def test_cancelled_work_stops(base: BaseModel, settings: Settings) -> None:
         return len(result.sequences[0].tokens)
 
     assert asyncio.run(main()) == 40
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_group_computes_its_prompt_once(base: BaseModel, settings: Settings, deterministic: bool) -> None:
+    """A prompt of 300 tokens is computed once for 40 samples, although 40 prompts exceed the limit of one prefill."""
+    job = make_job(1, length=300, max_tokens=3, num_samples=40)
+    settings = replace(settings, deterministic=deterministic)
+    computed: list[int] = []
+
+    def record(module: object, args: object, kwargs: dict[str, Any]) -> None:
+        if (shape := kwargs["input_ids"].shape)[1] > 1:
+            computed.append(shape.numel())
+
+    def run(queue: SamplingQueue, job: SampleJob) -> SampleResult:
+        return asyncio.run(queue.sample("a", job, lambda: None))
+
+    queue = SamplingQueue(base, Worker(), settings)
+    hook = base.decoder.register_forward_pre_hook(record, with_kwargs=True)
+    group = run(queue, job)
+    hook.remove()
+    assert computed == [300]
+    assert (queue.prefill_tokens_requested, queue.prefill_tokens_computed) == (40 * 300, 300)
+    for index in (0, 39):
+        alone = run(SamplingQueue(base, Worker(), settings), replace(job, num_samples=1, seed=job.seed + index))
+        assert group.sequences[index].tokens == alone.sequences[0].tokens
 
 
 def test_failure_affects_only_its_request(base: BaseModel, settings: Settings) -> None:
