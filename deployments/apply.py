@@ -27,4 +27,5 @@ if __name__ == "__main__":
     except SystemExit as end:
         if end.code:
             raise
-    install_all()  # the automation of evaluations needs its deployment
+    finally:
+        install_all()  # after the deployments, because the automation of evaluations needs one

@@ -8,7 +8,7 @@ resumes from its last checkpoint.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import get_args
+from typing import Any, get_args
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
@@ -123,6 +123,16 @@ def pause_automation() -> AutomationCore:
     )
 
 
+def _without_templates(value: Any) -> Any:
+    """Return a value whose strings Prefect does not render as templates."""
+    if isinstance(value, dict):
+        return {key: _without_templates(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_templates(item) for item in value]
+    is_template = isinstance(value, str) and any(mark in value for mark in ("{{", "{%", "{#"))
+    return f"{{% raw %}}{value}{{% endraw %}}" if is_template else value
+
+
 def evaluate_automation(deployment: DeploymentResponse) -> AutomationCore:
     """Build the automation that evaluates each checkpoint of a run with `EVALUATE_TAG`.
 
@@ -132,7 +142,12 @@ def evaluate_automation(deployment: DeploymentResponse) -> AutomationCore:
     names = ("checkpoint", "base_url", "storage", "tracking", "experiment")
     of_the_run = {name: f"{{{{ event.payload.{name} }}}}" for name in names}
     run_name = "{{ event.payload.run_name }}-at-{{ event.payload.step }}"
-    config = {**deployment.parameters["config"], "model": "", "run_name": run_name, **of_the_run}
+    config = {
+        **_without_templates(deployment.parameters.get("config", {})),
+        "model": "",
+        "run_name": run_name,
+        **of_the_run,
+    }
     parameters = {"config": config}
     run = RunDeployment(source="selected", deployment_id=deployment.id, parameters=parameters, job_variables=None)
     return AutomationCore(

@@ -39,7 +39,8 @@ def rlhf(config: RlhfConfig) -> TrainResult:
     """Train a policy against a reward model, with one run per stage; a finished stage is not repeated.
 
     Returns:
-        Result of the policy stage, or of an earlier stage that ended the flow through its budget or promotion gate.
+        Result of the policy stage, or of an earlier stage that ended the flow through its budget, its promotion
+        gate or a person's refusal.
     """
     with leave_state_to_successor():
         start = reward = ""
@@ -100,9 +101,9 @@ def _with_approval(
         return result
     rows = tuple(row for row in result.held_out if not is_bookkeeping(row.metric))
     question = f"Continue with the stage after {stage.run_name}?"
-    approval = decide(ApprovalRequest(stage.run_name, result.num_steps, question, rows), stage)
+    approval = decide(ApprovalRequest(stage.run_name, result.num_steps, result.state_path, question, rows), stage)
     if approval is None:
-        return replace(result, not_promoted=f"{stage.run_name} waits for approval: run the same command in a terminal.")
+        return replace(result, not_promoted=f"{stage.run_name} waits for approval: run this rlhf again in a terminal.")
     if approval.decision == "approve":
         return result
     return replace(result, not_promoted=f"{stage.run_name} ends the flow: a person decided {approval.describe()!r}.")

@@ -130,6 +130,8 @@ class RlhfConfig(TrackedConfig, NamedConfig):
                 raise ValueError(f"a stage must not set {', '.join(common)}: set it at the top level of the config")
             if "budget" in stage and self.budget != BudgetConfig():
                 raise ValueError("budget covers all stages, but a stage has a budget of its own: remove one of them")
+            if stage.get("resume") == "never":
+                raise ValueError("a stage must not set resume to never, because a restarted rlhf resumes its stages")
             if stage.get("if_exists", "resume") != "resume":
                 raise ValueError(
                     "a stage must not set if_exists, because a restarted rlhf would delete its own stages: choose "

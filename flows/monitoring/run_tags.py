@@ -75,11 +75,11 @@ def note_pending_approval(log: MetricsLog, reason: str) -> None:
     get_run_logger().warning("%s", reason)
 
 
-def forget_rejection(log: MetricsLog) -> None:
-    """Remove the rejection of an earlier attempt once the checkpoint is promoted."""
+def forget_tag(log: MetricsLog, key: str) -> None:
+    """Remove the tag that an earlier attempt has set, if there is one."""
     log.check_writer()
-    if REJECTED_TAG in log.client.get_run(log.run_id).data.tags:
-        log.client.delete_tag(log.run_id, REJECTED_TAG)
+    if key in log.client.get_run(log.run_id).data.tags:
+        log.client.delete_tag(log.run_id, key)
 
 
 def emit_accepted_change(log: MetricsLog, run_name: str, change: Mapping[str, object]) -> None:

@@ -38,11 +38,13 @@ class ApprovalRequest:
 
     Attributes:
         step: Number of updates in the checkpoint's weights.
+        state_path: Path of the weights.
         rows: Held-out metrics before training and at the checkpoint.
     """
 
     run_name: str
     step: int
+    state_path: str
     question: str
     rows: tuple[HeldOutRow, ...]
 
@@ -70,6 +72,7 @@ class Approval:
     """
 
     step: int
+    state_path: str
     question: str
     decision: str
     reason: str
@@ -78,7 +81,7 @@ class Approval:
     def describe(self) -> str:
         """Return the decision and its reason.
 
-        >>> Approval(8, "Register it?", "refuse", "too long", "").describe()
+        >>> Approval(8, "tinker://a/weights/8", "Register it?", "refuse", "too long", "").describe()
         'refuse: too long'
         """
         return f"{self.decision}: {self.reason}" if self.reason else self.decision
@@ -90,7 +93,8 @@ def read_approval(directory: RunDirectory, request: ApprovalRequest) -> Approval
     if content is None:
         return None
     approval = Approval(**json.loads(content))
-    return approval if (approval.step, approval.question) == (request.step, request.question) else None
+    asked, answered = ((about.step, about.state_path, about.question) for about in (request, approval))
+    return approval if answered == asked else None
 
 
 def decide(request: ApprovalRequest, config: RunConfig) -> Approval | None:
@@ -106,7 +110,8 @@ def decide(request: ApprovalRequest, config: RunConfig) -> Approval | None:
     context = FlowRunContext.get()
     assert context is not None
     assert context.flow_run is not None
-    if context.flow_run.deployment_id:
+    # Prefect does not suspend flow runs that another flow run has started.
+    if context.flow_run.deployment_id and not context.flow_run.parent_task_run_id:
         form = ApprovalForm.with_initial_data(description=request.as_markdown())
         answer = suspend_flow_run(wait_for_input=form, key=request.key)
         assert answer is not None
@@ -117,7 +122,7 @@ def decide(request: ApprovalRequest, config: RunConfig) -> Approval | None:
             return None
     else:
         return None
-    approval = Approval(request.step, request.question, decision, reason, str(context.flow_run.id))
+    approval = Approval(request.step, request.state_path, request.question, decision, reason, str(context.flow_run.id))
     with directory:
         directory.write_bytes(APPROVAL, json.dumps(asdict(approval)).encode())
     return approval

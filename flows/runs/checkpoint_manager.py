@@ -20,7 +20,13 @@ from blocks.errors import ServiceError, reason
 from flows.config.base import RunConfig
 from flows.config.promotion import PromoteIf
 from flows.monitoring.events import emit
-from flows.monitoring.run_tags import APPROVAL_TAG, forget_rejection, note_pending_approval, note_rejection
+from flows.monitoring.run_tags import (
+    APPROVAL_TAG,
+    REJECTED_TAG,
+    forget_tag,
+    note_pending_approval,
+    note_rejection,
+)
 from flows.runs.approval import ApprovalRequest, read_approval
 from flows.runs.checkpoint_refs import checkpoint_key
 from flows.runs.promotion import Measurement, find_rejection
@@ -140,7 +146,7 @@ class Checkpoints:
                 note_rejection(self._run.log, self._config.run_name, name, self.rejection)
             else:
                 self._promote(name, chosen)
-                forget_rejection(self._run.log)
+                forget_tag(self._run.log, REJECTED_TAG)
         return last
 
     def __enter__(self) -> Self:
@@ -227,8 +233,12 @@ class Checkpoints:
         return f"The checkpoint at step {step} is not promoted: {rejection}." if rejection else ""
 
     def _refusal(self, name: str, record: CheckpointRecord) -> str:
-        """Return the reason why a person has not approved the promotion; empty if one has, or if none has to."""
+        """Return the reason why a person has not approved the promotion; empty if one has, or if none has to.
+
+        Without a decision, `approval_request` has the question.
+        """
         if not self._config.needs_approval:
+            forget_tag(self._run.log, APPROVAL_TAG)
             return ""
         step, directory = step_of(record), self._run.directory
         history = {
@@ -238,10 +248,11 @@ class Checkpoints:
             row for row in held_out_rows(history, read_batch_values(directory)) if not is_bookkeeping(row.metric)
         )
         question = f"Register the checkpoint at step {step} of {self._config.run_name} as a version of {name}?"
-        request = ApprovalRequest(self._config.run_name, step, question, rows)
+        request = ApprovalRequest(self._config.run_name, step, record.state_path or "", question, rows)
         approval = read_approval(directory, request)
         if approval is None:
             self.approval_request = request
+            forget_tag(self._run.log, APPROVAL_TAG)
             command = f"tinker-flows resume {shlex.quote(self._config.run_name)}"
             command += storage_option(self._config.run_name, directory.location)
             return (
@@ -251,8 +262,8 @@ class Checkpoints:
         self._run.log.tag(APPROVAL_TAG, approval.describe())
         if approval.decision == "approve":
             return ""
-        reason = f" ({approval.reason})" if approval.reason else ""
-        return f"The checkpoint at step {step} is not promoted: a person refused it{reason}."
+        why = f" ({approval.reason})" if approval.reason else ""
+        return f"The checkpoint at step {step} is not promoted: a person refused it{why}."
 
     def _parent(self) -> dict[str, Any]:
         """Return the origin of a fork, from its first record; empty for other runs."""

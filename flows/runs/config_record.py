@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prefect.runtime import flow_run
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.errors import ConfigError
@@ -112,7 +113,7 @@ def check_config(
     """Record the config of a new run; check that a resumed run has the same config.
 
     Args:
-        restarts: Non-empty if the run itself restarts, which `resume: never` allows.
+        restarts: Non-empty if the run itself restarts. `resume: never` allows that, and a start of the same flow run.
 
     Raises:
         ConfigError: The recorded config differs, or `resume` is `never` and the name is in use.
@@ -121,7 +122,8 @@ def check_config(
         fields = {_FORMAT_KEY: FORMAT_VERSION, **config.model_dump(mode="json")}
         directory.write_bytes(CONFIG, json.dumps(fields, indent=2).encode())
         return
-    if config.resume == "never" and not restarts:
+    is_own = flow_run.get_id() is not None and start.get("flow_run_id", None) == flow_run.get_id()
+    if config.resume == "never" and not restarts and not is_own:
         raise ConfigError(
             f"The run name {config.run_name!r} is in use in {directory.location} and resume is `never`: "
             "choose another run_name, or set resume to auto to resume that run."

@@ -113,9 +113,10 @@ def _delete_mlflow_run(config: RunConfig, directory: RunDirectory) -> str:
         return ""
     run_id = mlflow_run.info.run_id
     with tracking.failures():
-        for model_id in filter(
-            None, (record.get(MODEL_ID, "") for record in (*records.checkpoints, *records.samplers))
-        ):
+        versions = client.search_model_versions(f"run_id = '{run_id}'")
+        registered = {version.tags.get("tinker_flows.model_id", "") for version in versions}
+        models = {record.get(MODEL_ID, "") for record in (*records.checkpoints, *records.samplers)}
+        for model_id in sorted(models - registered - {""}):
             delete_model(client, model_id)
         client.delete_run(run_id)
     return f", and the MLflow run {run_id}, which `mlflow runs restore --run-id {run_id}` restores"

@@ -27,9 +27,9 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 def register_prompts(log: MetricsLog, config: RunConfig, tokenizer: Tokenizer) -> None:
     """Register the renderers and system prompts of a config, and link them to the MLflow run.
 
-    A text that equals the newest version of its prompt adds no version.
+    A text that is a version of its prompt already adds no version.
     """
-    templates = {**_renderers(config, tokenizer), **_system_prompts(config)}
+    templates = {**_renderers(log, config, tokenizer), **_system_prompts(config)}
     if not templates:
         text = "register_prompts has no effect: the config names no renderer and no system prompt."
         note_warning(log, "prompts", text)
@@ -44,15 +44,19 @@ def register_prompts(log: MetricsLog, config: RunConfig, tokenizer: Tokenizer) -
         note_warning(log, "prompts", f"MLflow did not store the prompts of the run ({reason(error)}).")
 
 
-def _renderers(config: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
+def _renderers(log: MetricsLog, config: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the text that each renderer makes of one user message, by the name of its prompt."""
     message = Message(role="user", content="{{prompt}}")
-    return {
-        f"renderer-{_NOT_IN_NAMES.sub('-', name)}": str(
-            tokenizer.decode(get_renderer(name, tokenizer).build_generation_prompt([message]).to_ints())
-        )
-        for name in renderer_names(config)
-    }
+    templates: dict[str, str] = {}
+    for renderer in renderer_names(config):
+        name = _NOT_IN_NAMES.sub("-", renderer)
+        try:
+            prompt = get_renderer(renderer, tokenizer).build_generation_prompt([message])
+        except Exception as error:  # noqa: BLE001  # one of another model, or of the user, which may raise anything
+            note_warning(log, f"prompts.{name}", f"The renderer {renderer} was not registered ({reason(error)}).")
+        else:
+            templates[f"renderer-{name}"] = str(tokenizer.decode(prompt.to_ints()))
+    return templates
 
 
 def _system_prompts(config: RunConfig) -> dict[str, str]:
@@ -70,7 +74,8 @@ def _texts(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _register(client: MlflowClient, name: str, template: str) -> PromptVersion:
-    newest = client.load_prompt(name, allow_missing=True, cache_ttl_seconds=0)
-    if newest and newest.template == template:
-        return newest
-    return client.register_prompt(name, template)
+    # Not `load_prompt`, which links the prompt to an experiment of the process's global store.
+    known = client.search_prompt_versions(name) if client.get_prompt(name) else []
+    return next((version for version in known if version.template == template), None) or client.register_prompt(
+        name, template
+    )

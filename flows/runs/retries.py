@@ -50,6 +50,10 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T]) 
             `max_restarts` consecutive times without a new checkpoint; or one was unreachable in the first attempt.
     """
     settle_run_name(config)
+    return _run_with_restarts(config, attempt)
+
+
+def _run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T]) -> T:
     reasons: list[str] = []
     num_in_a_row = 0
     records = _records(config)
@@ -97,7 +101,11 @@ def run_with_approval(config: RunConfig, attempt: Callable[[Sequence[str]], Trai
     context = FlowRunContext.get()
     is_child = bool(context and context.flow_run and context.flow_run.parent_task_run_id)
     if result.approval_request and not is_child and decide(result.approval_request, config):
-        result = replace(run_with_restarts(config, attempt), resumed_from=result.resumed_from)
+        # `if_exists` must not delete the run that the person has decided on.
+        decided = _run_with_restarts(config, attempt)
+        if not isinstance(decided, TrainResult):
+            return decided
+        result = replace(decided, resumed_from=result.resumed_from)
     return as_state(result)
 
 

@@ -312,8 +312,8 @@ class Trainer:
             digest = "" if self.source.sampled else digest_batch(batch)
             show_first_batch(self.run, self.config, batch, digest)
             log_datasets(self.run.log, self.config, self.contents.digests.get("data", {}), digest)
-            if self.config.register_prompts:
-                register_prompts(self.run.log, self.config, self.run.client.get_tokenizer())
+        if self.config.register_prompts:
+            register_prompts(self.run.log, self.config, self.run.client.get_tokenizer())
 
     def _check_batches(self, steps: range) -> None:
         """Before the first step of a run, apply the guard policy to steps whose batch has nothing to train."""

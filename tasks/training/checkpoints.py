@@ -20,7 +20,7 @@ from prefect.runtime import flow_run
 from tinker import types
 from tinker_cookbook.checkpoint_utils import CHECKPOINTS_BASE_NAME, CheckpointRecord
 
-from blocks.errors import reason
+from blocks.errors import ServiceError, reason
 from blocks.storage import RunDirectory
 from tasks.common.jsonl import read_jsonl
 from tasks.common.service_errors import wait_for_response
@@ -106,7 +106,7 @@ def record_checkpoint(
     tags = {**origin, **{key: path for key, path in paths.items() if path}}
     try:
         model = {MODEL_ID: log_model(log, f"checkpoint-{pending.name}", pending.step, tags)}
-    except MlflowException as error:  # the checkpoint itself is saved
+    except (MlflowException, ServiceError) as error:  # the checkpoint itself is saved
         model = {}
         text = "MLflow did not store the checkpoint %s as a logged model (%s); the run can resume from it nevertheless."
         get_run_logger().warning(text, pending.name, reason(error))

@@ -114,7 +114,7 @@ class MetricsLog:
         Points that are logged again, with their original timestamps, add no points to the run.
 
         Raises:
-            MlflowException: MLflow did not store them.
+            MlflowException, ServiceError: MLflow did not store them.
         """
         with self._lock:
             points = self._points.pop(step, [])
@@ -122,8 +122,8 @@ class MetricsLog:
                 self._models[step] = model_id
                 return
         self.check_writer()
-        linked = [Metric(point.key, point.value, point.timestamp, step, model_id) for point in points or self._at(step)]
         self.flush()  # the points themselves come first
+        linked = [Metric(point.key, point.value, point.timestamp, step, model_id) for point in points or self._at(step)]
         for start in range(0, len(linked), _MAX_POINTS):
             self.client.log_batch(self.run_id, metrics=linked[start : start + _MAX_POINTS])
 

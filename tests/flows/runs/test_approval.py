@@ -105,6 +105,24 @@ class TestTerminal:
         assert sft(SftConfig.model_validate(fields | {"needs_approval": False})).not_promoted == ""
         assert len(versions(mlflow_uri, fields["run_name"])) == 1
 
+    @pytest.mark.parametrize("reuse", [{"if_exists": "delete"}, {"resume": "never"}])
+    def test_decision_is_about_the_run_that_was_trained(
+        self,
+        tmp_path: Path,
+        mlflow_uri: str,
+        engine_url: str,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: Any,
+        reuse: dict[str, str],
+    ) -> None:
+        """Neither `if_exists: delete` nor `resume: never` applies to it when it is opened again for the promotion."""
+        name = "-".join(reuse.values())
+        monkeypatch.setattr("sys.stdin", Terminal("approve\n"))
+        result = sft(SftConfig.model_validate(short_fields(tmp_path, name, mlflow_uri, engine_url) | reuse))
+        assert result.not_promoted == ""
+        assert [version.run_id for version in versions(mlflow_uri, name)] == [result.mlflow_run_id]
+        assert "Deleted" not in capsys.readouterr().err
+
     def test_failed_condition_asks_nobody(self, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("sys.stdin", Terminal(""))
         result = sft(SftConfig.model_validate(fields | {"promote_if": "test/nll < 0.01"}))
@@ -134,7 +152,7 @@ def test_rlhf_asks_between_its_stages(
     fields["reward"]["training"] |= {"register_as": "asked-reward"}
     config = RlhfConfig.model_validate(fields)
     result = rlhf(config)
-    waits = "asked-sft waits for approval: run the same command in a terminal."
+    waits = "asked-sft waits for approval: run this rlhf again in a terminal."
     assert (result.run_name, result.not_promoted) == ("asked-sft", waits)
     monkeypatch.setattr("sys.stdin", Terminal("approve\nrefuse\n"))
     result = rlhf(config)
