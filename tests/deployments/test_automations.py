@@ -14,7 +14,7 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import psutil
 import pytest
@@ -26,11 +26,14 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.context import FlowRunContext, TagsContext
+from prefect.events.actions import RunDeployment
 from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
 from prefect.flow_runs import suspend_flow_run
+from prefect.server.utilities.user_templates import render_user_template_sync
 from prefect.states import Cancelling
 from pydantic import SecretStr
 from sft_config import sft_fields
@@ -44,6 +47,7 @@ from deployments.automations import (
     STOP_TAG,
     WEBHOOK_BLOCK,
     crash_automation,
+    evaluate_automation,
     install,
     install_all,
     pause_automation,
@@ -303,6 +307,17 @@ def test_a_warning_of_a_trial_stops_its_sweep(prefect_server: str) -> None:
 
     with tags(STOP_TAG):
         assert sweep() == "stopped"
+
+
+@pytest.mark.parametrize("text", ["What is {{answer}}?", "{% if %}", "{# no comment", "plain"])
+def test_texts_of_the_evaluation_are_no_templates(text: str) -> None:
+    config = {"evaluators": [{"params": {"prompt": text}}]}
+    deployment = DeploymentResponse(id=uuid4(), name="evaluate", flow_id=uuid4(), parameters={"config": config})
+    (action,) = evaluate_automation(deployment).actions
+    assert isinstance(action, RunDeployment)
+    assert action.parameters is not None
+    sent = action.parameters["config"]["evaluators"][0]["params"]["prompt"]
+    assert render_user_template_sync(sent, {}) == text
 
 
 SERVE_EVALUATE = """
