@@ -84,8 +84,7 @@ def rl(config: RlConfig) -> TrainResult:
                 if config.health:
                     limits = _health_limits(config, config.health)
                     source.health = HealthWatch(limits)
-                    if config.rollout.timeout_s is None:
-                        source.watch_hangs(limits, lambda warning: _warn_of_health(config, run, warning))
+                    source.watch_hangs(limits, lambda warning: _warn_of_health(config, run, warning))
                 _note_correction(config, run, objective)
                 source.measures_post_kl = config.compute_post_kl
                 source.scores_ends = config.prompt_logprobs_last_n == "auto"

@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from tinker import types
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState
-from tinker_cookbook.rl.types import Action, ActionExtra, RLDataset, StepResult
+from tinker_cookbook.rl.types import Action, ActionExtra, Env, Metrics, RLDataset, StepResult, Trajectory
 
 from examples.letters import LetterEnv, LetterGroup, Letters, LettersBuilder
 from tinker_flows import HookAction
@@ -150,37 +150,72 @@ class DelayedLettersBuilder(LettersBuilder):
 
 
 @dataclass(frozen=True)
-class SilentLetterEnv(LetterEnv):
-    """Environment that answers only once a run has a tag."""
+class Tag:
+    """Tag of an MLflow run."""
 
-    tracking: str = ""
-    experiment: str = ""
-    tag: str = ""
+    tracking: str
+    experiment: str
+    name: str
 
-    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        while not await asyncio.to_thread(self._is_tagged):
+    async def wait(self) -> None:
+        """Wait until a run has the tag."""
+        while not await asyncio.to_thread(self._exists):
             await asyncio.sleep(0.2)
-        return await super().step(action, extra=extra)
 
-    def _is_tagged(self) -> bool:
+    def _exists(self) -> bool:
         client = MlflowClient(self.tracking)
         experiment = client.get_experiment_by_name(self.experiment)
         assert experiment is not None
-        return bool(client.search_runs([experiment.experiment_id], f"tags.`{self.tag}` LIKE '%'"))
+        return bool(client.search_runs([experiment.experiment_id], f"tags.`{self.name}` LIKE '%'"))
+
+
+@dataclass(frozen=True)
+class SilentLetterEnv(LetterEnv):
+    """Environment that answers only once a run has a tag."""
+
+    tag: Tag | None = None
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        if self.tag:
+            await self.tag.wait()
+        return await super().step(action, extra=extra)
+
+
+@dataclass(frozen=True)
+class SilentRewards(LetterGroup):
+    """Group whose rewards are known only once a run has a tag."""
+
+    tag: Tag | None = None
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        if self.tag:
+            await self.tag.wait()
+        return await super().compute_group_rewards(trajectory_group, env_group)
 
 
 @chz.chz
 class SilentLettersBuilder(LettersBuilder):
-    """Builder of letters of which the last one answers only once a run has a tag."""
+    """Builder of letters of which the last one answers only once a run has a tag.
+
+    Attributes:
+        part: what waits for the tag: `turns` or `rewards`.
+    """
 
     tracking: str
     experiment: str
     tag: str
+    part: str
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         train, _ = await LettersBuilder.__call__(self)
         assert isinstance(train, Letters)
         *groups, last = train.groups
-        own = (self.tracking, self.experiment, self.tag)
-        env = SilentLetterEnv(last.env.renderer, last.env.letter, last.env.num_letters, *own)
-        return Letters([*groups, LetterGroup(env, last.group_size)], self.num_batches), None
+        tag = Tag(self.tracking, self.experiment, self.tag)
+        if self.part == "rewards":
+            silent = SilentRewards(last.env, last.group_size, tag)
+        else:
+            env = SilentLetterEnv(last.env.renderer, last.env.letter, last.env.num_letters, tag)
+            silent = LetterGroup(env, last.group_size)
+        return Letters([*groups, silent], self.num_batches), None

@@ -275,15 +275,15 @@ class HealthConfig(Config):
         default=60.0,
         gt=0,
         title="Hang seconds",
-        description="Seconds without a response of a group's environment, from which on it may hang. Only without "
-        "`rollout.timeout_s`, which ends such groups.",
+        description="Seconds without a response of a group's environment, reward or completer, from which on it may "
+        "hang. `rollout.timeout_s` is added, because it ends turns that hang.",
     )
     hang_factor: float = Field(
         default=10.0,
         gt=1,
         title="Hang factor",
-        description="How many times as long as the median group takes an environment must be silent to hang; before "
-        "the first group has finished, how many times `hang_seconds`.",
+        description="Multiple of the median duration of a group for which a group must be silent to hang; before the "
+        "first group has finished, the multiple of `hang_seconds`.",
     )
 
 

@@ -1,7 +1,8 @@
-"""Watch for environments that no longer respond while their step waits for them."""
+"""Watch for environments, rewards and completers that no longer respond while their step waits for them."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +16,12 @@ from tasks.rl.group_progress import GroupProgress, ProgressCounts
 from tasks.rl.health import HealthLimits
 from tasks.training.batch_source import MetricWarning
 
+logger = logging.getLogger(__name__)
+
 _NUM_DURATIONS = 256  # finished groups whose median counts
 _MAX_INTERVAL_S = 1.0
 _NUM_SHOWN = 3
+_CLOSE_S = 5.0  # a report that does not end must not keep the run open
 
 
 @dataclass
@@ -41,11 +45,15 @@ class HangWatch:
 
     A group hangs if it has no open request for samples and has sent none for `hang_seconds`, and for `hang_factor`
     times the median duration of the last finished groups. Before any group has finished, the bound is `hang_factor`
-    times `hang_seconds`. Each step causes at most one warning.
+    times `hang_seconds`. The time limit of the turns is added to the bound, because the rollout ends turns that hang
+    by itself. Each step causes at most one warning.
+
+    Args:
+        timeout_s: time limit of the turns of one attempt; None means no limit.
     """
 
-    def __init__(self, limits: HealthLimits, report: Callable[[MetricWarning], None]) -> None:
-        self._limits, self._report = limits, report
+    def __init__(self, limits: HealthLimits, timeout_s: float | None, report: Callable[[MetricWarning], None]) -> None:
+        self._limits, self._timeout_s, self._report = limits, timeout_s or 0.0, report
         self._lock = Lock()
         self._running: dict[int, _RunningGroup] = {}
         self._durations: deque[float] = deque(maxlen=_NUM_DURATIONS)
@@ -73,12 +81,15 @@ class HangWatch:
     def close(self) -> None:
         """End the watch."""
         self._is_closed.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
 
     def _watch(self) -> None:
         while not self._is_closed.wait(min(_MAX_INTERVAL_S, self._limits.hang_seconds / 4)):
             for warning in self._check(monotonic()):
-                self._report(warning)
+                try:
+                    self._report(warning)
+                except Exception:
+                    logger.exception("The report of a warning failed: %s", warning.text)
 
     def _check(self, now: float) -> list[MetricWarning]:
         """Return a warning for each step whose groups have begun to hang."""
@@ -99,8 +110,8 @@ class HangWatch:
         """Return the seconds from which on a group hangs."""
         limits = self._limits
         if typical is None:
-            return limits.hang_factor * limits.hang_seconds
-        return max(limits.hang_seconds, limits.hang_factor * typical)
+            return self._timeout_s + limits.hang_factor * limits.hang_seconds
+        return self._timeout_s + max(limits.hang_seconds, limits.hang_factor * typical)
 
 
 def _warning(step: int, groups: Sequence[tuple[_RunningGroup, float]], typical: float | None) -> MetricWarning:
@@ -109,7 +120,8 @@ def _warning(step: int, groups: Sequence[tuple[_RunningGroup, float]], typical: 
     waited = max(seconds for _, seconds in groups)
     others = "no group has finished yet" if typical is None else f"the median group takes {typical:.3g} s"
     text = (
-        f"The environment of {names}{more} has not responded for {waited:.3g} s, and {others}; check it, and set "
-        "rollout.timeout_s to end and retry such groups."
+        f"The environment, reward or completer of {names}{more} has not responded for {waited:.3g} s, and {others}: "
+        "check it; rollout.timeout_s ends turns that hang, and rollout.termination.grader_timeout_seconds rewards that "
+        "hang."
     )
     return MetricWarning("hang", step, waited, text)

@@ -258,7 +258,7 @@ class RolloutSource(BatchSource):
 
     def watch_hangs(self, limits: HealthLimits, report: Callable[[MetricWarning], None]) -> None:
         """Report environments that no longer respond; see `HangWatch`."""
-        self._threads.hangs = HangWatch(limits, report)
+        self._threads.hangs = HangWatch(limits, self.settings.strategy.timeout_s, report)
 
     def policy(self, sampler: tinker.SamplingClient, *key: int) -> SnapshotCompleter:
         """Completer of a group; members that go on to a next turn do not wait for the longest of the group's turns."""

@@ -217,23 +217,27 @@ def test_dead_and_slow_environments_warn(
     assert expected in tags[f"tinker_flows.warning.health.{check}"]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(("mode", "part"), [("sync", "turns"), ("async", "rewards")])
 def test_an_environment_that_hangs_warns_during_its_step(
-    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str, prefect_server: str, mode: str
+    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str, prefect_server: str, mode: str, part: str
 ) -> None:
-    """The environment answers after the warning, so without it the run would never end."""
+    """The environment answers after the warning, so without it the run would never end.
+
+    The time limit of turns does not end rewards that hang.
+    """
     _, config, _ = run
     experiment = f"hangs-{mode}"
-    params = {"tracking": mlflow_uri, "experiment": experiment, "tag": "tinker_flows.warning.health.hang"}
+    params = {"tracking": mlflow_uri, "experiment": experiment, "tag": "tinker_flows.warning.health.hang", "part": part}
     params |= config["environment"]["params"]
     changed = {"run_name": experiment, "experiment": experiment, "num_steps": 1, "eval_every": 0}
     changed |= {"schedule": {"mode": mode}, "objective": {"base_loss": "importance_sampling"}}
     changed |= {"health": {"hang_seconds": 0.5, "hang_factor": 1.5}}
+    changed |= {"rollout": {"timeout_s": 5.0}} if part == "rewards" else {}
     changed |= {"environment": {"builder": "rollout_parts:SilentLettersBuilder", "params": params}}
     result = rl(RlConfig.model_validate(config | changed))
     (text,) = [text for text in result.warnings if "has not responded" in text]
-    assert "The environment of rollout-0-1 has not responded for" in text
-    assert "set rollout.timeout_s" in text
+    assert "The environment, reward or completer of rollout-0-1 has not responded for" in text
+    assert "rollout.timeout_s ends turns that hang" in text
     query = {"filter": {"event": {"name": ["tinker-flows.health"]}}}
     for _ in range(100):  # the server stores events in the background
         events = httpx.post(f"{prefect_server}/events/filter", json=query, timeout=30).json()["events"]
