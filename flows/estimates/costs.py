@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,10 +12,12 @@ from mlflow.entities import Run
 from tinker_cookbook.rl.types import EnvGroupBuilder, InitialObservationOverflow
 from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
 
-from flows.config.base import ServiceConfig, TrackedConfig
-from flows.runs.blocks import open_service, tracking_of
+from flows.config.base import BuilderConfig, RunConfig, ServiceConfig, TrackedConfig
+from flows.runs.blocks import open_service, storage_of, tracking_of
 from flows.runs.mlflow_run import MAX_PARAM_LENGTH, changed_fields_of
 from flows.runs.prices import price_of
+from tasks.common.builders import takes
+from tasks.common.event_loop import open_workers
 from tasks.common.sampling import open_training_client
 from tasks.common.task import inline_tasks
 from tasks.distillation.prompts import PromptGroup
@@ -277,6 +279,28 @@ def estimate_session(config: ServiceConfig) -> Iterator[tuple[dict[str, Any], To
             register_tokenizer(config.model, client.get_tokenizer)
             resources = {"session": session, "base_model": config.model, "token_meter": TokenMeter()}
             yield resources, client.get_tokenizer()
+
+
+@contextmanager
+def estimate_session_of_run(
+    config: RunConfig, builders: Mapping[str, Sequence[BuilderConfig]]
+) -> Iterator[tuple[dict[str, Any], Tokenizer]]:
+    """Open the service of a run's config like `estimate_session`, with the run's directory for builders.
+
+    The directory is locked only if a builder takes it, as builders of generated data do.
+
+    Args:
+        builders: Builders of the run's data by config field.
+    """
+    directory = storage_of(config).run_directory(config.run_name)
+    with estimate_session(config) as (resources, tokenizer):
+        is_taken = any(
+            takes(field, entry.builder, entry.params, "directory")
+            for field, of_field in builders.items()
+            for entry in of_field
+        )
+        with open_workers(), directory if is_taken else nullcontext():
+            yield resources | {"directory": directory}, tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from flows.estimates.costs import (
     GroupSizes,
     PriceList,
     earlier_runs,
-    estimate_session,
+    estimate_session_of_run,
     measure,
     ranges,
     total,
@@ -162,10 +162,10 @@ def _sizes_of(config: SamplingMethod) -> RunSizes:
         questions = config.questions.builder(config.teacher_prompt, config.batch_size)
         datasets = [GroupsConfig(environment=questions, teacher=config.teacher)]
     models = [dataset.teacher.model or config.model for dataset in datasets]
-    with estimate_session(config) as (resources, tokenizer):
+    environments = [dataset.environment for dataset in datasets]
+    with estimate_session_of_run(config, {"environment": environments}) as (resources, tokenizer):
         entries = build_evaluators(config.evaluators, config.infrequent_evaluators, resources)
         evaluators = EvaluatorSizes.of(entries, tokenizer)
-        environments = [dataset.environment for dataset in datasets]
         built = [build_environments(entry.builder, entry.params, tokenizer, resources) for entry in environments]
         if isinstance(config, RlConfig):
             ((train, _),) = built

@@ -18,7 +18,7 @@ from flows.estimates.costs import (
     GroupSizes,
     PriceList,
     earlier_runs,
-    estimate_session,
+    estimate_session_of_run,
     measure,
     ranges,
 )
@@ -97,8 +97,12 @@ def estimate_teacher_data(config: TeacherDataMethod) -> CostEstimate:
         ServiceError: The service does not respond.
     """
     prices = PriceList(config.model, service_url(config.base_url), config.budget.prices)
-    with estimate_session(config) as (resources, tokenizer):
-        datasets = teacher_datasets(config)
+    datasets = teacher_datasets(config)
+    builders = {
+        "environment": [dataset.environment for dataset in datasets if dataset.environment],
+        "data": [dataset.data for dataset in datasets if dataset.data],
+    }
+    with estimate_session_of_run(config, builders) as (resources, tokenizer):
         built = [open_teacher_data(tokenizer, resources, dataset) for dataset in datasets]
         weights = [dataset.weight for dataset in datasets]
         mixture = Mixture[TeacherInput]([train for train, _ in built], weights, config.batch_size, config.seed)

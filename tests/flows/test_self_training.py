@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distill_config import distill_fields
 from mlflow import MlflowClient
 from run_config import run_fields
 
+from flows.config.distill import OffPolicyConfig
 from flows.config.train import SftConfig
 from flows.config.yaml_reader import read_yaml
+from flows.distill import off_policy_distillation
 from flows.estimate import estimate
+from flows.estimates.teacher_data import estimate_teacher_data
 from flows.evaluate import EvaluateConfig, evaluate
 from flows.sft import sft
 from tasks.supervised.generated_data import WRITTEN_NAME
@@ -59,3 +63,21 @@ def test_data_is_generated_once(tmp_path: Path, engine_url: str, mlflow_uri: str
     evaluation = {"run_name": f"evaluated-{recipe}", "checkpoint": f"{recipe}@final"}
     measured = evaluate(EvaluateConfig.model_validate({**places, **evaluation}))
     assert measured.metrics["test/nll"] == pytest.approx(first.metrics["test/nll"], abs=1e-6)
+
+
+def test_the_estimate_of_a_distillation_writes_the_data_of_its_run(
+    tmp_path: Path, engine_url: str, mlflow_uri: str
+) -> None:
+    questions = (ROOT / "examples" / "data" / "questions_test.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_text("".join(questions[:4]))
+    changes = {"path": str(tmp_path / "rows.jsonl"), "num_samples": 4, "min_agreement": 0.0}
+    data = recipe_fields(tmp_path, "noisy_student", mlflow_uri, engine_url, **changes)["data"]
+    del data["params"]["test_path"]
+    fields = distill_fields(tmp_path, "taught", mlflow_uri, engine_url)
+    config = OffPolicyConfig.model_validate(fields | {"datasets": [{"data": data}], "top_k": 4, "batch_size": 1})
+    expected = estimate_teacher_data(config)
+    written = tmp_path / "runs" / "taught" / WRITTEN_NAME
+    content = written.read_bytes()
+    metrics = off_policy_distillation(config).metrics  # pyright: ignore[reportArgumentType]
+    assert written.read_bytes() == content, "the run trains on the answers that the estimate sampled"
+    assert expected.low.num_train_tokens <= metrics["cost/num_train_tokens"] <= expected.high.num_train_tokens
