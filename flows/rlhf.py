@@ -67,7 +67,7 @@ def within_budget(stage: C, budget: BudgetConfig, finished: Sequence[TrainResult
     """Give a stage what the finished stages have left of the common budget; keep its own budget without one.
 
     Raises:
-        ConfigError: The finished stages have spent the budget.
+        ConfigError: The finished stages have spent the budget, or their cost in dollars is unknown.
     """
     if budget == BudgetConfig():
         return stage
@@ -76,6 +76,12 @@ def within_budget(stage: C, budget: BudgetConfig, finished: Sequence[TrainResult
         limit: float | None = getattr(budget, name)
         if limit is None:
             continue
+        for result in finished:
+            if f"cost/{name}" not in result.metrics:
+                raise ConfigError(
+                    f"The cost of {result.run_name} in dollars is unknown, because no price was known when it ran: "
+                    "remove budget.usd, or choose another run_name."
+                )
         spent = sum(result.metrics[f"cost/{name}"] for result in finished)
         if spent >= limit:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -321,7 +322,11 @@ def test_a_budget_of_all_stages_ends_before_the_next_stage(tmp_path: Path, engin
     with pytest.raises(ValueError, match="a stage has a budget of its own"):
         RlhfConfig.model_validate(fields | {"warm_start": fields["warm_start"] | {"budget": {"usd": 1}}})
     config = RlhfConfig.model_validate(fields)
-    cost = sft(within_budget(config.warm_start_stage(), config.budget, [])).metrics["cost/usd"]  # pyright: ignore[reportArgumentType]
+    result = sft(within_budget(config.warm_start_stage(), config.budget, []))  # pyright: ignore[reportArgumentType]
+    cost = result.metrics["cost/usd"]
     limited = config.model_copy(update={"budget": config.budget.model_copy(update={"usd": cost})})
+    unpriced = replace(result, metrics={name: value for name, value in result.metrics.items() if name != "cost/usd"})
+    with pytest.raises(ConfigError, match=r"The cost of spent-sft in dollars is unknown, .*: remove budget\.usd, or"):
+        within_budget(config.reward_stage(), config.budget, [unpriced])
     with pytest.raises(ConfigError, match=r"The stages before spent-reward have spent .* of budget\.usd=.*: raise it"):
         rlhf(limited)  # pyright: ignore[reportArgumentType]
