@@ -13,22 +13,19 @@ def no_collections() -> Iterator[None]:
 
     Later collections do not scan the objects of these modules.
     """
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
-@contextmanager
-def no_collector_pauses() -> Iterator[None]:
-    """Exclude existing objects from garbage collection in this block.
+def freeze_existing_objects() -> None:
+    """Exclude all existing objects from later garbage collections.
 
-    Scanning them takes half a second, at unpredictable steps.
+    Scanning them takes half a second, at unpredictable steps. Reference counts still free them.
     """
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
