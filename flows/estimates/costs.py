@@ -28,11 +28,13 @@ from tasks.training.batch_source import SampledTokens
 from tasks.training.metrics import metric_values
 from tasks.training.token_meter import TokenMeter
 
-# Prefixes of settings that do not change the tokens of a step.
+# Settings, or groups of them, that do not change the tokens of a step.
 _FREE_FIELDS = (
-    *("run_name", "num_steps", "num_epochs", "seed", "learning_rate", "budget", "checkpoint", "transcripts"),
-    *("tracking", "experiment", "storage", "base_url", "if_exists", "mlflow_tags"),
-    *("prices", "register_as", "promote"),
+    *("run_name", "num_steps", "num_epochs", "seed", "learning_rate", "budget", "prices", "transcripts_every"),
+    *("tracking", "experiment", "storage", "base_url", "if_exists", "mlflow_tags", "register_prompts"),
+    *("checkpoint", "checkpoint_every", "checkpoint_every_seconds", "checkpoint_every_tokens", "checkpoint_kind"),
+    *("keep_best", "keep_last", "ttl_seconds", "register_as", "promote_if", "promote_confidence", "needs_approval"),
+    *("health", "alerts", "max_restarts", "accept_changes", "granularity", "task_runner"),
 )
 
 
@@ -362,5 +364,6 @@ def _has_prices_of(run: Run, prices: PriceList) -> bool:
 
 def _comparable(params: Mapping[str, str], ignored: Sequence[str]) -> dict[str, str]:
     """Return the logged settings on which the cost of a step depends."""
-    prefixes = (*_FREE_FIELDS, *ignored)
-    return {key: value for key, value in params.items() if not key.startswith(prefixes)}
+    names = (*_FREE_FIELDS, *ignored)
+    groups = tuple(f"{name}." for name in names)
+    return {key: value for key, value in params.items() if key not in names and not key.startswith(groups)}
