@@ -69,11 +69,18 @@ def _cost_rows(run: CostEstimate, unit: str) -> list[tuple[str, str]]:
         ("tokens in all passes", _between(low.num_train_tokens, high.num_train_tokens)),
         ("prompt tokens", _between(low.sampled.num_prefill_tokens, high.sampled.num_prefill_tokens)),
         ("sampled tokens", _between(low.sampled.num_sample_tokens, high.sampled.num_sample_tokens)),
-        *((f"  {part}", _part(*bounds)) for part, bounds in run.parts.items()),
+        *((f"  {part}", _part(bounds.low, bounds.high)) for part, bounds in run.parts.items()),
         ("cost", _usd(low.usd, high.usd)),
-        ("source", f"cost of run {run.like}" if run.like else "completions of 1 to max_tokens tokens"),
+        ("source", _source(run)),
         *([("not included", "; ".join(run.excluded))] if run.excluded else []),
     ]
+
+
+def _source(run: CostEstimate) -> str:
+    if not run.like:
+        return "completions of 1 to max_tokens tokens"
+    steps = f" ({run.like_num_steps:,} step{'s' if run.like_num_steps > 1 else ''})" if run.like_num_steps else ""
+    return f"cost of run {run.like}{steps}"
 
 
 def _part(low: TokenCosts, high: TokenCosts) -> str:

@@ -53,7 +53,8 @@ class TokenCosts:
     usd: float | None
 
 
-class CostRange(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CostRange:
     """Bounds of a cost."""
 
     low: TokenCosts
@@ -69,6 +70,7 @@ class CostEstimate:
         num_steps: Number of steps; of an evaluation, the number of evaluated weights.
         low, high: Bounds of the cost; equal if an earlier run gives the cost.
         like: Earlier run of the same config, whose cost counts; empty for an interval.
+        like_num_steps: Number of steps of the earlier run; 0 for an interval and for an evaluation.
         parts: Bounds of each part of the cost; empty if an earlier run gives the cost.
         excluded: Costs that the interval leaves out, as phrases.
     """
@@ -79,6 +81,7 @@ class CostEstimate:
     low: TokenCosts
     high: TokenCosts
     like: str = ""
+    like_num_steps: int = 0
     parts: Mapping[str, CostRange] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
 
@@ -320,7 +323,10 @@ class EarlierRun:
     costs: TokenCosts
 
     def scaled_to(self, num_steps: int) -> TokenCosts:
-        """Return the cost of so many steps, at the mean cost per step."""
+        """Return the cost of so many steps, at the mean cost per step.
+
+        Evaluations are scaled, too, so the run must be as long as the period between evaluations.
+        """
         factor = num_steps / self.num_steps
         sampled = SampledTokens(*(round(count * factor) for count in astuple(self.costs.sampled)))
         usd = None if self.costs.usd is None else self.costs.usd * factor

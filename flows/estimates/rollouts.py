@@ -80,10 +80,13 @@ def estimate_rollouts(config: SamplingMethod, ignored: Sequence[str] = ()) -> Co
     with Objective.from_spec(config.objective) as objective:
         schedule = Schedule(config, sizes.steps_per_epoch)
         num_steps = schedule.num_steps
-        earlier = next((run for run in earlier_runs(config, prices, ignored) if run.num_steps), None)
+        # A run that is shorter than the period between evaluations has too many of them per step.
+        rarely = config.infrequent_eval_every if schedule.evaluates_rarely else 0
+        least = min(num_steps, max(config.eval_every, rarely, 1))
+        earlier = next((run for run in earlier_runs(config, prices, ignored) if run.num_steps >= least), None)
         if earlier:
-            costs = earlier.scaled_to(num_steps)
-            return CostEstimate(config.run_name, config.model, num_steps, costs, costs, earlier.name)
+            costs, basis = earlier.scaled_to(num_steps), (earlier.name, earlier.num_steps)
+            return CostEstimate(config.run_name, config.model, num_steps, costs, costs, *basis)
         counts = [_count(config, objective, sizes, schedule, Bill(prices), is_high=high) for high in (False, True)]
     excluded = tuple(_excluded(config, sizes))
     low, high, parts = ranges(*counts)

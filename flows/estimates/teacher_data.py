@@ -110,7 +110,8 @@ def estimate_teacher_data(config: TeacherDataMethod) -> CostEstimate:
         num_steps = schedule.num_steps
         earlier = next((run for run in earlier_runs(config, prices) if run.num_steps == num_steps), None)
         if earlier:
-            return CostEstimate(config.run_name, config.model, num_steps, earlier.costs, earlier.costs, earlier.name)
+            costs, basis = earlier.costs, (earlier.name, earlier.num_steps)
+            return CostEstimate(config.run_name, config.model, num_steps, costs, costs, *basis)
         entries = build_evaluators(config.evaluators, config.infrequent_evaluators, resources)
         evaluators = EvaluatorSizes.of(entries, tokenizer)
         sizes = _measure(config, datasets, mixture, num_steps, [test for _, test in built], evaluators)

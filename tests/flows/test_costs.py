@@ -22,7 +22,7 @@ from flows.config.rl import RlConfig
 from flows.config.rlhf import RlhfConfig
 from flows.distill import off_policy_distillation, on_policy_distillation
 from flows.estimate import Estimate
-from flows.estimates.costs import CostEstimate, CostRange
+from flows.estimates.costs import CostEstimate
 from flows.estimates.evaluation import estimate_evaluation
 from flows.estimates.rlhf import estimate_rlhf
 from flows.estimates.rollouts import SamplingMethod, estimate_rollouts
@@ -98,7 +98,7 @@ def test_costs(method: str, max_tokens: int, tmp_path: Path, engine_url: str, ml
 
     # The next run of this config has the cost of the first.
     again = estimate_rollouts(config.model_copy(update={"run_name": "next", "seed": 1, "num_steps": 4}))
-    assert again.like == config.run_name
+    assert (again.like, again.like_num_steps) == (config.run_name, 2)
     assert again.low == again.high
     assert again.low.num_train_tokens == 2 * costs["num_train_tokens"]
     assert again.low.usd == pytest.approx(2 * costs["usd"])
@@ -124,7 +124,7 @@ def test_costs_of_reward_models_and_judges(kind: str, tmp_path: Path, engine_url
         session = tinker.ServiceClient(base_url=engine_url)
         path = session.create_lora_training_client("tiny", rank=4).result().save_state("reward").result().path
     config = RlhfConfig.model_validate(fields).policy_stage("", path)
-    config = config.model_copy(update={"prompt_logprobs_last_n": "off"})
+    config = config.model_copy(update={"prompt_logprobs_last_n": "off", "eval_every": 3})
     expected = estimate_rollouts(config)
     before = engine_tokens(engine_url)
     metrics = rl(config).metrics  # pyright: ignore[reportArgumentType]
@@ -137,6 +137,9 @@ def test_costs_of_reward_models_and_judges(kind: str, tmp_path: Path, engine_url
         assert low.num_sample_tokens <= metrics["cost/num_sample_tokens"] <= high.num_sample_tokens
         # No upper bound: bytes of the untrained model that are no text become three tokens of the reward model each.
         assert low.num_prefill_tokens <= metrics["cost/num_prefill_tokens"]
+    # Two steps with two evaluations say nothing about longer runs, which evaluate every three steps.
+    of_steps = {num: estimate_rollouts(config.model_copy(update={"num_steps": num})).like for num in (1, 2, 3, 4)}
+    assert of_steps == {1: config.run_name, 2: config.run_name, 3: "", 4: ""}
 
 
 def test_costs_of_an_oversampled_run(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
@@ -164,14 +167,14 @@ def test_costs_of_an_oversampled_run(tmp_path: Path, engine_url: str, mlflow_uri
     assert "oversampling/uncounted_tokens_max" in tags["tinker_flows.warning.pitfall.oversampling"]
 
 
-def in_all_parts(estimate: CostEstimate) -> tuple[CostRange, CostRange]:
+def in_all_parts(estimate: CostEstimate) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Return the bounds of the estimate, and the sums over its parts."""
     bounds = [
         (
-            sum(part[at].num_train_tokens for part in estimate.parts.values()),
-            *(sum(getattr(part[at].sampled, name) for part in estimate.parts.values()) for name in COUNTS),
+            sum(costs.num_train_tokens for costs in parts),
+            *(sum(getattr(costs.sampled, name) for costs in parts) for name in COUNTS),
         )
-        for at in (0, 1)
+        for parts in zip(*((part.low, part.high) for part in estimate.parts.values()), strict=True)
     ]
     whole = [
         (costs.num_train_tokens, *(getattr(costs.sampled, name) for name in COUNTS))
