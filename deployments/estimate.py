@@ -52,7 +52,11 @@ def show_estimate(method: str, config: Path, overrides: Sequence[str], as_json: 
         return
     for stage in result.stages.values():
         _show(stage)
-    TextConsole().print(f"{result.run_name}, all stages: {_usd(result.usd_low, result.usd_high)}")
+    console = TextConsole()
+    sums = _usd(result.usd_low, result.usd_high)
+    console.print(f"{result.run_name}, all stages: {sums}, the supervised stages as estimated plus the policy's bounds")
+    if result.excluded:
+        console.print(f"not included in the supervised stages: {'; '.join(result.excluded)}")
 
 
 def _show(run: Estimate | CostEstimate, unit: str = "steps") -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from flows.config.dpo import DpoConfig
 from flows.config.rlhf import RlhfConfig
+from flows.config.train import SftConfig
 from flows.estimate import Estimate, estimate
 from flows.estimates.costs import CostEstimate
 from flows.estimates.rollouts import estimate_rollouts
@@ -22,7 +24,10 @@ class RlhfEstimate:
     Attributes:
         run_name, model: Name and base model.
         stages: Estimate of each stage: `sft`, `reward` and `policy`, as far as the config has them.
-        usd_low, usd_high: Bounds of the cost of all stages in dollars; None if no price is known.
+        usd_low, usd_high: Sums of the estimates of the supervised stages and of the lower and the upper bound of the
+            policy, in dollars; None if no price is known. They are no bounds, because a supervised stage has one
+            estimate, with two passes for each step that may need them and completions of maximum length.
+        excluded: Costs that the estimates of the supervised stages leave out, as phrases.
     """
 
     run_name: str
@@ -30,6 +35,7 @@ class RlhfEstimate:
     stages: Mapping[str, Estimate | CostEstimate]
     usd_low: float | None
     usd_high: float | None
+    excluded: tuple[str, ...] = ()
 
 
 def estimate_rlhf(config: RlhfConfig) -> RlhfEstimate:
@@ -39,20 +45,26 @@ def estimate_rlhf(config: RlhfConfig) -> RlhfEstimate:
         ConfigError: The config, the data or the prices are invalid.
         ServiceError: The service does not respond.
     """
-    stages = dict(_stages(config))
-    low, high = (_total([_usd(stage, is_high=is_high) for stage in stages.values()]) for is_high in (False, True))
-    return RlhfEstimate(config.run_name, config.model, stages, low, high)
-
-
-def _stages(config: RlhfConfig) -> Iterator[tuple[str, Estimate | CostEstimate]]:
-    if config.warm_start:
-        yield "sft", estimate(within_budget(config.warm_start_stage(), config.budget, []))
-    if config.judge is None:
-        yield "reward", estimate(within_budget(config.reward_stage(), config.budget, []))
+    supervised = dict(_supervised_stages(config))
     is_reference_given = "reference" in config.policy.training
     ignored = _WEIGHTS if is_reference_given else (*_WEIGHTS, "reference")
     policy = within_budget(config.policy_stage("", ""), config.budget, [])
-    yield "policy", estimate_rollouts(policy, ignored)
+    stages: dict[str, Estimate | CostEstimate] = {name: estimate(stage) for name, stage in supervised.items()}
+    stages["policy"] = estimate_rollouts(policy, ignored)
+    low, high = (_total([_usd(stage, is_high=is_high) for stage in stages.values()]) for is_high in (False, True))
+    excluded = tuple(
+        f"{entry.builder} in {stage.run_name}"
+        for stage in supervised.values()
+        for entry in (*stage.evaluators, *stage.infrequent_evaluators)
+    )
+    return RlhfEstimate(config.run_name, config.model, stages, low, high, excluded)
+
+
+def _supervised_stages(config: RlhfConfig) -> Iterator[tuple[str, SftConfig | DpoConfig]]:
+    if config.warm_start:
+        yield "sft", within_budget(config.warm_start_stage(), config.budget, [])
+    if config.judge is None:
+        yield "reward", within_budget(config.reward_stage(), config.budget, [])
 
 
 def _usd(stage: Estimate | CostEstimate, *, is_high: bool) -> float | None:

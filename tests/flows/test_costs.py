@@ -17,6 +17,7 @@ from rlhf_config import rlhf_fields
 from sft_config import sft_fields
 
 from blocks.errors import ConfigError
+from deployments.estimate import show_estimate
 from flows.config.distill import OffPolicyConfig, OnPolicyConfig
 from flows.config.rl import RlConfig
 from flows.config.rlhf import RlhfConfig
@@ -254,13 +255,16 @@ def test_costs_of_given_data(tmp_path: Path, engine_url: str, mlflow_uri: str) -
     assert low.num_train_tokens <= metrics["cost/num_train_tokens"] <= high.num_train_tokens
 
 
-def test_costs_of_all_stages(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+def test_costs_of_all_stages(
+    tmp_path: Path, engine_url: str, mlflow_uri: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     fields = rlhf_fields(tmp_path, "stages", mlflow_uri, engine_url) | {"experiment": tmp_path.name}
     for training in (fields["warm_start"], fields["reward"]["training"], fields["policy"]["training"]):
         training |= {"prompt_logprobs_last_n": "off", "report": {"num_examples": 0}}
     fields |= {"budget": {"usd": 1000, "prices": price_table(tmp_path)}}
     config = RlhfConfig.model_validate(fields)
     expected = estimate_rlhf(config)
+    assert expected.excluded == ()
     assert list(expected.stages) == ["sft", "reward", "policy"]
     before = engine_tokens(engine_url)
     rlhf(config)  # pyright: ignore[reportArgumentType]
@@ -289,10 +293,21 @@ def test_costs_of_all_stages(tmp_path: Path, engine_url: str, mlflow_uri: str) -
     used = spent_by_policy["cost/usd"] / spent_by_policy["cost/budget_share"]
     assert used == pytest.approx(1000 - spent["usd"] + spent_by_policy["cost/usd"])
     # The next run has other weights, but the same config.
-    again = estimate_rlhf(config.model_copy(update={"run_name": "next"})).stages["policy"]
+    warm_start = {**fields["warm_start"], "evaluators": [exact_match()]}
+    next_fields = fields | {"run_name": "next", "warm_start": warm_start}
+    again = estimate_rlhf(RlhfConfig.model_validate(next_fields)).stages["policy"]
     assert isinstance(again, CostEstimate)
     assert again.like == "stages-policy"
     assert again.low.usd == pytest.approx(spent_by_policy["cost/usd"])
+    (tmp_path / "next.json").write_text(json.dumps(next_fields))
+    capsys.readouterr()
+    show_estimate("rlhf", tmp_path / "next.json", [], as_json=False)
+    shown = capsys.readouterr().out
+    assert "cost of run stages-policy (2 steps)" in shown
+    assert "not included in the supervised stages: tinker_flows:ExactMatch in next-sft" in shown
+    show_estimate("rlhf", tmp_path / "next.json", ["policy.training.rollout.max_tokens=9"], as_json=True)
+    printed = json.loads(capsys.readouterr().out)["stages"]["policy"]
+    assert printed["parts"]["training"]["high"]["num_train_tokens"] == printed["high"]["num_train_tokens"] > 0
 
 
 def test_evaluation_costs(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
