@@ -63,8 +63,8 @@ class SamplingRequest:
         self.prompt: PromptScores | None = None
         self.rows = [Row(self, sample) for sample in range(job.num_samples)]
         # Requests with equal keys share a prefill: same prompt and no prompt scores. Clients often send
-        # the samples of a group as separate requests.
-        self.prompt_key: object = self if job.scores_prompt else tuple(job.prompt_T.tolist())
+        # the samples of a group as separate requests. Bytes compute their hash only once.
+        self.prompt_key: object = self if job.scores_prompt else job.prompt_T.numpy().tobytes()
 
     @property
     def done(self) -> bool:
