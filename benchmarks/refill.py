@@ -112,7 +112,7 @@ def reward_at(num_tokens: float, tokens: Sequence[Metric], rewards: Sequence[Met
 
     Args:
         tokens: sampled tokens of each step.
-        rewards: reward of each evaluation, whose step is the next one to run, or the last one for the final weights.
+        rewards: reward of each evaluation, whose step is the number of steps before it.
     """
     before = [0.0, *accumulate(point.value for point in tokens)]
     return float(np.interp(num_tokens, [before[point.step] for point in rewards], [point.value for point in rewards]))
