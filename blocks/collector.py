@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def no_collections() -> Iterator[None]:
     """Import modules in this block without garbage collections, which would take a quarter of its time.
 
-    Later collections do not scan the objects of these modules.
+    Later collections do not scan the objects of these modules, until the next `no_collector_pauses` has ended.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -23,9 +23,15 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def freeze_existing_objects() -> None:
-    """Exclude all existing objects from later garbage collections.
+@contextmanager
+def no_collector_pauses() -> Iterator[None]:
+    """Exclude existing objects from garbage collection in this block.
 
-    Scanning them takes half a second, at unpredictable steps. Reference counts still free them.
+    Scanning them takes half a second, at unpredictable steps. After the block they are scanned again, because a process
+    with many runs would otherwise keep the reference cycles of every run.
     """
     gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

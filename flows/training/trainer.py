@@ -28,7 +28,7 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from tinker_cookbook.eval.evaluators import Evaluator
 from torch import Tensor
 
-from blocks.collector import freeze_existing_objects
+from blocks.collector import no_collector_pauses
 from blocks.errors import ConfigError
 from flows.config.train import TrainConfig
 from flows.monitoring.events import emit
@@ -278,8 +278,8 @@ class Trainer:
 
     def _run_steps(self, first: int, num_steps: int) -> CheckpointRecord | None:
         """Run the steps from the first one on; return the last checkpoint."""
-        freeze_existing_objects()
         with (
+            no_collector_pauses(),
             Progress(self.config.run_name, first, num_steps, self.run.log) as progress,
             deferred_interrupts() as stop,
             self.checkpoints,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from blocks.collector import freeze_existing_objects, no_collections
+from blocks.collector import no_collections, no_collector_pauses
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +24,12 @@ def test_imports_leave_the_collector_enabled_or_disabled(is_enabled: bool) -> No
     assert gc.isenabled() == is_enabled
 
 
-def test_frozen_objects_stay_frozen() -> None:
+def test_existing_objects_are_not_scanned_during_a_run() -> None:
     with no_collections():
         imported = [[]]
-    freeze_existing_objects()
-    assert not any(item is imported for item in gc.get_objects())
+    with no_collector_pauses():
+        created = [[]]
+        scanned = {id(item) for item in gc.get_objects()}
+        assert id(created) in scanned
+        assert id(imported) not in scanned
+    assert id(imported) in {id(item) for item in gc.get_objects()}

@@ -23,7 +23,10 @@ from chaos.schedule import GROUPS, KILLS, NUM_STEPS
 from chaos.servers import Testbed, processes_of
 
 # Fields of a checkpoint record that describe its location, origin and cost instead of the training.
-_UNSTABLE_FIELDS = {"state_path", "sampler_path", "mlflow_run_id", "flow_run_id", "flow_run_count", "spent"}
+_UNSTABLE_FIELDS = {
+    *("state_path", "sampler_path", "mlflow_run_id", "mlflow_model_id"),
+    *("flow_run_id", "flow_run_count", "spent"),
+}
 
 _POSITION_FIELDS = ("name", "batch", "epoch", "final", "step")
 _GROUP = re.compile(r"<b>Group \d+ letter_(.)</b>(: failed)?")

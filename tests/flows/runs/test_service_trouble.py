@@ -7,12 +7,14 @@ import os
 import resource
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from contextvars import copy_context
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -159,6 +161,27 @@ main("flows.sft:sft", "flows.config.train:SftConfig", None)
 """
 
 
+def is_stopped(thread: Path) -> bool:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def stop_outside_transactions(process: subprocess.Popen[str], mlflow_uri: str) -> None:
+    """Suspend a process at a moment at which it does not lock MLflow's database, which others could not write then."""
+    while True:
+        process.send_signal(signal.SIGSTOP)
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        while not all(map(is_stopped, Path(f"/proc/{process.pid}/task").iterdir())):
+            time.sleep(0.01)
+        with closing(sqlite3.connect(mlflow_uri.removeprefix("sqlite:///"), timeout=0.5)) as database:
+            try:
+                database.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError:
+                process.send_signal(signal.SIGCONT)
+                time.sleep(0.05)
+            else:
+                return
+
+
 def test_suspended_run_that_was_taken_over(
     tmp_path: Path, mlflow_uri: str, engine_url: str, prefect_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +203,7 @@ def test_suspended_run_that_was_taken_over(
             while not watched.read_bytes("checkpoints.jsonl"):
                 assert first.poll() is None, first.stderr and first.stderr.read()
                 time.sleep(0.05)
-            first.send_signal(signal.SIGSTOP)
+            stop_outside_transactions(first, mlflow_uri)
             started: list[int] = []
 
             def go_on(step: int, metrics: Mapping[str, float]) -> str:
@@ -192,8 +215,11 @@ def test_suspended_run_that_was_taken_over(
                 return ""
 
             messages: list[str] = []
-            with step_callback(go_on):
-                result = sft(SftConfig.model_validate(fields))
+            try:
+                with step_callback(go_on):
+                    result = sft(SftConfig.model_validate(fields))
+            finally:
+                first.kill()  # without effect on a process that has ended
         assert first.returncode == 1
         assert f"is being written by process {os.getpid()}" in messages[0].splitlines()[-1]
         assert result.num_steps == 60
