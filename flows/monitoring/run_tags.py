@@ -75,8 +75,17 @@ def note_pending_approval(log: MetricsLog, reason: str) -> None:
     get_run_logger().warning("%s", reason)
 
 
-def forget_tag(log: MetricsLog, key: str) -> None:
-    """Remove the tag that an earlier attempt has set, if there is one."""
+def forget_rejection(log: MetricsLog) -> None:
+    """Remove the rejection of an earlier attempt once the checkpoint is promoted."""
+    _forget_tag(log, REJECTED_TAG)
+
+
+def forget_approval(log: MetricsLog) -> None:
+    """Remove the decision about an earlier checkpoint, or one that no longer has to be made."""
+    _forget_tag(log, APPROVAL_TAG)
+
+
+def _forget_tag(log: MetricsLog, key: str) -> None:
     log.check_writer()
     if key in log.client.get_run(log.run_id).data.tags:
         log.client.delete_tag(log.run_id, key)

@@ -22,8 +22,8 @@ from flows.config.promotion import PromoteIf
 from flows.monitoring.events import emit
 from flows.monitoring.run_tags import (
     APPROVAL_TAG,
-    REJECTED_TAG,
-    forget_tag,
+    forget_approval,
+    forget_rejection,
     note_pending_approval,
     note_rejection,
 )
@@ -146,7 +146,7 @@ class Checkpoints:
                 note_rejection(self._run.log, self._config.run_name, name, self.rejection)
             else:
                 self._promote(name, chosen)
-                forget_tag(self._run.log, REJECTED_TAG)
+                forget_rejection(self._run.log)
         return last
 
     def __enter__(self) -> Self:
@@ -238,7 +238,7 @@ class Checkpoints:
         Without a decision, `approval_request` has the question.
         """
         if not self._config.needs_approval:
-            forget_tag(self._run.log, APPROVAL_TAG)
+            forget_approval(self._run.log)
             return ""
         step, directory = step_of(record), self._run.directory
         history = {
@@ -252,7 +252,7 @@ class Checkpoints:
         approval = read_approval(directory, request)
         if approval is None:
             self.approval_request = request
-            forget_tag(self._run.log, APPROVAL_TAG)
+            forget_approval(self._run.log)
             command = f"tinker-flows resume {shlex.quote(self._config.run_name)}"
             command += storage_option(self._config.run_name, directory.location)
             return (
