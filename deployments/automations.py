@@ -77,14 +77,7 @@ def restart_automation() -> AutomationCore:
     return AutomationCore(
         name="tinker-flows: restart",
         description=f"Restarts a crashed run of a deployment tagged {RESTART_TAG}; it resumes from its checkpoint.",
-        trigger=EventTrigger(
-            match={"prefect.resource.id": "prefect.flow-run.*"},
-            match_related=_tagged(RESTART_TAG),
-            expect={"prefect.flow-run.Crashed"},
-            for_each={"prefect.resource.id"},
-            posture=Posture.Reactive,
-            threshold=1,
-        ),
+        trigger=_at_each("prefect.flow-run.*", RESTART_TAG, {"prefect.flow-run.Crashed"}),
         actions=_set_state(StateType.SCHEDULED, "AwaitingRetry", "Restarted after a crash."),
     )
 
@@ -94,14 +87,7 @@ def stop_automation() -> AutomationCore:
     return AutomationCore(
         name="tinker-flows: stop on a warning",
         description=f"Saves and cancels a run or sweep tagged {STOP_TAG} when it warns or a guard skips a step.",
-        trigger=EventTrigger(
-            match={"prefect.resource.id": f"{PREFIX}.run.*"},
-            match_related=_tagged(STOP_TAG),
-            expect=WARNINGS - {f"{PREFIX}.budget"},
-            for_each={"prefect.resource.id"},
-            posture=Posture.Reactive,
-            threshold=1,
-        ),
+        trigger=_at_each(f"{PREFIX}.run.*", STOP_TAG, WARNINGS - {f"{PREFIX}.budget"}),
         actions=[CancelFlowRun()],
     )
 
@@ -111,14 +97,7 @@ def pause_automation() -> AutomationCore:
     return AutomationCore(
         name="tinker-flows: pause when spent",
         description=f"Pauses the schedules of a deployment tagged {PAUSE_TAG} when a run of it spends its budget.",
-        trigger=EventTrigger(
-            match={"prefect.resource.id": f"{PREFIX}.run.*"},
-            match_related=_tagged(PAUSE_TAG),
-            expect={f"{PREFIX}.budget"},
-            for_each={"prefect.resource.id"},
-            posture=Posture.Reactive,
-            threshold=1,
-        ),
+        trigger=_at_each(f"{PREFIX}.run.*", PAUSE_TAG, {f"{PREFIX}.budget"}),
         actions=[PauseDeployment(source="inferred", deployment_id=None)],
     )
 
@@ -137,13 +116,13 @@ def evaluate_automation(deployment: DeploymentResponse) -> AutomationCore:
     """Build the automation that evaluates each checkpoint of a run with `EVALUATE_TAG`.
 
     Args:
-        deployment: deployment of `evaluate`, whose parameters say what is measured.
+        deployment: deployment of `evaluate`, whose parameter `config` says what is measured.
     """
     names = ("checkpoint", "base_url", "storage", "tracking", "experiment")
     of_the_run = {name: f"{{{{ event.payload.{name} }}}}" for name in names}
     run_name = "{{ event.payload.run_name }}-at-{{ event.payload.step }}"
     config = {
-        **_without_templates(deployment.parameters.get("config", {})),
+        **_without_templates(deployment.parameters["config"]),
         "model": "",
         "run_name": run_name,
         **of_the_run,
@@ -153,13 +132,7 @@ def evaluate_automation(deployment: DeploymentResponse) -> AutomationCore:
     return AutomationCore(
         name="tinker-flows: evaluate",
         description=f"Runs the deployment {EVALUATE_DEPLOYMENT} for each checkpoint of a run tagged {EVALUATE_TAG}.",
-        trigger=EventTrigger(
-            match={"prefect.resource.id": f"{PREFIX}.run.*"},
-            match_related=_tagged(EVALUATE_TAG),
-            expect={CHECKPOINT},
-            posture=Posture.Reactive,
-            threshold=1,
-        ),
+        trigger=_at_each(f"{PREFIX}.run.*", EVALUATE_TAG, {CHECKPOINT}),
         actions=[run],
     )
 
@@ -174,13 +147,10 @@ def notify_automation(webhook: UUID) -> AutomationCore:
         name="tinker-flows: notify",
         description=f"Calls a webhook for runs tagged {NOTIFY_TAG} on failures, crashes, warnings, spent budgets "
         "and approvals.",
-        trigger=EventTrigger(
-            match={"prefect.resource.id": ["prefect.flow-run.*", f"{PREFIX}.run.*"]},
-            match_related=_tagged(NOTIFY_TAG),
-            expect={*(f"prefect.flow-run.{name}" for name in ("Failed", "Crashed", "Suspended")), *WARNINGS},
-            for_each={"prefect.resource.id"},
-            posture=Posture.Reactive,
-            threshold=1,
+        trigger=_at_each(
+            ["prefect.flow-run.*", f"{PREFIX}.run.*"],
+            NOTIFY_TAG,
+            {*(f"prefect.flow-run.{name}" for name in ("Failed", "Crashed", "Suspended")), *WARNINGS},
         ),
         actions=[CallWebhook(block_document_id=webhook, payload=_WEBHOOK_PAYLOAD)],
     )
@@ -213,7 +183,10 @@ def install_all() -> None:
             install(automation)
             print(f"{automation.name}: {automation.description}")
     if not deployment:
-        print(f"No evaluation of checkpoints: create the deployment {EVALUATE_DEPLOYMENT} and run this command again.")
+        print(
+            f"No evaluation of checkpoints: create the deployment {EVALUATE_DEPLOYMENT} with a parameter `config` and "
+            "run this command again."
+        )
     if not webhook:
         print(f"No notifications: save a Webhook block named {WEBHOOK_BLOCK!r} in the UI and run this command again.")
 
@@ -238,9 +211,10 @@ def _webhook_id() -> UUID | None:
 def _evaluate_deployment() -> DeploymentResponse | None:
     with get_client(sync_client=True) as client:
         try:
-            return client.read_deployment_by_name(EVALUATE_DEPLOYMENT)
+            deployment = client.read_deployment_by_name(EVALUATE_DEPLOYMENT)
         except ObjectNotFound:
             return None
+    return deployment if "config" in deployment.parameters else None
 
 
 def _set_state(state: StateType, name: str, message: str) -> list[ActionTypes]:
@@ -249,3 +223,15 @@ def _set_state(state: StateType, name: str, message: str) -> list[ActionTypes]:
 
 def _tagged(tag: str) -> dict[str, str | list[str]]:
     return {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{tag}"}
+
+
+def _at_each(resource: str | list[str], tag: str, events: set[str]) -> EventTrigger:
+    """Build the trigger that fires at each of these events of a resource with a tag."""
+    return EventTrigger(
+        match={"prefect.resource.id": resource},
+        match_related=_tagged(tag),
+        expect=events,
+        for_each={"prefect.resource.id"},
+        posture=Posture.Reactive,
+        threshold=1,
+    )

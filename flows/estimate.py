@@ -137,7 +137,7 @@ def _estimate(
     tokens = [size.num_tokens for size in sizes]
     passes = {step: num_passes(objective, step, config.guards.needs_forward_pass) for step in trained}
     has_held_out = held_out.num_tokens > 0
-    evaluations = sum(schedule.evaluates_often_before(step) for step in range(schedule.num_steps + 1)) * has_held_out
+    evaluations = schedule.num_often * has_held_out
     num_held_out_tokens = held_out.num_tokens if evaluations else 0
     num_train_tokens = sum(tokens[step] * number for step, number in passes.items())
     num_train_tokens += evaluations * num_held_out_tokens

@@ -12,7 +12,8 @@ from mlflow.entities import Run
 from tinker_cookbook.rl.types import EnvGroupBuilder, InitialObservationOverflow
 from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
 
-from flows.config.base import BuilderConfig, RunConfig, ServiceConfig, TrackedConfig
+from flows.config.base import SERVICE_PATH, BuilderConfig, RunConfig, ServiceConfig, TrackedConfig
+from flows.config.train import BASE_MODEL, TrainConfig
 from flows.runs.blocks import open_service, storage_of, tracking_of
 from flows.runs.mlflow_run import MAX_PARAM_LENGTH, changed_fields_of
 from flows.runs.prices import price_of
@@ -192,6 +193,12 @@ def ranges(low: Bill, high: Bill) -> tuple[TokenCosts, TokenCosts, dict[str, Cos
 
 def _has_tokens(costs: TokenCosts) -> bool:
     return costs.num_train_tokens > 0 or costs.sampled != SampledTokens()
+
+
+def reference_model(config: TrainConfig) -> str:
+    """Return the base model of a config's reference, by whose price it is billed."""
+    name = config.reference
+    return config.model if name == BASE_MODEL or name.startswith(SERVICE_PATH) else name
 
 
 def total(sizes: Iterable[GroupSizes]) -> GroupSizes:

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
 
-from flows.config.base import SERVICE_PATH
 from flows.config.distill import GroupsConfig, OnPolicyConfig, SelfConfig
 from flows.config.rl import RlConfig
-from flows.config.train import BASE_MODEL
 from flows.estimates.costs import (
     Bill,
     CostEstimate,
@@ -21,6 +19,7 @@ from flows.estimates.costs import (
     estimate_session_of_run,
     measure,
     ranges,
+    reference_model,
     total,
 )
 from flows.runs.blocks import service_url
@@ -119,16 +118,15 @@ def _count(
     num_scores = num_steps if is_high or not is_dropped else 0
     advantage = config.advantage if isinstance(config, RlConfig) else None
     if objective.needs("ref_logprobs") or (advantage and advantage.kl_coefficient):
-        bill.add("reference", _reference_model(config), step.scoring(length), num_scores)
+        bill.add("reference", reference_model(config), step.scoring(length), num_scores)
     if config.compute_post_kl:
         bill.add("compute_post_kl", config.model, step.scoring(length), num_scores)
     has_teacher = not isinstance(config, RlConfig)
     for model, of_teacher in sizes.step.items() if has_teacher else ():
         bill.add("teachers", model, of_teacher.scoring(length, by_teacher=True), num_scores)
-    num_evaluations = sum(schedule.evaluates_often_before(at) for at in range(num_steps + 1))
+    num_evaluations = schedule.num_often
     bill.add("evaluations", config.model, held_out.sampling(length), num_evaluations)
-    num_rarely = sum(schedule.evaluates_rarely_before(at) for at in range(num_steps + 1))
-    sizes.evaluators.add_to(bill, num_evaluations, num_rarely, is_high=is_high)
+    sizes.evaluators.add_to(bill, num_evaluations, schedule.num_rarely, is_high=is_high)
     if sizes.reward_model:
         num_text_tokens = length if is_high else 0  # the stop token is no part of the answer
         bill.add("reward model", sizes.reward_model, started.rewarding(num_text_tokens), num_steps)
@@ -148,11 +146,6 @@ def _excluded(config: SamplingMethod, sizes: RunSizes) -> Iterator[str]:
         yield "the text that hindsight adds to the teacher's prompts"
     if config.report.num_examples:
         yield "terms of the objective on held-out groups"
-
-
-def _reference_model(config: SamplingMethod) -> str:
-    name = config.reference
-    return config.model if name == BASE_MODEL or name.startswith(SERVICE_PATH) else name
 
 
 def _sizes_of(config: SamplingMethod) -> RunSizes:

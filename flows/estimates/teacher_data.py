@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 
 import tinker
 
-from flows.config.base import SERVICE_PATH
 from flows.config.distill import OffPolicyConfig, PromptConfig, TeacherDataConfig
-from flows.config.train import BASE_MODEL
 from flows.distill import open_teacher_data, teacher_datasets
 from flows.estimates.costs import (
     Bill,
@@ -21,6 +19,7 @@ from flows.estimates.costs import (
     estimate_session_of_run,
     measure,
     ranges,
+    reference_model,
 )
 from flows.runs.blocks import service_url
 from flows.training.schedule import Schedule
@@ -164,17 +163,15 @@ def _count(
 
     if objective.needs("ref_logprobs"):
         num_tokens = sum(item.num_batch_tokens(length) for _, item in sizes.items.values())
-        name = config.reference
-        model = config.model if name == BASE_MODEL or name.startswith(SERVICE_PATH) else name
+        model = reference_model(config)
         if config.top_k:
             bill.add_training("reference", model, num_tokens)
         else:
             num_sequences = sum(item.num_sequences for _, item in sizes.items.values())
             bill.add("reference", model, scored_tokens(num_tokens, num_sequences))
 
-    num_evaluations = sum(schedule.evaluates_often_before(at) for at in range(num_steps + 1))
-    num_rarely = sum(schedule.evaluates_rarely_before(at) for at in range(num_steps + 1))
-    sizes.evaluators.add_to(bill, num_evaluations, num_rarely, is_high=is_high)
+    num_evaluations = schedule.num_often
+    sizes.evaluators.add_to(bill, num_evaluations, schedule.num_rarely, is_high=is_high)
     for model, item in sizes.held_out:
         bill.add("held-out data of the teachers", model, item.teacher.sampling(length))
         _add_scores(bill, "held-out data of the teachers", model, item, length)

@@ -31,7 +31,7 @@ def register_prompts(log: MetricsLog, config: RunConfig, tokenizer: Tokenizer) -
     """
     templates = {**_renderers(log, config, tokenizer), **_system_prompts(config)}
     if not templates:
-        text = "register_prompts has no effect: the config names no renderer and no system prompt."
+        text = "register_prompts has no effect: the config names no system prompt, and no renderer that can be built."
         note_warning(log, "prompts", text)
         return
     try:

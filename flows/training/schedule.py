@@ -53,6 +53,16 @@ class Schedule:
     def evaluates_rarely(self) -> bool:
         return bool(self.config.infrequent_evaluators) and self.config.infrequent_eval_every > 0
 
+    @property
+    def num_often(self) -> int:
+        """Number of evaluations of the held-out data and `evaluators` in a whole run."""
+        return sum(self.evaluates_often_before(step) for step in range(self.num_steps + 1))
+
+    @property
+    def num_rarely(self) -> int:
+        """Number of evaluations of `infrequent_evaluators` in a whole run."""
+        return sum(self.evaluates_rarely_before(step) for step in range(self.num_steps + 1))
+
     def _is_evaluation(self, step: int, every: int) -> bool:
         # A fork with promote_if evaluates its first weights, which are the baseline.
         is_baseline = step == self.first and self.config.promote_if is not None

@@ -10,7 +10,7 @@ from blocks.collector import no_collections, no_collector_pauses
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """Leave the collector as it was."""
+    """Enable the collector after the test, or disable it, as it was before."""
     was_enabled = gc.isenabled()
     yield
     gc.enable() if was_enabled else gc.disable()

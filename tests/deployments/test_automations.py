@@ -116,25 +116,28 @@ def test_a_killed_terminal_run_is_crashed_within_two_minutes(
 
 
 @contextmanager
+def serving(api: str, program: str, config: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+    """Serve a deployment with a program that reads its config from the command line."""
+    command = [sys.executable, "-c", program, json.dumps(config)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, env=environment(api), cwd=ROOT, **quiet)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
 def served_run(api: str, config: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
     """Run a served deployment until its first checkpoint; yields the serving process."""
-    serving = subprocess.Popen(
-        [sys.executable, "-c", SERVE, json.dumps(config)],
-        env=environment(api),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
+    with serving(api, SERVE, config) as process:
         with get_client(sync_client=True) as client:
             deployment = wait_for(lambda: next(iter(client.read_deployments()), None), "a deployment", 90)
             name = config["run_name"]
             client.create_flow_run_from_deployment(deployment.id, parameters={"config": config}, name=name)
         wait_for(lambda: checkpoints(Path(config["storage"]).parent, name), "a checkpoint", 120)
-        yield serving
-    finally:
-        serving.terminate()
-        serving.wait()
+        yield process
 
 
 @pytest.mark.slow
@@ -334,14 +337,7 @@ def test_each_checkpoint_of_a_tagged_run_is_evaluated(
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     run_fields = fields(tmp_path, "watched", engine_url) | {"num_steps": 4, "checkpoint_every": 2}
     measured = {"run_name": "evaluate-{start}", "checkpoint": "base", "model": "tiny", "data": run_fields["data"]}
-    serving = subprocess.Popen(
-        [sys.executable, "-c", SERVE_EVALUATE, json.dumps(measured)],
-        env=environment(prefect_server),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
+    with serving(prefect_server, SERVE_EVALUATE, measured):
         with get_client(sync_client=True) as client:
             wait_for(lambda: [d for d in client.read_deployments() if d.name == "evaluate"], "a deployment", 90)
         install_all()
@@ -354,9 +350,6 @@ def test_each_checkpoint_of_a_tagged_run_is_evaluated(
             wait_for(lambda name=f"watched-at-{step}": completed(name), f"the evaluation at step {step}", 120)
         time.sleep(2.0)
         assert flow_run("unwatched-at-4") is None
-    finally:
-        serving.terminate()
-        serving.wait()
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     runs = {run.info.run_name: run.data for run in client.search_runs(["1"], "")}
     assert runs.keys() == {"watched", "unwatched", "watched-at-2", "watched-at-4"}

@@ -23,7 +23,7 @@ from flows.config.rl import RlConfig
 from flows.config.rlhf import RlhfConfig
 from flows.distill import off_policy_distillation, on_policy_distillation
 from flows.estimate import Estimate
-from flows.estimates.costs import CostEstimate
+from flows.estimates.costs import CostEstimate, TokenCosts
 from flows.estimates.evaluation import estimate_evaluation
 from flows.estimates.rlhf import estimate_rlhf
 from flows.estimates.rollouts import SamplingMethod, estimate_rollouts
@@ -88,10 +88,7 @@ def test_costs(method: str, max_tokens: int, tmp_path: Path, engine_url: str, ml
     assert costs["usd"] == pytest.approx(usd / 1e6)
 
     low, high = expected.low, expected.high
-    assert low.num_train_tokens <= costs["num_train_tokens"] <= high.num_train_tokens
-    assert is_between(low.usd, costs["usd"], high.usd)
-    for name in COUNTS:
-        assert getattr(low.sampled, name) <= costs[name] <= getattr(high.sampled, name)
+    assert_between(low, costs, high)
     if max_tokens == 1:
         # Two evaluations of two answers to two problems with one to four tokens each.
         assert high.sampled.num_sample_tokens - low.sampled.num_sample_tokens == 2 * 2 * 2 * 3
@@ -191,6 +188,13 @@ def price_table(folder: Path) -> str:
     return str(folder / "prices.json")
 
 
+def assert_between(low: TokenCosts, costs: dict[str, float], high: TokenCosts) -> None:
+    assert low.num_train_tokens <= costs["num_train_tokens"] <= high.num_train_tokens
+    assert is_between(low.usd, costs["usd"], high.usd)
+    for name in COUNTS:
+        assert getattr(low.sampled, name) <= costs[name] <= getattr(high.sampled, name)
+
+
 def is_between(low: float | None, usd: float, high: float | None) -> bool:
     """Return whether a price is within known bounds, up to the rounding of sums."""
     assert low is not None
@@ -220,13 +224,9 @@ def test_costs_of_teacher_data(max_tokens: int, top_k: int, tmp_path: Path, engi
     assert costs["num_train_tokens"] == counted["trained"] + counted["forwarded"]
     assert costs["num_sample_tokens"] == counted["sampled"]
     assert costs["num_prefill_tokens"] - costs["num_cached_tokens"] == counted["prompt"]
-    low, high = expected.low, expected.high
-    assert low.num_train_tokens <= costs["num_train_tokens"] <= high.num_train_tokens
-    assert is_between(low.usd, costs["usd"], high.usd)
-    for name in COUNTS:
-        assert getattr(low.sampled, name) <= costs[name] <= getattr(high.sampled, name)
+    assert_between(expected.low, costs, expected.high)
     if max_tokens == 1:
-        assert low.sampled == high.sampled
+        assert expected.low.sampled == expected.high.sampled
     assert "teachers" in expected.parts
     whole, parts = in_all_parts(expected)
     assert whole == parts
