@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from prefect.logging import disable_run_logger
 from sft_config import sft_fields
 
 from engine.tiny import byte_tokenizer
@@ -31,6 +32,22 @@ def test_run_registers_its_renderer_once(tmp_path: Path, engine_url: str, mlflow
     assert template is not None
     # The chat format of Qwen: https://huggingface.co/Qwen/Qwen3-8B/blob/main/tokenizer_config.json
     assert template.template == "<|im_start|>user\n{{prompt}}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_setting_without_effect_and_unknown_renderer_warn(tmp_path: Path) -> None:
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    log = MetricsLog(client, client.create_run("0").info.run_id)
+    fields = sft_fields(tmp_path, "run", "", "")
+    fields["data"]["params"]["common_config"]["renderer_name"] = "of-my-builder"
+    with disable_run_logger():
+        register_prompts(log, SftConfig.model_validate(fields), byte_tokenizer())
+    log.flush()
+    tags = client.get_run(log.run_id).data.tags
+    assert tags["tinker_flows.warning.prompts.of-my-builder"].startswith(
+        "The renderer of-my-builder was not registered"
+    )
+    assert tags["tinker_flows.warning.prompts"].startswith("register_prompts has no effect")
+    assert "mlflow.linkedPrompts" not in tags
 
 
 def test_changed_system_prompt_is_a_new_version(tmp_path: Path) -> None:
