@@ -37,7 +37,7 @@ from blocks.home import home
 from blocks.processes import local_prefect_server
 from engine.models import resolve_model
 from flows.runs.cli import silence_console_logs
-from flows.training.trainer import prepare_batch
+from flows.training.step import prepare_batch
 from objectives.execution.term_loop import Features, StepPosition, evaluate_terms
 from objectives.gradients.linearize import WeightedTerm
 from objectives.losses import compute_mean_nll

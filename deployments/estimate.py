@@ -23,6 +23,7 @@ from flows.estimates.rlhf import RlhfEstimate, estimate_rlhf
 from flows.estimates.rollouts import estimate_rollouts
 from flows.estimates.teacher_data import estimate_teacher_data
 from flows.evaluate import EvaluateConfig
+from flows.runs.pace import format_hours
 
 AnyEstimate = Estimate | CostEstimate | RlhfEstimate
 
@@ -130,7 +131,7 @@ def _rows(run: Estimate) -> list[tuple[str, str]]:
         ),
         ("tokens in all passes", f"{run.num_train_tokens:,}"),
         ("cost", "unknown: set budget.prices" if run.usd is None else f"${run.usd:,.4g}"),
-        ("time", f"{_format_hours(run.hours)} at the pace of run {run.paced_by}" if run.hours else unknown_time),
+        ("time", f"{format_hours(run.hours)} at the pace of run {run.paced_by}" if run.hours else unknown_time),
     ]
 
 
@@ -139,8 +140,3 @@ def _skipped(steps: Sequence[int]) -> str:
         return ""
     verb, more = ("is", "") if len(steps) == 1 else ("are", ", ...")
     return f", of which {len(steps)} {verb} skipped for lack of anything to train (step {steps[0]}{more})"
-
-
-def _format_hours(hours: float) -> str:
-    seconds = round(hours * 3600)
-    return f"{seconds // 3600} h {seconds % 3600 // 60} min" if seconds >= 3600 else f"{seconds / 60:.1f} min"

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mlflow.entities import Run
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer, register_tokenizer
 
 from blocks import TinkerService
@@ -17,13 +16,14 @@ from flows.config.dpo import START, DpoConfig
 from flows.config.train import BASE_MODEL, CandidatesConfig, SftConfig
 from flows.dpo import open_pairs, preference_loss
 from flows.runs.blocks import lacks_key, open_service, service_url, tracking_of
+from flows.runs.pace import Pace, find_pace
 from flows.runs.prices import Price, price_of
 from flows.runs.run import open_builder_arguments
 from flows.runs.teachers import base_model_of
 from flows.sft import AVAILABLE_INPUTS
 from flows.training.guards import reason_to_skip
 from flows.training.schedule import Schedule
-from flows.training.trainer import num_passes
+from flows.training.step import num_passes
 from objectives.batch import Batch
 from objectives.objective import Objective
 from tasks.common.builders import NO_RESOURCES, takes
@@ -35,7 +35,6 @@ from tasks.supervised.dataset import SupervisedSource, build_dataset
 from tasks.training.batch_source import SampledTokens
 from tasks.training.candidates import prompts_of
 from tasks.training.datums import pack_datums
-from tasks.training.metrics import metric_values
 from tasks.training.reference import scored_tokens
 
 # Counting the tokens of a batch means tokenizing it; beyond this many batches, the mean is used instead.
@@ -158,7 +157,7 @@ def _estimate(
     examples = _example_tokens(config, source, schedule) if evaluations else SampledTokens()
     # A final forward pass over the last batch measures the final weights.
     num_train_tokens += tokens[trained[-1]]
-    run, pace = _pace(config)
+    pace = _pace(config)
     usd = None
     if price and reference_price:
         usd = price.of_training(num_train_tokens) + price.of_sampling(candidates) + price.of_sampling(examples)
@@ -180,8 +179,8 @@ def _estimate(
         reference=reference,
         num_train_tokens=num_train_tokens + num_reference_train_tokens,
         usd=usd,
-        hours=sum(tokens) / pace / 3600 if pace else None,
-        paced_by=run,
+        hours=pace.hours(sum(tokens)) if pace else None,
+        paced_by=pace.run_name if pace else "",
     )
 
 
@@ -310,22 +309,9 @@ def _sizes_of_steps(
     return [trained_sizes.get(step, BatchSize(0, 0)) for step in range(schedule.num_steps)]
 
 
-def _pace(config: SftConfig | DpoConfig) -> tuple[str, float]:
-    """Return the name of the newest timed run of the same model and method, and its training tokens per second.
-
-    The name is empty and the pace 0 if there is no such run.
-    """
-    method = "dpo" if isinstance(config, DpoConfig) else "sft"
+def _pace(config: SftConfig | DpoConfig) -> Pace | None:
     tracking = tracking_of(config)
     client = tracking.get_client()
+    method = "dpo" if isinstance(config, DpoConfig) else "sft"
     with tracking.failures():
-        name = config.model.replace("'", "")
-        same = f"params.model = '{name}' and tags.`prefect.flow_name` = '{method}'"
-        runs: Sequence[Run] = client.search_runs([tracking.experiment_id(client)], same)
-        for run in runs:
-            tokens, seconds = (metric_values(client, run.info.run_id, key) for key in ("num_tokens", "time/step"))
-            # Skip the first step, whose time includes setup.
-            later = sorted(tokens.keys() & seconds.keys())[1:]
-            if total := sum(seconds[step] for step in later):
-                return run.info.run_name or run.info.run_id, sum(tokens[step] for step in later) / total
-    return "", 0.0
+        return find_pace(client, tracking.experiment_id(client), config.model, method)

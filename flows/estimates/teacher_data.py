@@ -23,7 +23,7 @@ from flows.estimates.costs import (
 )
 from flows.runs.blocks import service_url
 from flows.training.schedule import Schedule
-from flows.training.trainer import num_passes
+from flows.training.step import num_passes
 from objectives.objective import Objective
 from tasks.distillation.mixture import Item, Mixture
 from tasks.distillation.prompts import PromptGroup

@@ -12,8 +12,10 @@ from flows.config.train import BudgetConfig, TrainConfig
 from flows.monitoring.run_tags import note_warning
 from flows.runs.blocks import service_url
 from flows.runs.prices import Price, price_of
+from flows.runs.run import Run
 from tasks.training.batch_source import SampledTokens
 from tasks.training.metrics import MetricsLog
+from tasks.training.reference import Reference
 
 _SAMPLED = [field.name for field in fields(SampledTokens)]
 
@@ -32,7 +34,7 @@ class Ledger:
                 f"budget.usd is {config.usd:g}, but the price of the model is unknown: set budget.prices to a price "
                 "table with the model, in the format of flows/runs/prices.yaml, or remove budget.usd."
             )
-        self._config, self._price = config, price
+        self._budget, self._price = config, price
         self._num_tokens, self._usd = int(spent.get("num_train_tokens", 0)), spent.get("usd", 0.0)
         self._sampled = SampledTokens(*(int(spent.get(key, 0)) for key in _SAMPLED))
         self._hours_before, self._began = spent.get("hours", 0.0), monotonic()
@@ -64,12 +66,12 @@ class Ledger:
 
         The next step and the one in progress are assumed to take as long as the last finished step.
         """
-        config, usd = self._config, self._usd + (self._price.of_training(num_tokens) if self._price else 0.0)
+        budget, usd = self._budget, self._usd + (self._price.of_training(num_tokens) if self._price else 0.0)
         hours = self.hours + 2 * self._step_hours
-        if config.usd is not None and usd > config.usd:
-            limit = f"would have cost ${usd:.6g} with step {step}, but budget.usd is {config.usd:g}"
-        elif config.hours is not None and hours > config.hours:
-            limit = f"would have taken {hours:.4g} hours with step {step}, but budget.hours is {config.hours:g}"
+        if budget.usd is not None and usd > budget.usd:
+            limit = f"would have cost ${usd:.6g} with step {step}, but budget.usd is {budget.usd:g}"
+        elif budget.hours is not None and hours > budget.hours:
+            limit = f"would have taken {hours:.4g} hours with step {step}, but budget.hours is {budget.hours:g}"
         else:
             return ""
         if step == 0:
@@ -86,7 +88,7 @@ class Ledger:
         """Return the cost of the run so far, as metrics."""
         shares = [
             spent / limit
-            for spent, limit in ((self.hours, self._config.hours), (self._usd, self._config.usd))
+            for spent, limit in ((self.hours, self._budget.hours), (self._usd, self._budget.usd))
             if limit is not None
         ]
         return {f"cost/{key}": value for key, value in self.state().items()} | (
@@ -98,6 +100,31 @@ class Ledger:
         usd = {"usd": self._usd} if self._price else {}
         sampled = asdict(self._sampled) if self._sampled != SampledTokens() else {}
         return {"num_train_tokens": self._num_tokens, **sampled, "hours": self.hours, **usd}
+
+
+class RunLedger(Ledger):
+    """Ledger of a training run, which also charges the tokens of the reference, teachers, reward models and judges."""
+
+    def __init__(self, run: Run, config: TrainConfig, reference: Reference | None, spent: Mapping[str, float]) -> None:
+        """Continue from the cost that the checkpoint at which the run starts has recorded."""
+        price = price_of(config.model, service_url(config.base_url), config.budget.prices)
+        super().__init__(config.budget, price, cost_before_restart(run.log, spent))
+        self._run, self._config, self._reference = run, config, reference
+        self._reference_price = price_of_other(run.log, config, reference.model, "reference") if reference else None
+        self._prices: dict[str, Price | None] = {}
+
+    def charge_metered(self) -> None:
+        """Charge the tokens that the run's meter has counted: of teachers, reward models, judges and evaluations."""
+        for model, sampled in self._run.meter.take().items():
+            if model not in self._prices:
+                self._prices[model] = price_of_other(self._run.log, self._config, model, "teacher or judge")
+            self.add_sampled(sampled, self._prices[model])
+
+    def charge_reference(self, step: int) -> None:
+        """Charge the reference's tokens up to a step, all of whose minibatches have been sent."""
+        if self._reference:
+            self.add_sampled(self._reference.take_sampled(step), self._reference_price)
+            self.add(self._reference.take_num_train_tokens(step), self._reference_price)
 
 
 def cost_before_restart(log: MetricsLog, state: Mapping[str, float]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tinker
+from mlflow.exceptions import MlflowException
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from tinker_cookbook.checkpoint_utils import CheckpointRecord, get_renderer_name_from_checkpoint
@@ -22,6 +23,7 @@ from flows.config.rollout import OverlongConfig, RolloutConfig
 from flows.config.train import TrainConfig
 from flows.monitoring.run_tags import note_warning
 from flows.runs.fork import is_fork, named_origin
+from flows.runs.pace import Pace, find_pace, format_hours
 from flows.runs.run import Run
 from objectives.batch import Batch
 from objectives.objective import CROSS_ENTROPY, Objective
@@ -34,6 +36,7 @@ from tasks.reports.summary import DATA_TAG
 from tasks.rl.hooks import PREFIX
 from tasks.rl.named_rewards import TOTAL
 from tasks.rl.truncation import OVERLONG
+from tasks.training.metrics import MetricsLog
 
 # The published LoRA rate is ten times that of full fine-tuning.
 _FAR_BELOW = 8
@@ -273,21 +276,29 @@ def warn_of_unused_candidates(run: Run, config: TrainConfig, objective: Objectiv
         note_warning(run.log, "pitfall.candidates", text)
 
 
-def announce_plan(config: TrainConfig, steps: range, num_tokens: int, usd: float | None) -> None:
+def announce_plan(log: MetricsLog, config: TrainConfig, steps: range, num_tokens: int, usd: float | None) -> None:
     """Say in the terminal and in Prefect's log what a run is going to do.
 
     Args:
+        log: MLflow run, in whose experiment an earlier run gives the pace.
         steps: steps that remain.
         num_tokens: tokens of the first batch.
         usd: price of a training pass over all remaining batches if they are like the first; None if unknown.
     """
-    for line in plan_lines(config, flow_run.get_flow_name() or "training", steps, num_tokens, usd):
+    method = flow_run.get_flow_name() or "training"
+    pace = None
+    with suppress(MlflowException):  # the plan then says that the time is unknown
+        experiment_id = log.client.get_run(log.run_id).info.experiment_id
+        pace = find_pace(log.client, experiment_id, config.model, method)
+    for line in plan_lines(config, method, steps, num_tokens, usd, pace):
         print(f"{config.run_name}: {line}", file=sys.stderr)
         get_run_logger().info("%s", line)
 
 
-def plan_lines(config: TrainConfig, method: str, steps: range, num_tokens: int, usd: float | None) -> list[str]:
-    """Return sentences about the model, data, loss, evaluations, checkpoints and price of a run."""
+def plan_lines(
+    config: TrainConfig, method: str, steps: range, num_tokens: int, usd: float | None, pace: Pace | None = None
+) -> list[str]:
+    """Return sentences about the model, data, loss, evaluations, checkpoints, price and duration of a run."""
     sources = config.model_dump(include={"data", "environment", "comparisons", "questions", "datasets"})
     data = [*field_values(sources, "builder"), *field_values(sources, "path")]
     on_data = f" on {data[0]}" if data else ""
@@ -305,11 +316,13 @@ def plan_lines(config: TrainConfig, method: str, steps: range, num_tokens: int, 
     every = " or ".join(f"{number:,g} {unit}" for unit, number in cadences.items() if number)
     saves = f"checkpoint every {every}" if every else "checkpoint at the end"
     price = "price unknown" if usd is None else f"${usd:,.4g} per pass"
+    total = num_tokens * len(steps)
+    duration = f"about {format_hours(pace.hours(total))} at the pace of {pace.run_name}" if pace else "time unknown"
     return [
         f"{method} of {config.model}{on_data}, steps {steps.start + 1} to {steps.stop}, learning rate "
         f"{config.learning_rate:g}",
         f"loss {loss}{', with ' + ' and '.join(limits) if limits else ''}",
-        f"{evaluations}, {saves}; about {num_tokens * len(steps):,} tokens in batches like the first, {price}",
+        f"{evaluations}, {saves}; about {total:,} tokens in batches like the first, {price}, {duration}",
     ]
 
 

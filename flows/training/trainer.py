@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
-from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import tinker
 import torch
@@ -35,19 +34,17 @@ from flows.monitoring.events import emit
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
 from flows.monitoring.progress import Progress, call_step_callback
 from flows.monitoring.run_tags import forget_end, note_end, note_warning, warn, warn_of_metrics
-from flows.runs.blocks import service_url
 from flows.runs.checkpoint_manager import Checkpoints
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, FORMAT_OF_SCALES, recorded_format
 from flows.runs.contents import CONTENTS_KEY, open_contents
 from flows.runs.lineage import data_assets, log_datasets
-from flows.runs.prices import Price, price_of
 from flows.runs.prompts import register_prompts
 from flows.runs.result import EndReasons, TrainResult, finish
 from flows.runs.resume import first_step, resolve_start
 from flows.runs.run import Run
 from flows.runs.teachers import open_reference
 from flows.training.alerts import Alerts
-from flows.training.budget import Ledger, cost_before_restart, price_of_other
+from flows.training.budget import RunLedger
 from flows.training.evaluation import Evaluation
 from flows.training.granularity import run_segment, run_step
 from flows.training.guards import Guard
@@ -59,8 +56,9 @@ from flows.training.preflight import (
     warn_of_unused_candidates,
 )
 from flows.training.schedule import CheckpointCadence, Schedule
+from flows.training.step import PreparedBatch, SentBatch, SentStep, StepTimes, num_passes, prepare_batch
 from objectives.batch import Batch, Outputs
-from objectives.execution.term_loop import DueTerm, StepPosition, evaluate_terms, prepare_terms
+from objectives.execution.term_loop import StepPosition, evaluate_terms
 from objectives.gradients.linearize import Linearized, join_metrics, measure_effects
 from objectives.losses import compute_mean_nll
 from objectives.objective import Objective
@@ -68,7 +66,7 @@ from objectives.one_pass.fused import check_trained
 from objectives.one_pass.planner import OnePass, ServiceLoss
 from tasks.common.datum_cache import load_cache, save_cache
 from tasks.common.service_errors import service_errors
-from tasks.common.task import Pending, call, opaque_argument, submit
+from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import ConfiguredEvaluator
 from tasks.reports.summary import storage_option
 from tasks.training.batch_source import BatchSource, TrainedBatch
@@ -88,66 +86,8 @@ from tasks.training.forward_backward import (
 from tasks.training.metric_names import safe_name
 from tasks.training.metrics import log_metrics
 from tasks.training.metrics_file import MetricsFile
-from tasks.training.reference import REFERENCE_NAME, Reference, load_reference
+from tasks.training.reference import REFERENCE_NAME, Reference
 from tasks.training.terms import TaskTermExecutor
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """Batch or minibatch with everything that is computed before its forward pass; all of it may be pending.
-
-    Attributes:
-        at: its step, and its share of the update.
-        passes: maximum passes of the service over it: 1, or 2 if a forward pass may come first.
-        batch: the packed datums.
-        reference: the reference's logprobs, ``(N,)`` nats; None if no term needs them.
-        terms: the terms due at the step, with their features.
-        supervised: for a batch of sampled candidates, the supervised batch whose prompts they complete; else None.
-    """
-
-    at: StepPosition
-    passes: int
-    batch: Pending[Batch]
-    reference: Pending[Tensor] | None
-    terms: tuple[DueTerm, ...]
-    supervised: Pending[Batch] | None = None
-
-    def outputs(self, logprobs_DT: Tensor | None = None) -> Outputs:
-        """Return the inputs of the terms; the current logprobs are 0 if they are not known yet."""
-        batch = self.batch.result()
-        if logprobs_DT is None:
-            logprobs_DT = torch.zeros(batch.target_tokens_DT.shape)
-        return Outputs(logprobs_DT, self.reference.result() if self.reference else None, batch.sampling_logprobs_DT)
-
-
-@dataclass(frozen=True, slots=True)
-class SentBatch:
-    """Batch whose gradient is requested, and its linearized objective if a separate forward pass computed it.
-
-    A batch that teaches nothing is only scored: its `update` is a forward pass.
-    """
-
-    prepared: PreparedBatch
-    update: PendingUpdate
-    linearized: Linearized | None
-    is_only_scored: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SentStep:
-    """Step whose updates have been sent; `batches` is empty if the step is skipped.
-
-    Attributes:
-        batches: its minibatches.
-        after: forward passes over the minibatches after the update, if its effects are measured.
-        save: the save after the update, if one is due.
-        elapsed_tokens: tokens of the batches sent up to and including this step, without candidates.
-    """
-
-    batches: Sequence[SentBatch]
-    after: Sequence[PendingOutput]
-    save: PendingCheckpoint | None
-    elapsed_tokens: int
 
 
 class Trainer:
@@ -161,7 +101,6 @@ class Trainer:
         guard: skips, stops or rolls back bad steps.
         alerts: checks the limits that the user sets for metrics.
         ledger: counts tokens, time and cost against the budget.
-        reference_price: price of the reference's model; None for the price of the trained model.
         evaluation: evaluates the weights before the steps at which an evaluation is due.
         checkpoints: saves and records.
         contents: digests of what the run depends on.
@@ -173,6 +112,7 @@ class Trainer:
         last_batch: the batch of the newest update.
         unchecked: saves of weights that no response has confirmed yet, each with the state to record.
         budget_message: the reason why the budget ends the run; empty if it does not.
+        times: durations of the step in progress.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a run
@@ -211,8 +151,6 @@ class Trainer:
             # Samples do not repeat, so their scores are not worth keeping.
             reference = open_reference(run, config, keeps=not source.sampled)
         self.reference = reference
-        self.reference_price = price_of_other(run.log, config, reference.model, "reference") if reference else None
-        self.other_prices: dict[str, Price | None] = {}
         data = data_assets(config, self.contents.digests.get("data", {}))
         self.checkpoints = Checkpoints(run, config, schedule.steps_per_epoch, self.start, data)
         self._restore(self.start)
@@ -237,8 +175,7 @@ class Trainer:
         self.last_batch: Batch | None = None
         self.unchecked: list[tuple[PendingCheckpoint, dict[str, Any]]] = []
         self.budget_message = ""
-        self.step_ended = perf_counter()
-        self._waits: dict[str, float] = {}
+        self.times = StepTimes()
 
     def train(self) -> TrainResult:
         """Run the remaining steps within the budget, then save a checkpoint and the report.
@@ -249,7 +186,9 @@ class Trainer:
             KeyboardInterrupt, TerminationSignal: The run was stopped; the current step is finished and saved.
         """
         first, num_steps = self.first_step, self.schedule.num_steps
-        self._check_batches(range(first, num_steps))
+        if first == self.schedule.first and not self.guard.skipped_steps:
+            steps = range(first, num_steps)
+            self.guard.check_batches(self.source.untrained_steps(steps), len(steps))
         with (
             closing(self.executor),
             closing(self.candidates) if self.candidates else nullcontext(),
@@ -272,7 +211,17 @@ class Trainer:
         warn_of_unused_candidates(self.run, self.config, self.objective)
         self._request_forward(first)
         if self.prepared:
-            self._announce(range(first, num_steps), self.prepared[0].batch.result(), len(self.prepared))
+            steps, is_new = range(first, num_steps), first == self.schedule.first
+            batch, num_minibatches = self.prepared[0].batch.result(), len(self.prepared)
+            num_tokens = batch.num_tokens * num_minibatches
+            usd = self.ledger.price_of_pass(num_tokens * len(steps))
+            announce_plan(self.run.log, self.config, steps, num_tokens, usd)
+            if is_new:
+                digest = "" if self.source.sampled else digest_batch(batch)
+                show_first_batch(self.run, self.config, batch, digest)
+                log_datasets(self.run.log, self.config, self.contents.digests.get("data", {}), digest)
+            if self.config.register_prompts:
+                register_prompts(self.run.log, self.config, self.run.client.get_tokenizer())
         if self.budget_message and self.start is None:
             raise ConfigError(self.budget_message)
 
@@ -304,22 +253,6 @@ class Trainer:
             self._check_last_weights(num_steps)
             return self.checkpoints.wait() if self.budget_message else self.checkpoints.finish()
 
-    def _announce(self, steps: range, batch: Batch, num_minibatches: int) -> None:
-        """Say what the run will do, and show and record the first batch of a new run."""
-        num_tokens = batch.num_tokens * num_minibatches
-        announce_plan(self.config, steps, num_tokens, self.ledger.price_of_pass(num_tokens * len(steps)))
-        if steps.start == self.schedule.first:
-            digest = "" if self.source.sampled else digest_batch(batch)
-            show_first_batch(self.run, self.config, batch, digest)
-            log_datasets(self.run.log, self.config, self.contents.digests.get("data", {}), digest)
-        if self.config.register_prompts:
-            register_prompts(self.run.log, self.config, self.run.client.get_tokenizer())
-
-    def _check_batches(self, steps: range) -> None:
-        """Before the first step of a run, apply the guard policy to steps whose batch has nothing to train."""
-        if steps.start == self.schedule.first and not self.guard.skipped_steps:
-            self.guard.check_batches(self.source.untrained_steps(steps), len(steps))
-
     def _step(self, step: int, stop: StopRequest) -> dict[str, float]:
         """Run one step and start the next; return the step's metrics."""
         self.run.directory.check_writer()  # a process that lost the run sends no further updates
@@ -343,15 +276,13 @@ class Trainer:
         if sent.batches:
             metrics |= self._read_responses(step, sent)
         self.ledger.add_sampled(self.source.take_sampled())
-        self._count_metered()
+        self.ledger.charge_metered()
         if self.candidates:
             self.ledger.add_sampled(self.candidates.take_sampled())
             metrics |= self.candidates.metrics(step)
-        self._count_reference(step)
+        self.ledger.charge_reference(step)
         metrics |= self.guard.metrics(step) | self.ledger.end_step() | self._progress(step)
-        step_began, self.step_ended = self.step_ended, perf_counter()
-        metrics["time/step"] = self.step_ended - step_began
-        metrics |= self._take_waits(metrics)
+        metrics |= self.times.end_step(metrics)
         self.run.directory.check_writer()  # a process that lost the run logs nothing either
         call(log_metrics, self.run.log, step, opaque_argument(metrics))
         self._warn(step, metrics)
@@ -412,7 +343,7 @@ class Trainer:
         if not self.prepared:
             return
         prepared = self.prepared[0]
-        with self._waiting_for("batch"):
+        with self.times.waiting_for("batch"):
             batch = prepared.batch.result()
         needs_logprobs = self._needs_logprobs(prepared)
         # Includes the pass that checks the last update. The other minibatches are assumed to be as long as the first.
@@ -423,7 +354,7 @@ class Trainer:
         if self.budget_message:
             if prepared.reference and not self.source.sampled:
                 prepared.reference.result()
-                self._count_reference(step)
+                self.ledger.charge_reference(step)
             self.prepared = None
             note_end(self.run.log, self.budget_message)
             state = {"step": step, **self.ledger.state(), "message": self.budget_message}
@@ -452,9 +383,9 @@ class Trainer:
     def _send_step(self, step: int, prepared: Sequence[PreparedBatch], forward: PendingOutput | None) -> SentStep:
         """Send the updates of a step, followed by the save that is due."""
         batches: list[SentBatch] = []
-        num_per_update = self.source.num_minibatches + sum(minibatch.supervised is not None for minibatch in prepared)
+        num_minibatches = self.source.num_minibatches + sum(minibatch.supervised is not None for minibatch in prepared)
         for number, minibatch in enumerate(prepared, start=1):
-            with self._waiting_for("batch"):
+            with self.times.waiting_for("batch"):
                 minibatch.batch.result()
             if number > 1:
                 needs_logprobs = self._needs_logprobs(minibatch)
@@ -466,7 +397,7 @@ class Trainer:
             if linearized:
                 self._record_saves()
             if step not in self.guard.skipped_steps:
-                is_last = number % num_per_update == 0
+                is_last = number % num_minibatches == 0
                 # Without a gradient, an optimizer step would still move the weights by its momentum.
                 is_only_scored = not (self.source.teaches(step) or self.objective.due(step))
                 if is_only_scored:
@@ -475,10 +406,10 @@ class Trainer:
                     update = self._send_batch(minibatch, linearized, is_last=is_last)
                 batches.append(SentBatch(minibatch, update, linearized, is_only_scored))
                 self.cadence.num_tokens += minibatch.batch.result().num_tokens if minibatch.supervised is None else 0
-        after: list[PendingOutput] = []
+        effect_passes: list[PendingOutput] = []
         if self.objective.measures_effects(step):
-            after = [self._enqueue_forward(sent.prepared.batch.result()) for sent in batches]
-        return SentStep(batches, after, self._request_save(step + 1), self.cadence.num_tokens)
+            effect_passes = [self._enqueue_forward(sent.prepared.batch.result()) for sent in batches]
+        return SentStep(batches, effect_passes, self._request_save(step + 1), self.cadence.num_tokens)
 
     def _request_save(self, step: int) -> PendingCheckpoint | None:
         """Enqueue a save of the weights before a step, if one is due."""
@@ -512,9 +443,9 @@ class Trainer:
         for sent in sent_step.batches:
             update, linearized, batch = sent.update, sent.linearized, sent.prepared.batch.result()
             with self.guard.checked_responses(step):
-                with self._waiting_for("forward_backward"):
+                with self.times.waiting_for("forward_backward"):
                     outputs = call(forward_backward, update.forward_backward, opaque_argument(batch))
-                with self._waiting_for("optim_step"):
+                with self.times.waiting_for("optim_step"):
                     metrics |= call(optim_step, update.optim_step) if update.optim_step else {}
             self.guard.check_metrics(step, metrics)
             if linearized is None:
@@ -527,7 +458,7 @@ class Trainer:
                 trained.append(TrainedBatch(batch, outputs.logprobs_DT, linearized.by_datum))
         self.contents.add(step, [minibatch.batch for minibatch in trained], sampled=self.source.sampled)
         joined = join_metrics(linearized_batches)
-        if sent_step.after:
+        if sent_step.effect_passes:
             joined |= measure_effects(linearized_batches, self._changes(step, sent_step, before))
         logprobs_DT = torch.cat([minibatch.logprobs_DT for minibatch in trained])
         weights_DT = torch.cat([minibatch.batch.weights_DT for minibatch in trained])
@@ -542,29 +473,10 @@ class Trainer:
             }
         )
 
-    @contextmanager
-    def _waiting_for(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to the metric `time/<name>` of the step."""
-        began = perf_counter()
-        try:
-            yield
-        finally:
-            self._waits[name] = self._waits.get(name, 0.0) + perf_counter() - began
-
-    def _take_waits(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the waits since the last call and the trained and sampled tokens per second of a step."""
-        waits, self._waits = self._waits, {}
-        rates = {"train": "num_tokens", "sample": "rollout/num_sampled_tokens"}
-        return {f"time/{name}": seconds for name, seconds in waits.items()} | {
-            f"throughput/{name}_tokens_per_s": metrics[key] / metrics["time/step"]
-            for name, key in rates.items()
-            if key in metrics
-        }
-
     def _changes(self, step: int, sent_step: SentStep, before: Sequence[Tensor]) -> list[Tensor]:
         """Wait for the forward passes after the update; return the changes of the logprobs."""
         changes: list[Tensor] = []
-        for sent, pending, before_DT in zip(sent_step.batches, sent_step.after, before, strict=True):
+        for sent, pending, before_DT in zip(sent_step.batches, sent_step.effect_passes, before, strict=True):
             batch = sent.prepared.batch.result()
             with self.guard.checked_responses(step):
                 after = call(forward_logprobs, pending, opaque_argument(batch))
@@ -574,7 +486,7 @@ class Trainer:
     def _linearize(self, prepared: PreparedBatch, forward: PendingOutput) -> Linearized:
         """Wait for a forward pass and linearize the objective for the update."""
         batch = prepared.batch.result()
-        with self._waiting_for("forward"):
+        with self.times.waiting_for("forward"):
             outputs = call(forward_logprobs, forward, opaque_argument(batch))
         return self._evaluate_terms(prepared, outputs)
 
@@ -623,19 +535,6 @@ class Trainer:
         self.ledger.add(batch.num_tokens)
         return enqueue_forward(self.run.client, batch)
 
-    def _count_metered(self) -> None:
-        """Charge the tokens that the meter counted: of teachers, reward models, judges and evaluations."""
-        for model, sampled in self.run.meter.take().items():
-            if model not in self.other_prices:
-                self.other_prices[model] = price_of_other(self.run.log, self.config, model, "teacher or judge")
-            self.ledger.add_sampled(sampled, self.other_prices[model])
-
-    def _count_reference(self, step: int) -> None:
-        """Charge the reference's tokens up to a step; call it once all minibatches of the step are sent."""
-        if self.reference:
-            self.ledger.add_sampled(self.reference.take_sampled(step), self.reference_price)
-            self.ledger.add(self.reference.take_num_train_tokens(step), self.reference_price)
-
     def _progress(self, step: int) -> dict[str, float]:
         return {
             "optim/lr": self.schedule.learning_rate_at(step),
@@ -669,8 +568,8 @@ class Trainer:
                 call(forward_logprobs, forward, opaque_argument(self.last_batch))
         if self.unchecked and step == self.schedule.num_steps:
             metrics = self.evaluation.run(step)
-            self._count_reference(step)
-            self._count_metered()
+            self.ledger.charge_reference(step)
+            self.ledger.charge_metered()
             call(log_metrics, self.run.log, step, opaque_argument(metrics | self.ledger.metrics()))
             warn_of_metrics(self.run.log, self.config.run_name, "alert", self.alerts.observe(step, metrics))
             for condition in self.alerts.unmeasured():
@@ -708,29 +607,8 @@ class Trainer:
         self.guard.restore(state.get("guard", {}))
         self.alerts = Alerts(config.alerts)
         self.alerts.restore(state.get("alerts", {}))
-        price = price_of(config.model, service_url(config.base_url), config.budget.prices)
-        self.ledger = Ledger(config.budget, price, cost_before_restart(self.run.log, state.get("spent", {})))
+        self.ledger = RunLedger(self.run, config, self.reference, state.get("spent", {}))
         self.cadence = CheckpointCadence(config, state)
         self.saved_step = self.first_step
         forget_end(self.run.log)
         self.source.begin(self.first_step, self.schedule.num_steps, state.get("source", {}))
-
-
-def num_passes(objective: Objective, step: int, needs_forward_pass: bool) -> int:
-    """Return the maximum passes of the service over a batch: 2 if its update may need the logprobs first."""
-    return 2 if objective.base is not None or objective.due(step) or needs_forward_pass else 1
-
-
-def prepare_batch(
-    batch: Pending[Batch],
-    objective: Objective,
-    reference: Reference | None,
-    executor: TaskTermExecutor,
-    at: StepPosition,
-    passes: int,
-) -> PreparedBatch:
-    """Start the work that needs only the batch: the features of its terms and the reference logprobs."""
-    terms = prepare_terms(objective, batch, at, executor)
-    loaded = cast(Batch, batch)  # a task receives the result of a future that is passed to it
-    pending = submit(load_reference, reference, opaque_argument(loaded), at.step) if reference else None
-    return PreparedBatch(at, passes, batch, pending, terms)

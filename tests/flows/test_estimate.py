@@ -12,8 +12,9 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from blocks.errors import ConfigError
 from engine.models import resolve_model
 from flows.config.train import SftConfig
-from flows.estimate import _pace, estimate
+from flows.estimate import estimate
 from flows.runs.blocks import open_service
+from flows.runs.pace import find_pace
 
 
 def test_pace_is_of_the_newest_run_of_the_same_method(tmp_path: Path) -> None:
@@ -30,7 +31,10 @@ def test_pace_is_of_the_newest_run_of_the_same_method(tmp_path: Path) -> None:
         for step in range(3):
             client.log_metric(run, "num_tokens", 100, step=step)
             client.log_metric(run, "time/step", seconds, step=step)
-    assert _pace(config) == ("sft", pytest.approx(100 / 2.0))
+    pace = find_pace(client, experiment, config.model, "sft")
+    assert pace == ("sft", pytest.approx(100 / 2.0))
+    assert pace.hours(3600) == pytest.approx(0.02)
+    assert find_pace(client, experiment, config.model, "dpo") is None
 
 
 @pytest.mark.process

@@ -21,6 +21,7 @@ from flows.config.learning_rate import recommended_rate
 from flows.config.loader import validate_fields
 from flows.config.rl import RlConfig
 from flows.config.train import SftConfig, TrainConfig
+from flows.runs.pace import Pace
 from flows.training.preflight import pitfalls_of, pitfalls_of_checkpoint, plan_lines
 
 HOSTED = "Qwen/Qwen3.5-9B"
@@ -60,11 +61,13 @@ def test_the_plan_names_what_will_be_trained_and_the_price() -> None:
         "sft of tiny on a:B, steps 9 to 24, learning rate 0.001",
         "loss cross_entropy + 5 x logic + (0.0347826 to 0.1) x confidence, with kl at most 0.2",
         "evaluation every 12 steps, checkpoint at the end; about 16,000 tokens in batches like the first, "
-        "$0.5 per pass",
+        "$0.5 per pass, time unknown",
     ]
+    paced = plan_lines(config, "sft", range(8, 24), 1000, 0.5, Pace("earlier", tokens_per_s=20.0))[2]
+    assert paced.endswith("$0.5 per pass, about 13.3 min at the pace of earlier")
     timed = config.model_copy(update={"checkpoint_every": 4, "checkpoint_every_seconds": 600.0})
     line = plan_lines(timed, "sft", range(24), 10, None)[2]
-    assert line.endswith("price unknown")
+    assert line.endswith("price unknown, time unknown")
     assert "checkpoint every 4 steps or 600 s;" in line
 
 
