@@ -1,4 +1,4 @@
-"""Internals of the Tinker SDK that the project uses. Only this module uses them."""
+"""Internals of the Tinker SDK. Apart from benchmarks, only this module imports from `tinker.lib`."""
 
 from __future__ import annotations
 

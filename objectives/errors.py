@@ -36,8 +36,9 @@ def explain(error: ValidationError) -> str:
     """Describe the first error of a validation as a clause: field, value and expectation."""
     first = error.errors(include_url=False)[0]
     # "number" is the union tag of a plain weight.
-    where = ".".join(str(part) for part in first["loc"] if part != "number") or "it"
+    path = ".".join(str(part) for part in first["loc"] if part != "number")
+    where = repr(path) if path else "it"
     message = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] in ("extra_forbidden", "missing"):
-        return f"{where!r}: {message}"
-    return f"{where!r} is {first['input']!r}, but {message}"
+        return f"{where}: {message}"
+    return f"{where} is {first['input']!r}, but {message}"

@@ -156,7 +156,7 @@ class GradNormSpec(BaseModel):
         description="Strength of the preference for terms with slower progress; 0 gives all gradients the same norm.",
     )
     learning_rate: float = Field(
-        default=0.025, gt=0, title="Learning rate", description="Learning rate of the weights."
+        default=0.025, gt=0, title="Learning rate", description="Learning rate of the factors."
     )
 
 

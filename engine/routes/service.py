@@ -57,7 +57,7 @@ def service_router(engine: Engine) -> APIRouter:
     @router.post("/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
         request_id = read_id(await read_json(request, limit), "request_id")
-        engine.record_request(request_id)
+        engine.keep_alive(request_id)
         try:
             response = await engine.futures.fetch(request_id, LONG_POLL_S)
         except NotFoundError as error:

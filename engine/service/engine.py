@@ -157,9 +157,9 @@ class Engine:
         self._close_idle_sessions()
         return session
 
-    def record_request(self, request_id: str) -> None:
-        """Record that the client of a model, a sampler or a request is alive."""
-        if (session := self.sessions.get(request_id.partition(":")[0])) is not None:
+    def keep_alive(self, owned_id: str) -> None:
+        """Note that the client that owns a model, a sampler or a request is alive."""
+        if (session := self.sessions.get(owned_id.partition(":")[0])) is not None:
             session.last_seen = time.monotonic()
 
     def close_session(self, session_id: str, reason: FinishReason, detail: str | None) -> None:
@@ -203,7 +203,7 @@ class Engine:
                 "create a training client from the last checkpoint."
             )
         model.last_request = datetime.now(UTC)
-        self.record_request(model_id)
+        self.keep_alive(model_id)
         return model
 
     def new_sampler(self, session_id: str, seq_id: int, base_model: str | None, model_path: str | None) -> Sampler:
@@ -239,7 +239,7 @@ class Engine:
                 f"The engine has no sampler {sampler_id}: its session ended, or the engine was restarted; "
                 "create a new sampling client."
             )
-        self.record_request(sampler_id)
+        self.keep_alive(sampler_id)
         return sampler
 
     def can_resample(self, request_id: str) -> bool:

@@ -78,14 +78,15 @@ class GuardConfig(Config):
     untrained: Literal["stop", "skip"] = Field(
         default="stop",
         title="Nothing to train",
-        description="Policy for batches without a token or a pair to train on, as a small `max_length` leaves them. "
-        "They are found before the first step.",
+        description="Policy for batches with no token or no pair left to train on, for example because `max_length` "
+        "is too small. They are found before the first step, except in a dataset that streams.",
     )
     max_in_a_row: int = Field(
         default=3,
         ge=1,
         title="In a row",
-        description="Maximum number of consecutive skipped steps; one more stops the run.",
+        description="Maximum number of consecutive skipped steps; one more stops the run. Steps with nothing to train "
+        "do not count.",
     )
 
     @property
@@ -104,7 +105,10 @@ class BudgetConfig(Config):
         default=None, gt=0, title="Hours", description="Wall-clock hours during which the run is open. Unset: no limit."
     )
     usd: float | None = Field(
-        default=None, gt=0, title="US dollars", description="Cost of the service's passes. Unset: no limit."
+        default=None,
+        gt=0,
+        title="US dollars",
+        description="Cost of the service's passes and sampled tokens. Unset: no limit.",
     )
     prices: str = Field(
         default="",
@@ -116,7 +120,10 @@ class BudgetConfig(Config):
 
 def _or_auto(schema: JsonDict) -> None:
     """Allow the string `auto` in Prefect's form."""
-    schema["anyOf"] = [{"type": schema.pop("type")}, {"type": "string", "enum": ["auto"], "title": "By the model"}]
+    schema["anyOf"] = [
+        {"type": schema.pop("type")},
+        {"type": "string", "enum": ["auto"], "title": "Chosen for the model"},
+    ]
 
 
 class AdapterSettings(TypedDict):
@@ -200,7 +207,7 @@ class TrainConfig(RunConfig):
         title="Score the end of sequences",
         description="Use the SDK's option of this name, with which reference, teachers and `compute_post_kl` score a "
         "sequence only from its first trained token on, so that the service can take the prompt from its prefix "
-        "cache. `auto`: unless the service does not know the option, which is a warning. `off`: score whole sequences.",
+        "cache. `auto`: use it; warn if the service does not know it. `off`: score whole sequences.",
     )
     lora_rank: int = Field(default=32, ge=1, le=4096, title="LoRA rank", description="Rank of the trained adapter.")
     train_attn: bool = Field(
@@ -312,7 +319,7 @@ class TrainConfig(RunConfig):
 
 
 class CandidatesConfig(Config):
-    """Completions that the model samples of the prompts of supervised data, for terms that score them."""
+    """Completions that the model samples for the prompts of supervised data, and that terms score."""
 
     num: int = Field(default=4, ge=2, title="Number", description="Completions per prompt; they are compared.")
     every: int = Field(
@@ -337,9 +344,9 @@ Candidates = Annotated[
     BeforeValidator(_read_off),
     Field(
         title="Candidates",
-        description="Completions that the model samples of the batch's prompts, on which scored terms train if the "
-        "data has one completion per prompt. `auto`: the defaults, if a term needs them; `off`: such a term is an "
-        "error.",
+        description="Completions that the model samples for the batch's prompts. Scored terms train on them if the "
+        "data has one completion per prompt. `auto`: the defaults, if a term needs candidates; `off`: such a term is "
+        "an error.",
     ),
 ]
 

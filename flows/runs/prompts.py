@@ -20,14 +20,14 @@ from flows.monitoring.run_tags import note_warning
 from tasks.training.metrics import MetricsLog
 
 # Config fields whose text a model sees before the prompts of the data.
-_PROMPT_FIELDS = ("system_prompt", "prompt", "teacher_prompt", "shown")
+_PROMPT_FIELDS = ("system_prompt", "prompt", "teacher_prompt", "shown")  # `shown`: teacher_prompt in release 0.1
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 def register_prompts(log: MetricsLog, config: RunConfig, tokenizer: Tokenizer) -> None:
     """Register the renderers and system prompts of a config, and link them to the MLflow run.
 
-    A text that is a version of its prompt already adds no version.
+    A text that the registry already has as a version adds no version.
     """
     templates = {**_renderers(log, config, tokenizer), **_system_prompts(config)}
     if not templates:
@@ -45,14 +45,14 @@ def register_prompts(log: MetricsLog, config: RunConfig, tokenizer: Tokenizer) -
 
 
 def _renderers(log: MetricsLog, config: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the text that each renderer makes of one user message, by the name of its prompt."""
+    """Return the text that each renderer makes of one user message, by its name in MLflow's prompt registry."""
     message = Message(role="user", content="{{prompt}}")
     templates: dict[str, str] = {}
     for renderer in renderer_names(config):
         name = _NOT_IN_NAMES.sub("-", renderer)
         try:
             prompt = get_renderer(renderer, tokenizer).build_generation_prompt([message])
-        except Exception as error:  # noqa: BLE001  # one of another model, or of the user, which may raise anything
+        except Exception as error:  # noqa: BLE001  # a renderer of the user may raise anything
             note_warning(log, f"prompts.{name}", f"The renderer {renderer} was not registered ({reason(error)}).")
         else:
             templates[f"renderer-{name}"] = str(tokenizer.decode(prompt.to_ints()))
@@ -60,7 +60,7 @@ def _renderers(log: MetricsLog, config: RunConfig, tokenizer: Tokenizer) -> dict
 
 
 def _system_prompts(config: RunConfig) -> dict[str, str]:
-    """Return the system prompts by the names of their prompts, which runs of the experiment share."""
+    """Return the system prompts by their names in MLflow's prompt registry, equal for all runs of an experiment."""
     return {_NOT_IN_NAMES.sub("-", f"{config.experiment}-{name}"): text for name, text in _texts(config)}
 
 

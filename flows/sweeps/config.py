@@ -69,7 +69,7 @@ class PruneConfig(Config):
     )
     min_steps: int = Field(default=1, ge=1, title="Steps", description="First step at which a trial may stop.")
     min_trials: int = Field(
-        default=4, ge=1, title="Trials", description="Number of finished trials that `median` needs."
+        default=4, ge=1, title="Trials", description="Number of completed trials that `median` needs."
     )
     factor: int = Field(
         default=3, ge=2, title="Factor", description="Factor between two rungs, for `successive_halving`."
@@ -119,7 +119,7 @@ class SweepConfig(NamedConfig):
         default="fixed",
         title="Weights",
         description="`log-grid` multiplies each regularizer's weight, or its whole schedule, by each of "
-        "`weight_factors`; `random` and `bayesian` sample from their range.",
+        "`weight_factors`; `random` and `bayesian` sample factors between the smallest and the largest.",
     )
     weight_factors: tuple[Annotated[float, Field(gt=0)], ...] = Field(
         default=(0.1, 1.0, 10.0), min_length=2, title="Factors", description="Factors of `log-grid`."

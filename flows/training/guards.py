@@ -180,13 +180,22 @@ class Guard:
         """Return the step to blame: broken weights are blamed on the previous update, which was not checked before."""
         return step - 1 if isinstance(error, PoisonedError) and self._last_good == step - 1 else step
 
+    def _num_bad_before(self, step: int) -> int:
+        """Return the number of consecutive bad steps before a step, without those that had nothing to train."""
+        count = 0
+        for before in range(step - 1, -1, -1):
+            if before not in self.skipped_steps:
+                break
+            count += self.skipped_steps[before].kind != "untrained"
+        return count
+
     def _treat(
         self, step: int, kind: Literal["not_finite", "spike"], loss: float | None, why: str, *, sent: bool = False
     ) -> None:
         """Apply the policy to a bad step; return if the step is skipped."""
         configured = self._config.not_finite if kind == "not_finite" else self._config.spike
         policy: Policy = "stop" if configured in ("off", "stop") else "rollback" if sent else configured
-        num_before = next(n for n in range(step + 1) if step - 1 - n not in self.skipped_steps)
+        num_before = self._num_bad_before(step)
         if policy == "stop" or step in self.skipped_steps or num_before >= self._config.max_in_a_row:
             after = f" after {num_before} consecutive skipped steps" if num_before else ""
             message = (

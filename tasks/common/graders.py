@@ -11,7 +11,9 @@ _FENCE = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def same_number(answer: str, expected: str) -> bool:
-    """Return True if both have the same final number: in a box, after `####` or `answer:`, or the last number.
+    """Return True if both have the same final number.
+
+    The final number is in a box, after `####`, after `answer is` or `answer:`, in bold, or else the last one.
 
     >>> same_number("He pays 3 * 4 = 12 dollars.", "3 * 4 = <<3*4=12>>12\\n#### 12")
     True
@@ -31,7 +33,7 @@ def final_answer(answer: str) -> str:
 
 
 def same_text(answer: str, expected: str) -> bool:
-    """Return True if both texts are equal up to case and spaces.
+    """Return True if both texts are equal up to case and spaces, and not empty.
 
     >>> same_text(" New  York\\n", "new york")
     True

@@ -20,8 +20,8 @@ _NUM_BINS = 4
 def compute_mismatch_metrics(trained: Sequence[TrainedBatch], correction: Correction | None) -> dict[str, float]:
     """Compute the distance of the trained policy p from the sampler q over the sampled tokens, with ``r = p / q``.
 
-    - ``mismatch/kl_v1``, ``kl_v2``, ``kl_k3``: estimates of KL(q || p), nats: means of ``-log r``,
-      ``(log r)^2 / 2`` and ``r - 1 - log r``.
+    - ``mismatch/kl_v1``, ``kl_v2``, ``kl_k3``: the estimates k1, k2 (under tinker-cookbook's names) and k3 of
+      KL(q || p), nats: means of ``-log r``, ``(log r)^2 / 2`` and ``r - 1 - log r``.
     - ``mismatch/chi_square``: the mean of ``r^2`` minus 1, an estimate of the chi-square divergence.
     - ``mismatch/ess``, ``mismatch/ess_sequence``: effective sample size, ``(sum w)^2 / sum w^2``, as a share of the
       tokens for token ratios, and as a share of the sequences for ratios of whole sequences.

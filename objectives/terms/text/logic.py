@@ -35,8 +35,8 @@ Expression: TypeAlias = Any  # z3's annotations do not describe the types of its
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Counts of the checks of one text, its annotations or the constraints of its datum, by result.
+class CheckCounts:
+    """Numbers of checks of one text by result; the checks are its annotations, its values or its datum's constraints.
 
     Attributes:
         violated: checks that cannot be true.
@@ -60,11 +60,14 @@ class Verdict:
         return self.violated + self.held + self.undecided
 
     @property
-    def has_nothing_to_check(self) -> bool:
+    def has_no_result(self) -> bool:
         return self.violated + self.held == 0
 
     def score(self, price: float) -> float:
-        """Share of violated checks; checks without a result count as ``price`` of one, and no checks as ``price``."""
+        """Share of violated checks, in [0, 1].
+
+        A check without a result counts as ``price`` violated checks; a text without checks scores ``price``.
+        """
         total = self.checked + self.unstated
         return (self.violated + price * (self.undecided + self.unstated)) / total if total else price
 
@@ -79,8 +82,8 @@ ConstraintSource = Annotated[str | ImportedFunction, AfterValidator(_check_sourc
 @per_datum()
 def check_annotations(
     batch: Batch, *, extractor: ExtractorName = "gsm8k", constraints: ConstraintSource | None = None
-) -> list[Verdict]:
-    """Check the annotations of each datum, or the values that it states, with Z3."""
+) -> list[CheckCounts]:
+    """Check the annotations of each datum with Z3, or the values that it states."""
     # Z3's default context is not thread-safe, so each call uses its own.
     context = z3.Context()
     solver = z3.Solver(ctx=context)
@@ -118,8 +121,9 @@ def _read_constraints(batch: Batch, source: str | ImportedFunction, context: z3.
             else:
                 constraints[key] = check_formulas(function(dict(key), context), context)
         except ObjectiveError as error:
+            source = repr(_short(key[0][1])) if isinstance(function, str) else f"that {function} returns"
             raise ObjectiveError(
-                f"the constraints {_short(key[0][1] if key else '')!r} of the datum {_short(text)!r} are wrong: {error}"
+                f"the constraints {source} of the datum {_short(text)!r} are wrong: {error}"
             ) from error
     return [constraints[key] for key in keys_D]
 
@@ -128,18 +132,18 @@ def _short(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _check_constraints(rules: Sequence[Constraint], values: Any, context: z3.Context) -> Verdict:
+def _check_constraints(rules: Sequence[Constraint], values: Any, context: z3.Context) -> CheckCounts:
     checked = check_values(rules, values, context)
-    return Verdict(checked.violated, checked.held, checked.undecided, 0, unstated=checked.unstated)
+    return CheckCounts(checked.violated, checked.held, checked.undecided, 0, unstated=checked.unstated)
 
 
-def _check_contradictions(values: object) -> Verdict:
+def _check_contradictions(values: object) -> CheckCounts:
     """Check that the stated values do not contradict each other: one check per name."""
     conflicts = [len(different) > 1 for different in group_values(values).values()]
-    return Verdict(sum(conflicts), len(conflicts) - sum(conflicts), 0, 0)
+    return CheckCounts(sum(conflicts), len(conflicts) - sum(conflicts), 0, 0)
 
 
-def _check(solver: z3.Solver, solution: Solution) -> Verdict:
+def _check(solver: z3.Solver, solution: Solution) -> CheckCounts:
     """Check whether each annotation is consistent with the earlier ones that were not violated."""
     results = _check_steps(solver, solution.steps)
     held: list[Annotation] = []
@@ -150,7 +154,7 @@ def _check(solver: z3.Solver, solution: Solution) -> Verdict:
         else:
             cores.append(_core_size([*held, step], solver.ctx))
     sizes = tuple(size for size in cores if size is not None)
-    return Verdict(len(cores), len(held), len(solution.steps) - len(results), solution.num_unparsable, sizes)
+    return CheckCounts(len(cores), len(held), len(solution.steps) - len(results), solution.num_unparsable, sizes)
 
 
 def _check_steps(solver: z3.Solver, steps: Sequence[Annotation]) -> list[bool]:
@@ -159,7 +163,7 @@ def _check_steps(solver: z3.Solver, steps: Sequence[Annotation]) -> list[bool]:
     solver.push()
     for step in steps:
         solver.push()
-        solver.add(*_constraints(step, solver.ctx))
+        solver.add(*_assertions(step, solver.ctx))
         result = solver.check()
         if result == z3.unknown:
             break
@@ -173,7 +177,9 @@ def _check_steps(solver: z3.Solver, steps: Sequence[Annotation]) -> list[bool]:
 def flag_violations(
     text: str, /, *, extractor: ExtractorName = "gsm8k", constraints: ConstraintSource | None = None
 ) -> list[Flag]:
-    """Flag the annotations that cannot be true together with the earlier ones; only GSM8K's have a known place.
+    """Flag the annotations that cannot be true together with the earlier ones.
+
+    Only annotations in GSM8K's form have a known position in the text; other extractors give no flags.
 
     >>> [text[flag.start : flag.end] for text in ["<<1+1=3>> <<2*2=4>>"] for flag in flag_violations(text)]
     ['<<1+1=3>>']
@@ -197,11 +203,11 @@ def _core_size(steps: list[Annotation], context: z3.Context) -> int | None:
     solver.set(rlimit=MAX_SOLVER_STEPS)
     solver.set("core.minimize", True)
     for index, step in enumerate(steps):
-        solver.assert_and_track(z3.And(*_constraints(step, context)), f"step{index}")
+        solver.assert_and_track(z3.And(*_assertions(step, context)), f"step{index}")
     return len(solver.unsat_core()) if solver.check() == z3.unsat else None
 
 
-def _constraints(step: Annotation, context: z3.Context) -> list[Expression]:
+def _assertions(step: Annotation, context: z3.Context) -> list[Expression]:
     divisors: list[Expression] = []
 
     def number(value: Fraction) -> Expression:
@@ -234,8 +240,9 @@ def logic(
       by all annotations of a text. An annotation is violated if no values of the unknowns satisfy it together with the
       earlier annotations. If Z3 reaches `MAX_SOLVER_STEPS`, the current annotation and all later ones are undecided.
     - Values by name (a dict or pairs), with ``constraints``. Each constraint of the datum is a check: violated if the
-      stated values make it false, open if it depends on a name without a stated value. Of the open ones, the smallest
-      number that cannot hold together with the others is violated as well (`objectives.terms.text.constraints`).
+      stated values make it false, open if it depends on a name without a stated value. If the open constraints cannot
+      all hold, the fewest that must be dropped so that the others can hold count as violated
+      (`objectives.terms.text.constraints`).
     - Values by name without ``constraints``. Each name is a check, violated if it has two values: ``x=3, x=4``.
 
     Open checks are those that are undecided or depend on a value that the answer does not state. A text without checks
@@ -249,24 +256,24 @@ def logic(
         constraints: name of the text label with the SMT-LIB assertions of each datum (`objectives.labels.with_labels`),
             or import path of a function ``(labels, context)`` from the text labels of a datum, by name, to a list of Z3
             expressions in this context.
-        unchecked: price of an open check, and of a text without checks, in violated checks. With the default 0, an
-            answer that states nothing scores as well as a correct one.
+        unchecked: how much an open check, or a text without checks, counts relative to a violated check. With the
+            default 0, an answer that states nothing scores as well as a correct one.
 
     Metrics, counted over the batch:
         checked, violated, undecided, unparsable, unstated; unchecked: texts of which no check has a result; core_mean,
         core_max: size of the unsatisfiable cores of annotations: 1 is a wrong calculation, more is a contradiction
         between steps.
     """
-    verdicts: list[Verdict] = batch.features
-    scores_D = [verdict.score(unchecked) for verdict in verdicts]
-    sizes = [size for verdict in verdicts for size in verdict.core_sizes]
+    counts: list[CheckCounts] = batch.features
+    scores_D = [text.score(unchecked) for text in counts]
+    sizes = [size for text in counts for size in text.core_sizes]
     return outputs.logprobs_DT.new_tensor(scores_D), {
-        "checked": sum(verdict.checked for verdict in verdicts),
-        "violated": sum(verdict.violated for verdict in verdicts),
-        "undecided": sum(verdict.undecided for verdict in verdicts),
-        "unparsable": sum(verdict.unparsable for verdict in verdicts),
-        "unstated": sum(verdict.unstated for verdict in verdicts),
-        "unchecked": sum(verdict.has_nothing_to_check for verdict in verdicts),
+        "checked": sum(text.checked for text in counts),
+        "violated": sum(text.violated for text in counts),
+        "undecided": sum(text.undecided for text in counts),
+        "unparsable": sum(text.unparsable for text in counts),
+        "unstated": sum(text.unstated for text in counts),
+        "unchecked": sum(text.has_no_result for text in counts),
         "core_mean": sum(sizes) / max(1, len(sizes)),
         "core_max": max(sizes, default=0),
     }

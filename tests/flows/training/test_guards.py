@@ -120,9 +120,12 @@ def test_batches_without_a_trained_token_are_found_before_the_first_step(fields:
         sft(SftConfig.model_validate(stopping))
     run = run_of(stopping)
     assert not points(run.info.run_id, fields["tracking"], "loss/total")
-    result = sft(SftConfig.model_validate(fields | {"data": data, "guards": {"untrained": "skip"}}))
-    assert list(points(result.mlflow_run_id, result.tracking_uri, "loss/total")) == [0, 1, 2, 4, 6, 7]
-    assert points(result.mlflow_run_id, result.tracking_uri, "guard/passed_over") == {3: 1.0, 5: 1.0}
+    data["params"]["not_finite"] = [4]
+    # Steps 3 and 5 do not count as bad steps, so that step 4 is no second one in a row.
+    guards = {"untrained": "skip", "not_finite": "skip", "max_in_a_row": 1}
+    result = sft(SftConfig.model_validate(fields | {"data": data, "guards": guards}))
+    assert list(points(result.mlflow_run_id, result.tracking_uri, "loss/total")) == [0, 1, 2, 6, 7]
+    assert points(result.mlflow_run_id, result.tracking_uri, "guard/passed_over") == {3: 1.0, 4: 1.0, 5: 1.0}
     assert "2 of 8 steps are skipped" in run_of(fields).data.tags["tinker_flows.warning.guard.untrained"]
 
 

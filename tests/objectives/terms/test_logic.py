@@ -12,7 +12,7 @@ from test_evaluate import bind
 from objectives import Batch, ObjectiveError, prepare_features
 from objectives.terms.text.annotations import MAX_STEPS, evaluate_program, read_solution
 from objectives.terms.text.extractors import extractor
-from objectives.terms.text.logic import Verdict, check_annotations, logic
+from objectives.terms.text.logic import CheckCounts, check_annotations, logic
 from objectives.terms.text.topology import betti_numbers
 
 
@@ -20,7 +20,7 @@ def batch_of(texts: list[str]) -> Batch:
     return make_batch([1] * len(texts), texts=texts)[0]
 
 
-def verdict(text: str) -> Verdict:
+def verdict(text: str) -> CheckCounts:
     return check_annotations(batch_of([text]))[0]
 
 
@@ -52,7 +52,7 @@ def verdict(text: str) -> Verdict:
 )
 def test_an_annotation_holds_up_to_rounding(annotation, holds):
     cores = () if holds else (1,)  # a wrong calculation is a core of its own
-    assert verdict(f"<<{annotation}>>") == Verdict(int(not holds), int(holds), 0, 0, cores)
+    assert verdict(f"<<{annotation}>>") == CheckCounts(int(not holds), int(holds), 0, 0, cores)
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,13 @@ def test_large_systems_are_decided_independently_of_earlier_texts():
     rows = [f"{(7 * i**9) % 89**9}x+{(i**11) % 97**9}y-{i}/{i + 1}z={i**7}" for i in range(1, MAX_STEPS + 1)]
     system = "".join(f"<<{row}>>" for row in rows)
     first, _, again = check_annotations(batch_of([system, "<<x=1>>", system]))
-    assert first == again == Verdict(MAX_STEPS - 3, 3, 0, 0, core_sizes=(4,) * (MAX_STEPS - 3))
+    assert first == again == CheckCounts(MAX_STEPS - 3, 3, 0, 0, core_sizes=(4,) * (MAX_STEPS - 3))
 
 
 def test_annotations_beyond_the_solver_limit_are_undecided(monkeypatch):
     monkeypatch.setattr("objectives.terms.text.logic.MAX_SOLVER_STEPS", 60)
     text = "<<1+1=2>> <<3x+7y-z=4>> <<x+y-5z=1>> <<1+1=3>>"
-    assert verdict(text) == Verdict(violated=0, held=1, undecided=3, unparsable=0)
+    assert verdict(text) == CheckCounts(violated=0, held=1, undecided=3, unparsable=0)
 
 
 def test_a_registered_extractor_is_selected_by_name():
