@@ -10,11 +10,14 @@ import runpy
 import sys
 from pathlib import Path
 
+from blocks.collector import no_collections
+
 # Import the flows before waiting: the imports take seconds, during which the server starts.
-import flows.runs.cli
-import flows.training.trainer  # noqa: F401
-from deployments.automations import install_all
-from deployments.work_pool import prefect_api, wait_for_pool
+with no_collections():
+    import flows.runs.cli
+    import flows.training.trainer  # noqa: F401
+    from deployments.automations import install_all
+    from deployments.work_pool import prefect_api, wait_for_pool
 
 FILE = Path(__file__).with_name("prefect.yaml")
 
