@@ -16,11 +16,11 @@ from flows.config.loader import load_config
 from flows.config.rl import RlConfig
 from flows.config.rlhf import RlhfConfig
 from flows.config.train import SftConfig
-from flows.estimate import Estimate, estimate
 from flows.estimates.costs import CostEstimate, TokenCosts
 from flows.estimates.evaluation import estimate_evaluation
 from flows.estimates.rlhf import RlhfEstimate, estimate_rlhf
 from flows.estimates.rollouts import estimate_rollouts
+from flows.estimates.supervised import Estimate, estimate
 from flows.estimates.teacher_data import estimate_teacher_data
 from flows.evaluate import EvaluateConfig
 from flows.runs.pace import format_hours
@@ -56,8 +56,6 @@ def show_estimate(method: str, config: Path, overrides: Sequence[str], as_json: 
     console = TextConsole()
     sums = _usd(result.usd_low, result.usd_high)
     console.print(f"{result.run_name}, all stages: {sums}, the supervised stages as estimated plus the policy's bounds")
-    if result.excluded:
-        console.print(f"not included in the supervised stages: {'; '.join(result.excluded)}")
 
 
 def _show(run: Estimate | CostEstimate, unit: str = "steps") -> None:
@@ -121,7 +119,7 @@ def _rows(run: Estimate) -> list[tuple[str, str]]:
         ("evaluations", f"{run.num_evaluations:,}{held_out}"),
         *(
             [("tokens sampled, at most", f"{num_sampled:,}")]
-            if (num_sampled := run.candidates.num_sample_tokens + run.examples.num_sample_tokens)
+            if (num_sampled := (run.candidates + run.examples + run.evaluators).num_sample_tokens)
             else []
         ),
         *(
@@ -132,6 +130,7 @@ def _rows(run: Estimate) -> list[tuple[str, str]]:
         ("tokens in all passes", f"{run.num_train_tokens:,}"),
         ("cost", "unknown: set budget.prices" if run.usd is None else f"${run.usd:,.4g}"),
         ("time", f"{format_hours(run.hours)} at the pace of run {run.paced_by}" if run.hours else unknown_time),
+        *([("not included", "; ".join(run.excluded))] if run.excluded else []),
     ]
 
 

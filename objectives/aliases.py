@@ -29,6 +29,7 @@ MODULES: Mapping[str, str] = {
     "flows.cookbook_run": "flows.runs.cookbook_compat",
     "flows.distill_config": "flows.config.distill",
     "flows.ended": "flows.monitoring.run_tags",
+    "flows.estimate": "flows.estimates.supervised",
     "flows.events": "flows.monitoring.events",
     "flows.find_flow": "flows.config.flow_lookup",
     "flows.fork": "flows.runs.fork",

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from flows.config.train import AlertConfig, BudgetConfig, GuardConfig, ReportConfig, SftConfig, TrainConfig
     from flows.distill import off_policy_distillation, on_policy_distillation, prompt_distillation, self_distillation
     from flows.dpo import dpo
-    from flows.estimate import Estimate, estimate
+    from flows.estimates.supervised import Estimate, estimate
     from flows.evaluate import EvaluateConfig, EvaluateResult, evaluate, show_evaluation
     from flows.export import ExportConfig, ExportResult, export, show_export
     from flows.rl import rl
@@ -352,8 +352,8 @@ _MODULES = {
     "prompt_distillation": "flows.distill",
     "self_distillation": "flows.distill",
     "dpo": "flows.dpo",
-    "Estimate": "flows.estimate",
-    "estimate": "flows.estimate",
+    "Estimate": "flows.estimates.supervised",
+    "estimate": "flows.estimates.supervised",
     "EvaluateConfig": "flows.evaluate",
     "EvaluateResult": "flows.evaluate",
     "evaluate": "flows.evaluate",

@@ -36,6 +36,7 @@ _FREE_FIELDS = (
     *("checkpoint", "checkpoint_every", "checkpoint_every_seconds", "checkpoint_every_tokens", "checkpoint_kind"),
     *("keep_best", "keep_last", "ttl_seconds", "register_as", "promote_if", "promote_confidence", "needs_approval"),
     *("health", "alerts", "max_restarts", "accept_changes", "granularity", "task_runner"),
+    *("adam", "lr_schedule", "engine"),
 )
 
 
@@ -158,8 +159,7 @@ class Bill:
 
     def add(self, part: str, model: str, tokens: SampledTokens, times: int = 1) -> None:
         """Count the tokens of a sampler."""
-        scaled = SampledTokens(*(times * count for count in astuple(tokens)))
-        self._sampled[part, model] = self._sampled.get((part, model), SampledTokens()) + scaled
+        self._sampled[part, model] = self._sampled.get((part, model), SampledTokens()) + tokens.times(times)
 
     def add_training(self, part: str, model: str, num_tokens: int) -> None:
         """Count the tokens of passes of a training client."""
@@ -272,6 +272,13 @@ class EvaluatorSizes(NamedTuple):
         sizes = {entry.name: AnswerSizes.of(entry, tokenizer) for entry in evaluators}
         measured = [size for size in sizes.values() if size]
         return cls(measured, [name for name, size in sizes.items() if size is None])
+
+    def at_most(self, num_often: int, num_rarely: int) -> SampledTokens:
+        """Return the tokens of so many evaluations, if each answer has the maximum length."""
+        tokens = SampledTokens()
+        for entry in self.measured:
+            tokens += entry.high.times(num_rarely if entry.is_infrequent else num_often)
+        return tokens
 
     def add_to(self, bill: Bill, num_often: int, num_rarely: int, *, is_high: bool) -> None:
         """Count the answers of so many evaluations, a part for each evaluator."""

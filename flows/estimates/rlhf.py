@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from flows.config.dpo import DpoConfig
 from flows.config.rlhf import RlhfConfig
 from flows.config.train import SftConfig
-from flows.estimate import Estimate, estimate
 from flows.estimates.costs import CostEstimate
 from flows.estimates.rollouts import estimate_rollouts
+from flows.estimates.supervised import Estimate, estimate
 from flows.rlhf import within_budget
 
 # Settings of the policy that name weights of earlier stages.
@@ -27,7 +27,6 @@ class RlhfEstimate:
         usd_low, usd_high: Sums of the estimates of the supervised stages and of the lower and the upper bound of the
             policy, in dollars; None if no price is known. They are no bounds, because a supervised stage has one
             estimate, with two passes for each step that may need them and completions of maximum length.
-        excluded: Costs that the estimates of the supervised stages leave out, as phrases.
     """
 
     run_name: str
@@ -35,7 +34,6 @@ class RlhfEstimate:
     stages: Mapping[str, Estimate | CostEstimate]
     usd_low: float | None
     usd_high: float | None
-    excluded: tuple[str, ...] = ()
 
 
 def estimate_rlhf(config: RlhfConfig) -> RlhfEstimate:
@@ -52,12 +50,7 @@ def estimate_rlhf(config: RlhfConfig) -> RlhfEstimate:
     stages: dict[str, Estimate | CostEstimate] = {name: estimate(stage) for name, stage in supervised.items()}
     stages["policy"] = estimate_rollouts(policy, ignored)
     low, high = (_total([_usd(stage, is_high=is_high) for stage in stages.values()]) for is_high in (False, True))
-    excluded = tuple(
-        f"{entry.builder} in {stage.run_name}"
-        for stage in supervised.values()
-        for entry in (*stage.evaluators, *stage.infrequent_evaluators)
-    )
-    return RlhfEstimate(config.run_name, config.model, stages, low, high, excluded)
+    return RlhfEstimate(config.run_name, config.model, stages, low, high)
 
 
 def _supervised_stages(config: RlhfConfig) -> Iterator[tuple[str, SftConfig | DpoConfig]]:

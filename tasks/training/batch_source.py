@@ -67,6 +67,9 @@ class SampledTokens:
             self.num_cached_tokens + other.num_cached_tokens,
         )
 
+    def times(self, num: int) -> SampledTokens:
+        return SampledTokens(num * self.num_prefill_tokens, num * self.num_sample_tokens, num * self.num_cached_tokens)
+
 
 class BatchSource(ABC):
     """Source of a run's batches.

@@ -20,7 +20,7 @@ from blocks.processes import free_port
 from flows.config.dpo import DpoConfig
 from flows.config.train import SftConfig
 from flows.dpo import dpo
-from flows.estimate import estimate
+from flows.estimates.supervised import estimate
 from flows.evaluate import EvaluateConfig, evaluate
 from flows.sft import sft
 

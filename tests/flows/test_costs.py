@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,20 @@ from mlflow import MlflowClient
 from rl_config import rl_fields
 from rlhf_config import rlhf_fields
 from sft_config import sft_fields
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 
 from blocks.errors import ConfigError
 from deployments.estimate import show_estimate
 from flows.config.distill import OffPolicyConfig, OnPolicyConfig
 from flows.config.rl import RlConfig
 from flows.config.rlhf import RlhfConfig
+from flows.config.train import SftConfig
 from flows.distill import off_policy_distillation, on_policy_distillation
-from flows.estimate import Estimate
 from flows.estimates.costs import CostEstimate, TokenCosts
 from flows.estimates.evaluation import estimate_evaluation
 from flows.estimates.rlhf import estimate_rlhf
 from flows.estimates.rollouts import SamplingMethod, estimate_rollouts
+from flows.estimates.supervised import Estimate, estimate
 from flows.estimates.teacher_data import estimate_teacher_data
 from flows.evaluate import EvaluateConfig, evaluate
 from flows.rl import rl
@@ -55,12 +58,17 @@ def config_of(method: str, folder: Path, mlflow_uri: str, url: str, **changes: A
     return OnPolicyConfig.model_validate(fields | {"datasets": data} | common | changes)
 
 
-def exact_match() -> dict[str, Any]:
+def exact_match(max_tokens: int = 4) -> dict[str, Any]:
     """Return an evaluator of two problems with two answers each."""
     data = Path(__file__).parents[2] / "examples" / "data" / "gsm8k_test.jsonl"
-    sampling = {"max_tokens": 4, "num_samples": 2}
+    sampling = {"max_tokens": max_tokens, "num_samples": 2}
     params = {"path": str(data), "limit": 2, "renderer_name": "qwen3_instruct", "sampling": sampling}
     return {"builder": "tinker_flows:ExactMatch", "params": params}
+
+
+class OfUnknownCost(SamplingClientEvaluator):
+    async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
+        return {"nothing": 0.0}
 
 
 def run(config: SamplingMethod) -> TrainResult:
@@ -255,6 +263,23 @@ def test_costs_of_given_data(tmp_path: Path, engine_url: str, mlflow_uri: str) -
     assert low.num_train_tokens <= metrics["cost/num_train_tokens"] <= high.num_train_tokens
 
 
+def test_costs_of_supervised_evaluators(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    """Answers of one token each are exactly as many as the estimate bounds."""
+    fields = sft_fields(tmp_path, "evaluated", mlflow_uri, engine_url) | {"objective": {}, "num_steps": 5}
+    fields |= {"eval_every": 2, "infrequent_eval_every": 4, "report": {"num_examples": 0}}
+    fields |= {"evaluators": [exact_match(1), {"builder": f"{__name__}:OfUnknownCost"}]}
+    fields |= {"infrequent_evaluators": [exact_match(1)], "budget": {"prices": price_table(tmp_path)}}
+    config = SftConfig.model_validate(fields)
+    expected = estimate(config)
+    assert expected.excluded == (f"{__name__}:OfUnknownCost (evaluators.1)",)
+    before = engine_tokens(engine_url)
+    metrics = sft(config).metrics  # pyright: ignore[reportArgumentType]
+    counted = counted_since(engine_url, before)
+    assert expected.evaluators.num_sample_tokens == counted["sampled"] == (4 + 3) * 2 * 2
+    assert expected.evaluators.num_prefill_tokens == metrics["cost/num_prefill_tokens"]
+    assert expected.usd == pytest.approx(metrics["cost/usd"])
+
+
 def test_costs_of_all_stages(
     tmp_path: Path, engine_url: str, mlflow_uri: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,7 +289,6 @@ def test_costs_of_all_stages(
     fields |= {"budget": {"usd": 1000, "prices": price_table(tmp_path)}}
     config = RlhfConfig.model_validate(fields)
     expected = estimate_rlhf(config)
-    assert expected.excluded == ()
     assert list(expected.stages) == ["sft", "reward", "policy"]
     before = engine_tokens(engine_url)
     rlhf(config)  # pyright: ignore[reportArgumentType]
@@ -295,8 +319,12 @@ def test_costs_of_all_stages(
     # The next run has other weights, but the same config.
     warm_start = {**fields["warm_start"], "evaluators": [exact_match()]}
     next_fields = fields | {"run_name": "next", "warm_start": warm_start}
-    again = estimate_rlhf(RlhfConfig.model_validate(next_fields)).stages["policy"]
+    stages = estimate_rlhf(RlhfConfig.model_validate(next_fields)).stages
+    again, warm = stages["policy"], stages["sft"]
     assert isinstance(again, CostEstimate)
+    assert isinstance(warm, Estimate)
+    # Two evaluations of two problems with two answers of at most four tokens.
+    assert warm.evaluators.num_sample_tokens == 2 * 2 * 2 * 4
     assert again.like == "stages-policy"
     assert again.low.usd == pytest.approx(spent_by_policy["cost/usd"])
     (tmp_path / "next.json").write_text(json.dumps(next_fields))
@@ -304,7 +332,7 @@ def test_costs_of_all_stages(
     show_estimate("rlhf", tmp_path / "next.json", [], as_json=False)
     shown = capsys.readouterr().out
     assert "cost of run stages-policy (2 steps)" in shown
-    assert "not included in the supervised stages: tinker_flows:ExactMatch in next-sft" in shown
+    assert re.search(rf"tokens sampled, at most\W+{2 * 2 * 2 * 4}\b", shown), shown
     show_estimate("rlhf", tmp_path / "next.json", ["policy.training.rollout.max_tokens=9"], as_json=True)
     printed = json.loads(capsys.readouterr().out)["stages"]["policy"]
     assert printed["parts"]["training"]["high"]["num_train_tokens"] == printed["high"]["num_train_tokens"] > 0

@@ -15,7 +15,7 @@ from blocks import RunStorage
 from blocks.errors import ConfigError
 from flows.config.dpo import DpoConfig
 from flows.dpo import dpo
-from flows.estimate import estimate
+from flows.estimates.supervised import estimate
 from flows.runs.result import TrainResult
 from tasks.training.checkpoints import read_records
 from tasks.training.reference import REFERENCE_NAME

@@ -12,7 +12,7 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from blocks.errors import ConfigError
 from engine.models import resolve_model
 from flows.config.train import SftConfig
-from flows.estimate import estimate
+from flows.estimates.supervised import estimate
 from flows.runs.blocks import open_service
 from flows.runs.pace import find_pace
 

@@ -14,7 +14,7 @@ from flows.config.distill import OffPolicyConfig
 from flows.config.train import SftConfig
 from flows.config.yaml_reader import read_yaml
 from flows.distill import off_policy_distillation
-from flows.estimate import estimate
+from flows.estimates.supervised import estimate
 from flows.estimates.teacher_data import estimate_teacher_data
 from flows.evaluate import EvaluateConfig, evaluate
 from flows.sft import sft

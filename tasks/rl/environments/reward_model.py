@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,7 +104,7 @@ class RewardModelBuilder(GroupsBuilder):
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         renderer = self.renderer()
         model = self.path or self.base_model
-        sampler, _ = open_counted_sampler(self.session, self.path, model, self.token_meter)
+        sampler, _ = await asyncio.to_thread(open_counted_sampler, self.session, self.path, model, self.token_meter)
         rendering = Rendering(renderer, None, Verdict(self.question, self.good))
         reward_model = RewardModel(Teacher(sampler, model), rendering)
 

@@ -18,7 +18,7 @@ from flows.config.dpo import DpoConfig
 from flows.config.rl import RlConfig
 from flows.config.train import SftConfig
 from flows.dpo import dpo
-from flows.estimate import estimate
+from flows.estimates.supervised import estimate
 from flows.rl import rl
 from flows.sft import sft
 from tasks.training.examples import Example, read_examples

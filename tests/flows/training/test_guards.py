@@ -29,7 +29,7 @@ from blocks.home import home
 from deployments.command_line import main
 from engine.models import resolve_model
 from flows.config.train import BudgetConfig, SftConfig
-from flows.estimate import estimate
+from flows.estimates.supervised import estimate
 from flows.runs.prices import FREE, TABLE, Price, price_of
 from flows.runs.result import TrainResult
 from flows.sft import sft

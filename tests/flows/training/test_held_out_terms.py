@@ -21,7 +21,7 @@ from tinker_cookbook.supervised.types import SupervisedDataset
 from blocks.local_directory import LocalDirectory
 from examples.gsm8k import Gsm8kBuilder
 from flows.config.train import SftConfig
-from flows.estimate import estimate
+from flows.estimates.supervised import estimate
 from flows.sft import sft
 from objectives.batch import Batch, Outputs
 from objectives.labels import get_label

@@ -28,7 +28,7 @@ from flows.config.rl import RlConfig
 from flows.config.train import SftConfig
 from flows.distill import on_policy_distillation
 from flows.dpo import dpo
-from flows.estimate import estimate
+from flows.estimates.supervised import estimate
 from flows.rl import rl
 from flows.sft import sft
 

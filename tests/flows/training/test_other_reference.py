@@ -23,7 +23,7 @@ from blocks.errors import ConfigError
 from engine.models import resolve_model
 from flows.config.rl import RlConfig
 from flows.config.train import SftConfig
-from flows.estimate import estimate
+from flows.estimates.supervised import estimate
 from flows.rl import rl
 from flows.sft import sft
 from tasks.rl import rollout_source

@@ -17,7 +17,7 @@ from tinker import types
 from blocks import RunStorage
 from blocks.errors import ServiceError
 from flows.config.train import SftConfig
-from flows.estimate import estimate
+from flows.estimates.supervised import estimate
 from flows.runs.result import TrainResult
 from flows.sft import sft
 from objectives.batch import Batch, pack_targets

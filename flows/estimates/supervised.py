@@ -15,6 +15,7 @@ from flows.config.base import SERVICE_PATH
 from flows.config.dpo import START, DpoConfig
 from flows.config.train import BASE_MODEL, CandidatesConfig, SftConfig
 from flows.dpo import open_pairs, preference_loss
+from flows.estimates.costs import EvaluatorSizes
 from flows.runs.blocks import lacks_key, open_service, service_url, tracking_of
 from flows.runs.pace import Pace, find_pace
 from flows.runs.prices import Price, price_of
@@ -29,13 +30,14 @@ from objectives.objective import Objective
 from tasks.common.builders import NO_RESOURCES, takes
 from tasks.common.service_errors import service_errors
 from tasks.common.task import inline_tasks
-from tasks.evaluation.evaluators import HeldOutNLL
+from tasks.evaluation.evaluators import HeldOutNLL, build_evaluators
 from tasks.preference.pair_source import PairSource
 from tasks.supervised.dataset import SupervisedSource, build_dataset
 from tasks.training.batch_source import SampledTokens
 from tasks.training.candidates import prompts_of
 from tasks.training.datums import pack_datums
 from tasks.training.reference import scored_tokens
+from tasks.training.token_meter import TokenMeter
 
 # Counting the tokens of a batch means tokenizing it; beyond this many batches, the mean is used instead.
 _MOST_BATCHES = 1000
@@ -59,10 +61,12 @@ class Estimate:
         num_held_out_tokens: Tokens in the held-out data.
         candidates: Tokens of sampled candidates, at most, including those of evaluations; zero without candidates.
         examples: Tokens of the examples that the report samples, at most.
+        evaluators: Tokens of the evaluators' answers, at most, of all evaluations.
+        excluded: Names of the evaluators whose tokens are unknown, which the cost leaves out.
         reference: Tokens that the reference model scores; zero without a reference, and for several targets per
             position, for which the reference runs forward passes.
         num_train_tokens: Tokens in all passes of training clients.
-        usd: Cost of all these tokens, without storage and sampling by evaluators; None if no price is known. A
+        usd: Cost of all these tokens, without storage; None if no price is known. A
             reference of another base model has its own price, unless it is unknown.
         hours: Duration at the speed of the run `paced_by`; None if there is no such run.
         paced_by: Name of the newest MLflow run of the same model and method; empty if there is no such run.
@@ -81,6 +85,8 @@ class Estimate:
     num_held_out_tokens: int
     candidates: SampledTokens
     examples: SampledTokens
+    evaluators: SampledTokens
+    excluded: tuple[str, ...]
     reference: SampledTokens
     num_train_tokens: int
     usd: float | None
@@ -99,6 +105,14 @@ class BatchSize(NamedTuple):
         return cls(batch.num_tokens, batch.num_datums)
 
 
+class OpenedData(NamedTuple):
+    """Training data, and the sizes of what evaluations read and sample."""
+
+    source: SupervisedSource | PairSource
+    held_out: BatchSize
+    evaluators: EvaluatorSizes
+
+
 def estimate(config: SftConfig | DpoConfig) -> Estimate:
     """Estimate a run by counting the tokens of its data; nothing is trained.
 
@@ -113,18 +127,18 @@ def estimate(config: SftConfig | DpoConfig) -> Estimate:
     with Objective.from_spec(config.objective) as objective:
         objective.check_needs(AVAILABLE_INPUTS, can_sample=_candidates(config) is not None)
         of_reference = _price_of_reference(config, url) if price and objective.needs("ref_logprobs") else None
-        with _open(config, objective) as (source, held_out):
-            return _estimate(config, objective, source, held_out, price, of_reference or price)
+        with _open(config, objective) as data:
+            return _estimate(config, objective, data, price, of_reference or price)
 
 
 def _estimate(
     config: SftConfig | DpoConfig,
     objective: Objective,
-    source: SupervisedSource | PairSource,
-    held_out: BatchSize,
+    data: OpenedData,
     price: Price | None,
     reference_price: Price | None,
 ) -> Estimate:
+    source, held_out = data.source, data.held_out
     schedule = Schedule(config, source.steps_per_epoch)
     skipped = tuple(source.untrained_steps(range(schedule.num_steps)))
     if skipped:
@@ -155,12 +169,13 @@ def _estimate(
     num_train_tokens += 2 * (candidates.num_prefill_tokens * _num_candidates(config) + candidates.num_sample_tokens)
     candidates += _held_out_candidate_tokens(config, objective, source, evaluations)
     examples = _example_tokens(config, source, schedule) if evaluations else SampledTokens()
+    answers = data.evaluators.at_most(schedule.num_often, schedule.num_rarely)
     # A final forward pass over the last batch measures the final weights.
     num_train_tokens += tokens[trained[-1]]
     pace = _pace(config)
     usd = None
     if price and reference_price:
-        usd = price.of_training(num_train_tokens) + price.of_sampling(candidates) + price.of_sampling(examples)
+        usd = price.of_training(num_train_tokens) + price.of_sampling(candidates + examples + answers)
         usd += reference_price.of_training(num_reference_train_tokens) + reference_price.of_sampling(reference)
     return Estimate(
         run_name=config.run_name,
@@ -176,6 +191,8 @@ def _estimate(
         num_held_out_tokens=num_held_out_tokens,
         candidates=candidates,
         examples=examples,
+        evaluators=answers,
+        excluded=tuple(data.evaluators.others),
         reference=reference,
         num_train_tokens=num_train_tokens + num_reference_train_tokens,
         usd=usd,
@@ -185,10 +202,8 @@ def _estimate(
 
 
 @contextmanager
-def _open(
-    config: SftConfig | DpoConfig, objective: Objective
-) -> Iterator[tuple[SupervisedSource | PairSource, BatchSize]]:
-    """Open the training data with the service of the run, if there is one; yield it with the size of held-out data."""
+def _open(config: SftConfig | DpoConfig, objective: Objective) -> Iterator[OpenedData]:
+    """Open the training data with the service of the run, if there is one."""
     field, data = ("comparisons", config.comparisons) if isinstance(config, DpoConfig) else ("data", config.data)
     if lacks_key(config.model, config.base_url):
         if takes(field, data.builder, data.params, "session"):
@@ -219,15 +234,40 @@ def _tokenizer_of_hub(model: str) -> Tokenizer:
 
 def _open_data(
     config: SftConfig | DpoConfig, objective: Objective, tokenizer: Tokenizer, resources: Mapping[str, Any]
-) -> tuple[SupervisedSource | PairSource, BatchSize]:
-    """Open the training data; return it with the size of the held-out data."""
+) -> OpenedData:
+    evaluators = _evaluator_sizes(config, tokenizer, resources)
     if isinstance(config, DpoConfig):
         loss = preference_loss(objective)
         pairs, test = open_pairs(config, loss, tokenizer, resources)
-        return pairs, BatchSize.of(test.batch(range(len(test.comparisons)))) if test else BatchSize(0, 0)
+        held_out = BatchSize.of(test.batch(range(len(test.comparisons)))) if test else BatchSize(0, 0)
+        return OpenedData(pairs, held_out, evaluators)
     source = build_dataset(config.data.builder, config.data.params, tokenizer, config.seed, resources)
-    held_out = HeldOutNLL(source.test, tokenizer) if source.test else None
-    return source, BatchSize(held_out.num_tokens, held_out.num_datums) if held_out else BatchSize(0, 0)
+    test = HeldOutNLL(source.test, tokenizer) if source.test else None
+    held_out = BatchSize(test.num_tokens, test.num_datums) if test else BatchSize(0, 0)
+    return OpenedData(source, held_out, evaluators)
+
+
+def _evaluator_sizes(
+    config: SftConfig | DpoConfig, tokenizer: Tokenizer, resources: Mapping[str, Any]
+) -> EvaluatorSizes:
+    """Measure the evaluators; those that need the service have no sizes without it."""
+    fields = {"evaluators": config.evaluators, "infrequent_evaluators": config.infrequent_evaluators}
+    if "session" in resources:
+        run = {**resources, "token_meter": TokenMeter()}
+        entries = build_evaluators(config.evaluators, config.infrequent_evaluators, run)
+        return EvaluatorSizes.of(entries, tokenizer)
+    of_service = [
+        entry.builder
+        for field, entries in fields.items()
+        for entry in entries
+        if takes(field, entry.builder, entry.params, "session")
+    ]
+    offline = {
+        field: [entry for entry in entries if entry.builder not in of_service] for field, entries in fields.items()
+    }
+    entries = build_evaluators(offline["evaluators"], offline["infrequent_evaluators"])
+    sizes = EvaluatorSizes.of(entries, tokenizer)
+    return sizes._replace(others=[*sizes.others, *of_service])
 
 
 def _price_of_reference(config: SftConfig | DpoConfig, url: str) -> Price | None:
