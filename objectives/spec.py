@@ -38,52 +38,55 @@ class RegularizerSpec(BaseModel):
     fn: str | None = Field(
         default=None,
         title="Term",
-        description="Term to use: a registered name or an import path, `package.module:name`; by default the "
-        "registered term with the name above.",
+        description="Term to use: a registered name or an import path, `package.module:name`. Unset: the registered "
+        "term called `name`.",
     )
     weight: Weight | None = Field(
         default=1.0,
         title="Weight",
-        description="Factor of the term in the total loss, at least 0: a number or a schedule; ignored for monitors, "
-        "unset if there is a target.",
+        description="Factor of the term in the total loss, a number or a schedule of at least 0. Monitors ignore it, "
+        "and a term with a target has none.",
     )
     target: TargetSpec | None = Field(
         default=None,
         json_schema_extra=optional_group(TargetSpec),
         title="Target",
-        description="Limit of the term's mean value, such as `{at_most: 0.05}`; a controller finds the weight.",
+        description="Limit of the term's mean value, such as `{at_most: 0.05}`. A controller finds the weight that "
+        "meets it.",
     )
     params: dict[str, object] = Field(
-        default_factory=dict, title="Parameters", description="Keyword parameters of the term."
+        default_factory=dict, title="Parameters", description="Keyword arguments of the term and of its estimator."
     )
     estimator: EstimatorChoice = Field(
         default="auto",
         title="Estimator",
-        description="Estimator that turns the scores of a black box into a gradient; `auto` chooses by the data: "
-        "`score_function` for samples of the model, `minimum_risk` for fixed data with several completions of a "
-        "prompt, the term's own for flagged tokens. Ignored for differentiable terms.",
+        description="Estimator that turns the scores of a scored term into a gradient. `auto` chooses by the data: "
+        "`score_function` for samples of the model, `minimum_risk` for fixed data with several completions per "
+        "prompt, and the term's own estimator for flagged tokens. Differentiable terms ignore it.",
     )
     enabled: bool = Field(default=True, title="Enabled", description="Evaluate the term.")
-    every: int = Field(default=1, ge=1, title="Every", description="Evaluate at steps divisible by this number.")
+    every: int = Field(
+        default=1, ge=1, title="Every", description="Evaluate at steps that are divisible by this number."
+    )
     retries: int = Field(default=0, ge=0, title="Retries", description="Number of retries of a failed evaluation.")
     on_error: OnError = Field(
         default="raise",
         title="On error",
-        description="Action when the term fails: `raise` ends the run; `skip` continues the step without the term; "
-        "`last` also continues without the term, but reports the term's last value again.",
+        description="What happens if the term fails. `raise`: the run ends. `skip`: the step continues without the "
+        "term. `last`: the step continues without the term's gradient, and the charts repeat the term's last value.",
     )
     execution: Annotated[Execution, BeforeValidator(_reject_clusters)] = Field(
         default="task_runner",
         title="Execution",
-        description="Place where the term runs: `task_runner` on the task runner of the run, by default a thread; "
-        "`thread` in a thread of the run's process, `inline` there after the other terms, `async` on an event loop, "
-        "`process` in a separate process, which ends at `timeout_s`.",
+        description="Where the term runs. `task_runner`: on the task runner of the run, by default a thread. "
+        "`thread`: on a thread of the run's process. `inline`: on the thread of the flow, after the other terms have "
+        "started. `async`: on an event loop. `process`: in a separate process, which is killed at `timeout_s`.",
     )
     timeout_s: float | None = Field(
         default=None,
         gt=0,
         title="Timeout (s)",
-        description="Time limit for preparing or evaluating one batch, in seconds; exceeding it is a failure.",
+        description="Time limit for preparing or evaluating one batch, in seconds. A term that exceeds it has failed.",
     )
 
     _unset_weight = model_validator(mode="before")(unset_weight)
@@ -97,7 +100,9 @@ class BaseLossSpec(BaseModel):
 
     name: str = Field(title="Name", description="Name of the loss, such as `ppo`.")
     params: dict[str, float] = Field(
-        default_factory=dict, title="Parameters", description="Its parameters, as in `loss_fn_config`."
+        default_factory=dict,
+        title="Parameters",
+        description="Parameters of the loss, as in the SDK's `loss_fn_config`.",
     )
 
 
@@ -124,8 +129,8 @@ class AlignedMTLSpec(BaseModel):
     scale: Literal["min", "median", "rmse"] = Field(
         default="min",
         title="Scale",
-        description="Common length of the principal components: that of the shortest, of the median, or their root "
-        "mean square.",
+        description="Common length that the principal components get: the shortest length, the median length, or the "
+        "root mean square of the lengths.",
     )
 
 
@@ -179,10 +184,13 @@ class WatchSpec(BaseModel):
         ge=0,
         lt=1,
         title="Idle below",
-        description="Minimum gradient share of a scored term; below it, the term trains next to nothing.",
+        description="Minimum gradient share of a scored term. With a smaller share, the term has almost no effect.",
     )
     patience: int = Field(
-        default=20, ge=1, title="Patience (steps)", description="Number of consecutive steps before a warning."
+        default=20,
+        ge=1,
+        title="Patience (steps)",
+        description="Number of consecutive steps after which a condition causes a warning.",
     )
     share_decay: float = Field(
         default=0.9,
@@ -195,8 +203,8 @@ class WatchSpec(BaseModel):
         default=10,
         ge=0,
         title="Effect every",
-        description="Steps between measurements of what an update did to each term (`term/<name>/effect`), one forward "
-        "pass each; 0 for none.",
+        description="Steps between measurements of how an update changed the value of each term "
+        "(`term/<name>/effect`). A measurement costs one forward pass. 0 disables them.",
     )
 
 
@@ -208,14 +216,14 @@ class ObjectiveSpec(BaseModel):
     base_loss: str | BaseLossSpec = Field(
         default="cross_entropy",
         title="Base loss",
-        description="Loss to which the terms are added: its name, or its name and parameters.",
+        description="Loss to which the terms are added: the name of the loss, or its name and parameters.",
     )
     regularizers: tuple[RegularizerSpec, ...] = Field(default=(), title="Regularizers", description="Weighted terms.")
     balance: Annotated[BalanceSpec | None, BeforeValidator(lambda value: None if value == OFF else value)] = Field(
         default=None,
         title="Balance",
-        description="Rule that adapts the weights at each step: a mapping with the `method` `upgrad`, `dualproj`, "
-        "`cagrad`, `mgda`, `imtl_g`, `aligned_mtl`, `pcgrad`, `random` or `gradnorm`; `off` by default.",
+        description="Rule that adapts the weights at each step: a mapping whose `method` is `upgrad`, `dualproj`, "
+        "`cagrad`, `mgda`, `imtl_g`, `aligned_mtl`, `pcgrad`, `random` or `gradnorm`. Unset or `off`: no balancing.",
     )
     watch: WatchSpec = Field(
         default=WatchSpec(), title="Watch", description="Warnings about terms that dominate or conflict."
@@ -223,6 +231,7 @@ class ObjectiveSpec(BaseModel):
     backend: Backend = Field(
         default="auto",
         title="Backend",
-        description="`server`: the service computes the objective in one pass per step; `client`: two passes, with the "
-        "terms evaluated on the client in between; `auto`: one pass if the base loss and every term can be traced.",
+        description="Where the objective is computed. `server`: on the service, in one pass per step. `client`: on "
+        "the client, between the two passes of a step. `auto`: on the service if the base loss and every term can be "
+        "traced, else on the client.",
     )

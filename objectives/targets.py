@@ -34,20 +34,21 @@ class TargetSpec(BaseModel):
         default=None, allow_inf_nan=False, title="At least", description="Lower limit of the mean value."
     )
     equals: float | None = Field(
-        default=None, allow_inf_nan=False, title="Equals", description="The mean value itself, met from both sides."
+        default=None, allow_inf_nan=False, title="Equals", description="Value that the mean should equal."
     )
     metric: str | None = Field(
         default=None,
         title="Metric",
-        description="Metric of the term to constrain instead of its value; the term must declare a gradient for it.",
+        description="Metric of the term to limit instead of the term's value. The term must declare a gradient for "
+        "this metric.",
     )
     scale: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
         title="Scale",
-        description="Size of a large violation, in the unit of the value: the controller reacts no faster to larger "
-        "ones. Unset: the absolute value of the limit, which must then not be 0.",
+        description="Size of a large violation, in the unit of the value. The controller does not react faster to "
+        "even larger violations. Unset: the absolute value of the limit; if the limit is 0, set `scale`.",
     )
     initial: float = Field(
         default=0.0, allow_inf_nan=False, title="Initial", description="Multiplier at the start and during the warmup."
@@ -62,7 +63,8 @@ class TargetSpec(BaseModel):
         default=None,
         allow_inf_nan=False,
         title="Upper bound",
-        description="Upper bound of the multiplier. Unset: 100 divided by the scale, times the unit if it is above 1.",
+        description="Upper bound of the multiplier. Unset: 100 divided by the scale, multiplied by the unit if the "
+        "unit is above 1.",
     )
     warmup: int = Field(
         default=0, ge=0, title="Warmup (steps)", description="Steps before the multiplier starts to change."
@@ -72,22 +74,23 @@ class TargetSpec(BaseModel):
         gt=0,
         allow_inf_nan=False,
         title="Integral gain",
-        description="Change of the multiplier per evaluation while the violation is one scale, in units per scale; see "
-        "`docs/targets.md` for the unit, which is 1 for a mean over tokens next to cross-entropy.",
+        description="Change of the multiplier per evaluation while the violation equals `scale`, in units per scale. "
+        "`docs/targets.md` explains the unit; it is 1 for a mean over tokens added to cross-entropy.",
     )
     proportional_gain: float = Field(
         default=0.5,
         ge=0,
         allow_inf_nan=False,
         title="Proportional gain",
-        description="Part of the multiplier that is present only while the violation is one scale, in units per scale.",
+        description="Part of the multiplier that is proportional to the current violation: its size while the "
+        "violation equals `scale`, in units per scale.",
     )
     smoothing: float = Field(
         default=0.5,
         ge=0,
         lt=1,
         title="Smoothing",
-        description="Decay of the moving average of the values, per evaluation; 0 uses the value of each batch.",
+        description="Decay of the moving average of the values, per evaluation. 0 uses the value of the current batch.",
     )
 
     @model_validator(mode="after")

@@ -68,13 +68,13 @@ class BuilderConfig(Config):
 
     builder: str = Field(
         title="Builder",
-        description="Import path, `package.module:Name`.",
+        description="Import path of a class or function, `package.module:Name`.",
         examples=["tinker_cookbook.supervised.data:FromConversationFileBuilder"],
     )
     params: dict[str, Any] = Field(
         default_factory=dict,
         title="Parameters",
-        description="Keyword arguments of the builder; builders may be nested.",
+        description="Keyword arguments of the builder. An argument can itself be a builder.",
     )
 
 
@@ -88,8 +88,9 @@ class EvaluatorConfig(BuilderConfig):
     on_error: Literal["raise", "skip"] = Field(
         default="raise",
         title="On error",
-        description="`raise` ends the run if the evaluator fails; `skip` logs a warning and a tag and continues "
-        "without its metrics. Lost connections and numbers that are not finite are handled as elsewhere in the run.",
+        description="What happens if the evaluator fails. `raise`: the run ends. `skip`: the run logs a warning, sets "
+        "a tag and continues without the evaluator's metrics. This does not apply to a lost service, after which the "
+        "run restarts, nor to NaN and infinity, which `guards` handles.",
     )
 
 
@@ -106,9 +107,9 @@ class EngineConfig(Config):
     deterministic: bool = Field(
         default=False,
         title="Deterministic",
-        description="Make sampling independent of the other requests in the batch, bit for bit, at up to three times "
-        "the cost. A run that samples from its own weights then ends the same whether or not it crashed and was "
-        "resumed.",
+        description="Make each sample independent of the other requests in the same batch, bit for bit. Sampling then "
+        "takes up to three times as long, and a run that samples from its own weights and is resumed after a crash "
+        "gives the same result as an uninterrupted run.",
     )
 
 
@@ -145,8 +146,9 @@ class KeepBestConfig(Config):
 
     metric: str = Field(
         title="Metric",
-        description="Name of a metric logged at the steps of checkpoints. For `test/nll`, `eval_every` must divide "
-        "`checkpoint_every`; for a metric of an infrequent evaluator, `infrequent_eval_every` must.",
+        description="Name of a metric that is measured at the steps of checkpoints. For `test/nll`, "
+        "`checkpoint_every` must be a multiple of `eval_every`; for a metric of an infrequent evaluator, a multiple "
+        "of `infrequent_eval_every`.",
         min_length=1,
         examples=["test/nll"],
     )
@@ -170,8 +172,9 @@ class NamedConfig(Config):
 
     run_name: str = Field(
         title="Run name",
-        description="Name of the run's directory; starting the same name again resumes the run. `{start}` is replaced "
-        "by the flow run's scheduled start time, so that every flow run of a deployment gets a name of its own.",
+        description="Name of the run and of its directory. Starting a run with the same name again resumes it. "
+        "`{start}` is replaced by the flow run's scheduled start time, which gives every flow run of a deployment its "
+        "own name.",
         pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]|\{start\})*$",
         max_length=128,
     )
@@ -188,7 +191,7 @@ class ServiceConfig(Config):
 
     model: str = Field(
         title="Model",
-        description="Base model by its name on the service. The local engine takes `tiny`, `smollm2-135m` or a model "
+        description="Name of the base model on the service. The local engine takes `tiny`, `smollm2-135m` or a model "
         "directory.",
         min_length=1,
     )
@@ -241,33 +244,33 @@ class RunConfig(TrackedConfig, NamedConfig):
     register_prompts: bool = Field(
         default=False,
         title="Register prompts",
-        description="Register the renderers and system prompts that the config names in MLflow's prompt registry, at "
-        "the start of the run, and link them to its MLflow run.",
+        description="At the start of the run, register the renderers and system prompts of the config in MLflow's "
+        "prompt registry and link them to the MLflow run.",
     )
     resume: str = Field(
         default="auto",
         title="Resume",
         description="`auto` resumes from the last checkpoint of the same run name; `never` rejects a name in use. "
-        "`RUN`, `RUN@STEP`, `RUN@best` or `RUN@final` forks another run in the same storage: this run starts with the "
-        "weights and optimizer state of that checkpoint, and continues its data order and schedules at that step. A "
-        "`tinker://` path loads weights and optimizer state and starts at step 0. A stopped fork resumes from its own "
-        "checkpoints. To train on from given weights with a fresh optimizer, use `init_from`.",
+        "`RUN`, `RUN@STEP`, `RUN@best` or `RUN@final` forks another run in the same storage: the new run starts with "
+        "the weights and optimizer state of that checkpoint and continues the data order and the schedules at its "
+        "step. A `tinker://` path loads weights and optimizer state and starts at step 0. A stopped fork resumes from "
+        "its own checkpoints. To start from given weights with a fresh optimizer, use `init_from`.",
         pattern=RESUME,
     )
     if_exists: Literal["resume", "delete", "ask"] = Field(
         default="resume",
         title="If the run exists",
-        description="What happens if the run name is in use: `resume` continues that run, as `resume` says; `delete` "
-        "deletes its files and its MLflow run and starts anew, at every start; `ask` asks in the terminal. A run "
-        "that is in progress is never deleted, and a flow run that Prefect restarts resumes its own run. For an "
-        "error instead, set `resume` to `never`.",
+        description="What happens if the run name is in use. `resume`: continue that run, according to the field "
+        "`resume`. `delete`: at every start, delete the run's files and its MLflow run and start anew. `ask`: ask in "
+        "the terminal. A run in progress is never deleted, and a flow run that Prefect restarts resumes its own run. "
+        "If a name in use should be an error, set `resume` to `never`.",
     )
     accept_changes: tuple[ContentKind, ...] = Field(
         default=(),
         title="Accept changes",
         description="Kinds of content that may have changed since the last checkpoint when the run resumes: `data`, "
         "`terms`, `evaluators`, `environment` (with its rewards, hooks and completers), `model` or `tokenizer` (with "
-        "the renderer). Each accepted change is recorded. Changed content of other kinds is refused.",
+        "the renderer). Each accepted change is recorded. A change of any other kind is an error.",
     )
     init_from: str = Field(
         default=BASE,
@@ -280,70 +283,70 @@ class RunConfig(TrackedConfig, NamedConfig):
         default=3,
         ge=0,
         title="Restarts",
-        description="Maximum number of consecutive restarts from the last checkpoint after the service was lost. A new "
-        "checkpoint resets the count; 0 disables restarts.",
+        description="Maximum number of restarts from the same checkpoint after the service was lost. A new checkpoint "
+        "resets the count; 0 disables restarts.",
     )
     checkpoint_every: int = Field(
         default=10,
         ge=0,
         title="Checkpoint every",
-        description="Steps between checkpoints; the last step always saves one. 0 disables this cadence. If several "
-        "cadences are set, each of them saves checkpoints; without any, only the last step does.",
+        description="Steps between checkpoints. 0 disables this cadence. Several cadences can be set, and each of "
+        "them saves checkpoints. The last step always saves a checkpoint.",
     )
     checkpoint_every_seconds: float = Field(
         default=0.0,
         ge=0,
         title="Checkpoint every (s)",
-        description="Seconds between checkpoints, counted from the last one while the run is open, also over restarts. "
-        "0 disables this cadence.",
+        description="Seconds between checkpoints. The time counts while the run is open, and the count survives "
+        "restarts. 0 disables this cadence.",
     )
     checkpoint_every_tokens: int = Field(
         default=0,
         ge=0,
         title="Checkpoint every (tokens)",
-        description="Tokens of the trained batches between checkpoints, counted from the last one. 0 disables this "
-        "cadence.",
+        description="Trained tokens between checkpoints. 0 disables this cadence.",
     )
     checkpoint_kind: CheckpointKind = Field(
         default="state",
         title="Checkpoint kind",
-        description="Content of periodic checkpoints: `state` is weights and optimizer state, from which a run "
-        "resumes; `sampler` is weights to sample from; `both` saves both. The final checkpoint has both, and a run "
-        "that stops early saves its state.",
+        description="Content of periodic checkpoints. `state`: weights and optimizer state, from which a run can "
+        "resume. `sampler`: weights to sample from. `both`: both of these. The final checkpoint always has both, and "
+        "a run that stops early saves its state.",
     )
     keep_last: int | None = Field(
         default=None,
         ge=1,
         title="Keep the last",
-        description="Number of recent checkpoints to keep on the service, in addition to the best and the final one; "
-        "older ones are deleted. Unset: keep all.",
+        description="Number of recent checkpoints to keep on the service, in addition to the best and the final "
+        "checkpoint. Older checkpoints are deleted. Unset: keep all.",
     )
     keep_best: KeepBestConfig | None = Field(
         default=None,
         json_schema_extra=optional_group(KeepBestConfig),
         title="Keep the best",
-        description="Keep the best checkpoint by this metric.",
+        description="Metric that selects the best checkpoint, which is then kept. Unset: no best checkpoint.",
     )
     ttl_seconds: int | None = Field(
         default=None,
         ge=3600,
         le=315_360_000,
         title="Time to live (s)",
-        description="Seconds after which the service deletes a checkpoint; the best and the final one never expire. A "
-        "run that is paused for longer starts over. Unset: never.",
+        description="Seconds after which the service deletes a checkpoint; the best and the final checkpoint never "
+        "expire. A run that is paused for longer than this starts over. Unset: checkpoints never expire.",
     )
     register_as: str | None = Field(
         default=None,
         min_length=1,
         title="Register as",
-        description="Registered model of MLflow. A finished run adds its best checkpoint as a new version, or its "
-        "final one without `keep_best`.",
+        description="Name of a registered model in MLflow. A finished run adds its best checkpoint (without "
+        "`keep_best`, its final checkpoint) as a new version.",
     )
     promote_if: str | None = Field(
         default=None,
         title="Promote if",
-        description="Condition for registering the checkpoint: an evaluation metric, one of < <= > >=, and a number "
-        "or `[NUMBER *] baseline`. The baseline is the same metric in the run's first evaluation, before training.",
+        description="Condition for registering the checkpoint, such as `test/nll < 0.98 * baseline`: an evaluation "
+        "metric, one of < <= > >=, and a number or `[NUMBER *] baseline`. The baseline is the same metric in the "
+        "run's first evaluation, before training.",
         examples=["test/nll < 0.98 * baseline"],
     )
     promote_confidence: float | None = Field(
@@ -351,16 +354,16 @@ class RunConfig(TrackedConfig, NamedConfig):
         ge=0.5,
         le=0.999,
         title="Promote with confidence",
-        description="Confidence with which the checkpoint must be better than the baseline on the same problems: 0.95 "
-        "registers at most 5 % of checkpoints that are as good. Only for metrics of evaluators that grade answers. "
-        "Unset: compare the metrics alone.",
+        description="Confidence with which the checkpoint must be better than the baseline on the same problems. At "
+        "0.95, a checkpoint that is only as good as the baseline is registered in at most 5 % of cases. Only for "
+        "metrics of evaluators that grade answers. Unset: compare the two values and ignore their uncertainty.",
     )
 
     needs_approval: bool = Field(
         default=False,
         title="Needs approval",
-        description="Ask a person before the checkpoint is registered, after `promote_if`. A run of a deployment is "
-        "suspended until the form in the Prefect UI is sent; a run from a terminal asks there.",
+        description="Ask a person before the checkpoint is registered, once `promote_if` holds. A run of a deployment "
+        "is suspended until someone submits the form in the Prefect UI; a run from a terminal asks in the terminal.",
     )
 
     @property
@@ -426,5 +429,5 @@ class WeightsConfig(ServiceConfig):
     model: str = Field(
         default="",
         title="Model",
-        description="Base model by its name on the service. Empty: the model of the named run.",
+        description="Name of the base model on the service. Empty: the model of the named run.",
     )

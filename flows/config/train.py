@@ -24,7 +24,10 @@ class AlertConfig(Config):
     above: float | None = Field(default=None, title="Above", description="The run warns above this value.")
     below: float | None = Field(default=None, title="Below", description="The run warns below this value.")
     patience: int = Field(
-        default=1, ge=1, title="Patience", description="Consecutive measurements beyond the limit until the warning."
+        default=1,
+        ge=1,
+        title="Patience",
+        description="Number of consecutive measurements beyond the limit that cause a warning.",
     )
 
     @model_validator(mode="after")
@@ -66,14 +69,14 @@ class GuardConfig(Config):
         default=6.0,
         gt=0,
         title="Spike threshold",
-        description="Threshold above the median of recent losses, in robust standard deviations (metric "
-        "`guard/spike_score`).",
+        description="Smallest distance above the median of the recent losses that counts as a spike, in robust "
+        "standard deviations (metric `guard/spike_score`).",
     )
     spike_window: int = Field(
         default=20,
         ge=4,
         title="Spike window",
-        description="Number of recent steps to compare with; the first steps of a run are not checked.",
+        description="Number of recent steps whose losses form the median. The first steps of a run are not checked.",
     )
     untrained: Literal["stop", "skip"] = Field(
         default="stop",
@@ -102,7 +105,10 @@ class BudgetConfig(Config):
     """
 
     hours: float | None = Field(
-        default=None, gt=0, title="Hours", description="Wall-clock hours during which the run is open. Unset: no limit."
+        default=None,
+        gt=0,
+        title="Hours",
+        description="Wall-clock hours for which the run may be open, over all restarts. Unset: no limit.",
     )
     usd: float | None = Field(
         default=None,
@@ -113,7 +119,7 @@ class BudgetConfig(Config):
     prices: str = Field(
         default="",
         title="Prices",
-        description="Path of a price table that overrides the built-in one, in the format of "
+        description="Path of a price table that overrides the built-in prices, in the format of "
         "flows/runs/prices.yaml or of the service's models.json.",
     )
 
@@ -143,8 +149,9 @@ class ReportConfig(Config):
         default=4,
         ge=0,
         title="Examples",
-        description="Held-out prompts whose completions are shown before and after training; 0: none. Supervised runs "
-        "sample them, which counts towards the cost; other methods show completions that the evaluation has anyway.",
+        description="Number of held-out prompts whose completions the report shows before and after training; 0: "
+        "none. Supervised runs sample these completions, which counts towards the cost; other methods show "
+        "completions from their evaluations.",
     )
     max_tokens: int = Field(default=256, ge=1, title="Tokens", description="Maximum tokens of a sampled completion.")
 
@@ -155,22 +162,23 @@ class TaskRunnerConfig(Config):
     kind: Literal["threads", "processes", "dask", "ray"] = Field(
         default="threads",
         title="Kind",
-        description="Prefect's task runner: `threads` or `processes` of this machine, or the workers of a `dask` or "
-        "`ray` cluster, which need the extra of the same name.",
+        description="Where the terms run: `threads` or `processes` of this machine, or the workers of a `dask` or "
+        "`ray` cluster. A cluster needs the extra of the same name, as in `pip install 'tinker-flows[dask]'`.",
     )
     workers: int | None = Field(
         default=None,
         ge=1,
         title="Workers",
-        description="Tasks that run at once. Unset: no limit for `threads`, else one per core, at least 2 and at most "
-        "8. An existing cluster has its own number.",
+        description="Number of tasks that run at once. Unset: no limit for `threads`, and otherwise the number of "
+        "cores, but at least 2 and at most 8. An existing cluster has its own number.",
     )
     address: str | None = Field(
         default=None,
         min_length=1,
         title="Address",
-        description="Address of an existing `dask` scheduler or `ray` cluster. Unset: the one at "
-        "DASK_SCHEDULER_ADDRESS or RAY_ADDRESS, else a cluster on this machine that ends with the run.",
+        description="Address of an existing `dask` scheduler or `ray` cluster. Unset: the address in "
+        "DASK_SCHEDULER_ADDRESS or RAY_ADDRESS; if this is not set either, a new cluster on this machine that ends "
+        "with the run.",
     )
 
     @model_validator(mode="after")
@@ -192,22 +200,24 @@ class TrainConfig(RunConfig):
         default=None,
         json_schema_extra=optional_group(TaskRunnerConfig),
         title="Task runner",
-        description="Prefect task runner of the terms. Unset: the flow's own, by default threads.",
+        description="Prefect task runner that runs the terms. Unset: the task runner of the flow, by default threads.",
     )
     reference: str = Field(
         default=BASE_MODEL,
         title="Reference",
-        description="Frozen model of the terms that need one, such as `kl` and `dpo`: `base`, the model without an "
-        "adapter, the `tinker://` path of a checkpoint or of sampler weights, or the name of another base model with "
-        "the same tokenizer. The run computes its log-probabilities once per datum, at the price of prompt tokens.",
+        description="Frozen model with which terms such as `kl` and `dpo` compare the policy. `base`: the model "
+        "without an adapter. A `tinker://` path: a checkpoint or sampler weights. Any other value: the name of "
+        "another base model with the same tokenizer. The run computes the reference's log-probabilities once per "
+        "datum, at the price of prompt tokens.",
         min_length=1,
     )
     prompt_logprobs_last_n: Literal["auto", "off"] = Field(
         default="auto",
         title="Score the end of sequences",
-        description="Use the SDK's option of this name, with which reference, teachers and `compute_post_kl` score a "
-        "sequence only from its first trained token on, so that the service can take the prompt from its prefix "
-        "cache. `auto`: use it; warn if the service does not know it. `off`: score whole sequences.",
+        description="How the reference, teachers and `compute_post_kl` score a sequence. `auto`: with the SDK's "
+        "option of this name, only from the first trained token onwards, so that the service can take the prompt from "
+        "its prefix cache; if the service does not know the option, the run warns and scores whole sequences. `off`: "
+        "score whole sequences.",
     )
     lora_rank: int = Field(default=32, ge=1, le=4096, title="LoRA rank", description="Rank of the trained adapter.")
     train_attn: bool = Field(
@@ -223,20 +233,24 @@ class TrainConfig(RunConfig):
         default=0,
         ge=0,
         title="Seed",
-        description="Seed of the adapter's initialization, of the data order and of random balancing.",
+        description="Seed for the adapter's initialization, the data order and random balancing.",
     )
     learning_rate: float = Field(
         default=1e-4,
         gt=0,
         title="Learning rate",
-        description="Learning rate at the first step. `auto`: the published LoRA rate by model family and hidden size; "
-        "the run records the number.",
+        description="Learning rate at the first step. `auto`: the published LoRA rate for the model's family and "
+        "hidden size; the run records the number.",
         json_schema_extra=_or_auto,
     )
     lr_schedule: LRSchedule = Field(
-        default="linear", title="Learning-rate schedule", description="Shape of the decay to the last step."
+        default="linear",
+        title="Learning-rate schedule",
+        description="Shape of the learning rate's decay over the steps; `constant` does not decay.",
     )
-    adam: AdamConfig = Field(default=AdamConfig(), title="Optimizer", description="Other parameters of AdamW.")
+    adam: AdamConfig = Field(
+        default=AdamConfig(), title="Optimizer", description="Parameters of AdamW other than the learning rate."
+    )
     num_epochs: int = Field(default=1, ge=1, title="Epochs", description="Passes over the data.")
     num_steps: int | None = Field(
         default=None,
@@ -248,40 +262,39 @@ class TrainConfig(RunConfig):
         default=10,
         ge=0,
         title="Evaluate every",
-        description="Steps between evaluations; the end is evaluated too. 0 disables evaluation.",
+        description="Steps between evaluations; the final weights are evaluated, too. 0 disables these evaluations.",
     )
     evaluators: tuple[EvaluatorConfig, ...] = Field(
         default=(),
         title="Evaluators",
-        description="Evaluators of tinker-cookbook, in addition to the metrics of the held-out data.",
+        description="Evaluators (as in tinker-cookbook) that run in addition to the metrics of the held-out data.",
     )
     infrequent_eval_every: int = Field(
         default=100,
         ge=0,
         title="Evaluate infrequently every",
-        description="Steps between the evaluations of `infrequent_evaluators`; the end is evaluated too. 0 disables "
-        "them.",
+        description="Steps between evaluations by `infrequent_evaluators`; the final weights are evaluated, too. 0 "
+        "disables these evaluators.",
     )
     infrequent_evaluators: tuple[EvaluatorConfig, ...] = Field(
         default=(),
         title="Infrequent evaluators",
-        description="Evaluators with a period of their own, for measurements that are too slow or too expensive for "
-        "every evaluation.",
+        description="Evaluators that run less often, for measurements that are too slow or too expensive for every "
+        "evaluation.",
     )
-    report: ReportConfig = Field(default=ReportConfig(), title="Report", description="Examples in the report.")
+    report: ReportConfig = Field(default=ReportConfig(), title="Report", description="Examples that the report shows.")
     granularity: Granularity = Field(
         default="task",
         title="Granularity",
-        description="Unit of a Prefect task run: every task of a step (`task`), a whole step (`step`), or the steps "
-        "between two checkpoints of `checkpoint_every` (`segment`). Use a coarser unit for runs of more than a few "
-        "thousand steps.",
+        description="Work that one Prefect task run covers. `task`: a single task of a step. `step`: a whole step. "
+        "`segment`: `checkpoint_every` steps. Use `step` or `segment` for runs of more than a few thousand steps.",
     )
     guards: GuardConfig = Field(
         default=GuardConfig(), title="Guards", description="Policies for steps with a bad loss."
     )
     budget: BudgetConfig = Field(default=BudgetConfig(), title="Budget", description="Time and cost limits.")
     alerts: list[AlertConfig] = Field(
-        default=[], title="Alerts", description="Limits of metrics beyond which the run warns and emits an event."
+        default=[], title="Alerts", description="Limits of metrics. Beyond a limit, the run warns and emits an event."
     )
 
     @field_validator("learning_rate", mode="before")
@@ -321,16 +334,24 @@ class TrainConfig(RunConfig):
 class CandidatesConfig(Config):
     """Completions that the model samples for the prompts of supervised data, and that terms score."""
 
-    num: int = Field(default=4, ge=2, title="Number", description="Completions per prompt; they are compared.")
+    num: int = Field(
+        default=4,
+        ge=2,
+        title="Number",
+        description="Completions per prompt, whose scores are compared with each other.",
+    )
     every: int = Field(
-        default=1, ge=1, title="Every", description="Sample at steps divisible by this number; terms skip other steps."
+        default=1,
+        ge=1,
+        title="Every",
+        description="Sample at steps that are divisible by this number. At other steps, the terms are skipped.",
     )
     max_tokens: int = Field(default=256, ge=1, title="Tokens", description="Maximum tokens of a completion.")
     overlap: bool = Field(
         default=True,
         title="Overlap",
-        description="Sample for the next step while a step is computed, from weights that are one update older; "
-        "importance weights account for that. Off: sample from the current weights.",
+        description="Sample for the next step while the current step is computed, from weights that are one update "
+        "older. Importance weights correct for the older weights. Off: sample from the current weights.",
     )
 
 
@@ -345,8 +366,8 @@ Candidates = Annotated[
     Field(
         title="Candidates",
         description="Completions that the model samples for the batch's prompts. Scored terms train on them if the "
-        "data has one completion per prompt. `auto`: the defaults, if a term needs candidates; `off`: such a term is "
-        "an error.",
+        "data has only one completion per prompt. `auto`: sample with the default settings if a term needs samples. "
+        "`off`: do not sample; a term that needs samples is an error.",
     ),
 ]
 
@@ -355,6 +376,6 @@ class SftConfig(TrainConfig):
     """Supervised fine-tuning run."""
 
     data: BuilderConfig = Field(
-        title="Data", description="SupervisedDatasetBuilder of tinker-cookbook and its parameters."
+        title="Data", description="`SupervisedDatasetBuilder` of tinker-cookbook and its parameters."
     )
     candidates: Candidates = "auto"
