@@ -22,7 +22,9 @@ class VerdictConfig(Config):
         title="Question",
         description="Question about the completion, appended as a user message.",
     )
-    good: str = Field(default="Yes", min_length=1, title="Good", description="Verdict on a good completion.")
+    good: str = Field(
+        default="Yes", min_length=1, title="Good", description="Verdict that stands for a good completion."
+    )
 
 
 class DpoConfig(TrainConfig):

@@ -28,16 +28,17 @@ class AdvantageConfig(Config):
     estimator: Literal["group_mean", "leave_one_out", "per_turn", "discounted", "gae"] = Field(
         default="group_mean",
         title="Estimator",
-        description="`group_mean`: total reward of a rollout minus the mean of its group, for each of its tokens. "
-        "`leave_one_out`: like `group_mean`, with the mean of the group's other rollouts. `per_turn`: rewards from a "
-        "turn on minus the mean of the group's other rollouts from the same turn on. `discounted`: discounted "
-        "return at each token minus the group's mean. `gae`: generalized advantage estimation with the mean of the "
-        "group's other rollouts as critic.",
+        description="How each token of a rollout gets its advantage. `group_mean`: total reward of the rollout minus "
+        "the group's mean reward. `leave_one_out`: total reward minus the mean reward of the group's other rollouts. "
+        "`per_turn`: sum of the rewards from the token's turn onwards minus the mean of this sum over the group's "
+        "other rollouts. `discounted`: discounted return at the token minus the group's mean return. `gae`: "
+        "generalized advantage estimation with the mean reward of the group's other rollouts as critic.",
     )
     scale: bool = Field(
         default=False,
         title="Scale",
-        description="Divide by the standard deviation of the group, as GRPO does; only for `group_mean`.",
+        description="Divide the advantages by the standard deviation of the group, as GRPO does; only for "
+        "`group_mean`.",
     )
     discount: float = Field(
         default=1.0,
@@ -50,23 +51,23 @@ class AdvantageConfig(Config):
     drop_constant: bool = Field(
         default=False,
         title="Drop constant groups",
-        description="Drop groups whose advantages are all zero: with `group_mean` and `leave_one_out`, the rollouts of "
-        "such a group have the same reward; with `per_turn`, the same at each turn.",
+        description="Drop groups whose advantages are all zero. With `group_mean` and `leave_one_out`, these are "
+        "groups whose rollouts all have the same reward; with `per_turn`, the same reward at each turn.",
     )
     kl_coefficient: float = Field(
         default=0.0,
         ge=0,
         title="KL in the reward",
-        description="Reward penalty per nat of KL divergence from `reference`. The regularizer `kl` is the "
-        "alternative in the loss.",
+        description="Reward penalty per nat of KL divergence from `reference`. Alternatively, the regularizer `kl` "
+        "adds the divergence to the loss.",
     )
     kl_discount_factor: float = Field(
         default=0.0,
         ge=0,
         le=1,
         title="KL discount factor",
-        description="Discount factor per token with which a token's penalty also counts the penalties of all later "
-        "tokens of its completion, as in tinker-cookbook. 0: the token's own penalty.",
+        description="If above 0, the penalty of a token also includes the penalties of all later tokens of its "
+        "completion, discounted by this factor per token, as in tinker-cookbook. 0: only the token's own penalty.",
     )
 
     @model_validator(mode="after")
@@ -90,13 +91,13 @@ class NamedRewardConfig(Config):
     weight: Weight | None = Field(
         default=1.0,
         title="Weight",
-        description="Factor of the reward, at least 0: a number or a schedule; unset if there is a target.",
+        description="Factor of the reward, a number or a schedule of at least 0. A reward with a target has none.",
     )
     target: TargetSpec | None = Field(
         default=None,
         json_schema_extra=optional_group(TargetSpec),
         title="Target",
-        description="Limit of the mean reward, such as `{at_least: 0.9}`; a controller finds the weight.",
+        description="Limit of the mean reward, such as `{at_least: 0.9}`. A controller finds the weight that meets it.",
     )
 
     _unset_weight = model_validator(mode="before")(unset_weight)
@@ -122,8 +123,8 @@ class ModeConfig(Config):
         default=None,
         ge=1,
         title="Groups per step",
-        description="Number of groups per step, in the order of the environments. Unset: the batch size of the "
-        "environments.",
+        description="Number of groups per step, taken in the order of the builder's data. Unset: the batch size of "
+        "the builder.",
     )
     num_minibatches: int = Field(
         default=1,
@@ -141,8 +142,8 @@ class ModeConfig(Config):
         default=1,
         ge=1,
         title="Steps off-policy",
-        description="For mode `async`: maximum age, in steps, of the weights that sampled a group. Older groups are "
-        "sampled again.",
+        description="For mode `async`: maximum age, in steps, of the weights from which a group was sampled. Older "
+        "groups are sampled again.",
     )
 
     @model_validator(mode="after")
@@ -169,15 +170,16 @@ class CorrectionConfig(Config):
     ratio: RatioOf = Field(
         default="loss",
         title="Ratio",
-        description="`loss`: the importance ratios of the base loss. Otherwise the base loss takes the "
-        "log-probabilities that the trainer recomputes as those of the sampler, and the advantages are multiplied by 1 "
-        "(`none`), by `r` of each `token`, or by the product of `r` over the `sequence`.",
+        description="`loss`: the base loss keeps its importance ratios relative to the sampler. With any other value, "
+        "the base loss uses recomputed log-probabilities in place of the sampler's, and the advantages are multiplied "
+        "by 1 (`none`), by `r` of the token (`token`), or by the product of `r` over the sequence (`sequence`). `r` "
+        "is the trainer's probability of a token divided by the sampler's.",
     )
     bound: Bound = Field(
         default="truncate",
         title="Bound",
-        description="`truncate` clamps the multiplier to `low` and `high`, as TIS does; `mask` sets it to 0 outside, "
-        "as IcePop does.",
+        description="`truncate`: clamp the multiplier of the advantages to `low` and `high`, as TIS does. `mask`: set "
+        "a multiplier outside of `low` and `high` to 0, as IcePop does.",
     )
     low: float = Field(default=0.0, ge=0, title="Low", description="Lower bound of the multiplier.")
     high: float = Field(default=2.0, gt=0, title="High", description="Upper bound of the multiplier.")
@@ -185,28 +187,28 @@ class CorrectionConfig(Config):
         default=None,
         ge=0,
         title="Sequence low",
-        description="Drop sequences with a lower geometric mean of `r`. Unset: none.",
+        description="Drop sequences whose geometric mean of `r` is lower. Unset: drop none.",
     )
     sequence_high: float | None = Field(
         default=None,
         gt=0,
         title="Sequence high",
-        description="Drop sequences with a higher geometric mean of `r`. Unset: none.",
+        description="Drop sequences whose geometric mean of `r` is higher. Unset: drop none.",
     )
     off_policy_above: float | None = Field(
         default=None,
         ge=0,
         title="Off-policy above",
         description="Drop sequences of negative advantage whose mean of `-log r` is above this many nats, as "
-        "DeepSeek-V3.2 does. Unset: none.",
+        "DeepSeek-V3.2 does. Unset: drop none.",
     )
     trust_region: float | None = Field(
         default=None,
         gt=0,
         le=1,
         title="Trust region",
-        description="Drop tokens whose probability differs by more than this from the sampler's, if the update would "
-        "increase the difference (total variation, as in DPPO). Unset: none.",
+        description="Drop tokens whose probability differs by more than this from the sampler's (total variation, as "
+        "in DPPO), if the update would increase the difference. Unset: drop none.",
     )
 
     @model_validator(mode="after")
@@ -232,29 +234,33 @@ class HealthConfig(Config):
         default=5,
         ge=1,
         title="Patience",
-        description="Consecutive steps beyond a limit until a warning, and steps at the start that later ones are "
-        "compared with.",
+        description="Number of consecutive steps beyond a limit that cause a warning. Also the number of steps at the "
+        "start with which later steps are compared.",
     )
     entropy_below: float = Field(
-        default=0.1, ge=0, title="Entropy below", description="Entropy of the samples as a share of that at the start."
+        default=0.1,
+        ge=0,
+        title="Entropy below",
+        description="Entropy of the samples, as a share of the entropy at the start. The run warns below this limit.",
     )
     mismatch_above: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
         default="auto",
         title="Mismatch above",
-        description="`mismatch/kl_k3`, in nats per token. `auto`: 0.005 for a dense model and 0.05 for a mixture of "
-        "experts in the mode `sync` with one update per step, and 0.1 for older samples.",
+        description="Metric `mismatch/kl_k3`, in nats per token. `auto`: in mode `sync` with one update per step, "
+        "0.005 for a dense model and 0.05 for a mixture of experts; otherwise 0.1, because samples may be older than "
+        "the weights.",
     )
     truncated_above: float = Field(
         default=0.5, ge=0, title="Truncated above", description="Share of completions that reached the token limit."
     )
     constant_above: float = Field(
-        default=0.9, ge=0, title="Constant above", description="Share of groups with one reward for all members."
+        default=0.9, ge=0, title="Constant above", description="Share of groups whose members all have the same reward."
     )
     length_factor: float = Field(
         default=3.0,
         gt=1,
         title="Length factor",
-        description="Growth or shrinkage of the completions since the start while the reward rises.",
+        description="Factor by which completions grow or shrink since the start while the reward rises.",
     )
     repetition_above: float = Field(
         default=0.5, ge=0, title="Repetition above", description="Share of repeated 4-grams while the reward rises."
@@ -266,24 +272,30 @@ class HealthConfig(Config):
         default=0.1, ge=0, title="Skipped above", description="Share of groups whose environments failed."
     )
     environment_above: float = Field(
-        default=0.9, ge=0, title="Environment above", description="Share of the rollouts' time, from one second on."
+        default=0.9,
+        ge=0,
+        title="Environment above",
+        description="Share of the rollouts' time that environments take, if they take more than one second.",
     )
     logprob_error_above: float = Field(
-        default=0.05, ge=0, title="Error of log-probabilities above", description="`rollout/logprob_error`, in nats."
+        default=0.05,
+        ge=0,
+        title="Error of log-probabilities above",
+        description="Metric `rollout/logprob_error`, in nats.",
     )
     hang_seconds: float = Field(
         default=60.0,
         gt=0,
         title="Hang seconds",
-        description="Seconds without a response of a group's environment, reward or completer, from which on it may "
-        "hang. `rollout.timeout_s` is added, because it ends turns that hang.",
+        description="Minimum number of seconds without a response of a group's environment, reward or completer after "
+        "which the group counts as hanging. `rollout.timeout_s` is added to it, because it ends turns that hang.",
     )
     hang_factor: float = Field(
         default=10.0,
         gt=1,
         title="Hang factor",
-        description="Multiple of the median duration of a group for which a group must be silent to hang; before the "
-        "first group has finished, the multiple of `hang_seconds`.",
+        description="A group must also be without a response for this multiple of the median duration of a group to "
+        "count as hanging. Before the first group has finished, it is a multiple of `hang_seconds`.",
     )
 
 
@@ -291,7 +303,7 @@ class RlConfig(TrainConfig):
     """Reinforcement learning run."""
 
     environment: BuilderConfig = Field(
-        title="Environment", description="RLDatasetBuilder of tinker-cookbook and its parameters."
+        title="Environment", description="`RLDatasetBuilder` of tinker-cookbook and its parameters."
     )
     rollout: RolloutConfig = Field(
         default=RolloutConfig(), title="Rollouts", description="Sampling of rollouts from the environments."
@@ -302,14 +314,14 @@ class RlConfig(TrainConfig):
     rewards: dict[str, NamedRewardConfig] = Field(
         default={},
         title="Rewards",
-        description="Named rewards to train on, such as `{correct: {weight: 1.0}, format: {weight: 0.2}}`: metrics "
-        "that the environment reports, or `total` for its own total reward. Empty: `total` alone.",
+        description="Rewards to train on, such as `{correct: {weight: 1.0}, format: {weight: 0.2}}`. A name is a "
+        "metric that the environment reports, or `total` for the environment's own total reward. Empty: `total` alone.",
     )
     reward_normalization: Normalization = Field(
         default="sum",
         title="Normalization of rewards",
-        description="`sum` adds the weighted rewards. `decoupled` normalizes each reward within its group before it "
-        "adds the weighted results, and normalizes the sum over the minibatch, as GDPO does.",
+        description="`sum`: add the weighted rewards. `decoupled`: normalize each reward within its group, add the "
+        "weighted results, and normalize the sum over the minibatch, as GDPO does.",
     )
     schedule: ModeConfig = Field(
         default=ModeConfig(), title="Schedule", description="Order of rollouts and updates within a step."
@@ -317,27 +329,28 @@ class RlConfig(TrainConfig):
     correction: Literal["auto", "none"] | CorrectionConfig = Field(
         default="auto",
         title="Correction",
-        description="Correction between sampler and trainer. `auto`: in the modes `stream` and `async`, "
-        "`{off_policy_above: 0.05}` and, for the base loss `importance_sampling`, also `{ratio: token, high: 2.0}`; "
-        "none in `sync`, and none for losses with parts relative to the sampler.",
+        description="Correction of the base loss for differences between sampler and trainer. `auto`: in the modes "
+        "`stream` and `async`, `{off_policy_above: 0.05}`, and for the base loss `importance_sampling` also `{ratio: "
+        "token, high: 2.0}`; no correction in the mode `sync`, and none for losses with a penalty that depends on the "
+        "sampler.",
     )
     health: HealthConfig | None = Field(
         default=HealthConfig(),
         title="Health",
-        description="Limits of metrics beyond which the run warns; unset disables the warnings.",
+        description="Limits of metrics. Beyond a limit, the run warns. `null` disables the warnings.",
     )
     transcripts_every: int = Field(
         default=20,
         ge=0,
         title="Transcripts every",
-        description="Steps between transcript pages, written to the run's directory and to MLflow together with a "
-        "trace of each group; 0 disables them.",
+        description="Steps between transcript pages. A page is written to the run's directory and to MLflow, together "
+        "with a trace of each group. 0 disables transcripts.",
     )
     compute_post_kl: bool = Field(
         default=False,
         title="KL after the update",
-        description="Score the samples of each step again after its update, at the price of prompt tokens, and log "
-        "`kl_pre_post_v1` and `kl_pre_post_v2`: how far the update moved the policy from the one that sampled.",
+        description="Score the samples of each step again after the update, at the price of prompt tokens, and log "
+        "`kl_pre_post_v1` and `kl_pre_post_v2`, which measure how far the update moved the policy.",
     )
     objective: ObjectiveSpec = Field(
         default=POLICY_LOSS,

@@ -31,26 +31,27 @@ class TerminationConfig(Config):
     zero_reward_on_limit: bool = Field(
         default=False,
         title="No reward at a limit",
-        description="Lower the total reward of an episode that a limit has ended to at most 0, after it is graded.",
+        description="If a limit has ended an episode, lower its total reward to at most 0 after it is graded.",
     )
     limit_stop_reasons: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
         default=tuple(map(str, DEFAULT_LIMIT_STOP_REASONS)),
         min_length=1,
         title="Limits",
-        description="Stop reasons that count as limits for `zero_reward_on_limit`, as the environment or the hook "
-        "reports them.",
+        description="Stop reasons that count as limits for `zero_reward_on_limit`. The environment or the hook "
+        "reports the stop reason.",
     )
     skip_grading_on_timeout: bool = Field(
         default=False,
         title="Skip grading on timeout",
-        description="Give the members of a group the reward 0 without grading them if all of them have ended with "
-        "`rollout_timeout`. Requires `zero_reward_on_limit`.",
+        description="If all members of a group have ended with `rollout_timeout`, give them the reward 0 without "
+        "grading them. Requires `zero_reward_on_limit`.",
     )
     grader_timeout_seconds: float | None = Field(
         default=None,
         gt=0,
         title="Time limit of the grader (s)",
-        description="Time limit of the rewards of a group; an attempt that exceeds it has failed. Unset: none.",
+        description="Time limit for computing the rewards of a group. An attempt that exceeds it has failed. Unset: "
+        "no limit.",
     )
 
     @model_validator(mode="after")
@@ -84,7 +85,7 @@ class OverlongConfig(Config):
     length: int = Field(
         ge=1,
         title="Length",
-        description="Tokens before `max_tokens` over which the penalty rises linearly from 0.",
+        description="Number of tokens before `max_tokens` over which the penalty rises linearly from 0.",
     )
 
 
@@ -94,34 +95,38 @@ class RolloutConfig(Config):
     max_tokens: int = Field(default=256, ge=1, title="Tokens", description="Maximum tokens per turn.")
     temperature: float = Field(default=1.0, gt=0, le=10, title="Temperature", description="Sampling temperature.")
     top_k: int | None = Field(
-        default=None, ge=1, title="Top k", description="Sample from this number of likeliest tokens. Unset: from all."
+        default=None,
+        ge=1,
+        title="Top k",
+        description="Sample only from this number of likeliest tokens. Unset: from all tokens.",
     )
     top_p: float = Field(
         default=1.0,
         gt=0,
         le=1,
         title="Top p",
-        description="Sample from the likeliest tokens up to this probability, counted after the temperature.",
+        description="Sample only from the likeliest tokens up to this total probability, computed after the "
+        "temperature is applied.",
     )
     logprobs: LogprobsOf = Field(
         default="sampled",
         title="Log-probabilities",
-        description="Log-probabilities of the samples that losses read. `sampled`: those of the distribution with "
-        "`temperature`, `top_k` and `top_p`, computed from the likeliest tokens at each position. `service`: as the "
-        "service returns them, which are those of the model itself; losses are then biased.",
+        description="Log-probabilities of samples that losses read. `sampled`: under the distribution that was "
+        "sampled from (with `temperature`, `top_k` and `top_p`), computed from the likeliest tokens at each position. "
+        "`service`: under the model itself, as the service returns them; losses are then biased.",
     )
     num_candidates: int = Field(
         default=20,
         ge=1,
         title="Candidates",
-        description="Likeliest tokens to request at each position if they are needed for `logprobs`.",
+        description="Number of likeliest tokens to request at each position, if `logprobs` needs them.",
     )
     max_retries: int = Field(
         default=2,
         ge=0,
         title="Retries",
-        description="Maximum retries of a group with too few successful rollouts or without rewards, with fresh "
-        "environments.",
+        description="Maximum number of retries, with fresh environments, of a group with too few successful rollouts "
+        "or without rewards.",
     )
     min_successful: int | None = Field(
         default=None,
@@ -130,45 +135,48 @@ class RolloutConfig(Config):
         description="Number of successful rollouts that a group needs. Unset: all of them.",
     )
     timeout_s: float | None = Field(
-        default=None, gt=0, title="Time limit (s)", description="Time limit of one attempt at a group. Unset: none."
+        default=None,
+        gt=0,
+        title="Time limit (s)",
+        description="Time limit for one attempt at sampling a group. Unset: no limit.",
     )
 
     completer: OptionalBuilder = Field(
         default=None,
         json_schema_extra=optional_group(BuilderConfig),
         title="Completer",
-        description="Class or function by its import path that returns a TokenCompleter of tinker-cookbook, which "
-        "samples in place of the service. It may take sampling_client, max_tokens, temperature and seed. Unset: the "
-        "service samples.",
+        description="Import path of a class or function that returns a `TokenCompleter` of tinker-cookbook, which "
+        "samples in place of the service. Its optional arguments are `sampling_client`, `max_tokens`, `temperature` "
+        "and `seed`. Unset: the service samples.",
     )
     hook: OptionalBuilder = Field(
         default=None,
         json_schema_extra=optional_group(BuilderConfig),
         title="Hook",
-        description="Function by its import path that is called after each turn and may add rewards and end the "
-        "episode, or a class with the method on_turn_end. Unset: none.",
+        description="Import path of a function that is called after each turn and may add rewards and end the "
+        "episode, or of a class with the method `on_turn_end`. Unset: no hook.",
     )
     termination: TerminationConfig | None = Field(
         default=None,
         json_schema_extra=optional_group(TerminationConfig),
         title="Termination",
-        description="Effect of the reason why an episode ended on its reward, in training and on held-out groups, such "
-        "as `{zero_reward_on_limit: true}`. Only for `rl`. Unset: none.",
+        description="How the reason for the end of an episode changes its reward, in training and on held-out groups, "
+        "such as `{zero_reward_on_limit: true}`. Only for `rl`. Unset: no change.",
     )
     truncated: Literal["train", "mask"] | OverlongConfig = Field(
         default="train",
         title="Truncated completions",
-        description="Completions that reach `max_tokens`. `train`: train on them like on others. `mask`: train on no "
-        "rollout whose last completion is truncated; its reward still counts in its group. `{length: 64}`: "
-        "penalize the last 64 tokens before the limit. Only for `rl`.",
+        description="What to do with completions that reach `max_tokens`. `train`: train on them like on others. "
+        "`mask`: do not train on rollouts whose last completion is truncated; their rewards still count in their "
+        "groups. `{length: 64}`: penalize the last 64 tokens before the limit. Only for `rl`.",
     )
     refill_rounds: int = Field(
         default=0,
         ge=0,
         title="Rounds of refills",
-        description="Maximum rounds of sampling in which the next groups of the data replace groups that "
-        "`advantage.drop_constant` drops or that failed, as in DAPO's dynamic sampling. A step samples at most "
-        "`1 + refill_rounds` times its groups. Only for `rl`. 0: the batch shrinks instead.",
+        description="Maximum number of sampling rounds in which the next groups of the data replace groups that "
+        "failed or that `advantage.drop_constant` drops, as in DAPO's dynamic sampling. A step samples at most `1 + "
+        "refill_rounds` times its number of groups. Only for `rl`. 0: the batch shrinks instead.",
     )
 
     oversampling_factor: float = Field(
@@ -176,9 +184,9 @@ class RolloutConfig(Config):
         ge=1,
         le=4,
         title="Over-sampling",
-        description="Groups that a step starts for each group that it trains on. The step trains on the groups that "
-        "finish first and cancels the others, so that it does not wait for the longest completions; long completions "
-        "become rarer than the policy's. Only for `rl` in the modes `sync` and `stream`. 1: start no further groups.",
+        description="Number of groups that a step starts per group that it trains on. The step trains on the groups "
+        "that finish first and cancels the others, so it does not wait for the longest completions. Long completions "
+        "are then underrepresented. Only for `rl` in the modes `sync` and `stream`. 1: start no extra groups.",
     )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
