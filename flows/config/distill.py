@@ -27,8 +27,8 @@ class TeacherConfig(Config):
     model: str = Field(
         default="",
         title="Model",
-        description="Base model by its name on the service. Empty: the model of the checkpoint's run, or the trained "
-        "model.",
+        description="Name of the teacher's base model on the service. Empty: the model of the checkpoint's run, or "
+        "the trained model.",
     )
     checkpoint: str = Field(
         default=BASE,
@@ -43,13 +43,15 @@ class GroupsConfig(Config):
 
     environment: BuilderConfig = Field(
         title="Environment",
-        description="RLDatasetBuilder of tinker-cookbook and its parameters. Rewards are logged, and trained on with "
-        "`train_on_rewards`. "
-        f"`{QUESTIONS}` reads questions from a JSONL file.",
+        description="`RLDatasetBuilder` of tinker-cookbook and its parameters. Rewards are logged, and also trained "
+        "on if `train_on_rewards` is set. `tinker_flows:QuestionsBuilder` reads questions from a JSONL file.",
     )
     teacher: TeacherConfig = Field(default=TeacherConfig(), title="Teacher", description="Teacher of this dataset.")
     weight: float = Field(
-        default=1.0, gt=0, title="Weight", description="Share of each step, relative to the other datasets."
+        default=1.0,
+        gt=0,
+        title="Weight",
+        description="Weight of the dataset in each step, relative to the other datasets.",
     )
 
 
@@ -60,19 +62,22 @@ class TeacherDataConfig(Config):
         default=None,
         json_schema_extra=optional_group(BuilderConfig),
         title="Environment",
-        description="RLDatasetBuilder of tinker-cookbook whose prompts the teacher completes. "
-        f"`{QUESTIONS}` reads questions from a JSONL file.",
+        description="`RLDatasetBuilder` of tinker-cookbook whose prompts the teacher completes. "
+        "`tinker_flows:QuestionsBuilder` reads questions from a JSONL file.",
     )
     data: OptionalBuilder = Field(
         default=None,
         json_schema_extra=optional_group(BuilderConfig),
         title="Data",
-        description="SupervisedDatasetBuilder of tinker-cookbook whose tokens the teacher scores; an alternative to "
+        description="`SupervisedDatasetBuilder` of tinker-cookbook whose tokens the teacher scores; an alternative to "
         "`environment`.",
     )
     teacher: TeacherConfig = Field(default=TeacherConfig(), title="Teacher", description="Teacher of this dataset.")
     weight: float = Field(
-        default=1.0, gt=0, title="Weight", description="Share of each step, relative to the other datasets."
+        default=1.0,
+        gt=0,
+        title="Weight",
+        description="Weight of the dataset in each step, relative to the other datasets.",
     )
 
     def __repr_name__(self) -> str:
@@ -114,8 +119,8 @@ class SamplingConfig(DistillConfig):
     objective: ObjectiveSpec = Field(
         default=POLICY_LOSS,
         title="Objective",
-        description="Base loss that reads advantages, and its weighted regularizers. With `top_k`, the default "
-        "base loss is `cross_entropy`.",
+        description="Base loss that reads advantages, and weighted regularizers. With `top_k`, the default base loss "
+        "is `cross_entropy`.",
     )
     kl_penalty_coef: float = Field(
         default=1.0,
@@ -128,8 +133,8 @@ class SamplingConfig(DistillConfig):
         ge=0,
         le=1,
         title="KL discount factor",
-        description="Discount factor per token with which a token's advantage also counts the divergence of all later "
-        "tokens of its completion. 0: the token's own divergence.",
+        description="If above 0, the advantage of a token also includes the divergence of all later tokens of its "
+        "completion, discounted by this factor per token. 0: only the token's own divergence.",
     )
     top_k: int = Field(
         default=0,
@@ -137,28 +142,28 @@ class SamplingConfig(DistillConfig):
         le=64,
         title="Top K",
         description="Train by cross-entropy on the teacher's K most likely tokens at each position of the student's "
-        "samples, weighted by its probabilities, normalized to 1, as in tinker-cookbook's SDFT; 20 is its default. 0: "
-        "train on advantages of the sampled tokens.",
+        "samples, as in tinker-cookbook's SDFT (whose default is 20). The weights are the teacher's probabilities, "
+        "normalized to 1. 0: train on advantages of the sampled tokens.",
     )
     skip_first_n_tokens: int = Field(
         default=3,
         ge=0,
         title="Skip first tokens",
-        description="With `top_k`: sampled tokens at the start of each completion that are not trained on.",
+        description="With `top_k`: number of sampled tokens at the start of each completion that are not trained on.",
     )
     compute_post_kl: bool = Field(
         default=False,
         title="KL after the update",
-        description="Score the samples of each step again after its update, at the price of prompt tokens, and log "
-        "`kl_pre_post_v1` and `kl_pre_post_v2`: how far the update moved the policy from the one that sampled.",
+        description="Score the samples of each step again after the update, at the price of prompt tokens, and log "
+        "`kl_pre_post_v1` and `kl_pre_post_v2`, which measure how far the update moved the policy.",
     )
 
     teacher_sync_every: int = Field(
         default=0,
         ge=0,
         title="Sync teacher every",
-        description="Steps after which the student's weights become the teacher's, as in tinker-cookbook's SDFT; 0 "
-        "keeps the teacher. The teacher's weights stay on the service, one copy for each time; 1 needs no copies.",
+        description="Steps between replacements of the teacher's weights by the student's, as in tinker-cookbook's "
+        "SDFT. 0 keeps the teacher. Each replacement leaves a copy of the weights on the service; 1 needs no copies.",
     )
 
     @model_validator(mode="before")
@@ -200,8 +205,8 @@ class TeacherTargetsConfig(DistillConfig):
         ge=0,
         le=64,
         title="Top K",
-        description="Number of target tokens per position, weighted by the teacher's probabilities: its most likely "
-        "tokens, plus the sampled token if it is not among them. 0: train on the sampled token only.",
+        description="Number of target tokens per position, weighted by the teacher's probabilities: the teacher's "
+        "most likely tokens, and the sampled token. 0: train on the sampled token only.",
     )
 
     @model_validator(mode="after")
@@ -217,24 +222,24 @@ class HindsightConfig(Config):
     success_reward: float = Field(
         default=1.0,
         title="Reward of a success",
-        description="Total reward from which on a rollout is a success, which the teachers of the others in its group "
-        "see.",
+        description="Minimum total reward of a successful rollout. The teachers of the other rollouts in the group "
+        "see such a rollout.",
     )
     solution: str = Field(
         default="\n\nCorrect solution:\n\n{solution}",
         title="Solution",
-        description="Template of the part with a success, its completion in `{solution}`.",
+        description="Template of the part that shows a successful rollout. `{solution}` is its completion.",
         min_length=1,
     )
     feedback: str = Field(
         default="\n\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback}",
         title="Feedback",
-        description="Template of the part with the environment's feedback in `{feedback}`: the text label `feedback` "
-        "of a rollout's environment.",
+        description="Template of the part that shows the environment's feedback. `{feedback}` is the text label "
+        "`feedback` of the rollout's environment.",
         min_length=1,
     )
     closing: str = Field(
-        default="\n\nCorrectly solve the original question.\n\n", title="End", description="Text after these parts."
+        default="\n\nCorrectly solve the original question.\n\n", title="End", description="Text after both parts."
     )
     renderer_name: str = Field(
         default="",
@@ -253,15 +258,16 @@ class OnPolicyConfig(SamplingConfig):
     train_on_rewards: bool = Field(
         default=False,
         title="Train on rewards",
-        description="Add to the advantages from the teacher those of the environments' rewards: the total reward of a "
-        "completion minus the mean of its group, as in tinker-cookbook.",
+        description="Add advantages from the environments' rewards to the advantages from the teacher: the total "
+        "reward of a completion minus the mean reward of its group, as in tinker-cookbook.",
     )
     hindsight: HindsightConfig | None = Field(
         default=None,
         json_schema_extra=optional_group(HindsightConfig),
         title="Hindsight",
-        description="Show the teacher of a rollout another rollout of its group that succeeded, and the environment's "
-        "feedback, as SDPO does. Rollouts with neither are not trained on. Unset: the teacher sees the prompt.",
+        description="Show the teacher of a rollout a successful other rollout of the group and the environment's "
+        "feedback, as SDPO does. Rollouts that have neither are not trained on. Unset: the teacher sees only the "
+        "prompt.",
     )
 
     @model_validator(mode="after")
@@ -340,7 +346,7 @@ class SelfConfig(SamplingConfig):
     teacher: TeacherConfig = Field(
         default=TeacherConfig(),
         title="Teacher",
-        description="Earlier weights of the model: `base`, or a checkpoint that this run starts from.",
+        description="Earlier weights of the trained model: `base`, or the checkpoint from which this run starts.",
     )
 
 
@@ -350,8 +356,8 @@ class PromptConfig(TeacherTargetsConfig):
     questions: QuestionsConfig = Field(title="Questions", description="Questions for the teacher to answer.")
     prompt: str = Field(
         title="Prompt",
-        description="Long prompt: a system message before the question, or the whole prompt if it has fields of the "
-        "row in braces.",
+        description="Long prompt of the teacher: a system message before the question, or, if it has fields of the "
+        "row in braces, the template of the whole prompt.",
         min_length=1,
     )
     teacher: TeacherConfig = Field(

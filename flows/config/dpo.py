@@ -31,7 +31,7 @@ class DpoConfig(TrainConfig):
     """Preference optimization run."""
 
     comparisons: BuilderConfig = Field(
-        title="Comparisons", description="ComparisonDatasetBuilder of tinker-cookbook and its parameters."
+        title="Comparisons", description="`ComparisonDatasetBuilder` of tinker-cookbook and its parameters."
     )
     renderer_name: str | None = Field(
         default=None,
@@ -43,27 +43,28 @@ class DpoConfig(TrainConfig):
         default=2048,
         ge=2,
         title="Maximum length",
-        description="Maximum tokens of a prompt and its completion; longer ones are truncated. Pairs whose completions "
-        "are equal after truncation are dropped.",
+        description="Maximum tokens of a prompt with its completion. Longer sequences are truncated, and pairs whose "
+        "completions are then equal are dropped.",
     )
     verdict: VerdictConfig | None = Field(
         default=None,
         json_schema_extra=optional_group(VerdictConfig),
         title="Verdict",
-        description="Train a reward model: the preference applies to the log-probability of a verdict after each "
-        "completion, with the loss `bradley_terry`. Unset: the preference applies to the completions.",
+        description="Train a reward model: the loss compares the log-probabilities of a verdict after each "
+        "completion. Use the base loss `bradley_terry`. Unset: the loss compares the completions themselves.",
     )
     objective: ObjectiveSpec = Field(
         default=ObjectiveSpec.model_validate({"base_loss": "dpo"}),
         title="Objective",
-        description="Preference loss, such as dpo, ipo, kto, simpo or orpo, and its weighted regularizers.",
+        description="Preference loss, such as `dpo`, `ipo`, `kto`, `simpo` or `orpo`, and weighted regularizers.",
     )
     reference: str = Field(
         default=START,
         title="Reference",
         description="Frozen model with which the policy is compared. `start`: the weights at the start of the run, "
-        "those that `resume` or `init_from` names, or else the base model. `base`: the base model. A `tinker://` "
-        "path: a checkpoint or sampler weights. Or the name of another base model with the same tokenizer. The run "
-        "computes its log-probabilities once per completion, at the price of prompt tokens.",
+        "which are those that `resume` or `init_from` names, or else the base model. `base`: the base model. A "
+        "`tinker://` path: a checkpoint or sampler weights. Any other value: the name of another base model with the "
+        "same tokenizer. The run computes the reference's log-probabilities once per completion, at the price of "
+        "prompt tokens.",
         min_length=1,
     )

@@ -355,7 +355,7 @@ class RlConfig(TrainConfig):
     objective: ObjectiveSpec = Field(
         default=POLICY_LOSS,
         title="Objective",
-        description="Base loss that reads advantages, and its weighted regularizers.",
+        description="Base loss that reads advantages, and weighted regularizers.",
     )
 
     @model_validator(mode="after")

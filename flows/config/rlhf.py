@@ -30,15 +30,16 @@ class RewardConfig(Config):
     kind: Literal["bradley_terry", "pairwise"] = Field(
         default="bradley_terry",
         title="Kind",
-        description="`bradley_terry` scores one completion by the log-probability of a verdict, such as `Yes`, after "
-        "it. `pairwise` chooses the better of two completions, as tinker-cookbook's preference models do.",
+        description="`bradley_terry`: score one completion by the log-probability of a verdict, such as `Yes`, after "
+        "the completion. `pairwise`: choose the better of two completions, as tinker-cookbook's preference models do.",
     )
     batch_size: int = Field(default=32, ge=1, title="Batch size", description="Pairs per step.")
     max_length: int = Field(
         default=2048,
         ge=2,
         title="Maximum length",
-        description="Maximum tokens of a training sequence: prompt, completion (both for `pairwise`) and verdict.",
+        description="Maximum tokens of a training sequence, which has the prompt, the completion (for `pairwise`, "
+        "both completions) and the verdict.",
     )
     verdict: VerdictConfig = Field(
         default=VerdictConfig(),
@@ -77,8 +78,8 @@ class RlhfConfig(TrackedConfig, NamedConfig):
 
     comparisons: BuilderConfig = Field(
         title="Comparisons",
-        description="ComparisonDatasetBuilder of tinker-cookbook and its parameters. The reward model trains on the "
-        "comparisons, the policy on their prompts.",
+        description="`ComparisonDatasetBuilder` of tinker-cookbook and its parameters. The reward model trains on the "
+        "comparisons, and the policy trains on their prompts.",
     )
     renderer_name: str | None = Field(
         default=None,
@@ -87,7 +88,7 @@ class RlhfConfig(TrackedConfig, NamedConfig):
     )
     lora_rank: int = Field(default=32, ge=1, le=4096, title="LoRA rank", description="Rank of the adapters.")
     seed: int = Field(
-        default=0, ge=0, title="Seed", description="Seed of the adapters' initialization and of the data order."
+        default=0, ge=0, title="Seed", description="Seed for the adapters' initialization and the data order."
     )
     warm_start: dict[str, Any] = Field(
         default_factory=dict,
@@ -101,10 +102,9 @@ class RlhfConfig(TrackedConfig, NamedConfig):
         default=None,
         json_schema_extra=optional_group(BuilderConfig),
         title="Judge",
-        description="Builder of a tinker-cookbook PreferenceModel that replaces the reward model: "
-        "`tasks.preference.preference_models:PromptedJudgeBuilder` prompts a model (parameters `model`, `path`, "
-        "`criteria` and `principles`), "
-        "`tasks.preference.preference_models:JudgeBuilder` calls a function (parameter `judge`).",
+        description="Builder of a tinker-cookbook `PreferenceModel` that replaces the reward model. "
+        "`tinker_flows:PromptedJudgeBuilder` prompts a model (parameters `model`, `path`, `criteria` and "
+        "`principles`); `tinker_flows:JudgeBuilder` calls a function (parameter `judge`).",
     )
     policy: PolicyConfig = Field(
         default=PolicyConfig(), title="Policy", description="Settings of the reinforcement learning stage."
@@ -112,9 +112,9 @@ class RlhfConfig(TrackedConfig, NamedConfig):
     needs_approval: bool = Field(
         default=False,
         title="Needs approval",
-        description="Ask a person after each stage before the next one, and before a stage with `register_as` "
-        "registers its checkpoint. A flow run of a deployment is suspended until the form in the Prefect UI is sent; "
-        "a run from a terminal asks there.",
+        description="Ask a person before each stage after the first, and before a stage with `register_as` registers "
+        "its checkpoint. A flow run of a deployment is suspended until someone submits the form in the Prefect UI; a "
+        "run from a terminal asks in the terminal.",
     )
 
     budget: BudgetConfig = Field(

@@ -194,7 +194,7 @@ class TrainConfig(RunConfig):
     """Run that trains an adapter on the batches of a data source."""
 
     objective: ObjectiveSpec = Field(
-        default=ObjectiveSpec(), title="Objective", description="Base loss and its weighted regularizers."
+        default=ObjectiveSpec(), title="Objective", description="Base loss and weighted regularizers."
     )
     task_runner: TaskRunnerConfig | None = Field(
         default=None,
