@@ -53,11 +53,14 @@ class CompareConfig(WeightsConfig, TrackedConfig, NamedConfig):
     )
     path: str = Field(
         title="Questions",
-        description="JSONL file with a `question` per row. The perplexity is measured on the optional `answer`, which "
-        "a judge may read too.",
+        description="JSONL file with a `question` per row. Rows can also have an `answer`, on which the perplexity is "
+        "measured and which a judge can read.",
     )
     limit: int | None = Field(
-        default=None, ge=1, title="Limit", description="Use only the first rows, up to this number. Unset: all rows."
+        default=None,
+        ge=1,
+        title="Limit",
+        description="Number of rows to use, from the start of the file. Unset: all rows.",
     )
     renderer_name: str = Field(
         title="Renderer",
@@ -70,8 +73,8 @@ class CompareConfig(WeightsConfig, TrackedConfig, NamedConfig):
     judge: BuilderConfig | None = Field(
         default=None,
         title="Judge",
-        description="Judge of two completions: a function such as `tasks.preference.judges:by_answer`, which compares "
-        "with the row's `answer`, or a PreferenceModel or MessageCompleter of tinker-cookbook.",
+        description="Judge of two completions: a function such as `tinker_flows:by_answer`, which compares them with "
+        "the row's `answer`, or a `PreferenceModel` or `MessageCompleter` of tinker-cookbook.",
     )
 
 

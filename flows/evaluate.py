@@ -73,8 +73,8 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
     steps: Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)] = Field(
         default="",
         title="Steps",
-        description="Steps of further checkpoints of the same run, such as `10,20`, or `all`. They are evaluated "
-        "alike, logged at their steps, and drawn as one chart over steps.",
+        description="Further checkpoints of the same run to evaluate: steps such as `10,20`, or `all`. Their metrics "
+        "are logged at their steps and drawn as charts over steps.",
         pattern=r"^(all|\d+(, ?\d+)*)?$",
     )
     baseline: str | None = Field(
@@ -86,28 +86,28 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
     data: BuilderConfig | None = Field(
         default=None,
         title="Data",
-        description="SupervisedDatasetBuilder of tinker-cookbook and its parameters. Its held-out data gives "
+        description="`SupervisedDatasetBuilder` of tinker-cookbook and its parameters. Its held-out data gives "
         "`test/nll`, `test/nll_per_token` and `test/bits_per_byte`.",
     )
     evaluators: tuple[EvaluatorConfig, ...] = Field(
-        default=(), title="Evaluators", description="Evaluators of tinker-cookbook, as in a training run."
+        default=(), title="Evaluators", description="Evaluators, as in a training run."
     )
     prices: str = Field(
         default="",
         title="Prices",
-        description="Path of a price table that overrides the built-in one, as `budget.prices` of a training run.",
+        description="Path of a price table that overrides the built-in prices, like `budget.prices` of a training run.",
     )
     register_as: str | None = Field(
         default=None,
         min_length=1,
         title="Register as",
-        description="Registered model of MLflow that gets the checkpoint as a new version.",
+        description="Name of the registered model in MLflow that gets the checkpoint as a new version.",
     )
     promote_if: str | None = Field(
         default=None,
         title="Promote if",
-        description="Condition for registering the checkpoint: a metric, one of < <= > >=, and a number or "
-        "`[NUMBER *] baseline`, the same metric of the baseline.",
+        description="Condition for registering the checkpoint: a metric, one of < <= > >=, and a number or `[NUMBER "
+        "*] baseline`. `baseline` is the same metric of the checkpoint in the field `baseline`.",
         examples=["test/nll < 0.98 * baseline"],
     )
     promote_confidence: float | None = Field(
@@ -115,9 +115,9 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
         ge=0.5,
         le=0.999,
         title="Promote with confidence",
-        description="Confidence with which the checkpoint must be better than the baseline on the same problems: 0.95 "
-        "registers at most 5 % of checkpoints that are as good. Only for metrics of evaluators that grade answers. "
-        "Unset: compare the metrics alone.",
+        description="Confidence with which the checkpoint must be better than the baseline on the same problems. At "
+        "0.95, a checkpoint that is only as good as the baseline is registered in at most 5 % of cases. Only for "
+        "metrics of evaluators that grade answers. Unset: compare the two values and ignore their uncertainty.",
     )
 
     @field_validator("promote_if")

@@ -36,20 +36,21 @@ class ExportConfig(WeightsConfig):
     checkpoint: str = Field(title="Checkpoint", description=CHECKPOINT_HELP, pattern=CHECKPOINT)
     output: str = Field(
         title="Output",
-        description="Output directory: the adapter is written to its folder `adapter`, the merged model to `merged`.",
+        description="Output directory. The adapter is written to its folder `adapter`, and the merged model to its "
+        "folder `merged`.",
         min_length=1,
     )
     form: Form = Field(
         default="both",
         title="Form",
-        description="`adapter`: the adapter alone, which peft, vLLM and SGLang load alongside the base model. "
-        "`merged`: the merged model, as large as the base model. `both`: adapter and merged model.",
+        description="`adapter`: only the adapter, which peft, vLLM and SGLang load alongside the base model. "
+        "`merged`: only the merged model, which is as large as the base model. `both`: adapter and merged model.",
     )
     base_model: str = Field(
         default="",
         title="Base model",
-        description="Hugging Face name or directory of the base model's weights. Empty: the location of the tokenizer, "
-        "as reported by the service.",
+        description="Hugging Face name or directory of the base model's weights. Empty: the location that the service "
+        "reports for the tokenizer.",
     )
 
 
