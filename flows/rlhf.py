@@ -10,10 +10,13 @@ if __name__ == "__main__":  # first, so that --help does not wait for the import
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from prefect import flow
+from prefect.exceptions import CancelledRun
+from prefect.states import Cancelled
 
 from blocks.errors import ConfigError
 from flows.config.base import RunConfig
@@ -21,6 +24,7 @@ from flows.config.dpo import DpoConfig
 from flows.config.rlhf import RlhfConfig
 from flows.config.train import BudgetConfig, SftConfig, TrainConfig
 from flows.dpo import dpo
+from flows.monitoring.progress import step_callback
 from flows.rl import rl
 from flows.runs.approval import ApprovalRequest, decide
 from flows.runs.blocks import storage_of
@@ -40,27 +44,34 @@ def rlhf(config: RlhfConfig) -> TrainResult:
 
     Returns:
         Result of the policy stage, or of an earlier stage that ended the flow through its budget, its promotion
-        gate or a person's refusal.
+        gate or a person's refusal. If a stage is cancelled, a Prefect Cancelled state.
     """
     with leave_state_to_successor():
-        start = reward = ""
-        finished: list[TrainResult] = []
-        if config.warm_start:
-            warm_start = within_budget(config.warm_start_stage(), config.budget, finished)
-            result = _with_approval(config, warm_start, lambda: sft(warm_start))
-            if _is_final(result):
-                return as_state(result)
-            finished.append(result)
-            start = _weights(warm_start, result)
-        if config.judge is None:
-            stage = within_budget(config.reward_stage(), config.budget, finished)
-            result = _with_approval(config, stage, lambda: dpo(stage) if isinstance(stage, DpoConfig) else sft(stage))
-            if _is_final(result):
-                return as_state(result)
-            finished.append(result)
-            reward = _weights(stage, result)
-        policy = within_budget(config.policy_stage(start, reward), config.budget, finished)
-        return as_state(_with_approval(config, policy, lambda: rl(policy), is_last=True))
+        try:
+            return as_state(_run_stages(config))
+        except CancelledRun as cancelled:
+            return cast(TrainResult, Cancelled(message=str(cancelled)))
+
+
+def _run_stages(config: RlhfConfig) -> TrainResult:
+    start = reward = ""
+    finished: list[TrainResult] = []
+    if config.warm_start:
+        warm_start = within_budget(config.warm_start_stage(), config.budget, finished)
+        result = _with_approval(config, warm_start, lambda: sft(warm_start))
+        if _is_final(result):
+            return result
+        finished.append(result)
+        start = _weights(warm_start, result)
+    if config.judge is None:
+        stage = within_budget(config.reward_stage(), config.budget, finished)
+        result = _with_approval(config, stage, lambda: dpo(stage) if isinstance(stage, DpoConfig) else sft(stage))
+        if _is_final(result):
+            return result
+        finished.append(result)
+        reward = _weights(stage, result)
+    policy = within_budget(config.policy_stage(start, reward), config.budget, finished)
+    return _with_approval(config, policy, lambda: rl(policy), is_last=True)
 
 
 def within_budget(stage: C, budget: BudgetConfig, finished: Sequence[TrainResult]) -> C:
@@ -100,7 +111,9 @@ def _with_approval(
     Raises:
         Pause: The flow run is suspended until a person decides in the Prefect UI.
     """
-    result = run_stage()
+    # A sweep reads and prunes by the metrics of the last stage.
+    with nullcontext() if is_last else step_callback(None):
+        result = run_stage()
     if result.approval_request:
         return run_stage() if decide(result.approval_request, stage) else result
     if not config.needs_approval or _is_final(result) or is_last or stage.needs_approval:

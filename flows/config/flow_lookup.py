@@ -8,10 +8,14 @@ from typing import Any, get_type_hints
 from prefect import Flow
 
 from blocks.errors import ConfigError, reason
+from flows.config.rlhf import RlhfConfig
 from flows.config.train import TrainConfig
 from objectives.aliases import current_path
 from objectives.import_path import import_path
 from objectives.import_policy import NotAllowedError
+
+# Config of a flow whose runs a sweep can compare.
+SweptConfig = TrainConfig | RlhfConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +23,7 @@ class TrainFlow:
     """Training flow, the type of its `config` parameter, and the module that defines it."""
 
     flow: Flow[..., Any]
-    config_type: type[TrainConfig]
+    config_type: type[SweptConfig]
     module: str
 
 
@@ -27,7 +31,7 @@ def find_flow(path: str) -> TrainFlow:
     """Find a flow by name, such as `sft`, or by import path, `package.module:name`.
 
     Raises:
-        ConfigError: The flow does not exist, or its config is no TrainConfig.
+        ConfigError: The flow does not exist, or its config is neither a TrainConfig nor an RlhfConfig.
 
     >>> find_flow("sft").config_type.__name__
     'SftConfig'
@@ -43,8 +47,9 @@ def find_flow(path: str) -> TrainFlow:
             "as sft, or package.module:name."
         ) from error
     config_type = get_type_hints(flow.fn).get("config") if isinstance(flow, Flow) else None
-    if not isinstance(flow, Flow) or not (isinstance(config_type, type) and issubclass(config_type, TrainConfig)):
+    if not isinstance(flow, Flow) or not (isinstance(config_type, type) and issubclass(config_type, SweptConfig)):
         raise ConfigError(
-            f"{path!r} is no training flow: set a Prefect flow whose parameter `config` is a TrainConfig."
+            f"{path!r} is no training flow: set a Prefect flow whose parameter `config` is a TrainConfig or "
+            "an RlhfConfig."
         )
     return TrainFlow(flow, config_type, location.partition(":")[0])

@@ -131,7 +131,9 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
         known = _fields_beside(config_type, first["loc"])
         others = f"; the fields are {', '.join(known)}" if known else ""
         return f"the field {path!r} is unknown{did_you_mean(parts[-1], known).removesuffix('?') or others}"
-    message = hide_credentials(first["msg"].removeprefix("Value error, "))
+    # A validator that builds a config of its own, as rlhf does for each stage, raises the whole sentence.
+    raised = first["msg"].removeprefix("Value error, ").removeprefix("The config is invalid: ").removesuffix(".")
+    message = hide_credentials(raised)
     if first["type"] == "value_error" and isinstance(first["input"], Mapping):  # a rule about several fields
         return f"{path}: {message}" if path else message
     return f"{path!r} is {hide_credentials(repr(first['input']))}, but {message[:1].lower()}{message[1:]}"

@@ -122,6 +122,9 @@ class RlhfConfig(TrackedConfig, NamedConfig):
         title="Budget",
         description="Time and cost limits of all stages together. Unset: each stage may have its own budget.",
     )
+    mlflow_tags: dict[str, str] = Field(
+        default_factory=dict, title="MLflow tags", description="Tags of the MLflow runs of all stages."
+    )
 
     @model_validator(mode="after")
     def _check_stages(self) -> Self:
@@ -137,14 +140,16 @@ class RlhfConfig(TrackedConfig, NamedConfig):
                     "a stage must not set if_exists, because a restarted rlhf would delete its own stages: choose "
                     "another run_name"
                 )
-        self.policy_stage("", "")
-        if self.warm_start:
-            self.warm_start_stage()
-        if self.judge is None:
-            self.reward_stage()
-        elif self.reward != RewardConfig():
+        self.stages()
+        if self.judge is not None and self.reward != RewardConfig():
             raise ValueError("judge and reward are both set, but judge replaces the reward model: remove one")
         return self
+
+    def stages(self) -> list[SftConfig | DpoConfig | RlConfig]:
+        """Return the configs of all stages in order; that of the policy has no paths of the earlier stages' weights."""
+        warm_start = [self.warm_start_stage()] if self.warm_start else []
+        reward = [self.reward_stage()] if self.judge is None else []
+        return [*warm_start, *reward, self.policy_stage("", "")]
 
     def warm_start_stage(self) -> SftConfig:
         """Return the config of the supervised run that the policy starts from."""
@@ -208,10 +213,12 @@ class RlhfConfig(TrackedConfig, NamedConfig):
 
     def _shared(self, stage: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a stage: those that all stages share, and its own."""
-        tags = {"tinker_flows.rlhf": self.run_name}
+        tags = {"tinker_flows.rlhf": self.run_name} | self.mlflow_tags
+        own_tags = fields.get("mlflow_tags", {})
         approval = {"needs_approval": True} if self.needs_approval and fields.get("register_as") else {}
-        shared = self.model_dump(include=_SHARED) | {"run_name": f"{self.run_name}-{stage}", "mlflow_tags": tags}
-        return shared | approval | dict(fields)
+        shared = self.model_dump(include=_SHARED) | {"run_name": f"{self.run_name}-{stage}"}
+        all_tags = tags | own_tags if isinstance(own_tags, dict) else own_tags  # the stage's config rejects the latter
+        return shared | approval | dict(fields) | {"mlflow_tags": all_tags}
 
 
 def _nested(name: str, config: BuilderConfig) -> dict[str, Any]:

@@ -26,8 +26,11 @@ _CALLBACK: ContextVar[StepCallback | None] = ContextVar("step_callback", default
 
 
 @contextmanager
-def step_callback(callback: StepCallback) -> Iterator[None]:
-    """Call a function after each step of the runs in this block; it may return a reason to stop the run."""
+def step_callback(callback: StepCallback | None) -> Iterator[None]:
+    """Call a function after each step of the runs in this block; it may return a reason to stop the run.
+
+    None suspends the function of an enclosing block.
+    """
     token = _CALLBACK.set(callback)
     try:
         yield

@@ -86,7 +86,7 @@ class SweepConfig(NamedConfig):
         default="sft",
         title="Flow",
         description="Flow to run, by name or by import path, `package.module:name`; its parameter `config` must be a "
-        "training config.",
+        "training config, or that of rlhf.",
         min_length=1,
     )
     base: dict[str, Any] | str = Field(
@@ -131,7 +131,7 @@ class SweepConfig(NamedConfig):
     metric: str = Field(
         default="test/nll",
         title="Metric",
-        description="Metric whose last value ranks the points.",
+        description="Metric whose last value ranks the points; of rlhf, a metric of the policy stage.",
         min_length=1,
     )
     mode: Literal["min", "max"] = Field(

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from blocks.errors import ConfigError
-from flows.config.flow_lookup import find_flow
+from flows.config.flow_lookup import SweptConfig, find_flow
 from flows.config.loader import validate_fields
+from flows.config.rlhf import RlhfConfig
 from flows.config.train import TrainConfig
 from flows.config.yaml_reader import read_yaml
 from flows.runs.blocks import service_url
 from flows.sweeps.ablation import ablation_dimensions, drop_idle_values, weighted_regularizers
 from flows.sweeps.config import SweepConfig
+from flows.sweeps.protocols import measured_config
 from flows.sweeps.search import TriedPoint, every_point, next_point
 from flows.sweeps.space import Dimension, Label, apply, dimensions_of
 from objectives.objective import Objective
@@ -53,7 +55,7 @@ class SweepPlan:
 
     config: SweepConfig
     base: Mapping[str, Any]
-    base_config: TrainConfig
+    base_config: SweptConfig
     dimensions: Sequence[Dimension]
     grid: Sequence[Mapping[str, Label]]
 
@@ -79,7 +81,7 @@ class SweepPlan:
                 overrides |= dimension.fields_of(values[dimension.name])
         return apply(self.base, overrides) | {"run_name": run_name, "seed": seed}
 
-    def config_of(self, values: Mapping[str, Label], run_name: str, seed: int) -> TrainConfig:
+    def config_of(self, values: Mapping[str, Label], run_name: str, seed: int) -> SweptConfig:
         """Return the config of a trial.
 
         Raises:
@@ -91,6 +93,10 @@ class SweepPlan:
         """Return the run name of a trial; point numbers have at least three digits."""
         return f"{self.config.run_name}-{point:03d}-s{seed}"
 
+    def measured_run(self, trial_name: str) -> str:
+        """Return the name of the run that has the metric of a trial: the trial itself, or the last stage of rlhf."""
+        return measured_config(self.base_config.model_copy(update={"run_name": trial_name})).run_name
+
 
 def make_plan(config: SweepConfig) -> SweepPlan:
     """Plan a sweep.
@@ -101,7 +107,7 @@ def make_plan(config: SweepConfig) -> SweepPlan:
     flow = find_flow(config.flow)
     base = apply(read_yaml(Path(config.base)) if isinstance(config.base, str) else config.base, config.fixed)
     base_config = validate_fields(flow.config_type, base | {"run_name": config.run_name})
-    if base_config.if_exists != "resume":
+    if isinstance(base_config, TrainConfig) and base_config.if_exists != "resume":
         raise ConfigError(
             f"base has if_exists {base_config.if_exists!r}, but a resumed sweep resumes its trials: remove if_exists, "
             "or choose another run_name for another sweep."
@@ -112,8 +118,13 @@ def make_plan(config: SweepConfig) -> SweepPlan:
         )
     _check_paths(config, base_config)
     varies = config.ablation != "none" or config.weights != "fixed"
+    if varies and isinstance(base_config, RlhfConfig):
+        raise ConfigError(
+            "ablation and weights vary the objective of one run, but rlhf has a run per stage: remove them, and list "
+            "weights in space, as in policy.training.objective.regularizers.NAME.weight."
+        )
     dimensions = dimensions_of(config) + ablation_dimensions(
-        config, weighted_regularizers(base_config.objective) if varies else []
+        config, weighted_regularizers(measured_config(base_config).objective) if varies else []
     )
     names = [dimension.name for dimension in dimensions]
     if repeated := next((name for name in names if names.count(name) > 1), None):
@@ -140,7 +151,7 @@ def make_plan(config: SweepConfig) -> SweepPlan:
     return plan
 
 
-def _check_paths(config: SweepConfig, base: TrainConfig) -> None:
+def _check_paths(config: SweepConfig, base: SweptConfig) -> None:
     fixed = _NOT_VARIED if service_url(base.base_url) else _NOT_VARIED | _OF_THE_ENGINE
     for path in config.space:
         if (head := path.partition(".")[0]) in fixed:
@@ -159,8 +170,9 @@ def _check(plan: SweepPlan, values: Mapping[str, Label], subject: str) -> None:
     assignment = ", ".join(f"{name}={value}" for name, value in values.items()) or "the base config"
     try:
         longest = plan.trial_name(plan.num_points, max(plan.config.seeds))
-        spec = plan.config_of(values, longest, 0).objective
-        with Objective.from_spec(spec):
-            pass
+        config = plan.config_of(values, longest, 0)
+        for stage in config.stages() if isinstance(config, RlhfConfig) else [config]:
+            with Objective.from_spec(stage.objective):
+                pass
     except ValueError as error:  # ConfigError or ObjectiveError
         raise ConfigError(f"No trial was run, because {subject} is invalid at {assignment}: {error}") from error

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from flows.config.base import RunConfig
+from flows.config.flow_lookup import SweptConfig
+from flows.config.rlhf import RlhfConfig
+from flows.config.train import TrainConfig
 from flows.monitoring.progress import StepCallback
 
 
 class Runner(Protocol):
     """Backend that runs one trial at a time."""
 
-    def run(self, config: RunConfig, watch: StepCallback) -> TrialOutcome:
+    def run(self, config: SweptConfig, watch: StepCallback) -> TrialOutcome:
         """Run a trial to its end, passing each step and its metrics to `watch`, which may return a reason to stop."""
         ...
 
@@ -23,6 +25,11 @@ class Runner(Protocol):
     def close(self, *, kill: bool = False) -> None:
         """Release the backend's resources; `kill` aborts the current trial."""
         ...
+
+
+def measured_config(config: SweptConfig) -> TrainConfig:
+    """Return the config of the run that has the sweep's metric: of rlhf, the policy stage."""
+    return config.stages()[-1] if isinstance(config, RlhfConfig) else config
 
 
 @dataclass(frozen=True, slots=True)

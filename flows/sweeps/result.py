@@ -16,6 +16,7 @@ from flows.runs.blocks import storage_of
 from flows.sweeps.ablation import weighted_regularizers
 from flows.sweeps.differences import compare_with_best
 from flows.sweeps.plan import SweepPlan
+from flows.sweeps.protocols import measured_config
 from flows.sweeps.record import SweepLog, log_best
 from objectives.aliases import renamed_attribute
 from objectives.schedule import WeightSchedule
@@ -130,7 +131,7 @@ def _scores(plan: SweepPlan, trials: Trials, metric: str) -> dict[tuple[int, int
     for key, trial in trials.finished.items():
         if trial.status != "completed":
             continue
-        by_step = read_batch_values(storage.run_directory(trial.run_name))
+        by_step = read_batch_values(storage.run_directory(plan.measured_run(trial.run_name)))
         measured = [by_step[step][metric] for step in sorted(by_step) if metric in by_step[step]]
         if measured:
             scores[key] = measured[-1]
@@ -139,8 +140,8 @@ def _scores(plan: SweepPlan, trials: Trials, metric: str) -> dict[tuple[int, int
 
 def _strengths(plan: SweepPlan, point: Point) -> dict[str, float]:
     """Return the maximum weight of each regularizer during a run of a point; 0 for ablated ones, 1 with a target."""
-    base = {spec.name: 0.0 for spec in plan.base_config.objective.regularizers if spec.enabled}
-    objective = plan.config_of(point.values, plan.trial_name(point.number, 0), 0).objective
+    base = {spec.name: 0.0 for spec in measured_config(plan.base_config).objective.regularizers if spec.enabled}
+    objective = measured_config(plan.config_of(point.values, plan.trial_name(point.number, 0), 0)).objective
     return base | {
         regularizer.name: _max_weight(regularizer.weight) for regularizer in weighted_regularizers(objective)
     }

@@ -20,11 +20,12 @@ from tqdm import tqdm
 from blocks import TinkerService
 from blocks.console import escape_terminal
 from blocks.errors import TinkerFlowsError
-from flows.config.base import RunConfig
+from flows.config.base import ServiceConfig
+from flows.config.flow_lookup import SweptConfig
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
 from flows.runs.blocks import open_service, service_url
 from flows.sweeps.plan import SweepPlan
-from flows.sweeps.protocols import Runner, TrialOutcome
+from flows.sweeps.protocols import Runner, TrialOutcome, measured_config
 from flows.sweeps.pruning import Pruner
 from flows.sweeps.record import SweepLog, last_values
 from flows.sweeps.scheduler import Schedule
@@ -72,9 +73,9 @@ class TrialExecutor:
         finally:
             runners.put(runner)
 
-    def _attempt(self, runner: Runner, config: RunConfig) -> tuple[TrialOutcome, bool]:
+    def _attempt(self, runner: Runner, config: SweptConfig) -> tuple[TrialOutcome, bool]:
         """Run one attempt; return its outcome and whether it was pruned."""
-        name, metric = config.run_name, logged_name(self.plan.config.metric)
+        name, metric = measured_config(config).run_name, logged_name(self.plan.config.metric)
         pruned = ""
         if self.pruning:
             self.pruning.begin(name, self.log.curve(self.log.trial(name), metric))
@@ -99,7 +100,7 @@ class TrialExecutor:
 
     def _as_trial(self, trial: Trial, outcome: TrialOutcome) -> Trial:
         metric = logged_name(self.plan.config.metric)
-        run = self.log.trial(trial.run_name)
+        run = self.log.trial(self.plan.measured_run(trial.run_name))
         values = last_values(run)
         trial = replace(trial, mlflow_run_id=run.info.run_id if run else "", metrics=values, reason=outcome.reason)
         if outcome.status == "failed":
@@ -107,6 +108,8 @@ class TrialExecutor:
         value = values.get(metric)
         if value is None or not math.isfinite(value):
             details = f"it is {value}" if value is not None else f"it has {', '.join(sorted(values)[:20])}"
+            if run is None:
+                details = f"an earlier stage ended it: {outcome.reason.removesuffix('.')}"
             return replace(trial, reason=f"The trial has no finite value of the metric {metric!r}; {details}.")
         status = "pruned" if outcome.status == "stopped" else "completed"
         return replace(trial, status=status, value=value, curve=self.log.curve(run, metric))
@@ -203,7 +206,7 @@ def _show(bar: tqdm[NoReturn], schedule: Schedule, trial: Trial) -> None:
 
 
 @contextmanager
-def shared_service(config: RunConfig, run_name: str, location: str) -> Iterator[str]:
+def shared_service(config: ServiceConfig, run_name: str, location: str) -> Iterator[str]:
     """Yield the `base_url` for all trials of a sweep; a local engine is started once and shared as a Prefect block.
 
     Raises:

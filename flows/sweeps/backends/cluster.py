@@ -11,13 +11,13 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, Flo
 from prefect.runtime import flow_run
 
 from blocks.errors import first_line
-from flows.config.base import RunConfig
+from flows.config.flow_lookup import SweptConfig
 from flows.config.train import TaskRunnerConfig
 from flows.monitoring.progress import StepCallback
 from flows.runs.task_runner import open_dask, open_ray
 from flows.sweeps.backends.watch import POLL_EVERY_S, TrialMonitor, cancel
 from flows.sweeps.backends.worker import pack_trial, run_on_worker
-from flows.sweeps.protocols import TrialOutcome
+from flows.sweeps.protocols import TrialOutcome, measured_config
 from flows.sweeps.record import SweepLog
 from tasks.common.service_errors import TRANSIENT_ERRORS
 
@@ -41,9 +41,9 @@ class TrialCluster:
             (open_dask if cluster == "dask" else open_ray)(TaskRunnerConfig(kind=cluster))
         )
 
-    def run(self, config: RunConfig, watch: StepCallback) -> TrialOutcome:
+    def run(self, config: SweptConfig, watch: StepCallback) -> TrialOutcome:
         """Run the config on a worker to its end; `watch` receives the logged values of the metric."""
-        monitor = TrialMonitor(self._log, config.run_name, self._metric, watch)
+        monitor = TrialMonitor(self._log, measured_config(config).run_name, self._metric, watch)
         try:
             future = self._submit(pack_trial(self._flow, config))
             while True:

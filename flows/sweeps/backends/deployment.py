@@ -15,11 +15,12 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 
 from blocks.errors import ConfigError, ServiceError
-from flows.config.base import RunConfig
+from flows.config.flow_lookup import SweptConfig
 from flows.monitoring.progress import StepCallback
 from flows.runs.rights import signature_tags
+from flows.sweeps.backends.process import completed_outcome
 from flows.sweeps.backends.watch import POLL_EVERY_S, TrialMonitor, cancel
-from flows.sweeps.protocols import TrialOutcome
+from flows.sweeps.protocols import TrialOutcome, measured_config
 from flows.sweeps.record import SweepLog
 from tasks.common.service_errors import TRANSIENT_ERRORS
 
@@ -47,12 +48,12 @@ class TrialDeployment:
         self._running: UUID | None = None
         self._stopping = False
 
-    def run(self, config: RunConfig, watch: StepCallback) -> TrialOutcome:
+    def run(self, config: SweptConfig, watch: StepCallback) -> TrialOutcome:
         """Run the config on a worker to its end; `watch` receives the logged values of the metric."""
         try:
             run = self._begin(config)
             self._running = run.id
-            return self._wait(run.id, TrialMonitor(self._log, config.run_name, self._metric, watch))
+            return self._wait(run.id, TrialMonitor(self._log, measured_config(config).run_name, self._metric, watch))
         except (*TRANSIENT_ERRORS, ServiceError) as error:
             return TrialOutcome("failed", f"The deployment could not run the trial: {error}", True)
         finally:
@@ -69,7 +70,7 @@ class TrialDeployment:
         if kill:
             self.request_stop()
 
-    def _begin(self, config: RunConfig) -> FlowRun:
+    def _begin(self, config: SweptConfig) -> FlowRun:
         """Create a flow run, or return the flow run of an earlier start of the sweep unless it failed."""
         for attempt in count():
             # The server returns the same flow run for the same key.
@@ -93,7 +94,7 @@ class TrialDeployment:
                 cancel(run_id)
             time.sleep(POLL_EVERY_S)
         if state.is_completed():
-            return TrialOutcome("completed")
+            return completed_outcome(state)
         if state.is_cancelled() or monitor.stop_reason or self._stopping:
             return TrialOutcome("stopped", monitor.stop_reason)
         return TrialOutcome("failed", state.message or f"The flow run ended in the state {state.name}.", True)

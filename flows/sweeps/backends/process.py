@@ -24,8 +24,7 @@ from prefect.exceptions import TerminationSignal
 
 from blocks.errors import ConfigError, GuardError, TinkerFlowsError, reason
 from blocks.home import home, private_folder
-from flows.config.base import RunConfig
-from flows.config.flow_lookup import find_flow
+from flows.config.flow_lookup import SweptConfig, find_flow
 from flows.monitoring.drain import deliver_events
 from flows.monitoring.progress import StepCallback, step_callback
 from flows.runs.cli import silence_console_logs
@@ -51,7 +50,7 @@ class TrialProcess:
         self._closed = False
         self._start()
 
-    def run(self, config: RunConfig, watch: StepCallback) -> TrialOutcome:
+    def run(self, config: SweptConfig, watch: StepCallback) -> TrialOutcome:
         """Run the flow to its end; `watch` receives the metrics of each step and may return a reason to stop."""
         if not self._process.is_alive() and not self._closed:
             self._start()
@@ -129,6 +128,11 @@ def _exit_with(alive: Connection) -> None:
     os._exit(1)
 
 
+def completed_outcome(state: State[Any]) -> TrialOutcome:
+    """Return the outcome of a completed flow run, with the reason if it ended early or was not promoted."""
+    return TrialOutcome("completed", (state.message or "") if state.name in ("BudgetSpent", "NotPromoted") else "")
+
+
 def run_to_outcome(run: Callable[[], State[Any]]) -> TrialOutcome:
     """Run a flow and return its outcome; errors of the config, the guards or the objective are not retryable."""
     try:
@@ -138,8 +142,8 @@ def run_to_outcome(run: Callable[[], State[Any]]) -> TrialOutcome:
     except Exception as error:  # noqa: BLE001  # such as a Prefect server that is down or rejects the run
         return TrialOutcome("failed", f"The flow could not run: {reason(error)}.", True)
     if state.is_completed():
-        return TrialOutcome("completed", state.message or "" if state.name == "BudgetSpent" else "")
-    if state.is_cancelled():
+        return completed_outcome(state)
+    if state.is_cancelled() or state.is_cancelling():  # the latter if it was cancelled after its last step
         return TrialOutcome("stopped", state.message or "")
     error = state.result(raise_on_failure=False)
     if not isinstance(error, Exception):

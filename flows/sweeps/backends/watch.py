@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.states import Cancelling
 
 from blocks.errors import ServiceError
@@ -43,8 +44,9 @@ class TrialMonitor:
 
 
 def cancel(run_id: UUID) -> None:
-    """Cancel a flow run, which then finishes its step and saves a checkpoint."""
+    """Cancel a flow run and its child, a stage of rlhf, which then finishes its step and saves a checkpoint."""
+    child_runs = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[run_id]))
     with suppress(*TRANSIENT_ERRORS), get_client(sync_client=True) as client:
-        state = client.read_flow_run(run_id).state
-        if state and not state.is_final() and not state.is_cancelling():
-            client.set_flow_run_state(run_id, Cancelling())
+        for run in (client.read_flow_run(run_id), *client.read_flow_runs(flow_run_filter=child_runs)):
+            if run.state and not run.state.is_final() and not run.state.is_cancelling():
+                client.set_flow_run_state(run.id, Cancelling())

@@ -17,8 +17,7 @@ from typing import BinaryIO
 import cloudpickle
 from prefect.context import hydrated_context, serialize_context
 
-from flows.config.base import RunConfig
-from flows.config.flow_lookup import find_flow
+from flows.config.flow_lookup import SweptConfig, find_flow
 from flows.monitoring.drain import deliver_events
 from flows.runs.cli import silence_console_logs
 from flows.sweeps.backends.process import run_to_outcome
@@ -28,7 +27,7 @@ from flows.sweeps.protocols import TrialOutcome
 _SENT = ("AWS_", "MLFLOW_", "PREFECT_", "TINKER_")
 
 
-def pack_trial(flow: str, config: RunConfig) -> bytes:
+def pack_trial(flow: str, config: SweptConfig) -> bytes:
     """Serialize a trial for `run_on_worker`, as a child of the current flow run."""
     environment = {name: value for name, value in os.environ.items() if name.startswith(_SENT)}
     return cloudpickle.dumps((environment, serialize_context(), flow, config))
