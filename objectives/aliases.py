@@ -206,6 +206,7 @@ MODULES: Mapping[str, str] = {
     "tasks.written": "tasks.supervised.generated_data",
 }
 NAMES: Mapping[str, str] = {
+    "objectives.terms.logic:Verdict": "objectives.terms.text.logic:CheckCounts",
     "objectives.term:Estimator": "objectives.estimators:EstimatorChoice",
     "blocks.errors:AbsentError": "blocks.errors:UnreachableError",
     "blocks.holder:Holder": "blocks.lock_holder:LockHolder",

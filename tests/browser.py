@@ -1,4 +1,4 @@
-"""Headless browser, and the run form of a deployment in the Prefect UI."""
+"""Headless browser, and the forms of the Prefect UI."""
 
 from __future__ import annotations
 
@@ -57,13 +57,11 @@ def wait_for_text(driver: WebDriver, text: str, limit_s: float = LIMIT_S) -> Non
         raise AssertionError(f"{error}; the page shows:\n{page_text(driver)[-3000:]}") from None
 
 
-class RunForm:
-    """Page *Custom run* of a deployment."""
+class Form:
+    """Form of parameters on the open page."""
 
-    def __init__(self, driver: WebDriver, ui: str, deployment_id: str) -> None:
+    def __init__(self, driver: WebDriver) -> None:
         self._driver = driver
-        driver.get(f"{ui}/v2/deployments/deployment/{deployment_id}/run")
-        wait_for_text(driver, "Add item")
 
     def field(self, title: str, within: WebElement | None = None) -> WebElement:
         """Return the field below a title."""
@@ -103,8 +101,9 @@ class RunForm:
         path = f".//button[@role='tab'][normalize-space()='{tab}']"
         self.click(self.field(title, within).find_element(By.XPATH, path))
 
-    def submit(self) -> None:
-        self.click(self._driver.find_element(By.XPATH, "//button[normalize-space()='Submit']"))
+    def submit(self, label: str = "Submit") -> None:
+        """Click the button that sends the form."""
+        self.click(self._driver.find_element(By.XPATH, f"//button[normalize-space()='{label}']"))
 
     def click(self, element: WebElement) -> None:
         self._show(element)
@@ -112,6 +111,15 @@ class RunForm:
 
     def _show(self, element: WebElement) -> None:
         self._driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+
+
+class RunForm(Form):
+    """Page *Custom run* of a deployment."""
+
+    def __init__(self, driver: WebDriver, ui: str, deployment_id: str) -> None:
+        super().__init__(driver)
+        driver.get(f"{ui}/v2/deployments/deployment/{deployment_id}/run")
+        wait_for_text(driver, "Add item")
 
 
 def screenshot(driver: WebDriver, path: Path, height: int) -> None:

@@ -1,4 +1,4 @@
-"""Approval of a promotion by a person: in the terminal, or in the form of a suspended flow run."""
+"""Approval of a promotion by a person: in the terminal, or in the form of a suspended flow run, also in a browser."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from browser import Form, browser, wait_for_text
 from mlflow import MlflowClient
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
@@ -15,6 +16,9 @@ from prefect.input import keyset_from_paused_state
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_deployments import deploy, process_worker, wait_for_end
 from rlhf_config import rlhf_fields
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webdriver import WebDriver
+from selenium.webdriver.support.select import Select
 from sft_config import sft_fields
 from waiting import wait_for
 
@@ -218,3 +222,66 @@ def test_suspended_run_survives_a_restart_of_server_and_worker(tmp_path: Path, m
     assert ended[1].message == "staged-sft ends the flow: a person decided 'refuse: too early'."
     (version,) = versions(tracking, "held")
     assert MlflowClient(tracking).get_run(version.run_id).data.tags[APPROVAL_TAG] == "approve: better"
+
+
+def answer_in_ui(driver: WebDriver, ui: str, flow_run_id: UUID, decision: str, reason: str) -> str:
+    """Send the form on the page of a suspended flow run, and return the text of the form."""
+    driver.get(f"{ui}/runs/flow-run/{flow_run_id}")
+    wait_for_text(driver, "Suspended")
+    click(driver, "//button[normalize-space()='Resume']")
+    wait_for_text(driver, "Decision")
+    form = driver.find_element(By.XPATH, "//div[@role='dialog']")
+    text = form.text
+    Select(form.find_element(By.TAG_NAME, "select")).select_by_visible_text(decision)
+    form.find_element(By.TAG_NAME, "textarea").send_keys(reason)
+    click(driver, "//div[@role='dialog']//button[normalize-space()='Submit']")
+    return text
+
+
+def answer_in_v2_ui(driver: WebDriver, ui: str, flow_run_id: UUID, decision: str, reason: str) -> str:
+    """Do the same in Prefect's new UI."""
+    driver.get(f"{ui}/v2/runs/flow-run/{flow_run_id}")
+    wait_for_text(driver, "Suspended")
+    click(driver, "//button[normalize-space()='Open menu']")
+    click(driver, "//*[@role='menuitem'][normalize-space()='Resume']")
+    wait_for_text(driver, "Decision")
+    text = driver.find_element(By.XPATH, "//*[@role='dialog']").text
+    form = Form(driver)
+    form.choose("Decision", decision)
+    form.fill_in("Reason", reason)
+    form.submit("Resume")
+    return text
+
+
+def click(driver: WebDriver, path: str) -> None:
+    wait_for(lambda: driver.find_elements(By.XPATH, path), path)[0].click()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_form_is_answered_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run is approved in Prefect's UI, and another one is refused in its new UI."""
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
+    tracking, log = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "worker.log"
+    with local_prefect_server() as api, temporary_settings({PREFECT_API_URL: api}), browser() as driver:
+        deploy(api, "--name", "sft")
+        runs = {name: start("sft", short_fields(tmp_path, name, tracking)) for name in ("better", "worse")}
+        with process_worker(api, tmp_path / "home", log):
+            for flow_run_id in runs.values():
+                wait_for(lambda run=flow_run_id: suspended(run), "a suspended run", 240)
+            ui = api.removesuffix("/api")
+            shown = {
+                "better": answer_in_ui(driver, ui, runs["better"], "approve", "lower NLL"),
+                "worse": answer_in_v2_ui(driver, ui, runs["worse"], "refuse", "too long"),
+            }
+            ended = {name: wait_for_end(flow_run_id, 240).state for name, flow_run_id in runs.items()}
+    for name, text in shown.items():
+        assert f"Register the checkpoint at step 2 of {name} as a version of {name}?" in text
+        assert "nll" in text
+    states = {name: (state.name, state.message) for name, state in ended.items() if state}
+    assert states["better"][0] == "Completed", log.read_text()[-3000:]
+    refused = "The checkpoint at step 2 is not promoted: a person refused it (too long)."
+    assert states["worse"] == ("NotPromoted", refused)
+    (version,) = versions(tracking, "better")
+    assert MlflowClient(tracking).get_run(version.run_id).data.tags[APPROVAL_TAG] == "approve: lower NLL"
+    assert versions(tracking, "worse") == []
