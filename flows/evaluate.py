@@ -35,7 +35,13 @@ from flows.config.base import (
     TrackedConfig,
     WeightsConfig,
 )
-from flows.config.promotion import PromoteIf, check_confidence, check_measured, check_promote_if
+from flows.config.promotion import (
+    PromoteIf,
+    check_confidence,
+    check_measured,
+    check_model_name,
+    check_promote_if,
+)
 from flows.config.train import BudgetConfig
 from flows.monitoring.run_tags import note_evaluation, note_rejection
 from flows.runs.blocks import open_service, service_url, storage_of
@@ -119,6 +125,11 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
         "0.95, a checkpoint that is only as good as the baseline is registered in at most 5 % of cases. Only for "
         "metrics of evaluators that grade answers. Unset: compare the two values and ignore their uncertainty.",
     )
+
+    @field_validator("register_as")
+    @classmethod
+    def _check_register_as(cls, value: str | None) -> str | None:
+        return check_model_name(value)
 
     @field_validator("promote_if")
     @classmethod

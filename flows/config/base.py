@@ -11,7 +11,7 @@ from pydantic.json_schema import JsonSchemaValue
 from tinker import types
 
 from blocks.urls import has_credentials
-from flows.config.promotion import check_confidence, check_promote_if
+from flows.config.promotion import check_confidence, check_model_name, check_promote_if
 from objectives.aliases import with_current_paths
 from objectives.json_schema import form_fields, optional_group, put_first
 
@@ -384,6 +384,11 @@ class RunConfig(TrackedConfig, NamedConfig):
                 "'state'"
             )
         return self
+
+    @field_validator("register_as")
+    @classmethod
+    def _check_register_as(cls, value: str | None) -> str | None:
+        return check_model_name(value)
 
     @field_validator("promote_if")
     @classmethod

@@ -96,6 +96,19 @@ def check_promote_if(text: str | None) -> str | None:
     return text
 
 
+def check_model_name(name: str | None) -> str | None:
+    """Validate the config field `register_as`; None passes.
+
+    Raises:
+        ValueError: MLflow's registry rejects the name.
+    """
+    if name is not None and (not name.strip() or name == "." or name.startswith("..") or "/" in name or ":" in name):
+        raise ValueError(
+            "a name in MLflow's registry has no slash, no colon and no leading .., and is neither blank nor a dot"
+        )
+    return name
+
+
 def check_confidence(promote_if: str | None, confidence: float | None) -> None:
     """Validate the config field `promote_confidence`.
 

@@ -104,8 +104,10 @@ def record_checkpoint(
     log.flush()
     paths = {"tinker.path": sampler_path, "tinker.state_path": state_path}
     tags = {**origin, **{key: path for key, path in paths.items() if path}}
+    saved = read_records(directory)
+    recorded = {str(record.get(MODEL_ID, "")) for record in (*saved.checkpoints, *saved.samplers)}
     try:
-        model = {MODEL_ID: log_model(log, f"checkpoint-{pending.name}", pending.step, tags)}
+        model = {MODEL_ID: log_model(log, f"checkpoint-{pending.name}", pending.step, tags, recorded)}
     except (MlflowException, ServiceError) as error:  # the checkpoint itself is saved
         model = {}
         text = "MLflow did not store the checkpoint %s as a logged model (%s); the run can resume from it nevertheless."

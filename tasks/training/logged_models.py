@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModelOutput, LoggedModelStatus
+from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus
 from mlflow.exceptions import MlflowException
 
 from blocks.mlflow_internals import RESOURCE_DOES_NOT_EXIST, ErrorCode
@@ -14,36 +15,62 @@ from tasks.training.metrics import MetricsLog
 # Field of a checkpoint's record with the ID of its logged model.
 MODEL_ID = "mlflow_model_id"
 MODEL_TYPE = "tinker"
+STEP_TAG = "tinker_flows.step"
+# Characters that MLflow rejects in the name of a logged model.
+_REJECTED = r"[/:.%\"']"
 
 
-def log_model(log: MetricsLog, name: str, step: int, tags: Mapping[str, str]) -> str:
+def log_model(log: MetricsLog, name: str, step: int, tags: Mapping[str, str], recorded: Collection[str] = ()) -> str:
     """Create the logged model of a checkpoint and return its ID; it gets the metrics that the run logs at the step.
 
+    A process that is killed before it has recorded the checkpoint leaves a logged model without a record. The
+    checkpoint that the resumed run saves at this step adopts that model.
+
     Args:
-        name: name of the model; MLflow rejects some characters, such as dots and slashes.
+        name: name of the model; each character that MLflow rejects, such as a dot, becomes a hyphen.
+        recorded: IDs of the logged models in the run's record, which belong to other checkpoints.
 
     Raises:
         MlflowException: MLflow did not store it.
         LostRunError: Another process has taken over the run.
     """
+    name = re.sub(_REJECTED, "-", name)
     run = log.client.get_run(log.run_id)
+    all_tags = {**tags, STEP_TAG: str(step)}
     log.check_writer()
-    model = log.client.create_logged_model(
+    orphan = _find_model(log, run.info.experiment_id, name, step, recorded)
+    if orphan:
+        log.client.set_logged_model_tags(orphan.model_id, all_tags)
+    model = orphan or log.client.create_logged_model(
         run.info.experiment_id,
         name=name,
         source_run_id=log.run_id,
-        tags={**tags, "tinker_flows.step": str(step)},
+        tags=all_tags,
         params=run.data.params,
         model_type=MODEL_TYPE,
     )
-    log.client.log_outputs(log.run_id, [LoggedModelOutput(model.model_id, step)])
-    log.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
-    log.link(step, model.model_id)
+    outputs = run.outputs.model_outputs if run.outputs else []
+    if model.model_id not in {output.model_id for output in outputs}:
+        log.client.log_outputs(log.run_id, [LoggedModelOutput(model.model_id, step)])
+    if model.status != LoggedModelStatus.READY:
+        log.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+    resume_model(log, step, model.model_id)
     return model.model_id
 
 
+def _find_model(
+    log: MetricsLog, experiment_id: str, name: str, step: int, recorded: Collection[str]
+) -> LoggedModel | None:
+    """Return the logged model of this run, name and step that no checkpoint has; None without one."""
+    query = f"name = '{name}' AND source_run_id = '{log.run_id}'"
+    models = log.client.search_logged_models([experiment_id], query)
+    return next(
+        (model for model in models if model.tags.get(STEP_TAG) == str(step) and model.model_id not in recorded), None
+    )
+
+
 def resume_model(log: MetricsLog, step: int, model_id: str) -> None:
-    """Link the metrics of the checkpoint that a run resumes from to its logged model, unless that was done before."""
+    """Link the metrics of a checkpoint to its logged model, unless an earlier process has done that."""
     if log.has_logged(step) and log.client.get_logged_model(model_id).metrics:
         return
     log.link(step, model_id)

@@ -13,7 +13,7 @@ from blocks.errors import ServiceError, reason
 from blocks.mlflow_internals import RESOURCE_ALREADY_EXISTS, ErrorCode
 from tasks.common.assets import asset_key, materialize
 from tasks.common.task import call, retried_task
-from tasks.training.logged_models import log_model
+from tasks.training.logged_models import STEP_TAG, log_model
 from tasks.training.metrics import MetricsLog
 
 STATE_TAG = "tinker.state_path"
@@ -99,6 +99,6 @@ def _register(log: MetricsLog, name: str, promoted: Promotion, sampler_path: str
         if error.error_code != ErrorCode.Name(RESOURCE_ALREADY_EXISTS):
             raise
     # A SQLite registry does not store the model ID itself.
-    tags |= {"tinker_flows.step": str(promoted.step), "tinker_flows.model_id": model_id}
+    tags |= {STEP_TAG: str(promoted.step), "tinker_flows.model_id": model_id}
     version = client.create_model_version(name, sampler_path, run_id=log.run_id, tags=tags, model_id=model_id)
     return str(version.version)

@@ -10,19 +10,41 @@ from typing import Any
 
 import pytest
 from engine_process import API_KEY
+from hypothesis import given
+from hypothesis import strategies as st
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.utils.validation import _validate_model_name as mlflow_check
 from prefect.client.orchestration import get_client
 from prefect.events.filters import EventFilter, EventNameFilter
 from sft_config import sft_fields
 
 from blocks.errors import ConfigError
 from flows.config.loader import load_config
-from flows.config.promotion import PromoteIf
+from flows.config.promotion import PromoteIf, check_model_name
 from flows.config.train import SftConfig
 from flows.monitoring.drain import deliver_events
 from flows.monitoring.run_tags import REJECTED_EVENT, REJECTED_TAG
 from flows.runs.result import TrainResult
 from flows.sft import sft
+
+
+@given(st.text("a./: \t", max_size=6))
+def test_names_are_refused_that_the_registry_refuses(name: str) -> None:
+    try:
+        mlflow_check(name)
+    except MlflowException:
+        with pytest.raises(ValueError, match="a name in MLflow's registry has no slash"):
+            check_model_name(name)
+    else:
+        assert check_model_name(name) == name
+
+
+def test_a_name_that_the_registry_refuses_is_a_config_error(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(sft_fields(tmp_path, "run", "") | {"register_as": "team/model"}))
+    with pytest.raises(ConfigError, match="'register_as' is 'team/model', but a name in MLflow's"):
+        load_config(SftConfig, path, [])
 
 
 @pytest.mark.parametrize(

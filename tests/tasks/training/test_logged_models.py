@@ -76,3 +76,57 @@ def test_deleted_model_is_deleted_once(client: MlflowClient, run_id: str) -> Non
     delete_model(client, model_id)
     with pytest.raises(MlflowException):
         client.get_logged_model(model_id)
+
+
+def models_of(client: MlflowClient, run_id: str) -> list[str]:
+    run = client.get_run(run_id)
+    models = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'")
+    return [model.model_id for model in models]
+
+
+@pytest.mark.parametrize("killed_after", ["create_logged_model", "log_outputs", "finalize_logged_model", "log_batch"])
+def test_checkpoint_adopts_the_model_of_a_killed_process(
+    client: MlflowClient, run_id: str, killed_after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process ends right after one of its requests; the record of the checkpoint is not written."""
+
+    class KilledError(BaseException):
+        pass
+
+    killed = MetricsLog(client, run_id)
+    killed.log(4, {"loss": 4.0})
+    killed.flush()
+    request = getattr(MlflowClient, killed_after)
+
+    def request_and_die(*args: object, **kwargs: object) -> None:
+        request(*args, **kwargs)
+        raise KilledError
+
+    monkeypatch.setattr(MlflowClient, killed_after, request_and_die)
+    with pytest.raises(KilledError):
+        log_model(killed, "checkpoint-000004", 4, {"tinker.state_path": "tinker://a"})
+    monkeypatch.undo()
+    (orphan,) = models_of(client, run_id)
+
+    resumed = MetricsLog(client, run_id)
+    assert log_model(resumed, "checkpoint-000004", 4, {"tinker.state_path": "tinker://b"}) == orphan
+    assert models_of(client, run_id) == [orphan]
+    model = client.get_logged_model(orphan)
+    assert (str(model.status), model.tags["tinker.state_path"]) == ("READY", "tinker://b")
+    assert linked(client, orphan) == {"loss": 4.0}
+    assert [output.model_id for output in client.get_run(run_id).outputs.model_outputs] == [orphan]
+
+
+def test_recorded_model_and_models_of_other_steps_are_not_adopted(client: MlflowClient, run_id: str) -> None:
+    log = MetricsLog(client, run_id)
+    first = log_model(log, "final", 4, {})
+    assert log_model(log, "final", 4, {}, recorded={first}) != first  # a run that has rolled back saves the step again
+    assert log_model(log, "final", 6, {}) != first
+    assert len(models_of(client, run_id)) == 3
+
+
+@pytest.mark.parametrize("name", ["llama-3.1", "50%", "a's", 'a "b"', "schema.model"])
+def test_names_of_the_registry_become_names_of_logged_models(client: MlflowClient, run_id: str, name: str) -> None:
+    client.create_registered_model(name)
+    model = client.get_logged_model(log_model(MetricsLog(client, run_id), name, 2, {}))
+    assert model.name == name.translate(str.maketrans(dict.fromkeys("/:.%\"'", "-")))
