@@ -49,7 +49,7 @@ METHODS: Mapping[str, Method] = {
         "flows.config.distill:OffPolicyConfig",
     ),
     "self_distillation": Method(
-        "distillation from earlier weights of the same model that see a reference answer",
+        "distillation from earlier weights of the same model, which see a reference answer",
         "flows.distill:self_distillation",
         "flows.config.distill:SelfConfig",
     ),
@@ -60,7 +60,7 @@ METHODS: Mapping[str, Method] = {
     ),
     "rl": Method("reinforcement learning with rewards from environments", "flows.rl:rl", "flows.config.rl:RlConfig"),
     "rlhf": Method(
-        "supervised warm start, reward model from comparisons, then reinforcement learning against it",
+        "supervised warm start, reward model from comparisons, then reinforcement learning against the reward model",
         "flows.rlhf:rlhf",
         "flows.config.rlhf:RlhfConfig",
     ),

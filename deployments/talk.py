@@ -22,7 +22,7 @@ from flows.runs.checkpoint_refs import find_checkpoint, with_model
 from tasks.common.renderers import renderer_of
 from tasks.common.sampling import Answer, Sampling, open_renderer, open_sampler, sample_answers
 
-HELP = "Commands: /reset starts a new conversation, /system TEXT also gives it a system prompt, Ctrl-D ends."
+HELP = "Commands: /reset starts a new conversation, /system TEXT also gives it a system prompt, Ctrl-D ends the chat."
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ RESOURCES = (
         "The judge compares the model's current completions, which a fixed set of pairs cannot do. A KL penalty to the "
         "initial weights keeps the model from exploiting the judge. Your own pairs can train the judge first.",
         "examples/rlhf.yaml",
-        "reward={} judge.builder=tasks.preference.preference_models:PromptedJudgeBuilder judge.params.model=JUDGE",
+        "reward={} judge.builder=tinker_flows:PromptedJudgeBuilder judge.params.model=JUDGE",
     ),
     Resource(
         "preferences",

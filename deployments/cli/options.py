@@ -19,7 +19,9 @@ Method = Annotated[
     typer.Argument(
         metavar="METHOD",
         autocompletion=_complete_method,
-        help="One of: " + "; ".join(f"`{name}`, {method.description}" for name, method in METHODS.items()) + ".",
+        help="Training method. "
+        + "; ".join(f"`{name}`: {method.description}" for name, method in METHODS.items())
+        + ".",
         show_default=False,
     ),
 ]
@@ -39,7 +41,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[field=value]...",
-        help="Config fields that override the file; nested fields use dots, as in learning_rate=1e-4 budget.usd=20.",
+        help="Config fields that override those of the config file, as in learning_rate=1e-4 budget.usd=20.",
         show_default=False,
     ),
 ]

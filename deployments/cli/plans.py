@@ -34,8 +34,8 @@ def estimate(
             "evaluate",
         ],
         typer.Option(
-            help="Method of the config. What samples has the cost of an earlier run of the same config, or bounds from "
-            "max_tokens."
+            help="Method of the config. For methods that sample, the estimate is the cost of an earlier run of the "
+            "same config, or bounds from max_tokens."
         ),
     ] = "sft",
     as_json: Json = False,

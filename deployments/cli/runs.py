@@ -25,9 +25,9 @@ def run(
 
     Example: `tinker-flows run sft --config examples/sft.yaml run_name=mine learning_rate=1e-4`
 
-    The run uses the Prefect server of PREFECT_API_URL and the Tinker service of TINKER_BASE_URL and TINKER_API_KEY. For
-    each one that is not set, it starts a local server or engine. Ctrl-C finishes the current step, saves a checkpoint
-    and exits.
+    The run uses the Prefect server of PREFECT_API_URL and the Tinker service of TINKER_BASE_URL or TINKER_API_KEY. If
+    no server or no service is set, the run starts a local Prefect server or a local engine. On Ctrl-C, the run
+    finishes the current step, saves a checkpoint and exits.
     """
     from deployments.methods import find_method
     from flows.runs.cli import print_fields, start
@@ -44,7 +44,7 @@ def resume(run_name: RunName, overrides: Overrides = None, storage: Storage = ""
 
     Example: `tinker-flows resume mine budget.usd=20`
 
-    Overrides may change fields that do not affect training, such as budget.usd or base_url.
+    Overrides may change fields that do not define what the run trains, such as budget.usd or base_url.
     """
     from deployments.methods import flow_of
     from deployments.run_lookup import find_run, resume_config
@@ -87,12 +87,12 @@ def report(
     rebuild: Annotated[bool, typer.Option("--again", help="Rebuild an existing report from newer metrics.")] = False,
     open_it: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
 ) -> None:
-    """Print the location of a run's HTML report; build the report from MLflow if it is missing.
+    """Print the location of a run's HTML report; if the report is missing, build it from MLflow.
 
     Example: `tinker-flows report before after --open`
 
-    With a second run, write a page with both side by side: settings that differ, held-out metrics with the interval of
-    their difference, curves and examples.
+    With a second run, write a page that compares both runs: different settings, held-out metrics with intervals of the
+    differences, curves and examples.
     """
     from deployments.run_lookup import compare_runs, report_of
 

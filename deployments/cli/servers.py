@@ -21,20 +21,20 @@ def up(
         typer.Option(
             "--engine-model",
             metavar="NAME",
-            help="Model that the engine serves: tiny, smollm2-135m, a Hugging Face directory or a hub name. Repeat the "
-            "option for several models.",
+            help="Model that the engine serves: tiny, smollm2-135m, a model directory, or a name on the Hugging "
+            "Face Hub. Repeat the option for several models.",
             show_default="tiny, and smollm2-135m if its weights are installed",
         ),
     ] = None,
     engine: Annotated[
         bool,
-        typer.Option(help="Start a local engine; without one, runs use TINKER_BASE_URL and TINKER_API_KEY."),
+        typer.Option(help="Start a local engine. With --no-engine, runs use TINKER_BASE_URL and TINKER_API_KEY."),
     ] = True,
 ) -> None:
     """Start all local services: engine, Prefect, MLflow, deployments and a worker.
 
     Prints the URL and log file of each service and the variables to export in another terminal. Ctrl-C stops all
-    services. Runs and databases stay in the project home for the next `up`.
+    services. Runs and databases stay in the project home, and the next `up` uses them again.
     """
     from deployments.up import up as start_services
 
@@ -69,7 +69,7 @@ def doctor(
 
 
 def automations() -> None:
-    """Install automations on the Prefect server of PREFECT_API_URL that detect crashed runs and restart them."""
+    """Install automations that detect and restart crashed runs, on the Prefect server of PREFECT_API_URL."""
     from deployments.automations import install_all
 
     install_all()
@@ -77,7 +77,8 @@ def automations() -> None:
 
 def recipes(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Recipes of docs/recipes.md; default: all.")
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Names of recipes, as in docs/recipes.md; default: all recipes."),
     ] = None,
 ) -> None:
     """Deploy the recipes of examples/ to the Prefect server of PREFECT_API_URL."""

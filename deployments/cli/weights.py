@@ -19,20 +19,24 @@ Checkpoint = Annotated[
         show_default=False,
     ),
 ]
-Model = Annotated[str, typer.Option("--model", metavar="NAME", help="Base model.", show_default="that of the run")]
+Model = Annotated[str, typer.Option("--model", metavar="NAME", help="Base model.", show_default="the model of the run")]
 RendererName = Annotated[
     str,
     typer.Option(
         "--renderer",
         metavar="NAME",
         help="Chat format: a renderer of tinker-cookbook.",
-        show_default="that of the run's data, or else of the model",
+        show_default="the renderer of the run's data, or else of the model",
     ),
 ]
 System = Annotated[str, typer.Option("--system", metavar="TEXT", help="System prompt.", show_default=False)]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum tokens of an answer.")]
-Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="The same weights, prompt and seed give the same answer.")]
+Temperature = Annotated[
+    float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 takes the most likely token.")
+]
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, help="Sampling seed. The same weights, prompt and seed give the same answer.")
+]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -55,7 +59,7 @@ def sample(
     storage: Storage = "",
     as_json: Json = False,
 ) -> None:
-    """Sample answers of a checkpoint to prompts.
+    """Sample answers to prompts from a checkpoint.
 
     Example: `tinker-flows sample mine@best "What is 12 times 7?" -n 4`
     """
@@ -78,7 +82,7 @@ def chat(
     base_url: BaseUrl = "",
     storage: Storage = "",
 ) -> None:
-    """Talk to a checkpoint. Each line is a message; Ctrl-D ends.
+    """Talk to a checkpoint. Each line is a message; Ctrl-D ends the chat.
 
     Example: `tinker-flows chat mine`
     """
@@ -103,7 +107,10 @@ def evaluate(
     steps: Annotated[
         str,
         typer.Option(
-            "--steps", metavar="10,20|all", help="Further checkpoints of the run, for a chart.", show_default=False
+            "--steps",
+            metavar="10,20|all",
+            help="Further checkpoints of the run to evaluate and chart.",
+            show_default=False,
         ),
     ] = "",
 ) -> None:

@@ -55,7 +55,9 @@ def main(
     )
     parser.add_argument("--config", metavar="FILE", type=Path, help="YAML file with config fields")
     parser.add_argument("--fields", action="store_true", help="list the config fields and exit")
-    parser.add_argument("overrides", nargs="*", metavar="field=value", help="config fields that override the file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="field=value", help="config fields that override those of the config file"
+    )
     arguments = parser.parse_args(argv)
     if arguments.fields:
         print_fields(config)
