@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -60,8 +62,7 @@ def parameters_of(term: Term) -> list[Parameter]:
 
 
 def _type(field: FieldInfo) -> str:
-    annotation: object = field.annotation
-    name = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+    name = _type_name(field.annotation)
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     limits = [
         f"{sign} {getattr(limit, key)}"
@@ -70,6 +71,24 @@ def _type(field: FieldInfo) -> str:
         if hasattr(limit, key)
     ]
     return " ".join([name, " and ".join(limits)]).strip()
+
+
+def _type_name(annotation: object) -> str:
+    """Name of a type, without the metadata of `Annotated`.
+
+    >>> _type_name(Annotated[tuple[int, ...], "metadata"] | None)
+    'tuple[int, ...] | None'
+    """
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
+    if origin in (Union, types.UnionType):
+        return " | ".join(dict.fromkeys(map(_type_name, arguments)))
+    if annotation is types.NoneType:
+        return "None"
+    if isinstance(annotation, type) and not arguments:
+        return annotation.__name__
+    return re.sub(r"\b(typing|collections\.abc)\.", "", str(annotation))
 
 
 def _documented_args(*functions: Callable[..., object]) -> dict[str, str]:

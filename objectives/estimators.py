@@ -83,8 +83,8 @@ def minimum_risk(outputs: Outputs, batch: Batch, scores_D: Tensor, *, alpha: Alp
 
     Args:
         scores_D: ``(D,)``, any unit; R has the same unit.
-        alpha: sharpness of p, per nat. Long completions differ by many nats, and then a low alpha keeps p from
-            choosing a single one; Shen et al. use 0.005.
+        alpha: sharpness of p, per nat. The logprobs of long completions differ by many nats; a low alpha then keeps p
+            from concentrating on one completion. Shen et al. use 0.005.
     """
     return _risk(alpha * sum_by_datum(outputs.logprobs_DT, batch), batch, scores_D)
 

@@ -119,7 +119,7 @@ def test_a_term_describes_itself(package: str) -> None:
             "alpha",
             "float > 0",
             "1.0",
-            "sharpness of p, per nat. Long completions differ by many nats, and then a low alpha keeps p from choosing "
-            "a single one; Shen et al. use 0.005.",
+            "sharpness of p, per nat. The logprobs of long completions differ by many nats; a low alpha then keeps p "
+            "from concentrating on one completion. Shen et al. use 0.005.",
         ),
     ]
