@@ -275,8 +275,9 @@ class RunConfig(TrackedConfig, NamedConfig):
     init_from: str = Field(
         default=BASE,
         title="Initial weights",
-        description="Weights of step 0, trained with a fresh optimizer, as tinker-cookbook's `load_checkpoint_path`: "
-        f"{CHECKPOINT_HELP} A path may also name sampler weights, if the service can train them.",
+        description="Weights from which step 0 starts, with a fresh optimizer, like tinker-cookbook's "
+        f"`load_checkpoint_path`: {CHECKPOINT_HELP} A path may also name sampler weights, if the service can train "
+        "them.",
         pattern=CHECKPOINT,
     )
     max_restarts: int = Field(
