@@ -5,6 +5,7 @@ Blocks load lazily: the Tinker SDK and MLflow take seconds to import, and most m
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from blocks.service import TinkerService
     from blocks.storage import RunStorage
     from blocks.tracking import MLflowTracking
+
+# MLflow reads this when it is imported. Its telemetry changes os.environ in a thread; a request that reads the proxies
+# from os.environ at that moment raises a KeyError, which ends the run.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 __all__ = ["MLflowTracking", "RunStorage", "TinkerService"]
 

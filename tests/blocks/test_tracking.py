@@ -148,3 +148,13 @@ def test_an_invalid_tracking_uri_is_named_immediately(tmp_path: Path, uri: str, 
     uri = uri.format(folder=tmp_path)
     with pytest.raises(ServiceError, match=rf"The MLflow server at {uri} could not be used \(.*({why}).*\): check"):
         MLflowTracking(tracking_uri=uri).get_client()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("module", ["flows.runs.cli", "tasks.training.metrics", "deployments.status"])
+def test_mlflow_changes_no_environment_variable_in_a_thread(module: str) -> None:
+    """Its telemetry would; MLflow disables that by itself where tests or CI run, so their variables are left out."""
+    program = f"import {module}, mlflow, os; print(os.environ.get('_MLFLOW_TELEMETRY_SESSION_ID'))"
+    env = {name: os.environ[name] for name in ("PATH", "HOME")}
+    shown = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert shown.stdout == "None\n"
