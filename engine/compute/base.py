@@ -77,7 +77,7 @@ class BaseModel:
         """Compute the logits ``(R, V)`` of all tokens in float32, for sampling."""
         # Without autocast, which would round the logits to three digits.
         with torch.autocast(self.device.type, enabled=False):
-            return self._active.add_to(self._head(hidden_RH), hidden_RH, HEAD).float()
+            return self._active.apply(self._head, HEAD, hidden_RH).float()
 
 
 def _reject_rescaled_logits(loaded: LoadedModel) -> None:

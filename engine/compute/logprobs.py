@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from engine.compute.linear import linear
 from engine.compute.lora import Adapter
 
 CHUNK_ELEMENTS = 2**24  # logits per chunk, 64 MiB in float32: smaller chunks read the head's weights too often
@@ -66,7 +67,7 @@ class _TargetLogprobs(torch.autograd.Function):
         edges = torch.searchsorted(rows_M, torch.tensor([*starts, num_rows], device=rows_M.device)).tolist()
         for start, first, last in zip(starts, edges, edges[1:], strict=False):
             chunk = slice(start, min(start + step, num_rows))
-            z = nn.functional.linear(hidden_NH[chunk], weight_VH, bias_V)
+            z = linear(hidden_NH[chunk], weight_VH, bias_V)
             if down_Nr is not None and b_Vr is not None:
                 z.addmm_(down_Nr[chunk], b_Vr.t())
             z = z.float()
@@ -88,7 +89,8 @@ class _TargetLogprobs(torch.autograd.Function):
         grad_N = grad_M.new_zeros(len(probs_NV)).index_add_(0, rows_M, grad_M)
         dlogits_NV = probs_NV.mul_(-grad_N[:, None].to(probs_NV.dtype))
         dlogits_NV.index_put_((rows_M, targets_M), grad_M.to(dlogits_NV.dtype), accumulate=True)
-        dhidden_NH = dlogits_NV @ weight_VH
+        dhidden_NH = linear(dlogits_NV, weight_VH.t())
         if down_Nr is None:
             return dhidden_NH, None, None, None
-        return dhidden_NH, dlogits_NV @ b_Vr, (dlogits_NV.t() @ down_Nr).float(), None
+        # The gradient of B is the transpose of a product with V columns, because one with r columns is slow.
+        return dhidden_NH, linear(dlogits_NV, b_Vr.t()), linear(down_Nr.t(), dlogits_NV.t()).t().float(), None

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from engine.compute.linear import frozen_linear, linear, lora_linear
 from engine.errors import RequestError
 
 ALPHA = 32.0  # the hosted service and tinker-cookbook use this value at every rank
@@ -80,15 +81,21 @@ class ActiveAdapters:
         finally:
             self.assignments = previous
 
-    def add_to(self, y: Tensor, x: Tensor, name: str) -> Tensor:
-        """Return ``y`` plus the adapters' outputs for ``x`` in module ``name``; subsets of rows are added in place."""
-        for adapter, rows_S in self.assignments:
-            if (factors := adapter.factors.get(name)) is None:
-                continue
-            if rows_S is None:
-                y = y + lora_product(x, factors, adapter.scale)
-            else:
-                y.index_add_(0, rows_S, lora_product(x[rows_S], factors, adapter.scale).to(y.dtype))
+    def apply(self, layer: nn.Linear, name: str, x: Tensor) -> Tensor:
+        """Compute the output of the frozen layer ``name``, plus the outputs of the adapters that adapt it."""
+        adapted = [
+            (adapter.factors[name], adapter.scale, rows_S)
+            for adapter, rows_S in self.assignments
+            if name in adapter.factors
+        ]
+        if len(adapted) == 1 and adapted[0][2] is None:
+            factors, scale, _ = adapted[0]
+            return lora_linear(x, layer, factors.a, factors.b, scale)
+        y = frozen_linear(x, layer)
+        for factors, scale, rows_S in adapted:
+            assert rows_S is not None, "an adapter of all rows is the only one"
+            down = linear(x[rows_S], factors.a.to(x.dtype)) * scale
+            y.index_add_(0, rows_S, linear(down, factors.b.to(x.dtype)).to(y.dtype))
         return y
 
 
@@ -102,22 +109,16 @@ class LoraLinear(nn.Module):
         self._active = active
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._active.add_to(self.base(x), x, self._name)
-
-
-def lora_product(x: Tensor, factors: Factors, scale: float) -> Tensor:
-    """Compute ``scale * B A x`` in the dtype of ``x``. The scale is applied to A x, the smaller tensor."""
-    down = nn.functional.linear(x, factors.a.to(x.dtype)) * scale
-    return nn.functional.linear(down, factors.b.to(x.dtype))
+        return self._active.apply(self.base, self._name, x)
 
 
 def wrap_linears(root: nn.Module, prefix: str, active: ActiveAdapters) -> dict[str, nn.Linear]:
     """Replace every linear layer under ``root`` by a `LoraLinear`; return the original layers by full name."""
     linears = {name: module for name, module in root.named_modules() if isinstance(module, nn.Linear)}
-    for name, linear in linears.items():
+    for name, layer in linears.items():
         parent, _, child = name.rpartition(".")
-        setattr(root.get_submodule(parent), child, LoraLinear(linear, f"{prefix}{name}", active))
-    return {f"{prefix}{name}": linear for name, linear in linears.items()}
+        setattr(root.get_submodule(parent), child, LoraLinear(layer, f"{prefix}{name}", active))
+    return {f"{prefix}{name}": layer for name, layer in linears.items()}
 
 
 def new_adapter(
