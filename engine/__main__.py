@@ -88,7 +88,7 @@ def _arguments() -> argparse.ArgumentParser:
     compute.add_argument(
         "--deterministic",
         action="store_true",
-        help="make samples bitwise independent of concurrent requests; sampling takes up to three times as long",
+        help="make samples bitwise independent of concurrent requests, in float32 on a CPU",
     )
     compute.add_argument(
         "--memory-limit",

@@ -15,7 +15,7 @@ import uvicorn
 from transformers.utils.logging import disable_progress_bar
 
 from engine.compute.base import BaseModel
-from engine.models import load_model, resolve_model
+from engine.models import ModelError, load_model, resolve_model
 from engine.routes.app import make_app
 from engine.service.engine import Engine
 from engine.service.settings import Settings
@@ -39,7 +39,7 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
     """Load the models, print the URL when the server is ready, and serve until SIGTERM or SIGINT.
 
     Raises:
-        ModelError: a model cannot be found or loaded.
+        ModelError: a model cannot be found or loaded, or this build of torch cannot be deterministic.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -66,11 +66,23 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
 
 def _load_models(settings: Settings) -> dict[str, BaseModel]:
     disable_progress_bar()  # progress bars clutter the log
+    if settings.deterministic:
+        _check_determinism(settings)
     bases = {}
     for name in settings.models:
         path = resolve_model(name, settings.cache)
         bases[name] = BaseModel(load_model(path, settings.device, settings.dtype, name))
     return bases
+
+
+def _check_determinism(settings: Settings) -> None:
+    """Raise a ModelError if samples would depend on concurrent requests in spite of ``settings.deterministic``."""
+    if settings.device != "cpu" or settings.dtype != "float32" or not torch.backends.mkldnn.is_available():
+        onednn = "with" if torch.backends.mkldnn.is_available() else "without"
+        raise ModelError(
+            f"--deterministic requires --device cpu, --dtype float32 and a torch with oneDNN, but this engine has "
+            f"{settings.device}, {settings.dtype} and a torch {onednn} oneDNN: change them, or omit --deterministic."
+        )
 
 
 def _stop_with_stdin(server: uvicorn.Server) -> None:

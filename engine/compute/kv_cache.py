@@ -85,7 +85,7 @@ class KVCache(Cache):
         """Select the rows of the next forward pass.
 
         Args:
-            rows_R: int64 row indices. Repeated indices pad a pass to a fixed size. All rows in order need no copy.
+            rows_R: int64 row indices; repeated indices are padding. All rows in order need no copy.
             width: number of tokens of each buffer to attend to; None is the length of the longest row.
 
         Returns:
@@ -94,7 +94,7 @@ class KVCache(Cache):
         self._index_R = rows_R.to(device)
         self._positions_R = (self._lengths_R[rows_R] - 1).to(device)
         self._width = width or int(self._lengths_R.max())
-        self._copies = width is not None
+        self._copies = not torch.equal(rows_R, torch.arange(self.num_rows))
         self._masks = {}
         return self._positions_R[:, None], self.mask(None)
 
@@ -155,12 +155,14 @@ def _attention(
     if kv_cache is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     num_rows, num_heads, _, width = query.shape
-    shared = num_heads // key.shape[1]
-    mixed = nn.functional.scaled_dot_product_attention(
-        query.reshape(num_rows, -1, shared, width),
-        key,
-        value,
-        attn_mask=kv_cache.mask(kwargs.get("sliding_window")),
-        scale=kwargs.get("scaling"),
-    )
+    query = query.reshape(num_rows, key.shape[1], -1, width)
+    mask = kv_cache.mask(kwargs.get("sliding_window"))
+    scale = kwargs.get("scaling") or width**-0.5
+    if query.dtype == torch.float32:
+        # The flash kernel works in one buffer per thread, whose alignment decides the last bits, so they depend on the
+        # number of rows. Those of one product per row and head do not; for a single token it is as fast.
+        scores = (query * scale) @ key.transpose(2, 3)
+        mixed = scores.masked_fill_(~mask, -torch.inf).softmax(dim=-1) @ value
+    else:
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     return mixed.reshape(num_rows, 1, num_heads, -1), None

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from engine.compute.base import BaseModel
 from engine.compute.batches import micro_batches, pad_right
 from engine.compute.kv_cache import GROWTH, KVCache, round_up
-from engine.sampling.batch_groups import RowGroup, fixed_size_groups, group_all
+from engine.sampling.batch_groups import RowGroup, group_all, uniform_groups
 from engine.sampling.choose import RowSamplingParams, choose_tokens
 from engine.sampling.job import TopTokens
 from engine.sampling.request import Row, ends_with_stop
@@ -84,7 +84,7 @@ class Batch:
     def step(self) -> None:
         """Generate one token for every row, and remove the rows that end."""
         assert self._group_of_all is not None
-        groups = list(fixed_size_groups(self.rows)) if self._deterministic else [self._group_of_all]
+        groups = list(uniform_groups(self.rows)) if self._deterministic else [self._group_of_all]
         with torch.inference_mode():
             self._kv_cache.begin_step()
             for group in groups:

@@ -32,7 +32,7 @@ class Settings:
         log_requests: log one line of JSON per request.
         max_waiting_samples: maximum number of waiting samples per base model; clients retry additional samples later.
         sampling_cache_bytes: maximum size of the KV cache of all samples being generated, per base model.
-        deterministic: make samples bitwise independent of concurrent requests; sampling is slower.
+        deterministic: make samples bitwise independent of concurrent requests, in float32 on a CPU.
         retrieve_futures: let a client wait for all its samples with one request.
     """
 

@@ -107,9 +107,9 @@ class EngineConfig(Config):
     deterministic: bool = Field(
         default=False,
         title="Deterministic",
-        description="Make each sample independent of the other requests in the same batch, bit for bit. Sampling then "
-        "takes up to three times as long, and a run that samples from its own weights and is resumed after a crash "
-        "gives the same result as an uninterrupted run.",
+        description="Make sampling independent of the other requests in the batch, bit for bit; requires float32. "
+        "A run that samples from its own weights then ends the same whether or not it crashed and was "
+        "resumed.",
     )
 
 

@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling_jobs import make_job
+from transformers import LlamaForCausalLM
 
 from engine.compute.base import BaseModel
 from engine.compute.lora import Adapter, LoraSpec
+from engine.listen import bind
+from engine.models import ModelError, load_model
 from engine.sampling.batch import Batch, bytes_per_token
 from engine.sampling.job import Completion
 from engine.sampling.request import Row, SamplingRequest
+from engine.serve import serve
+from engine.service.settings import Settings
+from engine.tiny import byte_tokenizer, random_llama
 
 CACHE = 2**26
 
 
 @pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
+    """A random model with three query heads of 64 dimensions per key head, like SmolLM2."""
+    path = tmp_path_factory.mktemp("wide")
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(path)
+    config = random_llama(tokenizer).config
+    config.update({"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 3, "head_dim": 64})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(path)
+    return BaseModel(load_model(path, "cpu", "float32"))
+
+
+@pytest.fixture(scope="module")
 def adapters(base: BaseModel) -> list[Adapter | None]:
-    """The base model itself (None), and two adapters with large weights."""
+    return make_adapters(base)
+
+
+def make_adapters(base: BaseModel) -> list[Adapter | None]:
+    """Return the base model itself (None), and two adapters with large weights."""
     adapters: list[Adapter | None] = [None]
     for seed in (1, 2):
         adapter = base.new_adapter(LoraSpec(rank=4 * seed, seed=seed))
@@ -84,12 +109,17 @@ def test_other_rows_change_no_completion(base: BaseModel, adapters: list[Adapter
         assert_same(list(request.result().sequences), complete_without_cache(base, SamplingRequest(job, adapter)))
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize(("model", "num_threads"), [("base", 1), ("wide", 2), ("wide", 3)])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=st.integers(0, 2**32))
 def test_other_rows_change_no_bit_of_a_deterministic_batch(
-    base: BaseModel, adapters: list[Adapter | None], plan: int
+    request: pytest.FixtureRequest, model: str, num_threads: int, plan: int
 ) -> None:
     """Neither does the order of arrival, with equal prompts and with rows longer than the initial buffers."""
+    base: BaseModel = request.getfixturevalue(model)
+    adapters = make_adapters(base)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
     chance = random.Random(plan)
     jobs = [
         make_job(chance.randrange(8), chance.choice([1, 9, 40, 120]), chance.randint(1, 16), **chance.choice(LIMITS))
@@ -110,7 +140,16 @@ def test_other_rows_change_no_bit_of_a_deterministic_batch(
                 batch.step()
         return [completion for request in requests for completion in request.result().sequences]
 
-    assert run(1) == run(24)
+    try:
+        assert run(1) == run(24)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_deterministic_engine_requires_float32(tmp_path: Path) -> None:
+    options = Settings(("tiny",), tmp_path, tmp_path, dtype="bfloat16", deterministic=True)
+    with bind(options.host, 0) as listener, pytest.raises(ModelError, match=r"--dtype float32.*has cpu, bfloat16"):
+        serve(options, listener, stop_with_stdin=False)
 
 
 def test_deterministic_batch_never_evicts_rows(base: BaseModel) -> None:
