@@ -40,6 +40,10 @@ class BaseModel:
     def device(self) -> torch.device:
         return self.loaded.device
 
+    @property
+    def num_parameters(self) -> int:
+        return self.loaded.model.num_parameters()
+
     def new_adapter(self, spec: LoraSpec) -> Adapter:
         """Create an untrained adapter for this model; see `lora.new_adapter`."""
         attn = {name: linear for name, linear in self._linears.items() if "attn" in name or "attention" in name}

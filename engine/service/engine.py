@@ -74,7 +74,7 @@ class Engine:
             checkpoints=self.checkpoints,
             runs=self.runs,
             memory=self.memory,
-            micro_batch_tokens=settings.micro_batch_tokens,
+            max_pass_tokens=settings.max_pass_tokens,
             check_session=self._check_session,
             max_request_s=settings.max_request_s,
         )

@@ -29,6 +29,7 @@ class SamplingQueue:
         self._worker = worker
         self._owner = f"sampling:{base.loaded.name}"
         self._settings = settings
+        self._pass_tokens = settings.max_pass_tokens(base.num_parameters)
         self._batch = self._new_batch()
         self._waiting: dict[str, deque[Row]] = {}
         self._num_reserved = 0
@@ -43,7 +44,7 @@ class SamplingQueue:
         return Batch(
             self.base,
             settings.sampling_cache_bytes,
-            settings.micro_batch_tokens,
+            self._pass_tokens,
             deterministic=settings.deterministic,
         )
 
@@ -128,7 +129,7 @@ class SamplingQueue:
                 num_tokens += row.num_tokens
                 prompts.add(row.prefill_key)
             full = len(self._batch.rows) + len(rows) >= MAX_ROWS or not self._batch.has_room([*rows, row])
-            if full or (rows and num_tokens > self._settings.micro_batch_tokens):
+            if full or (rows and num_tokens > self._pass_tokens):
                 self._waiting = {client: waiting, **self._waiting}
                 break
             rows.append(waiting.popleft())

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.models import DtypeName
 
+SMALL_MODEL = 10_000_000  # parameters
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -20,7 +22,8 @@ class Settings:
         cache: folder that stores the weights of the built-in models.
         threads: number of torch threads; None leaves the choice to torch.
         api_key: key that clients must send; None accepts all clients and is allowed only for loopback addresses.
-        micro_batch_tokens: maximum size of a forward pass in tokens, including padding; bounds memory.
+        micro_batch_tokens: maximum size of a forward pass in tokens, including padding; bounds memory. None depends on
+            the model (`max_pass_tokens`).
         max_body_bytes: maximum size of a request body after decompression.
         max_sessions: maximum number of open sessions.
         max_models: maximum number of models in training.
@@ -45,7 +48,7 @@ class Settings:
     dtype: DtypeName = "float32"
     threads: int | None = None
     api_key: str | None = None
-    micro_batch_tokens: int = 1024
+    micro_batch_tokens: int | None = None
     max_body_bytes: int = 256 * 2**20
     max_sessions: int = 256
     max_models: int = 256
@@ -58,3 +61,7 @@ class Settings:
     sampling_cache_bytes: int = 2 * 2**30
     deterministic: bool = False
     retrieve_futures: bool = False
+
+    def max_pass_tokens(self, num_parameters: int) -> int:
+        """Return the maximum size of a forward pass for a model: a small model takes longer to call than to compute."""
+        return self.micro_batch_tokens or (2048 if num_parameters < SMALL_MODEL else 1024)

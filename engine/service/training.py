@@ -36,6 +36,7 @@ class TrainingServices:
     """Services shared by all training models.
 
     Attributes:
+        max_pass_tokens: returns the maximum size of a forward pass in tokens for a number of parameters.
         check_session: raises an EngineError if the session of a model has ended, or its client is gone.
         max_request_s: maximum compute time of a pass.
     """
@@ -47,7 +48,7 @@ class TrainingServices:
     checkpoints: CheckpointStore
     runs: RunStore
     memory: MemoryBudget
-    micro_batch_tokens: int
+    max_pass_tokens: Callable[[int], int]
     check_session: Callable[[str], None]
     max_request_s: float
 
@@ -238,7 +239,8 @@ class TrainingModel:
     def _new_store(self, origin: Origin) -> TrainerStore:
         def make() -> Trainer:
             base = self._services.find_base(origin.base_model)
-            return origin.make_trainer(base, self._services.checkpoints, self._services.micro_batch_tokens)
+            pass_tokens = self._services.max_pass_tokens(base.num_parameters)
+            return origin.make_trainer(base, self._services.checkpoints, pass_tokens)
 
         return TrainerStore(make, self._services.memory, lambda: self.queue.running is not None)
 
