@@ -19,6 +19,7 @@ BENCHMARKS = {
     "dpo_vs_cookbook": "the dpo flow, against tinker-cookbook's DPO loop, with the losses of both (long)",
     "objective_terms": "eight concurrent terms against one callback, separate gradients against one backward",
     "sdk_terms": "eight waiting terms in a loop on the SDK, against the SDK's own custom loss",
+    "terms_on_runners": "eight waiting terms on threads, processes, Dask and Ray, against the slowest of them",
     "estimators": "each estimator of scores, against the exact gradient of a toy's expected score and release 0.1",
     "kl_gradients": "bias and spread of the gradients of the KL terms, against the exact gradient on a toy",
     "critic": "baselines of several turns, against the exact advantages and gradient of enumerated games (long)",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
 from typing import Literal
 from uuid import UUID
 
@@ -47,10 +48,15 @@ OUTPUTS = replace(OUTPUTS, logprobs_DT=OUTPUTS.logprobs_DT.float())
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Evaluations and errors of the terms on one task runner, by the name of a case."""
+    """Evaluations and errors of the terms on one task runner, by the name of a case.
+
+    Attributes:
+        met: processes of two terms, each of which waited for the other.
+    """
 
     kind: str
     flow_run_id: str
+    met: list[float] = field(default_factory=list)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
 
@@ -80,6 +86,18 @@ def evaluate(executor: TaskTermExecutor, term, batch: Batch) -> Evaluation:
     return executor.evaluate(term, features, OUTPUTS, batch, True)()
 
 
+def meet(executor: TaskTermExecutor) -> list[float]:
+    """Evaluate two terms that wait for each other; return the processes in which they ran."""
+    with TemporaryDirectory() as folder:
+        entries = [
+            {"name": f"meets_{n}", "fn": "test_meets", "params": {"folder": folder, "number": n}, "timeout_s": 120.0}
+            for n in range(2)
+        ]
+        with Objective(regularizers=entries) as objective:
+            pending = [executor.evaluate(term, None, OUTPUTS, BATCH, True) for term in objective.regularizers]
+            return [wait().metrics["pid"] for wait in pending]
+
+
 @flow(name="terms-on-workers")
 def run_terms(kind: Literal["processes", "dask", "ray"]) -> Outcomes:
     outcomes = Outcomes(kind, flow_run.get_id())
@@ -88,6 +106,7 @@ def run_terms(kind: Literal["processes", "dask", "ray"]) -> Outcomes:
         executor_of(objective, TaskRunnerConfig(kind=kind, workers=2)) as executor,
     ):
         terms = dict(zip(FNS, objective.regularizers, strict=True))
+        outcomes.met.extend(meet(executor))
         cases = {
             **{fn: terms[fn] for fn in ("surprise", "lengths", "where", "raises", "nan", "shape")},
             "limited": replace(terms["surprise"], timeout_s=60.0),
@@ -127,6 +146,11 @@ def test_workers_give_bitwise_equal_results(outcomes: Outcomes, case: str):
 def test_a_worker_has_one_thread_and_no_datums_of_the_service(outcomes: Outcomes):
     where = outcomes.evaluations["where"].metrics
     assert (where["threads"], where["datums"]) == (1, 0)
+
+
+def test_terms_run_concurrently(outcomes: Outcomes):
+    assert len(set(outcomes.met)) == 2
+    assert os.getpid() not in outcomes.met
 
 
 @pytest.mark.parametrize(
