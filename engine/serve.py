@@ -67,15 +67,20 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
 def _load_models(settings: Settings) -> dict[str, BaseModel]:
     disable_progress_bar()  # progress bars clutter the log
     if settings.deterministic:
-        _check_determinism(settings)
+        _check_settings(settings)
     bases = {}
     for name in settings.models:
         path = resolve_model(name, settings.cache)
         bases[name] = BaseModel(load_model(path, settings.device, settings.dtype, name))
+        if settings.deterministic and not bases[name].keeps_bits():
+            raise ModelError(
+                f"--deterministic cannot be kept on this processor, whose products give a row of {name} other bits in "
+                "batches of other sizes: omit --deterministic."
+            )
     return bases
 
 
-def _check_determinism(settings: Settings) -> None:
+def _check_settings(settings: Settings) -> None:
     """Raise a ModelError if samples would depend on concurrent requests in spite of ``settings.deterministic``."""
     if settings.device != "cpu" or settings.dtype != "float32" or not torch.backends.mkldnn.is_available():
         onednn = "with" if torch.backends.mkldnn.is_available() else "without"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.compute.kv_cache import register_cached_attention
+from engine.compute.linear import keeps_bits
 from engine.compute.lora import ActiveAdapters, Adapter, AdapterRows, LoraSpec, new_adapter, wrap_linears
 from engine.models import LoadedModel, ModelError
 
@@ -43,6 +44,11 @@ class BaseModel:
     @property
     def num_parameters(self) -> int:
         return self.loaded.model.num_parameters()
+
+    def keeps_bits(self) -> bool:
+        """Return True if this machine gives a row the same bits in any batch of two or more rows."""
+        layers = (*self._linears.values(), self._head)
+        return all(keeps_bits(weight) for weight in {layer.weight.shape: layer.weight for layer in layers}.values())
 
     def new_adapter(self, spec: LoraSpec) -> Adapter:
         """Create an untrained adapter for this model; see `lora.new_adapter`."""

@@ -21,6 +21,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return onednn_linear(x, weight, bias)
 
 
+def keeps_bits(weight: Tensor) -> bool:
+    """Return True if `linear` gives rows the same bits in products of 64 rows and of fewer rows, two or more."""
+    x = torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    y = linear(x, weight)
+    return all(torch.equal(linear(x[:num_rows], weight), y[:num_rows]) for num_rows in (2, 3, 7, 16, 33))
+
+
 def frozen_linear(x: Tensor, layer: nn.Linear) -> Tensor:
     """Compute the output of a frozen layer, differentiable in ``x``."""
     if not _uses_onednn(x, layer.weight):

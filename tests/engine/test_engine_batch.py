@@ -10,9 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling_jobs import make_job
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from engine.compute.base import BaseModel
+from engine.compute.linear import linear
 from engine.compute.lora import Adapter, LoraSpec
 from engine.listen import bind
 from engine.models import ModelError, load_model
@@ -144,6 +146,24 @@ def test_other_rows_change_no_bit_of_a_deterministic_batch(
         assert run(1) == run(24)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_deterministic_engine_checks_the_products_of_this_machine(
+    base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that sums in another order for some numbers of rows is refused by name."""
+    assert base.keeps_bits()
+
+    def by_size(x: Tensor, weight: Tensor) -> Tensor:
+        y = linear(x, weight)
+        return y * (1 + 1e-6) if len(x) == 7 else y
+
+    monkeypatch.setattr("engine.compute.linear.linear", by_size)
+    assert not base.keeps_bits()
+    options = Settings(("tiny",), tmp_path, tmp_path, deterministic=True)
+    expected = "cannot be kept on this processor, whose products give a row of tiny other"
+    with bind(options.host, 0) as listener, pytest.raises(ModelError, match=expected):
+        serve(options, listener, stop_with_stdin=False)
 
 
 def test_deterministic_engine_requires_float32(tmp_path: Path) -> None:

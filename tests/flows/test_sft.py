@@ -58,7 +58,9 @@ def test_golden_loss_curve(finished: TrainResult) -> None:
     for key, points in curves.items():
         assert [step for step, _ in points] == [step for step, _ in golden[key]]
         # Kernels of other processors round differently; the resume test compares bits on one machine.
-        assert [value for _, value in points] == pytest.approx([value for _, value in golden[key]], rel=1e-4)
+        # The absolute tolerance is that of float32 values near 1, from which small values are computed.
+        expected = pytest.approx([value for _, value in golden[key]], rel=1e-4, abs=1e-6)
+        assert [value for _, value in points] == expected
 
 
 def test_loss_decreases(finished: TrainResult) -> None:
