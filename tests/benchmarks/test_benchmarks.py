@@ -32,6 +32,7 @@ from benchmarks import (
     shares,
     step_overhead,
     sweep_overhead,
+    terms_on_runners,
     up_ready,
 )
 from benchmarks.__main__ import BENCHMARKS
@@ -170,6 +171,12 @@ def test_sdk_terms() -> None:
     rows = sdk_terms.measure(repetitions=1, seconds=0.01, num_terms=2)
     check(rows, "sdk_terms", 2)
     assert all("budget 0.012 s" in row.note for row in rows)
+
+
+@pytest.mark.process
+def test_terms_on_runners() -> None:
+    rows = terms_on_runners.measure(kinds=["threads"], repetitions=1, seconds=0.01, num_terms=2)
+    check(rows, "terms_on_runners", 1)
 
 
 @pytest.mark.process
