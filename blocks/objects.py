@@ -21,7 +21,8 @@ from blocks.errors import reason, storage_error
 
 T = TypeVar("T")
 
-# With these settings botocore retries for about 8 s if the server refuses connections, and 90 s if it is silent.
+# botocore counts the first attempt, so these are six: about 12 s if the server refuses connections, and 140 s if it
+# accepts them and never answers.
 CLIENT = {"connect_timeout": 10, "read_timeout": 20, "retries": {"mode": "standard", "max_attempts": 5}}
 LONGEST_PAUSE_S = 30.0
 MAX_SINGLE_PUT = 5 * 2**30

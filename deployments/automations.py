@@ -83,7 +83,7 @@ def restart_automation() -> AutomationCore:
 
 
 def stop_automation() -> AutomationCore:
-    """Build the automation that cancels a run with `STOP_TAG`, or the sweep of a trial, when it warns."""
+    """Build the automation that cancels a run with `STOP_TAG` (of a trial, its sweep) at a warning or a skip."""
     return AutomationCore(
         name="tinker-flows: stop on a warning",
         description=f"Saves and cancels a run or sweep tagged {STOP_TAG} when it warns or a guard skips a step.",
@@ -102,12 +102,12 @@ def pause_automation() -> AutomationCore:
     )
 
 
-def _without_templates(value: Any) -> Any:
-    """Return a value whose strings Prefect does not render as templates."""
+def _escape_templates(value: Any) -> Any:
+    """Return a value in which template marks are escaped, so that Prefect does not render them."""
     if isinstance(value, dict):
-        return {key: _without_templates(item) for key, item in value.items()}
+        return {key: _escape_templates(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_templates(item) for item in value]
+        return [_escape_templates(item) for item in value]
     is_template = isinstance(value, str) and any(mark in value for mark in ("{{", "{%", "{#"))
     return f"{{% raw %}}{value}{{% endraw %}}" if is_template else value
 
@@ -122,7 +122,7 @@ def evaluate_automation(deployment: DeploymentResponse) -> AutomationCore:
     of_the_run = {name: f"{{{{ event.payload.{name} }}}}" for name in names}
     run_name = "{{ event.payload.run_name }}-at-{{ event.payload.step }}"
     config = {
-        **_without_templates(deployment.parameters["config"]),
+        **_escape_templates(deployment.parameters["config"]),
         "model": "",
         "run_name": run_name,
         **of_the_run,
@@ -138,15 +138,15 @@ def evaluate_automation(deployment: DeploymentResponse) -> AutomationCore:
 
 
 def notify_automation(webhook: UUID) -> AutomationCore:
-    """Build the automation that calls a webhook on failures, warnings and approvals of runs with `NOTIFY_TAG`.
+    """Build the automation that calls a webhook when a run with `NOTIFY_TAG` needs attention.
 
     Args:
         webhook: id of the Webhook block.
     """
     return AutomationCore(
         name="tinker-flows: notify",
-        description=f"Calls a webhook for runs tagged {NOTIFY_TAG} on failures, crashes, warnings, spent budgets "
-        "and approvals.",
+        description=f"Calls a webhook when a run tagged {NOTIFY_TAG} fails, crashes, warns, spends its budget or waits "
+        "for approval.",
         trigger=_at_each(
             ["prefect.flow-run.*", f"{PREFIX}.run.*"],
             NOTIFY_TAG,

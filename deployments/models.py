@@ -15,7 +15,7 @@ from blocks.console import TextConsole
 from blocks.errors import ConfigError
 from flows.config.learning_rate import is_local, recommended_rate
 from flows.runs.blocks import service_at
-from flows.runs.prices import DATE, FREE, Price, price_of, priced_models
+from flows.runs.prices import FREE, PRICES_DATE, Price, price_of, priced_models
 from tasks.common.renderers import recommended_renderers
 from tasks.rl.health import is_mixture
 
@@ -37,7 +37,7 @@ def show_models(base_url: str, as_json: bool) -> None:
         print(json.dumps(rows, indent=2))
         return
     table = Table(
-        title=f"Models: context in tokens, dollars per million tokens (hosted service: prices of {DATE})",
+        title=f"Models: context in tokens, dollars per million tokens (hosted service: prices of {PRICES_DATE})",
         title_justify="left",
         caption=None if service else "The service tells missing contexts: set TINKER_API_KEY or --base-url.",
         caption_justify="left",

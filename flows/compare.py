@@ -108,12 +108,12 @@ def compare(config: CompareConfig) -> CompareResult:
             renderer = open_renderer(config.renderer_name, tokenizer)
             judge = build_judge(config.judge.builder, config.judge.params) if config.judge else None
             # A synchronous flow cannot call an async task directly, so submit it.
-            has_last_n = supports_last_n(first)
-            if not has_last_n:
+            can_score_last_n = supports_last_n(first)
+            if not can_score_last_n:
                 get_run_logger().warning(
                     "The service does not know prompt_logprobs_last_n, so answers are scored with their prompts."
                 )
-            pending = compare_policies.submit((first, second), questions, renderer, sampling, judge, has_last_n)
+            pending = compare_policies.submit((first, second), questions, renderer, sampling, judge, can_score_last_n)
             compared = cast(PolicyComparison, pending.result())
             log.log(chosen.step, compared.metrics)
             log.flush()

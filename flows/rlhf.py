@@ -75,7 +75,7 @@ def _run_stages(config: RlhfConfig) -> TrainResult:
 
 
 def within_budget(stage: C, budget: BudgetConfig, finished: Sequence[TrainResult]) -> C:
-    """Give a stage what the finished stages have left of the common budget; keep its own budget without one.
+    """Give a stage what the finished stages have left of the common budget, or keep its own if there is no common one.
 
     Raises:
         ConfigError: The finished stages have spent the budget, or their cost in dollars is unknown.
@@ -115,7 +115,8 @@ def _with_approval(
     with nullcontext() if is_last else step_callback(None):
         result = run_stage()
     if result.approval_request:
-        return run_stage() if decide(result.approval_request, stage) else result
+        # The repeated stage reads the recorded decision, and registers the checkpoint or refuses.
+        return run_stage() if decide(result.approval_request, stage) is not None else result
     if not config.needs_approval or _is_final(result) or is_last or stage.needs_approval:
         return result
     rows = tuple(row for row in result.held_out if not is_bookkeeping(row.metric))

@@ -265,9 +265,9 @@ class OnPolicyConfig(SamplingConfig):
         default=None,
         json_schema_extra=optional_group(HindsightConfig),
         title="Hindsight",
-        description="Show the teacher of a rollout a successful other rollout of the group and the environment's "
-        "feedback, as SDPO does. Rollouts that have neither are not trained on. Unset: the teacher sees only the "
-        "prompt.",
+        description="For each rollout, show the teacher another, successful rollout of the group and the "
+        "environment's feedback, as SDPO does. Rollouts that have neither are not trained on. Unset: the teacher sees "
+        "only the prompt.",
     )
 
     @model_validator(mode="after")

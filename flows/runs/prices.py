@@ -26,7 +26,7 @@ class Price:
         prefill: Price of prompt tokens that the service has not cached.
         sample: Price of sampled tokens.
         train: Price of tokens in any pass of a training client, including forward passes and tokens of weight 0.
-        cached_prefill: Price of prompt tokens that the service has cached; None for that of other prompt tokens.
+        cached_prefill: Price of prompt tokens that the service has cached. None: they cost `prefill`.
     """
 
     prefill: float
@@ -58,7 +58,7 @@ class Price:
 
 FREE = Price(0.0, 0.0, 0.0)
 
-DATE = "2026-10"  # of the newest copy of the price page that `TABLE` agrees with
+PRICES_DATE = "2026-10"  # month of the newest copy of the service's price page; `TABLE` agrees with that copy
 
 
 def price_of(model: str, url: str, table: str = "") -> Price | None:

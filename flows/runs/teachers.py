@@ -45,11 +45,11 @@ def open_teachers(run: Run, config: TrainConfig, teachers: Sequence[TeacherConfi
         (model, path): _open(run, model, path, tokenizer if model != config.model else None)
         for model, path in dict.fromkeys(weights)
     }
-    has_last_n = _has_last_n(run, config, clients[weights[0]].sampler)
-    return [replace(clients[key], has_last_n=has_last_n) for key in weights]
+    can_score_last_n = _can_score_last_n(run, config, clients[weights[0]].sampler)
+    return [replace(clients[key], can_score_last_n=can_score_last_n) for key in weights]
 
 
-def _has_last_n(run: Run, config: TrainConfig, sampler: tinker.SamplingClient) -> bool:
+def _can_score_last_n(run: Run, config: TrainConfig, sampler: tinker.SamplingClient) -> bool:
     """Return whether reference and teachers score only the ends of sequences; warn if the service cannot."""
     if config.prompt_logprobs_last_n == "off":
         return False
@@ -136,8 +136,8 @@ def open_reference(run: Run, config: TrainConfig, *, keeps: bool = True) -> Refe
                 sampler = run.session.create_sampling_client(model_path=path).result()
             else:
                 sampler = open_trainer().save_weights_and_get_sampling_client().result()
-    has_last_n = _has_last_n(run, config, sampler)
-    reference = Reference(sampler, open_trainer, name, model=model, uses_cache=keeps, has_last_n=has_last_n)
+    can_score_last_n = _can_score_last_n(run, config, sampler)
+    reference = Reference(sampler, open_trainer, name, model=model, uses_cache=keeps, can_score_last_n=can_score_last_n)
     load_cache(reference.cache, run.directory, REFERENCE_NAME)
     return reference
 

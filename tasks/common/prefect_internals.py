@@ -13,13 +13,13 @@ WORKER_ATTRIBUTES = ("_loop", "_task", "_queue")
 
 
 def state_error(state: State[Any]) -> object:
-    """Return the exception of a failed state, or the result of another state, also on a running event loop."""
+    """Return the exception of a state if it failed, and its result otherwise, also on a running event loop."""
     # Without the flag, the result is a coroutine if a loop is running.
     return state.result(raise_on_failure=False, _sync=True)  # pyright: ignore[reportCallIssue]
 
 
 def send_events(limit_s: float) -> int:
-    """Send the events and log lines that Prefect has queued, cancel the rest after the limit, and return its number.
+    """Send Prefect's queued events and log lines; cancel what is left after `limit_s` and return how many.
 
     At exit, Prefect would wait without a limit, even for a server that accepts a request and never answers.
     """

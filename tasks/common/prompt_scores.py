@@ -24,15 +24,15 @@ def supports_last_n(sampler: tinker.SamplingClient) -> bool:
 
 
 async def score_last_tokens(
-    sampler: tinker.SamplingClient, tokens: types.ModelInput, first: int, *, has_last_n: bool
+    sampler: tinker.SamplingClient, tokens: types.ModelInput, first: int, *, can_score_last_n: bool
 ) -> list[float | None]:
     """Return the logprob of each token of a sequence, in nats.
 
     Args:
         first: index of the first token whose logprob is needed, at least 1.
-        has_last_n: True to score only the tokens from `first` on; earlier tokens then have no logprob.
+        can_score_last_n: True to score only the tokens from `first` on; earlier tokens then have no logprob.
     """
-    return await sampler.compute_logprobs(tokens, last_n(tokens, first) if has_last_n else None)
+    return await sampler.compute_logprobs(tokens, last_n(tokens, first) if can_score_last_n else None)
 
 
 def last_n(tokens: types.ModelInput, first: int) -> int | None:

@@ -93,12 +93,12 @@ async def sample_answers(
 
 
 async def score_answers(
-    sampler: tinker.SamplingClient, answers: Sequence[Answer], *, has_last_n: bool = False
+    sampler: tinker.SamplingClient, answers: Sequence[Answer], *, can_score_last_n: bool = False
 ) -> list[list[float]]:
     """Return the policy's logprob of each token of each answer, in nats.
 
     Args:
-        has_last_n: True to score the answers without their prompts (`supports_last_n`).
+        can_score_last_n: True to score the answers without their prompts (`supports_last_n`).
 
     Raises:
         PoisonedError: a logprob is not finite.
@@ -106,7 +106,7 @@ async def score_answers(
 
     async def score(answer: Answer) -> list[float]:
         tokens = types.ModelInput.from_ints([*answer.prompt, *answer.tokens])
-        logprobs = await score_last_tokens(sampler, tokens, len(answer.prompt), has_last_n=has_last_n)
+        logprobs = await score_last_tokens(sampler, tokens, len(answer.prompt), can_score_last_n=can_score_last_n)
         values = [math.nan if value is None else value for value in logprobs[len(answer.prompt) :]]
         if not all(math.isfinite(value) for value in values):
             raise PoisonedError(

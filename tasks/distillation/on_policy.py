@@ -160,7 +160,7 @@ class OnPolicySource(RolloutSource):
     def _open(self, path: str) -> Teacher:
         """Open saved weights as a teacher on the same service as the first one."""
         assert self._sync is not None
-        return replace(self._sync.open(path), has_last_n=self._teachers[0].has_last_n)
+        return replace(self._sync.open(path), can_score_last_n=self._teachers[0].can_score_last_n)
 
     def _teacher_is_policy(self, step: int) -> bool:
         """Return whether the teacher of a step is the policy that samples, whose snapshot exists anyway."""

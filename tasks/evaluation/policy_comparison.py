@@ -59,14 +59,14 @@ async def compare_policies(
     renderer: Renderer,
     sampling: Sampling,
     judge: Judge | None,
-    has_last_n: bool = False,
+    can_score_last_n: bool = False,
 ) -> PolicyComparison:
     """Sample from both policies, score all answers with both, and judge each pair of answers.
 
     Args:
-        has_last_n: True if the service can score answers without their prompts (`supports_last_n`).
+        can_score_last_n: True if the service can score answers without their prompts (`supports_last_n`).
     """
-    score = partial(score_answers, has_last_n=has_last_n)
+    score = partial(score_answers, can_score_last_n=can_score_last_n)
     with service_errors("sample from the compared policies"):
         conversations = [[Message(role="user", content=row["question"])] for row in rows]
         answers_PG, others_PG = [await sample_answers(policy, renderer, conversations, sampling) for policy in policies]

@@ -26,7 +26,7 @@ from tasks.training.token_meter import TokenMeter
 
 
 class RankingEvaluator(TokenizedEvaluator):
-    """Accuracy `test/accuracy`: share of held-out pairs, judged in both orders, that the model ranks correctly."""
+    """Accuracy `test/accuracy`: share of correct verdicts on held-out pairs, each judged in both orders."""
 
     def __init__(  # noqa: PLR0913 - a builder with its parameters, a renderer and the resources of the run
         self,

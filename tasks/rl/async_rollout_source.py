@@ -27,7 +27,7 @@ from tasks.training.batch_source import TrainedBatch
 
 
 class Place(NamedTuple):
-    """Position of a group in the data: its step in on-policy training and its index in that step."""
+    """Position of a group in the data: the step that would train on it in mode `sync`, and its index in that step."""
 
     step: int
     group: int
@@ -39,7 +39,7 @@ class CompletedGroup:
 
     Attributes:
         place: position of the group in the data.
-        version: step whose initial weights sampled the group.
+        version: step whose starting weights sampled the group.
         group: result of the rollout.
     """
 
@@ -83,7 +83,7 @@ class AsyncRolloutSource(RolloutSource):
         self._running: dict[Place, int] = {}  # place of each running group: version of the weights that sample it
         self._completed: list[CompletedGroup] = []
         self._failed: list[Group] = []
-        self._discarded: list[Group] = []  # groups that teach nothing since the metrics of the last step
+        self._discarded: list[Group] = []  # groups that teach nothing, since the metrics of the last step
         self._taken: dict[int, list[CompletedGroup]] = {}
         self._stale: list[Group] = []
         self._num_steps = 0
@@ -93,10 +93,10 @@ class AsyncRolloutSource(RolloutSource):
 
     def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
         super().begin(step, num_steps, state)
-        # A fork may have other groups than its parent: the places in the parent's state then mean nothing.
-        same_groups = state.get("groups_per_batch") == self._size
-        self._next_step = state["next_step"] if same_groups else step
-        self._waiting = deque(Place(*place) for place in state["untrained"]) if same_groups else deque()
+        # If a fork has another number of groups per step than its parent, the places in that state mean nothing.
+        same_size = state.get("groups_per_batch") == self._size
+        self._next_step = state["next_step"] if same_size else step
+        self._waiting = deque(Place(*place) for place in state["untrained"]) if same_size else deque()
         self._num_steps = num_steps
 
     def state(self, step: int) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class AsyncRolloutSource(RolloutSource):
         self._stale += [completed.group for completed in stale]
 
     def _start(self) -> None:
-        """Start as many groups as the steps that may still train on the current weights can take."""
+        """Start groups until enough run or are completed for all steps that may train on samples of these weights."""
         if self._weights is None or self._error:
             return
         steps = min(self._weights.version + self._max_age + 1, self._num_steps) - self._step
@@ -234,15 +234,15 @@ class AsyncRolloutSource(RolloutSource):
             self._changed.notify_all()
 
     def _should_replace(self, group: Group) -> bool:
-        """Return whether the next group replaces a completed one: it teaches nothing, and refills remain."""
+        """Return whether the next group replaces a completed one, which teaches nothing, while refills remain."""
         limit = self.settings.refill_rounds * self._size
         return len(self._discarded) < limit and not self.can_teach(group)
 
     def _note_failed(self, group: Group) -> None:
         """Record a failed group, which the next group replaces.
 
-        The run fails if more than twice the groups of a step have failed since the metrics of the last step, and no
-        other group is at hand.
+        The run fails if more groups than twice the number per step have failed since the metrics of the last step, and
+        none has been completed or discarded.
         """
         self._failed.append(group)
         if len(self._failed) > 2 * self._size and not self._completed and not self._discarded:

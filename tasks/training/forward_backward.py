@@ -73,12 +73,12 @@ def forward_backward(pending: PendingOutput, batch: Batch) -> Outputs:
 
 @step_task(name="optim_step")
 def optim_step(pending: tinker.APIFuture[types.OptimStepResponse]) -> dict[str, float]:
-    """Wait until the weights are updated and return the service's metrics, with the norm as `optim/grad_norm`."""
+    """Wait for the update; return the service's metrics, with the gradient norm as `optim/grad_norm`."""
     metrics = wait_for_response(pending, "take the optimizer step").metrics or {}
     return {_OPTIMIZER_METRICS.get(name, name): value for name, value in metrics.items()}
 
 
-# Norm of the gradient by the weights, before clipping.
+# Norm of the gradient with respect to the weights, before clipping.
 _OPTIMIZER_METRICS = {"unclipped_grad_l2:mean": "optim/grad_norm"}
 
 PendingOutput = tinker.APIFuture[types.ForwardBackwardOutput]

@@ -45,7 +45,7 @@ class Reference:
         *,
         model: str = "",
         uses_cache: bool = True,
-        has_last_n: bool = False,
+        can_score_last_n: bool = False,
     ) -> None:
         """Create a reference from clients that are never updated.
 
@@ -55,11 +55,11 @@ class Reference:
             name: name of the reference in the config.
             model: base model by its name on the service.
             uses_cache: False for sampled data, which does not repeat.
-            has_last_n: True to score a sequence only from its first trained target on; earlier targets get 0.
+            can_score_last_n: True to score a sequence only from its first trained target on; earlier targets get 0.
         """
         self._sampler, self._open_trainer, self._trainer = sampler, open_trainer, None
         self._name, self.model, self._uses_cache, self.cache = name, model, uses_cache, JsonlCache()
-        self._has_last_n = has_last_n
+        self._can_score_last_n = can_score_last_n
         # Batches of several steps are scored at once, by several threads.
         self._lock = Lock()
         self._sampled: dict[int, SampledTokens] = {}
@@ -81,7 +81,7 @@ class Reference:
     def logprobs(self, batch: Batch, step: int) -> Tensor:
         """Return the reference's logprobs of the batch's targets, float32, in nats, in the shape of the targets.
 
-        With `has_last_n`, targets before the first trained one of a datum get 0.
+        With `can_score_last_n`, targets before the first trained one of a datum get 0.
 
         Args:
             step: step that pays for the tokens.
@@ -127,7 +127,7 @@ class Reference:
 
     def _first_scored(self, mask_T: Tensor) -> int:
         """Index of the first target of a datum whose logprob is needed."""
-        return int(mask_T.long().argmax()) if self._has_last_n else 0
+        return int(mask_T.long().argmax()) if self._can_score_last_n else 0
 
     def _compute(
         self,
@@ -148,7 +148,7 @@ class Reference:
 
     def _score(self, sequences: Sequence[tuple[tinker.Datum, Tensor, int]], step: int) -> list[Tensor]:
         inputs = [datum.model_input.append_int(int(targets[-1])) for datum, targets, _ in sequences]
-        firsts = [first for _, _, first in sequences] if self._has_last_n else None
+        firsts = [first for _, _, first in sequences] if self._can_score_last_n else None
         logprobs = score_sequences(self._sampler, inputs, f"score a sequence with the reference {self._name}", firsts)
         if firsts:
             logprobs = [
@@ -197,7 +197,7 @@ def score_sequences(
 
     async def score(tokens: types.ModelInput, first: int) -> Tensor:
         with service_errors(action):
-            logprobs = await score_last_tokens(sampler, tokens, first + 1, has_last_n=firsts is not None)
+            logprobs = await score_last_tokens(sampler, tokens, first + 1, can_score_last_n=firsts is not None)
         # The first token of a sequence has no logprob.
         return torch.tensor([float("nan") if value is None else value for value in logprobs[1:]])
 

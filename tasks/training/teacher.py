@@ -26,12 +26,13 @@ class Teacher:
     Attributes:
         sampler: client of its weights.
         name: name in error messages.
-        has_last_n: True to score a sequence only from its first trained token on (`supports_last_n`).
+        can_score_last_n: True if the service can score the end of a sequence alone (`supports_last_n`); a sequence is
+            then scored from its first trained token on.
     """
 
     sampler: tinker.SamplingClient
     name: str
-    has_last_n: bool = False
+    can_score_last_n: bool = False
 
 
 class TeacherRequest(NamedTuple):
@@ -125,7 +126,7 @@ async def _score(request: TeacherRequest) -> Tensor:
     teacher, positions_M = request.teacher, trained_positions(request.datum)
     tokens, first = _input_with_last_target(request.datum), int(positions_M[0]) + 1
     with service_errors(f"query the teacher {teacher.name}"):
-        logprobs = await score_last_tokens(teacher.sampler, tokens, first, has_last_n=teacher.has_last_n)
+        logprobs = await score_last_tokens(teacher.sampler, tokens, first, can_score_last_n=teacher.can_score_last_n)
     # The first token of a sequence has no logprob.
     logprobs_T = torch.tensor([torch.nan if value is None else value for value in logprobs[1:]])
     logprobs_M = logprobs_T[positions_M]
@@ -146,7 +147,7 @@ async def _compute_top_k(request: TeacherRequest, top_k: int) -> TopK:
             types.SamplingParams(max_tokens=1),
             include_prompt_logprobs=True,
             topk_prompt_logprobs=top_k,
-            prompt_logprobs_last_n=last_n(tokens, positions[0]) if teacher.has_last_n else None,
+            prompt_logprobs_last_n=last_n(tokens, positions[0]) if teacher.can_score_last_n else None,
         )
     top_T = response.topk_prompt_logprobs
     rows = [top_T[position] or [] for position in positions] if top_T else [[]]

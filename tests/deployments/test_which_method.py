@@ -16,7 +16,7 @@ from deployments.which_method import RESOURCES, Resource, advise
 from engine.models import resolve_model
 from flows.config.loader import load_config
 from flows.config.rlhf import RlhfConfig
-from flows.runs.prices import DATE
+from flows.runs.prices import PRICES_DATE
 from objectives.import_path import import_path
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_models_of_a_service_have_context_lengths(
     assert rows["Qwen/Qwen3.6-35B-A3B"]["type"] == "chat, mixture, vision"
     assert rows["openai/gpt-oss-120b:peft:131072"]["context"] == 131072
     table = printed(capsys, "models")
-    assert f"dollars per million tokens (hosted service: prices of {DATE})" in table
+    assert f"dollars per million tokens (hosted service: prices of {PRICES_DATE})" in table
     header = next(line for line in table.splitlines() if "prefill" in line)
     columns = ["model", "size", "type", "context", "prefill", "sample", "train", "auto rate", "renderer"]
     assert [column.strip() for column in header.strip("┃ ").split("┃")] == columns

@@ -1,4 +1,4 @@
-"""Rewards from a generative reward model: the logprob that it gives to the verdict "good" on an answer."""
+"""Rewards from a generative reward model: the logprob of its verdict that an answer is good."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RewardModelGroupBuilder(EnvGroupBuilder):
         ]
 
     def num_scored_tokens(self) -> int:
-        """Return the tokens that the reward model reads for an empty answer."""
+        """Return the number of tokens that the reward model reads for an empty answer."""
         answer = Message(role="assistant", content="")
         return self.reward_model.rendering.datum([*self.prompt, answer]).model_input.length + 1
 

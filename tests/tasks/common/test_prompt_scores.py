@@ -69,7 +69,7 @@ def test_reference(sampler: tinker.SamplingClient, requested: list[int | None]) 
 
     batch = packed()
     whole = Reference(sampler, no_trainer, "base")
-    last = Reference(sampler, no_trainer, "base", has_last_n=True)
+    last = Reference(sampler, no_trainer, "base", can_score_last_n=True)
     with open_workers():
         expected_DT, scores_DT = whole.logprobs(batch, 0), last.logprobs(batch, 0)
         torch.testing.assert_close(scores_DT[batch.mask_DT], expected_DT[batch.mask_DT], atol=1e-5, rtol=0)
@@ -78,7 +78,7 @@ def test_reference(sampler: tinker.SamplingClient, requested: list[int | None]) 
         assert whole.take_sampled(0) == last.take_sampled(0)
         # Cached scores of whole sequences are not requested again.
         num_requests = len(requested)
-        resumed = Reference(sampler, no_trainer, "base", has_last_n=True)
+        resumed = Reference(sampler, no_trainer, "base", can_score_last_n=True)
         resumed.cache = whole.cache
         assert torch.equal(resumed.logprobs(batch, 0), expected_DT)
         assert torch.equal(last.logprobs(batch, 1), scores_DT)
