@@ -358,12 +358,12 @@ def earlier_runs(config: TrackedConfig, prices: PriceList, ignored: Sequence[str
     tracking = tracking_of(config)
     client = tracking.get_client()
     fields = {key: str(value)[:MAX_PARAM_LENGTH] for key, value in changed_fields_of(config).items()}
-    wanted = _comparable(fields, ignored)
+    own_settings = _comparable(fields, ignored)
     with tracking.failures():
         name = prices.model.replace("'", "")
         for run in client.search_runs([tracking.experiment_id(client)], f"params.model = '{name}'"):
             num_train_tokens = run.data.metrics.get("cost/num_train_tokens")
-            if num_train_tokens is None or _comparable(run.data.params, ignored) != wanted:
+            if num_train_tokens is None or _comparable(run.data.params, ignored) != own_settings:
                 continue
             counts = {key: run.data.metrics.get(f"cost/{key}", 0.0) for key in asdict(SampledTokens())}
             sampled = SampledTokens(**{key: round(value) for key, value in counts.items()})

@@ -93,8 +93,12 @@ def read_approval(directory: RunDirectory, request: ApprovalRequest) -> Approval
     if content is None:
         return None
     approval = Approval(**json.loads(content))
-    asked, answered = ((about.step, about.state_path, about.question) for about in (request, approval))
-    return approval if answered == asked else None
+    is_same = (approval.step, approval.state_path, approval.question) == (
+        request.step,
+        request.state_path,
+        request.question,
+    )
+    return approval if is_same else None
 
 
 def decide(request: ApprovalRequest, config: RunConfig) -> Approval | None:
