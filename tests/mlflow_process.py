@@ -16,11 +16,16 @@ from blocks.processes import free_port
 
 
 @contextmanager
-def running_mlflow(folder: Path) -> Iterator[str]:
-    """Run a server on ``folder/mlflow.db``; yields its URL."""
+def running_mlflow(folder: Path, store: str = "") -> Iterator[str]:
+    """Run a server; yields its URL.
+
+    Args:
+        folder: folder of the artifacts and the log.
+        store: URL of the database; default: ``folder/mlflow.db``.
+    """
     url = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
-    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}"]
+    command += ["--workers", "1", "--backend-store-uri", store or f"sqlite:///{folder / 'mlflow.db'}"]
     command += ["--artifacts-destination", str(folder / "artifacts")]
     env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with (

@@ -75,7 +75,8 @@ def _start_responsive(folder: Path) -> S3Server:
 def s3_ports() -> dict[str, int]:
     """Return a free port for each component by option name; the default ports could clash with another server."""
     components = ("s3", "master", "volume", "filer", "admin")
-    return {name: free_port() for component in components for name in (f"{component}.port", f"{component}.port.grpc")}
+    names = [name for component in components for name in (f"{component}.port", f"{component}.port.grpc")]
+    return {name: free_port() for name in (*names, "metricsPort")}
 
 
 def s3_command(folder: Path, ports: dict[str, int]) -> tuple[list[str | Path], dict[str, str]]:
