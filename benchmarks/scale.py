@@ -122,13 +122,13 @@ SETUPS = (
     Setup("checkpoints", 1, cycle_s=1.0, window_s=30, checkpoint_every=5),
     Setup("1", 1, cycle_s=10.0, window_s=60),
     Setup("10", 10, cycle_s=10.0, window_s=60),
+    Setup("segment", 10, cycle_s=10.0, window_s=60, granularity="segment"),
     Setup("100", 100, cycle_s=10.0, window_s=90),
-    Setup("segment", 10, cycle_s=10.0, window_s=60, granularity="segment", checkpoint_every=3),
     Setup("postgres", 10, cycle_s=10.0, window_s=60, postgres=True),
 )
 
 
-def measure(*, setups: Sequence[Setup] = SETUPS, idle_s: float = 20.0) -> Table:
+def measure(*, setups: Sequence[Setup] = SETUPS, idle_s: float = 30.0) -> Table:
     """Measure every setup; return the load of each server, measured and predicted."""
     names = os.environ.get("SCALE", "").split()
     chosen = [setup for setup in setups if not names or setup.name in (*names, "fast", "1")]
@@ -177,7 +177,7 @@ def _loads_table(windows: Sequence[Window]) -> Table:
             is_predicted = window.name in CHECKED and part in loads
             predicted = f" ({loads[part].cores(window.num_runs, window.period_s):.3f})" if is_predicted else ""
             cells.append(cores + predicted)
-        lags = (window.event_lag_s, window.task_run_lag_s, window.point_lag_s)
+        lags = (window.event_lag_s, window.task_run_lag_s, window.point_lag_s) if window.num_runs else ()
         table.add_row(*cells, *(f"{median:.1f} / {worst:.1f}" for median, worst in lags))
     costs = "; ".join(
         f"{part} {load.idle:.3f} cores idle, {load.per_run * 1000:.2f} mcores per run, {load.step_s * 1000:.1f} ms "
@@ -199,7 +199,7 @@ def _team(folder: Path, *, postgres: bool) -> Iterator[Team]:
             for database in ("prefect", "mlflow"):
                 _create_database(address, database)
             prefect_url = f"postgresql+asyncpg://{address}/prefect"
-            mlflow_url = f"postgresql+psycopg2://{address}/mlflow"
+            mlflow_url = f"postgresql+psycopg://{address}/mlflow"
             processes["postgres"] = _find(psutil.process_iter(), f"port={address.rpartition(':')[2]}")
         s3 = stack.enter_context(running_s3(folder / "s3"))
         tracking = stack.enter_context(running_mlflow(folder, mlflow_url))
@@ -221,7 +221,7 @@ def _team(folder: Path, *, postgres: bool) -> Iterator[Team]:
             tracking,
             f"http://127.0.0.1:{s3.ports['metricsPort']}/metrics",
             processes,
-            create_engine(prefect_url.replace("+aiosqlite", "").replace("+asyncpg", "+psycopg2")),
+            create_engine(prefect_url.replace("+aiosqlite", "").replace("+asyncpg", "+psycopg")),
             create_engine(mlflow_url or f"sqlite:///{folder / 'mlflow.db'}"),
         )
 
@@ -255,7 +255,7 @@ def _is_healthy(url: str) -> bool:
 
 
 def _create_database(address: str, name: str) -> None:
-    engine = create_engine(f"postgresql+psycopg2://{address}/postgres", isolation_level="AUTOCOMMIT")
+    engine = create_engine(f"postgresql+psycopg://{address}/postgres", isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         connection.execute(text(f"CREATE DATABASE {name}"))
     engine.dispose()

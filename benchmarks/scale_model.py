@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -141,7 +141,7 @@ def sum_by_group(counts: Mapping[str, float]) -> dict[str, float]:
     >>> sum_by_group({"mlflow GET /a": 1.0, "mlflow POST /b": 2.0, "mlflow rows metrics": 50.0})
     {'mlflow requests': 3.0, 'mlflow rows metrics': 50.0}
     """
-    total: Counter[str] = Counter()
+    total: dict[str, float] = defaultdict(float)
     for name, number in counts.items():
         server, detail = name.split(" ", 1)
         if not detail.startswith("result:"):  # the service counts results in addition to their requests
