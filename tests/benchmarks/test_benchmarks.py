@@ -28,6 +28,7 @@ from benchmarks import (
     rl_learns,
     rl_load,
     rl_vs_cookbook,
+    scale,
     sdk_terms,
     shares,
     step_overhead,
@@ -196,6 +197,23 @@ def test_one_pass() -> None:
     check(rows, "one_pass", 1)
     # A busy machine may miss a tick, and never has one to spare.
     assert rows[0].ours[0] < rows[0].peer[0]
+
+
+@pytest.mark.slow
+def test_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCALE", raising=False)
+    setups = [
+        scale.Setup("fast", 1, cycle_s=1.0, window_s=5),
+        scale.Setup("1", 1, cycle_s=3.0, window_s=9),
+        scale.Setup("10", 2, cycle_s=3.0, window_s=9),
+    ]
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(scale.measure(setups=setups, idle_s=1))
+    shown = capture.get()
+    assert re.search(r"service requests +│ +[1-9]", shown)
+    assert re.search(r"prefect rows task_run +│ +[1-9]", shown)
+    assert re.search(r"│ 10 +│ 2 +│ 3\.0 s │ \d\.\d+ \(\d\.\d+\)", shown)
 
 
 @pytest.mark.slow
