@@ -5,7 +5,9 @@ The runs are named `run-FIRST` and so on. The process exits with an error as soo
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -20,7 +22,9 @@ def _main(path: Path, first: int, num_runs: int) -> None:
     configs = [load_config(SftConfig, path, [f"run_name=run-{first + index}"]) for index in range(num_runs)]
     with ThreadPoolExecutor(num_runs) as threads:
         for run in as_completed([threads.submit(sft, config) for config in configs]):
-            run.result()
+            if error := run.exception():
+                traceback.print_exception(error)
+                os._exit(1)  # the other threads would go on
 
 
 if __name__ == "__main__":

@@ -202,6 +202,7 @@ def test_one_pass() -> None:
 @pytest.mark.slow
 def test_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SCALE", raising=False)
+    monkeypatch.setattr(scale, "RUNS_PER_PROCESS", 1)
     setups = [
         scale.Setup("fast", 1, cycle_s=1.0, window_s=5),
         scale.Setup("1", 1, cycle_s=3.0, window_s=9),
