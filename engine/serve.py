@@ -39,7 +39,7 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
     """Load the models, print the URL when the server is ready, and serve until SIGTERM or SIGINT.
 
     Raises:
-        ModelError: a model cannot be found or loaded, or this build of torch cannot be deterministic.
+        ModelError: a model cannot be found or loaded, or `settings.deterministic` is impossible here.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -74,8 +74,8 @@ def _load_models(settings: Settings) -> dict[str, BaseModel]:
         bases[name] = BaseModel(load_model(path, settings.device, settings.dtype, name))
         if settings.deterministic and not bases[name].keeps_bits():
             raise ModelError(
-                f"--deterministic cannot be kept on this processor, whose products give a row of {name} other bits in "
-                "batches of other sizes: omit --deterministic."
+                f"--deterministic is not possible for {name} on this processor, whose matrix products give a row "
+                "different bits in batches of different sizes: omit --deterministic."
             )
     return bases
 

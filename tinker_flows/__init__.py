@@ -16,6 +16,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import blocks  # noqa: F401  # before MLflow, whose telemetry it disables
 from tinker_flows.script_errors import install as install_error_hook
 
 if TYPE_CHECKING:

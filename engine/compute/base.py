@@ -15,6 +15,11 @@ from engine.models import LoadedModel, ModelError
 
 HEAD = "lm_head"
 
+# torch splits larger elementwise operations between threads (GELU above 20,000 elements, others above 32,768). The last
+# elements of each share are computed with scalar instructions, whose bits differ from vector ones for exp and tanh.
+_UNSPLIT_ELEMENTS = 16_384
+_VECTOR_ELEMENTS = 32
+
 
 class BaseModel:
     """Owner of a loaded model. Only the compute thread uses it.
@@ -36,6 +41,7 @@ class BaseModel:
         self.decoder = loaded.model.get_decoder()
         prefix = next(name for name, module in loaded.model.named_modules() if module is self.decoder)
         self._linears = wrap_linears(self.decoder, f"{prefix}.", self._active)
+        _wrap_activations(self.decoder)
 
     @property
     def device(self) -> torch.device:
@@ -88,6 +94,30 @@ class BaseModel:
         # Without autocast, which would round the logits to three digits.
         with torch.autocast(self.device.type, enabled=False):
             return self._active.apply(self._head, HEAD, hidden_RH).float()
+
+
+class RowwiseActivation(nn.Module):
+    """Activation that gives a row the same bits in any batch, unless a gradient is needed."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or x.device.type != "cpu":
+            return self.activation(x)
+        width = x.shape[-1]
+        rows_per_call = max(1, _UNSPLIT_ELEMENTS // width) if width % _VECTOR_ELEMENTS == 0 else 1
+        parts = [self.activation(part) for part in x.reshape(-1, width).split(rows_per_call)]
+        return torch.cat(parts).view(x.shape) if len(parts) > 1 else parts[0].view(x.shape)
+
+
+def _wrap_activations(decoder: nn.Module) -> None:
+    """Replace the activations of a decoder, which transformers names `act_fn`, by row-wise ones."""
+    for module in list(decoder.modules()):
+        activation = getattr(module, "act_fn", None)
+        if isinstance(activation, nn.Module):
+            module.act_fn = RowwiseActivation(activation)
 
 
 def _reject_rescaled_logits(loaded: LoadedModel) -> None:

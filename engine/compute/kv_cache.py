@@ -61,7 +61,11 @@ class KVCache(Cache):
             self._values[layer][first : first + count, :, :length] = values[index_N, :, :length]
 
     def drop(self, rows: Sequence[int]) -> list[int]:
-        """Drop ``rows`` and move the last rows into the gaps; return the former index of each remaining row."""
+        """Drop ``rows`` and move the last rows into the gaps; return the former index of each remaining row.
+
+        The freed slots are cleared: a masked position has the weight 0, but 0 times NaN would reach the next row.
+        """
+        length = int(self._lengths_R.max())
         remaining = list(range(self.num_rows))
         for gap in sorted(rows, reverse=True):
             remaining[gap] = remaining[-1]
@@ -71,6 +75,8 @@ class KVCache(Cache):
             new_M, old_M = (list(side) for side in zip(*moved, strict=True))
             for buffer in (*self._keys, *self._values):
                 buffer[new_M] = buffer[old_M]
+        for buffer in (*self._keys, *self._values):
+            buffer[len(remaining) : self.num_rows, :, :length] = 0
         self._lengths_R = self._lengths_R[remaining]
         if not remaining:
             self._keys, self._values = [], []

@@ -256,17 +256,16 @@ def _evaluator_sizes(
         run = {**resources, "token_meter": TokenMeter()}
         entries = build_evaluators(config.evaluators, config.infrequent_evaluators, run)
         return EvaluatorSizes.of(entries, tokenizer)
-    of_service = [
-        entry.builder
-        for field, entries in fields.items()
-        for entry in entries
-        if takes(field, entry.builder, entry.params, "session")
-    ]
+    of_service = list[str]()
+    for field, entries in fields.items():
+        for index, entry in enumerate(entries):
+            if takes(field, entry.builder, entry.params, "session"):
+                of_service.append(f"{entry.builder} ({field}.{index})")
     offline = {
-        field: [entry for entry in entries if entry.builder not in of_service] for field, entries in fields.items()
+        field: [entry for entry in entries if not takes(field, entry.builder, entry.params, "session")]
+        for field, entries in fields.items()
     }
-    entries = build_evaluators(offline["evaluators"], offline["infrequent_evaluators"])
-    sizes = EvaluatorSizes.of(entries, tokenizer)
+    sizes = EvaluatorSizes.of(build_evaluators(offline["evaluators"], offline["infrequent_evaluators"]), tokenizer)
     return sizes._replace(others=[*sizes.others, *of_service])
 
 

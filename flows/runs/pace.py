@@ -8,6 +8,8 @@ from mlflow import MlflowClient
 
 from tasks.training.metrics import metric_values
 
+_MAX_RUNS = 5  # a run with a single timed step has no pace
+
 
 class Pace(NamedTuple):
     """Pace of a finished or running run.
@@ -31,8 +33,8 @@ def find_pace(client: MlflowClient, experiment_id: str, model: str, method: str)
         method: name of its Prefect flow.
     """
     name = model.replace("'", "")
-    same = f"params.model = '{name}' and tags.`prefect.flow_name` = '{method}'"
-    for run in client.search_runs([experiment_id], same):
+    timed = f"params.model = '{name}' and tags.`prefect.flow_name` = '{method}' and metrics.`time/step` > 0"
+    for run in client.search_runs([experiment_id], timed, max_results=_MAX_RUNS):
         tokens, seconds = (metric_values(client, run.info.run_id, key) for key in ("num_tokens", "time/step"))
         later = sorted(tokens.keys() & seconds.keys())[1:]
         if total := sum(seconds[step] for step in later):

@@ -280,7 +280,7 @@ def announce_plan(log: MetricsLog, config: TrainConfig, steps: range, num_tokens
     """Say in the terminal and in Prefect's log what a run is going to do.
 
     Args:
-        log: MLflow run, in whose experiment an earlier run gives the pace.
+        log: MLflow run; an earlier run of its experiment, or this run before its restart, gives the pace.
         steps: steps that remain.
         num_tokens: tokens of the first batch.
         usd: price of a training pass over all remaining batches if they are like the first; None if unknown.
@@ -317,7 +317,10 @@ def plan_lines(
     saves = f"checkpoint every {every}" if every else "checkpoint at the end"
     price = "price unknown" if usd is None else f"${usd:,.4g} per pass"
     total = num_tokens * len(steps)
-    duration = f"about {format_hours(pace.hours(total))} at the pace of {pace.run_name}" if pace else "time unknown"
+    duration = "time unknown"
+    if pace:
+        run = "its own pace" if pace.run_name == config.run_name else f"the pace of {pace.run_name}"
+        duration = f"about {format_hours(pace.hours(total))} at {run}"
     return [
         f"{method} of {config.model}{on_data}, steps {steps.start + 1} to {steps.stop}, learning rate "
         f"{config.learning_rate:g}",

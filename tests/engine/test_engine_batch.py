@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling_jobs import make_job
-from torch import Tensor
-from transformers import LlamaForCausalLM
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaForCausalLM
 
-from engine.compute.base import BaseModel
+from engine.compute.base import BaseModel, RowwiseActivation
+from engine.compute.kv_cache import KVCache
 from engine.compute.linear import linear
 from engine.compute.lora import Adapter, LoraSpec
 from engine.listen import bind
@@ -161,9 +162,45 @@ def test_deterministic_engine_checks_the_products_of_this_machine(
     monkeypatch.setattr("engine.compute.linear.linear", by_size)
     assert not base.keeps_bits()
     options = Settings(("tiny",), tmp_path, tmp_path, deterministic=True)
-    expected = "cannot be kept on this processor, whose products give a row of tiny other"
+    expected = "not possible for tiny on this processor, whose matrix products give a row different bits"
     with bind(options.host, 0) as listener, pytest.raises(ModelError, match=expected):
         serve(options, listener, stop_with_stdin=False)
+
+
+@pytest.mark.parametrize("width", [4864, 500])
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU("tanh")])
+def test_activations_give_a_row_the_same_bits_in_any_batch(activation: nn.Module, width: int) -> None:
+    """torch alone does not, with three or more threads."""
+    x = torch.randn(160, width, generator=torch.Generator().manual_seed(0))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with torch.inference_mode():
+            rowwise = RowwiseActivation(activation)
+            pairs = torch.cat([rowwise(pair) for pair in x.split(2)])
+            groups = [x[:size] for size in range(2, 160)]
+            assert not all(torch.equal(activation(group), pairs[: len(group)]) for group in groups)
+            assert all(torch.equal(rowwise(group), pairs[: len(group)]) for group in groups)
+            torch.testing.assert_close(pairs, activation(x))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_row_never_sees_what_its_slot_held_before() -> None:
+    """The NaN of a removed row would reach the next row in its slot, in spite of the weight 0."""
+    cache = KVCache()
+    cache.add(prefill_of(float("nan"), num_rows=2, num_tokens=9), [0, 1], [9, 5])
+    cache.add(prefill_of(1.0, num_rows=1, num_tokens=4), [0], [4])
+    assert cache.drop([0, 1]) == [2]
+    cache.add(prefill_of(1.0, num_rows=1, num_tokens=3), [0], [3])
+    for buffer in (*cache._keys, *cache._values):
+        assert torch.isfinite(buffer[: cache.num_rows]).all()
+
+
+def prefill_of(value: float, num_rows: int, num_tokens: int) -> DynamicCache:
+    cache = DynamicCache()
+    cache.update(*(torch.full((num_rows, 2, num_tokens, 4), value) for _ in range(2)), 0)
+    return cache
 
 
 def test_deterministic_engine_requires_float32(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_hosted_model_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=missing), open_service(without_price):
         pass
     tokenizer = get_tokenizer(str(resolve_model("tiny", tmp_path / "cache")))
-    monkeypatch.setattr("flows.estimate.get_tokenizer", {"Qwen/Qwen3-8B": tokenizer}.__getitem__)
+    monkeypatch.setattr("flows.estimates.supervised.get_tokenizer", {"Qwen/Qwen3-8B": tokenizer}.__getitem__)
     estimated = estimate(config)
     # Qwen3-8B costs $0.44 per million tokens of training passes.
     assert estimated.usd == pytest.approx(estimated.num_train_tokens * 0.44e-6)
