@@ -85,8 +85,10 @@ def test_a_version_leads_back_to_the_rows(
     for event, last_update in ((first, 0), (checkpoint, 1)):
         assert event["payload"]["train_mean_nll"] == pytest.approx(by_step[last_update])
     assert upstream(materialization(asset_key(result.report))) == [checkpoint_key]
+    registered = MlflowClient(mlflow_uri).get_model_version_by_alias(f"assets-{granularity}", "final")
     lineage = (
-        f"my rows.jsonl (digest {digest_file(data)}) → checkpoint final at step 2 → assets-{granularity} version 1"
+        f"my rows.jsonl (digest {digest_file(data)}) → checkpoint final at step 2 → "
+        f"assets-{granularity} version {registered.version}"
     )
     assert lineage in html.unescape(Path(result.report).read_text())
     (data_key,) = upstream(checkpoint)

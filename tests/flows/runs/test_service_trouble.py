@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -226,9 +227,13 @@ def test_suspended_run_that_was_taken_over(
         client = MlflowClient(mlflow_uri)
         run = client.get_run(result.mlflow_run_id)
         assert run.info.status == "FINISHED"
+        twice = set[int]()
         for key in run.data.metrics:
-            steps = [point.step for point in client.get_metric_history(result.mlflow_run_id, key)]
-            assert len(steps) == len(set(steps)), key
+            counts = Counter(point.step for point in client.get_metric_history(result.mlflow_run_id, key))
+            twice |= {step for step, count in counts.items() if count > 1}
+            assert set(counts.values()) <= {1, 2}, key
+        # Only the step in whose write the process was suspended may be stored twice; readers use the newest value.
+        assert len(twice) <= 1
 
 
 def test_deleted_directory_of_a_living_run(
