@@ -104,7 +104,8 @@ def check_model_name(name: str | None) -> str | None:
     """
     if name is not None and (not name.strip() or name == "." or name.startswith("..") or "/" in name or ":" in name):
         raise ValueError(
-            "a name in MLflow's registry has no slash, no colon and no leading .., and is neither blank nor a dot"
+            "the registry of MLflow does not accept this name: use one without slashes and colons that does not start "
+            "with two dots and is neither blank nor a single dot"
         )
     return name
 

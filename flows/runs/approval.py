@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Literal
 
 from prefect.context import FlowRunContext
@@ -93,12 +94,8 @@ def read_approval(directory: RunDirectory, request: ApprovalRequest) -> Approval
     if content is None:
         return None
     approval = Approval(**json.loads(content))
-    is_same = (approval.step, approval.state_path, approval.question) == (
-        request.step,
-        request.state_path,
-        request.question,
-    )
-    return approval if is_same else None
+    subject_of = attrgetter("step", "state_path", "question")
+    return approval if subject_of(approval) == subject_of(request) else None
 
 
 def decide(request: ApprovalRequest, config: RunConfig) -> Approval | None:

@@ -170,8 +170,11 @@ def _check(plan: SweepPlan, values: Mapping[str, Label], subject: str) -> None:
     assignment = ", ".join(f"{name}={value}" for name, value in values.items()) or "the base config"
     try:
         longest = plan.trial_name(plan.num_points, max(plan.config.seeds))
-        config = plan.config_of(values, longest, 0)
+        unused_seed = max(plan.config.seeds) + 1
+        config = plan.config_of(values, longest, unused_seed)
         for stage in config.stages() if isinstance(config, RlhfConfig) else [config]:
+            if stage.seed != unused_seed:
+                raise ConfigError(f"a stage has the seed {stage.seed}, so the sweep's seeds do not reach it: remove it")
             with Objective.from_spec(stage.objective):
                 pass
     except ValueError as error:  # ConfigError or ObjectiveError

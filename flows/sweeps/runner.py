@@ -109,7 +109,8 @@ class TrialExecutor:
         if value is None or not math.isfinite(value):
             details = f"it is {value}" if value is not None else f"it has {', '.join(sorted(values)[:20])}"
             if run is None:
-                details = f"an earlier stage ended it: {outcome.reason.removesuffix('.')}"
+                reason = outcome.reason.removesuffix(".")
+                details = f"an earlier stage ended it: {reason}" if reason else "MLflow has no run of it"
             return replace(trial, reason=f"The trial has no finite value of the metric {metric!r}; {details}.")
         status = "pruned" if outcome.status == "stopped" else "completed"
         return replace(trial, status=status, value=value, curve=self.log.curve(run, metric))

@@ -90,7 +90,7 @@ class TrialDeployment:
                 state = client.read_flow_run(run_id).state
                 if state and state.is_final():
                     break
-            if monitor.poll():
+            if monitor.poll() or self._stopping:  # again, because a next stage of rlhf may have begun
                 cancel(run_id)
             time.sleep(POLL_EVERY_S)
         if state.is_completed():
