@@ -12,6 +12,7 @@ The environment variable `SCALE` selects setups in addition to those that the mo
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,6 +46,7 @@ from benchmarks.scale_model import (
 from benchmarks.scratch import environment, scratch_home
 from blocks.home import home
 from blocks.processes import free_port, prefect_server_command, prefect_server_env
+from deployments.health import is_healthy
 from engine.models import resolve_model
 from tests.mlflow_process import running_mlflow
 from tests.postgres_server import running_postgres
@@ -52,7 +54,6 @@ from tests.s3_server import ACCESS_KEY, SECRET_KEY, running_s3
 
 RUNS_PER_PROCESS = 10
 NEVER = 1_000_000
-NUM_STEPS = 120  # more than a window has; a run reads all of its batches once before the first step
 PARTS = ("prefect", "mlflow", "s3", "postgres", "service", "flows")
 CHECKED = ("10", "100")  # setups that the model predicts
 # The background load of the S3 server varies by more than a run adds.
@@ -88,6 +89,12 @@ class Setup:
     granularity: str = "task"
     checkpoint_every: int = NEVER
     postgres: bool = False
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a run: it trains while all groups of runs start, and during the window."""
+        start_s = START_TIMEOUT_S * math.ceil(self.num_runs / RUNS_PER_PROCESS)
+        return math.ceil((start_s + self.window_s) / self.cycle_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +249,7 @@ def _prefect_server(folder: Path, database: str) -> Iterator[tuple[str, psutil.P
             prefect_server_command(port), env={**os.environ, **prefect_server_env(), **settings}, stdout=log, stderr=log
         )
     try:
-        while not _is_healthy(f"{url}/health"):
+        while not is_healthy(f"{url}/health"):
             if process.poll() is not None:
                 raise RuntimeError(f"the Prefect server exited: {(folder / 'prefect.log').read_text()[-2000:]}")
             time.sleep(POLL_S)
@@ -250,13 +257,6 @@ def _prefect_server(folder: Path, database: str) -> Iterator[tuple[str, psutil.P
     finally:
         process.terminate()
         process.wait()
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5).is_success
-    except httpx.HTTPError:
-        return False
 
 
 def _create_database(address: str, name: str) -> None:
@@ -268,8 +268,9 @@ def _create_database(address: str, name: str) -> None:
 
 def _find(processes: Iterator[psutil.Process] | Sequence[psutil.Process], words: str) -> psutil.Process:
     for process in processes:
-        if words in " ".join(process.cmdline()):
-            return process
+        with suppress(psutil.Error):  # a process that has ended
+            if words in " ".join(process.cmdline()):
+                return process
     raise RuntimeError(f"no process has {words!r} in its command line")
 
 
@@ -351,8 +352,8 @@ def _config(team: Team, setup: Setup, model: str, service: str) -> dict[str, Any
         "model": model,
         "base_url": service,
         "lora_rank": 4,
-        "num_steps": NUM_STEPS,
-        "num_epochs": NUM_STEPS,
+        "num_steps": setup.num_steps,
+        "num_epochs": setup.num_steps,
         "eval_every": 0,
         "checkpoint_every": setup.checkpoint_every,
         "granularity": setup.granularity,
