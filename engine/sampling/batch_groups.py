@@ -2,8 +2,8 @@
 
 The fast way is one group of all rows. The last bits of a row then depend on the other rows, because attention is as
 wide as the longest row, and because a product of a single row uses another kernel. The deterministic way is groups of
-two or more rows with one adapter and one attention width. The products
-of oneDNN, attention per row and head, and row-wise activations give a row the same bits in any such group.
+two or more rows with one adapter and one attention width. The products of oneDNN, attention per row and head, and
+row-wise activations give a row the same bits in any such group.
 """
 
 from __future__ import annotations

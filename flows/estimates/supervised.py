@@ -256,16 +256,17 @@ def _evaluator_sizes(
         run = {**resources, "token_meter": TokenMeter()}
         entries = build_evaluators(config.evaluators, config.infrequent_evaluators, run)
         return EvaluatorSizes.of(entries, tokenizer)
-    of_service = list[str]()
-    for field, entries in fields.items():
-        for index, entry in enumerate(entries):
-            if takes(field, entry.builder, entry.params, "session"):
-                of_service.append(f"{entry.builder} ({field}.{index})")
-    offline = {
-        field: [entry for entry in entries if not takes(field, entry.builder, entry.params, "session")]
+    of_service = {
+        f"{entry.builder} ({field}.{index})": entry
         for field, entries in fields.items()
+        for index, entry in enumerate(entries)
+        if takes(field, entry.builder, entry.params, "session")
     }
-    sizes = EvaluatorSizes.of(build_evaluators(offline["evaluators"], offline["infrequent_evaluators"]), tokenizer)
+    often, rarely = (
+        [entry for entry in entries if not any(entry is other for other in of_service.values())]
+        for entries in fields.values()
+    )
+    sizes = EvaluatorSizes.of(build_evaluators(often, rarely), tokenizer)
     return sizes._replace(others=[*sizes.others, *of_service])
 
 

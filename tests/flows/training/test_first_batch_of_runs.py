@@ -95,3 +95,20 @@ def test_every_method_shows_its_first_batch_once(
 
     method.flow(config)
     assert "First batch" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_plan_names_the_pace_of_an_earlier_run(
+    tmp_path: Path,
+    mlflow_uri: str,
+    engine_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", API_KEY)
+    fields = sft_fields(tmp_path, "earlier", mlflow_uri, engine_url) | {"experiment": tmp_path.name, "objective": {}}
+    fields |= {"num_steps": 2, "eval_every": 0}
+    sft(SftConfig.model_validate(fields))
+    assert re.search(r"^earlier: .*, time unknown$", capsys.readouterr().err, re.MULTILINE)
+    sft(SftConfig.model_validate(fields | {"run_name": "later"}))
+    assert re.search(r"^later: .*, about 0\.\d min at the pace of earlier$", capsys.readouterr().err, re.MULTILINE)
