@@ -19,6 +19,7 @@ from engine.models import ModelError, load_model, resolve_model
 from engine.routes.app import make_app
 from engine.service.engine import Engine
 from engine.service.settings import Settings
+from engine.service.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,8 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
     Raises:
         ModelError: a model cannot be found or loaded, or `settings.deterministic` is impossible here.
     """
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    engine = Engine(settings, _load_models(settings))
+    worker = start_worker(settings.threads or torch.get_num_threads())
+    engine = Engine(settings, worker.call(lambda: _load_models(settings)), worker)
     gc.freeze()  # no collection, also not the one at exit, scans the modules of torch and transformers
     gc.enable()
     config = uvicorn.Config(
@@ -62,6 +62,19 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
     server.run(sockets=[listener])
     engine.stop()
     log.info("Stopped")
+
+
+def start_worker(num_threads: int) -> Worker:
+    """Start the compute thread with ``num_threads`` threads for its operations, and give this thread one.
+
+    OpenMP keeps helper threads for each thread that has computed in parallel. As soon as all of them outnumber the
+    processors, each operation waits for its helpers to wake up: a token of SmolLM2 took 42 ms instead of 28 ms.
+    """
+    torch.set_num_threads(1)
+    torch.get_num_threads()  # binds the number to this thread
+    worker = Worker()
+    worker.call(lambda: torch.set_num_threads(num_threads))
+    return worker
 
 
 def _load_models(settings: Settings) -> dict[str, BaseModel]:

@@ -43,16 +43,17 @@ CLIENT_TIMEOUT_S = 600.0  # a session without any request for this long is close
 class Engine:
     """State that requests use. Methods run on the event loop; torch runs on the worker's thread."""
 
-    def __init__(self, settings: Settings, bases: dict[str, BaseModel]) -> None:
+    def __init__(self, settings: Settings, bases: dict[str, BaseModel], worker: Worker) -> None:
         """Open the state folder and restore the unfinished sessions.
 
         Args:
             bases: loaded models by the names in `settings.models`.
+            worker: the thread that loaded them.
         """
         self.settings = settings
         self.bases = bases
         self.futures = Futures()
-        self.worker = Worker()
+        self.worker = worker
         self.checkpoints = CheckpointStore(settings.state)
         self.runs = RunStore(settings.state)
         self.custom_losses = CustomLossStore(settings.state)

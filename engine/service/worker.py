@@ -53,6 +53,10 @@ class Worker:
         self._level_s = 0.0  # time charged to the owner of the latest item when the item started
         self._busy = False
 
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Run ``function()`` on the thread, before the event loop starts; return its result or raise its exception."""
+        return self._thread.submit(function).result()
+
     async def run(self, function: Callable[[], Result], owner: str = "", clients: int = 1) -> Result:
         """Run ``function()`` on the thread; return its result or raise its exception.
 

@@ -21,6 +21,7 @@ from engine.compute.base import BaseModel
 from engine.routes.app import make_app
 from engine.service.engine import Engine
 from engine.service.settings import Settings
+from engine.service.worker import Worker
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 LONG_POLLS = ("retrieve_future", "retrieve_futures")
@@ -117,7 +118,7 @@ def protobuf_bodies(draw: st.DrawFn, valid: pb.ForwardBackwardRequest) -> bytes:
 
 def list_routes(base: BaseModel, folder: Path) -> list[tuple[str, str]]:
     """List the method and path of every route, those with many fields several times."""
-    app = make_app(Engine(Settings(("tiny",), folder, folder), {"tiny": base}))
+    app = make_app(Engine(Settings(("tiny",), folder, folder), {"tiny": base}, Worker()))
     routes = [(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods]
     with_fields = [route for route in routes if route[1].rpartition("/")[2] in FIELDS]
     return [*routes, *with_fields * 3]  # the bodies of these have most variants

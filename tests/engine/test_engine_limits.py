@@ -18,10 +18,11 @@ from engine.service.metrics import Metrics
 from engine.service.ordered_queue import Clock, OrderedQueue, QueuedRequest, QueueServices
 from engine.service.sessions import SessionStore
 from engine.service.settings import Settings
+from engine.service.worker import Worker
 
 
 def test_sessions_and_models_are_limited(base: BaseModel, tmp_path: Path) -> None:
-    engine = Engine(Settings(("tiny",), tmp_path, tmp_path, max_sessions=2, max_models=1), {"tiny": base})
+    engine = Engine(Settings(("tiny",), tmp_path, tmp_path, max_sessions=2, max_models=1), {"tiny": base}, Worker())
     first, second = (engine.open_session({}, None) for _ in range(2))
     with pytest.raises(RequestError, match="its maximum of 2 sessions"):
         engine.open_session({}, None)
@@ -82,12 +83,12 @@ def test_failed_journal_write_removes_the_journal(tmp_path: Path) -> None:
 
 def test_session_of_a_running_engine_is_not_restored(base: BaseModel, tmp_path: Path) -> None:
     settings = Settings(("tiny",), tmp_path, tmp_path)
-    first = Engine(settings, {"tiny": base})
+    first = Engine(settings, {"tiny": base}, Worker())
     session = first.open_session({"a": "b"}, "c")
-    second = Engine(settings, {"tiny": base})
+    second = Engine(settings, {"tiny": base}, Worker())
     assert session.session_id not in second.sessions
     first.close_session(session.session_id, "errored", "d")
-    third = Engine(settings, {"tiny": base})
+    third = Engine(settings, {"tiny": base}, Worker())
     summary = third.summary(session.session_id)
     assert (summary.user_metadata, summary.display_name, summary.reason, summary.detail) == (
         {"a": "b"}, "c", "errored", "d",

@@ -22,6 +22,7 @@ from engine.routes.app import make_app
 from engine.routes.body import MAX_JSON_VALUES
 from engine.service.engine import Engine
 from engine.service.settings import Settings
+from engine.service.worker import Worker
 from engine.wire.forward_backward import MAX_MESSAGES, MAX_SPARSE_ELEMENTS, decode_data, decode_request
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
@@ -31,7 +32,7 @@ def with_engine(base: BaseModel, folder: Path, use: Callable[[httpx.AsyncClient,
     """Run ``use`` with a client of an engine in this process."""
 
     async def main() -> None:
-        engine = Engine(Settings(("tiny",), folder, folder), {"tiny": base})
+        engine = Engine(Settings(("tiny",), folder, folder), {"tiny": base}, Worker())
         transport = httpx.ASGITransport(make_app(engine))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost/api/v1", timeout=60) as http:
             await use(http, engine)

@@ -84,3 +84,25 @@ def test_failed_start_prints_one_sentence(tmp_path: Path) -> None:
         }
         for name, (_, _, _, sentence) in cases.items():
             assert sentence in start_error(processes[name], tmp_path / name)
+
+
+COUNT_THREADS = """
+import os
+import torch
+from engine.serve import start_worker
+
+def compute():
+    torch.ones(2**22).exp()
+    return len(os.listdir("/proc/self/task"))
+
+worker = start_worker(2)
+print(worker.call(compute), compute(), worker.call(torch.get_num_threads))
+"""
+
+
+def test_only_the_compute_thread_has_helper_threads() -> None:
+    # Helper threads of the event loop's thread would slow down each operation of the compute thread.
+    output = subprocess.run([sys.executable, "-c", COUNT_THREADS], check=True, capture_output=True, text=True).stdout
+    in_worker, in_main, num_threads = map(int, output.split())
+    assert in_main == in_worker
+    assert num_threads == 2

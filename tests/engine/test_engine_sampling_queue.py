@@ -150,7 +150,7 @@ def test_failure_affects_only_its_request(base: BaseModel, settings: Settings) -
 @asynccontextmanager
 async def served(base: BaseModel, settings: Settings) -> AsyncIterator[tuple[Engine, httpx.AsyncClient]]:
     """Run the engine's routes without a socket."""
-    engine = Engine(settings, {"tiny": base})
+    engine = Engine(settings, {"tiny": base}, Worker())
     transport = httpx.ASGITransport(make_app(engine))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost/api/v1", timeout=60) as http:
         yield engine, http

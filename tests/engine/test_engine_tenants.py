@@ -21,6 +21,7 @@ from engine.compute.train import exhaust, iterate_loss
 from engine.routes.app import make_app
 from engine.service.engine import CLIENT_TIMEOUT_S, Engine
 from engine.service.settings import Settings
+from engine.service.worker import Worker
 
 LOSS = bind_loss("cross_entropy", {})
 
@@ -74,7 +75,9 @@ def with_engine(base: BaseModel, folder: Path, use: Use, **settings: Any) -> Non
     """Run ``use`` with a client of an engine in this process, whose micro-batches have one datum of `request`."""
 
     async def main() -> None:
-        engine = Engine(Settings(("tiny",), folder, folder, micro_batch_tokens=64, **settings), {"tiny": base})
+        engine = Engine(
+            Settings(("tiny",), folder, folder, micro_batch_tokens=64, **settings), {"tiny": base}, Worker()
+        )
         transport = httpx.ASGITransport(make_app(engine))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost/api/v1", timeout=60) as http:
             await use(http, engine)
