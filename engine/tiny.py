@@ -15,7 +15,7 @@ VERSION = 1  # part of the cache directory's name: increase it whenever the outp
 
 MAX_CONTEXT = 4096
 NUM_BYTES = 256
-# Reserved tokens pad the vocabulary to a multiple of 8, so that every id a random model samples can be decoded.
+# Reserved tokens pad the vocabulary to a multiple of 8.
 SPECIALS = ("<|bos|>", "<|im_start|>", "<|im_end|>", "<|pad|>", *(f"<|reserved_{i}|>" for i in range(4)))
 
 CHATML = (

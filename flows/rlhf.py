@@ -111,12 +111,13 @@ def _with_approval(
     Raises:
         Pause: The flow run is suspended until a person decides in the Prefect UI.
     """
-    # A sweep reads and prunes by the metrics of the last stage.
+    # A sweep judges its trials by the last stage alone, so earlier stages do not call its callback.
     with nullcontext() if is_last else step_callback(None):
         result = run_stage()
     if result.approval_request:
         # The repeated stage reads the recorded decision, and registers the checkpoint or refuses.
         return run_stage() if decide(result.approval_request, stage) is not None else result
+    # A stage that needs approval itself has asked before it registered its checkpoint; that answer counts here, too.
     if not config.needs_approval or _is_final(result) or is_last or stage.needs_approval:
         return result
     rows = tuple(row for row in result.held_out if not is_bookkeeping(row.metric))

@@ -35,7 +35,10 @@ Temperature = Annotated[
     float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 takes the most likely token.")
 ]
 Seed = Annotated[
-    int, typer.Option("--seed", min=0, help="Sampling seed. The same weights, prompt and seed give the same answer.")
+    int,
+    typer.Option(
+        "--seed", min=0, help="Sampling seed. The same weights, prompt and seed give the same answer, up to rounding."
+    ),
 ]
 
 

@@ -41,7 +41,7 @@ class SweepLog:
         """Return the tags of a trial's run."""
         return {"mlflow.parentRunId": self.run_id, "tinker_flows.sweep": sweep, "tinker_flows.point": str(point)}
 
-    def trial(self, run_name: str) -> Run | None:
+    def find_run(self, run_name: str) -> Run | None:
         """Return the run of a trial; None before its start."""
         query = f"tags.`mlflow.parentRunId` = '{self.run_id}' and attributes.run_name = '{run_name}'"
         with self.tracking.failures():

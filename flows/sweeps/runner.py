@@ -49,7 +49,7 @@ class TrialExecutor:
     def run(self, runners: queue.SimpleQueue[Runner], point: Point, seed: int) -> Trial:
         """Run a trial to its end, with retries."""
         name = self.plan.trial_name(point.number, seed)
-        trial = Trial(point.number, seed, name, "failed")
+        trial = Trial(point.number, seed, name, "failed")  # also the status of a cancelled trial, known by its reason
         runner = runners.get()
         try:
             config = self.plan.config_of(point.values, name, seed)
@@ -78,7 +78,7 @@ class TrialExecutor:
         name, metric = measured_config(config).run_name, logged_name(self.plan.config.metric)
         pruned = ""
         if self.pruning:
-            self.pruning.begin(name, self.log.curve(self.log.trial(name), metric))
+            self.pruning.begin(name, self.log.curve(self.log.find_run(name), metric))
 
         def watch(step: int, metrics: Mapping[str, float]) -> str:
             nonlocal pruned
@@ -94,13 +94,13 @@ class TrialExecutor:
             raise
         was_pruned = outcome.status == "stopped" and bool(pruned)
         if self.pruning:
-            value = last_values(self.log.trial(name)).get(metric) if outcome.status == "completed" else None
+            value = last_values(self.log.find_run(name)).get(metric) if outcome.status == "completed" else None
             self.pruning.end(name, value, pruned=was_pruned)
         return (replace(outcome, reason=pruned) if was_pruned else outcome), was_pruned
 
     def _as_trial(self, trial: Trial, outcome: TrialOutcome) -> Trial:
         metric = logged_name(self.plan.config.metric)
-        run = self.log.trial(self.plan.measured_run(trial.run_name))
+        run = self.log.find_run(self.plan.measured_run(trial.run_name))
         values = last_values(run)
         trial = replace(trial, mlflow_run_id=run.info.run_id if run else "", metrics=values, reason=outcome.reason)
         if outcome.status == "failed":
@@ -160,7 +160,7 @@ def _run_all(
 
 @contextmanager
 def _killed_on_error(runners: Sequence[Runner]) -> Iterator[None]:
-    """Kill the runners on an error, because its trials need not be saved."""
+    """Kill the runners if the block raises an error, instead of letting their trials save a checkpoint."""
     try:
         yield
     except BaseException:
@@ -217,7 +217,7 @@ def shared_service(config: ServiceConfig, run_name: str, location: str) -> Itera
     if service_url(config.base_url):
         yield config.base_url
         return
-    # The block contains the engine's key, which keeps other processes out and lets workers on this machine in.
+    # The engine accepts only requests with its key; workers on this machine read the key from this Prefect block.
     name = artifact_key("sweep", f"{run_name[:40]}-{hashlib.sha256(location.encode()).hexdigest()[:12]}")
     with open_service(config) as service:
         service.save(name, overwrite=True)

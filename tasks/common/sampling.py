@@ -28,7 +28,7 @@ class Sampling:
         num_samples: answers per conversation.
         max_tokens: maximum tokens of an answer; longer answers are truncated.
         temperature: 0 is greedy decoding, 1 samples from the policy's own distribution.
-        seed: random seed; the same policy and seed give the same answers.
+        seed: random seed; the same policy and seed give the same answers, up to the rounding of the service.
     """
 
     num_samples: int = 1
@@ -98,7 +98,7 @@ async def score_answers(
     """Return the policy's logprob of each token of each answer, in nats.
 
     Args:
-        can_score_last_n: True to score the answers without their prompts (`supports_last_n`).
+        can_score_last_n: True if the service can return the logprobs of the last tokens alone (`supports_last_n`).
 
     Raises:
         PoisonedError: a logprob is not finite.
@@ -109,9 +109,8 @@ async def score_answers(
         logprobs = await score_last_tokens(sampler, tokens, len(answer.prompt), can_score_last_n=can_score_last_n)
         values = [math.nan if value is None else value for value in logprobs[len(answer.prompt) :]]
         if not all(math.isfinite(value) for value in values):
-            raise PoisonedError(
-                f"The policy gives the logprob {min(values)} to a token of an answer: check its weights."
-            )
+            bad = next(value for value in values if not math.isfinite(value))
+            raise PoisonedError(f"The policy gives the logprob {bad} to a token of an answer: check its weights.")
         return values
 
     return list(await asyncio.gather(*(score(answer) for answer in answers)))

@@ -41,7 +41,9 @@ class PairBatches:
     unrelated: bool
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Pack both answers of each pair, labeled; skip the pairs for which `Rendering.pair` is empty.
+        """Pack both answers of each pair with the labels `pair` and `desirable`.
+
+        Pairs in which truncation removes an answer, or makes both equal, are skipped.
 
         Raises:
             ConfigError: no pair is left.
@@ -126,7 +128,7 @@ class HeldOutPairs(TrainingClientEvaluator):
 
     async def __call__(self, training_client: tinker.TrainingClient) -> dict[str, float]:
         pending = enqueue_forward(training_client, self._batch)
-        # Scored at the first evaluation and cached; step 0 lets the step in progress pay.
+        # Scored at the first evaluation, then cached. With step 0, the next step that reports its cost pays for it.
         scored = asyncio.to_thread(self._reference.logprobs, self._batch, 0) if self._reference else None
         reference_DT = await scored if scored else None
         outputs = replace(read_outputs(await pending, self._batch), ref_logprobs_DT=reference_DT)

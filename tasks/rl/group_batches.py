@@ -16,7 +16,7 @@ class GroupBatches:
 
     Attributes:
         num_trained: groups per step that are trained on; with over-sampling, a step has more groups than that.
-        num_refilled: groups that `refill` has taken in all steps so far; later groups follow them.
+        num_refilled: groups that `refill` has taken so far; later steps start this many groups further on in the data.
     """
 
     num_refilled: int = 0
@@ -29,11 +29,12 @@ class GroupBatches:
         can_refill: bool = False,
         oversampling_factor: float = 1.0,
     ) -> None:
-        """Create batches of `groups_per_batch` consecutive groups, or of the dataset's own batches if None.
+        """Split the groups into steps of `groups_per_batch` consecutive groups; None keeps the dataset's own batches.
 
         Args:
-            can_refill: permit `refill`, for which all steps have the same number of groups.
-            oversampling_factor: factor of the number of groups in a batch; above 1, all steps have the same number.
+            can_refill: allow `refill`; every step then has the same number of groups.
+            oversampling_factor: groups that a step starts per group that it trains on; above 1, every step has the same
+                number of groups.
 
         Raises:
             ConfigError: the dataset has fewer groups than a batch.
@@ -75,7 +76,7 @@ class GroupBatches:
         return self._take(step * self._groups_per_batch, self._groups_per_batch)
 
     def refill(self, step: int, num_groups: int) -> Sequence[EnvGroupBuilder]:
-        """Take the groups that follow those of a step, and those of earlier refills; the next step follows them."""
+        """Take the next groups of the data, after those of the step and of all refills so far."""
         assert self._groups_per_batch is not None
         groups = self._take((step + 1) * self._groups_per_batch, num_groups)
         self.num_refilled += num_groups
@@ -96,7 +97,7 @@ class GroupBatches:
 
 
 def num_oversampled(num_groups: int, factor: float) -> int:
-    """Return the groups that a step starts to train on `num_groups` of them.
+    """Return how many groups a step starts so that it can train on `num_groups`.
 
     >>> num_oversampled(8, 1.25), num_oversampled(10, 1.1), num_oversampled(2, 1.1)
     (10, 11, 3)

@@ -36,7 +36,7 @@ class TrialMonitor:
     def poll(self) -> str:
         """Pass the new values to `watch`; return the reason to stop, or an empty string."""
         with suppress(ServiceError):
-            for step, value in self.log.curve(self.log.trial(self.run_name), self.metric):
+            for step, value in self.log.curve(self.log.find_run(self.run_name), self.metric):
                 if step not in self._seen and not self.stop_reason:
                     self.stop_reason = self.watch(step, {self.metric: value})
                 self._seen.add(step)

@@ -30,9 +30,10 @@ class KnowledgeBase(NamedTuple):
 
     Attributes:
         source: the path of an SQLite file, or a URL with the names of a key in braces:
-            ``https://kb.example/capital?of={country}``. The response is a JSON value or a list of JSON values; status
-            404 means that the key is unknown.
-        query: for SQLite, a SELECT whose first column contains the values, with the names of a key as ``:country``.
+            ``https://kb.example/capital?of={country}``. The JSON response is a string, a number or a boolean, or a list
+            of these; status 404 means that the key is unknown.
+        query: for SQLite, a SELECT whose first column has the values; its parameters are the parts of the key, such as
+            ``:country``.
         per_second: maximum number of requests per second to the host of a URL.
         timeout_s: time limit in seconds of one request, or of the wait for a locked database.
     """
@@ -152,5 +153,7 @@ def _query_sqlite(base: KnowledgeBase, keys: Sequence[Key]) -> dict[Key, Values]
 def _parse_values(response: object) -> Values:
     values = response if isinstance(response, list) else [response]
     if not all(isinstance(value, str | int | float) for value in values):
-        raise ValueError(f"its response is {str(response)[:80]!r}, but a JSON value or a list of values is expected")
+        raise ValueError(
+            f"its response is {str(response)[:80]!r}, but a string, number or boolean is expected, or a list of them"
+        )
     return tuple(str(value) for value in values)

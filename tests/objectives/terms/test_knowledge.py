@@ -155,7 +155,7 @@ def test_failures_raise_one_sentence_and_are_retried(served, tmp_path, database)
         prepare(source=served.url)
     served.failing = False
     served.answers["Peru"] = {"city": "Lima"}
-    with pytest.raises(ObjectiveError, match=r"its response is .*, but a JSON value or a list of values is expected"):
+    with pytest.raises(ObjectiveError, match=r"its response is .*, but a string, number or boolean is expected"):
         prepare(source=served.url)
     served.answers["Peru"] = "Lima"
     assert prepare(source=served.url) == [FactCounts(1, 1, 0)]
