@@ -5,14 +5,15 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from types import FrameType
 from uuid import UUID
 
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas import FlowRun
 from prefect.context import FlowRunContext
 
 from tasks.common.service_errors import TRANSIENT_ERRORS
@@ -64,15 +65,28 @@ class StopRequest:
         self._restore_handlers()
         print("\nStopping after the current step is saved. Press Ctrl-C again to stop at once.", file=sys.stderr)
 
-    def _poll(self, closed: threading.Event, flow_run_id: UUID) -> None:
-        """Poll the Prefect server for a cancel; workers send signals only to flow runs that they started."""
+    def _poll(self, closed: threading.Event, flow_run: FlowRun) -> None:
+        """Poll the Prefect server for a cancel of a flow run or of the one that called it.
+
+        Workers send signals only to flow runs that they started.
+        """
         while not self._cancelled and not closed.wait(POLL_EVERY_S):
             # The run continues while the server is down or another program responds in its place.
             with suppress(*TRANSIENT_ERRORS), get_client(sync_client=True) as client:
+                watched = _with_callers(client, flow_run)
                 while not self._cancelled and not closed.is_set():
-                    state = client.read_flow_run(flow_run_id).state
-                    self._cancelled = state is not None and state.is_cancelling()
+                    states = [client.read_flow_run(flow_run_id).state for flow_run_id in watched]
+                    self._cancelled = any(state.is_cancelling() for state in states if state)
                     closed.wait(POLL_EVERY_S)
+
+
+def _with_callers(client: SyncPrefectClient, flow_run: FlowRun) -> Sequence[UUID]:
+    """Return the ids of a flow run and of all flow runs that wait for it, such as that of `rlhf` for its stages."""
+    ids = [flow_run.id]
+    while flow_run.parent_task_run_id and (caller := client.read_task_run(flow_run.parent_task_run_id).flow_run_id):
+        flow_run = client.read_flow_run(caller)
+        ids.append(flow_run.id)
+    return ids
 
 
 @contextmanager
@@ -86,7 +100,7 @@ def deferred_interrupts() -> Iterator[StopRequest]:
     poller = None
     if flow_run and not flow_run.deployment_id:
         # The context names the Prefect server; without it, Prefect would start an ephemeral one.
-        poll = partial(copy_context().run, stop._poll, closed, flow_run.id)
+        poll = partial(copy_context().run, stop._poll, closed, flow_run)
         poller = threading.Thread(target=poll, name="stop", daemon=True)
         poller.start()
     try:

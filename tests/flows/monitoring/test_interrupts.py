@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from urllib.parse import urlsplit
+from uuid import UUID
 
 import pytest
 from chaos.proxy import Proxies, Proxy
@@ -46,4 +47,23 @@ def test_cancel_is_noticed_after_a_failed_request(
     with Proxies({"prefect": proxy}), temporary_settings(through_proxy):
         cancelled(return_state=True)
         deliver_events()  # before the proxy closes
+    assert noticed
+
+
+def test_cancel_of_the_calling_flow_is_noticed(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "POLL_EVERY_S", 0.1)
+    noticed: list[bool] = []
+
+    @flow(name="stage")
+    def stage(caller: str) -> None:
+        with deferred_interrupts() as stop, get_client(sync_client=True) as client:
+            client.set_flow_run_state(UUID(caller), Cancelling())
+            wait_for(lambda: stop.requested, "the request to stop")
+            noticed.append(stop.requested)
+
+    @flow(name="calls-a-stage")
+    def calls_a_stage() -> None:
+        stage(flow_run.get_id())
+
+    calls_a_stage(return_state=True)
     assert noticed
