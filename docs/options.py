@@ -81,7 +81,7 @@ def _type_names(annotation: Any) -> Iterator[str]:
     elif origin in (Union, types.UnionType):
         for argument in arguments:
             yield from _type_names(argument)
-    elif origin is tuple:
+    elif origin in (tuple, list):
         yield f"list of {_type_cell(arguments[0])}"
     elif origin is dict:
         yield "mapping"

@@ -49,7 +49,16 @@ if TYPE_CHECKING:
     from flows.config.rl import AdvantageConfig, CorrectionConfig, HealthConfig, ModeConfig, NamedRewardConfig, RlConfig
     from flows.config.rlhf import PolicyConfig, RewardConfig, RlhfConfig
     from flows.config.rollout import OverlongConfig, RolloutConfig, TerminationConfig
-    from flows.config.train import AlertConfig, BudgetConfig, GuardConfig, ReportConfig, SftConfig, TrainConfig
+    from flows.config.train import (
+        AlertConfig,
+        BudgetConfig,
+        CandidatesConfig,
+        GuardConfig,
+        ReportConfig,
+        SftConfig,
+        TaskRunnerConfig,
+        TrainConfig,
+    )
     from flows.distill import off_policy_distillation, on_policy_distillation, prompt_distillation, self_distillation
     from flows.dpo import dpo
     from flows.estimates.supervised import Estimate, estimate
@@ -137,6 +146,7 @@ __all__ = [
     "BudgetConfig",
     "BuilderConfig",
     "CAGradSpec",
+    "CandidatesConfig",
     "CodeTests",
     "CompareConfig",
     "CompareResult",
@@ -224,6 +234,7 @@ __all__ = [
     "SweepConfig",
     "SweepResult",
     "TargetSpec",
+    "TaskRunnerConfig",
     "TeacherConfig",
     "TeacherDataConfig",
     "Term",
@@ -331,6 +342,8 @@ _MODULES = {
     "DpoConfig": "flows.config.dpo",
     "VerdictConfig": "flows.config.dpo",
     "AlertConfig": "flows.config.train",
+    "CandidatesConfig": "flows.config.train",
+    "TaskRunnerConfig": "flows.config.train",
     "GuardConfig": "flows.config.train",
     "ReportConfig": "flows.config.train",
     "load_config": "flows.config.loader",

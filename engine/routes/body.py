@@ -32,7 +32,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read and decompress a body without ever holding more than ``max_bytes``.
+    """Read and decompress a body; reject it as soon as it exceeds ``max_bytes``, compressed or not.
 
     Raises:
         RequestError: the body is too long, or is not valid zstd.
@@ -84,7 +84,7 @@ def _decode(body: bytes, decoder: type[json.JSONDecoder]) -> object:
         text = body.decode()
         content = decoder(parse_int=_int64 if _LONG_INTEGER.search(text) else None).decode(text)
         if _SURROGATE.search(text):
-            json.dumps(content, ensure_ascii=False).encode()
+            json.dumps(content, ensure_ascii=False).encode()  # fails if a surrogate has no pair
     except UnicodeEncodeError as error:
         raise RequestError(
             f"The body has the unpaired surrogate {error.object[error.start]!a} in a text: send valid Unicode."
@@ -95,10 +95,11 @@ def _decode(body: bytes, decoder: type[json.JSONDecoder]) -> object:
 
 
 def _int64(digits: str) -> int:
-    value = int(digits) if len(digits) <= 20 else 2**64
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"the integer {digits[:20]}... has more than 64 bits")
-    return value
+    # 20 characters are enough for 64 bits; to convert a very long text would take long.
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**63:
+        shown = digits if len(digits) <= 20 else f"{digits[:20]}..."
+        raise RequestError(f"The body has the integer {shown}, which needs more than 64 bits: send a smaller one.")
+    return int(digits)
 
 
 def _decompress(body: bytes, max_bytes: int) -> bytes:
@@ -116,7 +117,7 @@ def parse(model: type[Model], content: JsonObject, strict: bool = True) -> Model
     """Validate ``content`` as a type of the Tinker protocol.
 
     Args:
-        strict: reject booleans and texts as numbers. A type with times needs conversions.
+        strict: do not convert values, such as a boolean to a number. False for types with times, which arrive as texts.
 
     Raises:
         RequestError: a field is invalid.
@@ -146,7 +147,7 @@ def read_seq_id(content: JsonObject, name: str) -> int:
     """Return the seq id in the field ``name``.
 
     Raises:
-        RequestError: the field is not an integer of a seq id.
+        RequestError: the field is not an integer in the range of this seq id.
     """
     value = content.get(name)
     if type(value) is not int:
@@ -155,7 +156,7 @@ def read_seq_id(content: JsonObject, name: str) -> int:
 
 
 def check_seq_id(value: int, name: str) -> int:
-    """Return ``value`` if it can be the seq id ``name``; raises a RequestError otherwise."""
+    """Return ``value`` if it is in the range of the seq id ``name``; raises a RequestError otherwise."""
     largest = _MAX_SEQ_ID if name == "seq_id" else MAX_MODEL_SEQ_ID
     if not 0 <= value <= largest:
         raise RequestError(f"{name} is {value}; use 0 to {largest}.")

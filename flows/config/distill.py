@@ -181,7 +181,7 @@ class SamplingConfig(DistillConfig):
         fields = type(self).model_fields
         changed = [name for name in names if name in fields and getattr(self, name) != fields[name].default]
         if self.top_k and changed:
-            raise ValueError(f"top_k trains without advantages, which {changed[0]} changes: remove one of both")
+            raise ValueError(f"{changed[0]} changes the advantages, but top_k uses none: remove {changed[0]} or top_k")
         if not self.top_k and self.skip_first_n_tokens != fields["skip_first_n_tokens"].default:
             raise ValueError("skip_first_n_tokens requires soft targets: set top_k, or remove it")
         return self
@@ -222,8 +222,8 @@ class HindsightConfig(Config):
     success_reward: float = Field(
         default=1.0,
         title="Reward of a success",
-        description="Minimum total reward of a successful rollout. The teachers of the other rollouts in the group "
-        "see such a rollout.",
+        description="Minimum total reward of a successful rollout. When the teacher scores another rollout of the "
+        "group, its prompt contains a successful one.",
     )
     solution: str = Field(
         default="\n\nCorrect solution:\n\n{solution}",
@@ -304,7 +304,7 @@ class QuestionsConfig(Config):
     path: str = Field(title="Path", description="JSONL file with one question per row.", min_length=1)
     test_path: str = Field(default="", title="Test path", description="JSONL file of held-out questions. Empty: none.")
     student_prompt: str = Field(
-        validation_alias=AliasChoices("student_prompt", "asked"),
+        validation_alias=AliasChoices("student_prompt", "asked"),  # the name in release 0.1
         default="{question}",
         title="Student prompt",
         description="Template of the student's prompt, with fields of the row in braces.",
@@ -337,7 +337,7 @@ class SelfConfig(SamplingConfig):
 
     questions: QuestionsConfig = Field(title="Questions", description="Questions for the student to answer.")
     teacher_prompt: str = Field(
-        validation_alias=AliasChoices("teacher_prompt", "shown"),
+        validation_alias=AliasChoices("teacher_prompt", "shown"),  # the name in release 0.1
         default=DEMONSTRATION,
         title="Teacher prompt",
         description="Template of the teacher's prompt, with fields of the row in braces, such as a reference answer.",
@@ -346,7 +346,8 @@ class SelfConfig(SamplingConfig):
     teacher: TeacherConfig = Field(
         default=TeacherConfig(),
         title="Teacher",
-        description="Earlier weights of the trained model: `base`, or the checkpoint from which this run starts.",
+        description="Weights that teach, usually earlier weights of the trained model: `base`, or the checkpoint from "
+        "which this run starts.",
     )
 
 

@@ -71,7 +71,7 @@ def describe_fields(model: type[BaseModel], prefix: str = "", defaults: BaseMode
     """Yield one help line per field: dotted path, default and description.
 
     Args:
-        defaults: default of the field that has this model; None for the model's own defaults.
+        defaults: instance of the model whose values are the defaults; None for the model's own defaults.
 
     >>> from flows.config.base import EngineConfig
     >>> print(next(describe_fields(EngineConfig, "engine.")).split(";")[0])
@@ -140,7 +140,7 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
 
 
 def _fields_beside(config_type: type[BaseModel], location: Sequence[str | int]) -> list[str]:
-    """Return the fields of the model at the end of a location; empty if its type has several forms."""
+    """Return the fields beside the one that an error names; empty if a field above it accepts no or several models."""
     model = config_type
     for part in location[:-1]:
         if isinstance(part, str):

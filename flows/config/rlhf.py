@@ -96,7 +96,9 @@ class RlhfConfig(TrackedConfig, NamedConfig):
         description="Fields of `sft`, such as `data`. Empty: the policy starts from the base model.",
     )
     reward: RewardConfig = Field(
-        default=RewardConfig(), title="Reward model", description="Reward model; not used if `judge` is set."
+        default=RewardConfig(),
+        title="Reward model",
+        description="Reward model. Leave it out if `judge` is set: both together are an error.",
     )
     judge: OptionalBuilder = Field(
         default=None,

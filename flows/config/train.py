@@ -76,7 +76,8 @@ class GuardConfig(Config):
         default=20,
         ge=4,
         title="Spike window",
-        description="Number of recent steps whose losses form the median. The first steps of a run are not checked.",
+        description="Number of recent losses, one per minibatch, that form the median. The first losses of a run are "
+        "not checked.",
     )
     untrained: Literal["stop", "skip"] = Field(
         default="stop",

@@ -29,7 +29,7 @@ ACCEPTED_EVENT = "tinker-flows.contents.accepted"
 EVALUATION_TAG = "tinker_flows.evaluation"
 TARGET_TAG = "tinker_flows.target"
 WARNING_TAG = "tinker_flows.warning"
-_FIGURES = {
+_FIGURE_NAMES = {  # of the figure in the event of a warning
     "dominance": "share",
     "idle": "share",
     "adverse": "effect",
@@ -37,6 +37,7 @@ _FIGURES = {
     "target": "violation",
     "explosion": "margin",
     "chance": "accuracy",
+    "length": "correlation",
 }
 
 
@@ -81,7 +82,7 @@ def forget_rejection(log: MetricsLog) -> None:
 
 
 def forget_approval(log: MetricsLog) -> None:
-    """Remove the decision about an earlier checkpoint, or one that no longer has to be made."""
+    """Remove the tag of an approval, if it was about an earlier checkpoint or approval is no longer required."""
     _forget_tag(log, APPROVAL_TAG)
 
 
@@ -135,9 +136,9 @@ def warn_of_metrics(
         emit(kind, run_name, payload)
 
 
-def warn(log: MetricsLog, run_name: str, warnings: Sequence[TermWarning]) -> None:
-    """Note and emit each warning; the tag keeps the last one of its kind and terms."""
+def warn_of_terms(log: MetricsLog, run_name: str, warnings: Sequence[TermWarning]) -> None:
+    """Note and emit each warning; a later warning with the same kind and terms overwrites the tag."""
     for warning in warnings:
         note_warning(log, warning.key, warning.text)
-        figure = {_FIGURES.get(warning.kind, "correlation"): warning.figure}
+        figure = {_FIGURE_NAMES[warning.kind]: warning.figure}
         emit(warning.kind, run_name, {"step": warning.step, "terms": warning.terms, **figure, "message": warning.text})

@@ -48,7 +48,7 @@ def find_checkpoint(name: str, storage: RunStorage) -> NamedCheckpoint:
 
 
 def find_checkpoints(name: str, storage: RunStorage) -> list[NamedCheckpoint]:
-    """Look weights up by their name; return the preferred ones first.
+    """Return all weights that a name can mean: the newest first, and at the same step those with optimizer state.
 
     Raises:
         ConfigError: The run or the checkpoint does not exist.
@@ -83,13 +83,13 @@ def find_checkpoints(name: str, storage: RunStorage) -> list[NamedCheckpoint]:
 
 
 def find_steps(checkpoint: NamedCheckpoint, steps: str, storage: RunStorage) -> list[NamedCheckpoint]:
-    """Look the checkpoints of the same run at other steps up, in the order of the steps.
+    """Return the other checkpoints of the same run, at the given steps, by increasing step.
 
     Args:
-        steps: `all`, or steps with commas; empty for none.
+        steps: `all`, or step numbers separated by commas; empty for none.
 
     Raises:
-        ConfigError: The weights are not of a run, or the run has no checkpoint at a step.
+        ConfigError: `checkpoint` does not belong to a run, or the run has no checkpoint at one of the steps.
     """
     if not steps:
         return []

@@ -1,8 +1,8 @@
 """Guards against steps whose loss is not finite or far above recent losses.
 
-Each step is checked once: before its update if a policy is `skip`, otherwise after the service has responded. A guard
-records its decision in guards.jsonl before the run continues, so that later restarts skip the same steps. Skipped steps
-leave no trace in the state of the objective.
+Each minibatch of a step is checked once: before its update is sent if a policy is `skip`, otherwise after the service
+has responded. A guard records its decision in guards.jsonl before the run continues, so that later restarts skip the
+same steps. Skipped steps leave no trace in the state of the objective.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BadStep:
 
 
 def reason_to_skip(untrained: Sequence[int], num_steps: int, policy: Literal["stop", "skip"]) -> str:
-    """Return why steps whose batches have nothing to train are skipped, as a clause.
+    """Return why steps whose batches have nothing to train are skipped, without a final period.
 
     Args:
         untrained: at least one such step.
@@ -58,8 +58,11 @@ def reason_to_skip(untrained: Sequence[int], num_steps: int, policy: Literal["st
     Raises:
         ConfigError: the policy stops the run, or no step would be left.
     """
-    many = f" and of {len(untrained) - 1} more of {num_steps} steps" if len(untrained) > 1 else ""
-    why = f"The batch of step {untrained[0]}{many} has nothing to train, no token of non-zero weight or no pair"
+    nothing = "nothing to train (no token of non-zero weight, or no pair)"
+    if len(untrained) == 1:
+        why = f"The batch of step {untrained[0]} has {nothing}"
+    else:
+        why = f"The batches of {len(untrained)} of {num_steps} steps, first of step {untrained[0]}, have {nothing}"
     if policy == "stop" or len(untrained) == num_steps:
         or_skip = ", or set guards.untrained to skip" if len(untrained) < num_steps else ""
         raise ConfigError(f"{why}: increase max_length or check train_on_what of the data{or_skip}.")
@@ -84,11 +87,11 @@ class Guard:
             bad_step.step: bad_step for bad_step in read_jsonl(directory, GUARDS_NAME, _parse)
         }
 
-    def check(self, step: int, compute: Callable[[], Linearized], *, has_base: bool = True) -> Linearized | None:
+    def check(self, step: int, compute: Callable[[], Linearized], *, checks_spike: bool = True) -> Linearized | None:
         """Compute and check the linearized objective of a step; return None if the step is skipped.
 
         Args:
-            has_base: False for sampled candidates, whose loss is no part of the series in which spikes are found.
+            checks_spike: False for sampled candidates, whose loss is not compared with those of other minibatches.
 
         Raises:
             GuardError: The step is bad, and the policy stops the run.
@@ -97,7 +100,7 @@ class Guard:
         before: ObjectiveState = self._objective.state() if self._config.needs_forward_pass else {}
         try:
             linearized = compute()
-            metrics = self._judge(linearized.total) if has_base else {}
+            metrics = self._judge(linearized.total) if checks_spike else {}
         except (errors.NotFiniteError, NotFiniteError) as error:
             self._treat(
                 self._blamed(step, error), "not_finite", None, str(error), sent=isinstance(error, PoisonedError)
@@ -177,7 +180,11 @@ class Guard:
         return {} if score is None else {"guard/spike_score": score}
 
     def _blamed(self, step: int, error: Exception) -> int:
-        """Return the step to blame: broken weights are blamed on the previous update, which was not checked before."""
+        """Return the step to blame.
+
+        Weights that are broken at the start of a step were broken by the update of the step before, whose loss was
+        still finite.
+        """
         return step - 1 if isinstance(error, PoisonedError) and self._last_good == step - 1 else step
 
     def _num_bad_before(self, step: int) -> int:
@@ -194,9 +201,13 @@ class Guard:
     ) -> None:
         """Apply the policy to a bad step; return if the step is skipped."""
         configured = self._config.not_finite if kind == "not_finite" else self._config.spike
-        policy: Policy = "stop" if configured in ("off", "stop") else "rollback" if sent else configured
+        policy: Policy = "stop" if configured == "off" else configured
+        if sent and policy == "skip":
+            policy = "rollback"
+        # A skipped step is blamed again if one of its earlier minibatches was already sent.
+        blamed_again = step in self.skipped_steps
         num_before = self._num_bad_before(step)
-        if policy == "stop" or step in self.skipped_steps or num_before >= self._config.max_in_a_row:
+        if policy == "stop" or blamed_again or num_before >= self._config.max_in_a_row:
             after = f" after {num_before} consecutive skipped steps" if num_before else ""
             message = (
                 f"The run stopped at step {step}{after}: {why} No checkpoint contains this step: run the same command "

@@ -33,7 +33,7 @@ from flows.config.train import TrainConfig
 from flows.monitoring.events import emit
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
 from flows.monitoring.progress import Progress, call_step_callback
-from flows.monitoring.run_tags import forget_end, note_end, note_warning, warn, warn_of_metrics
+from flows.monitoring.run_tags import forget_end, note_end, note_warning, warn_of_metrics, warn_of_terms
 from flows.runs.checkpoint_manager import Checkpoints
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, FORMAT_OF_SCALES, recorded_format
 from flows.runs.contents import CONTENTS_KEY, open_contents
@@ -296,7 +296,7 @@ class Trainer:
 
     def _warn(self, step: int, metrics: dict[str, float]) -> None:
         """Show the warnings of terms, data and metrics after a step."""
-        warn(self.run.log, self.config.run_name, self.objective.watch.pop_warnings())
+        warn_of_terms(self.run.log, self.config.run_name, self.objective.watch.pop_warnings())
         for key, text in self.source.pop_warnings().items():
             note_warning(self.run.log, key, text)
         warn_of_metrics(self.run.log, self.config.run_name, "health", self.source.observe(step, metrics))
@@ -393,7 +393,7 @@ class Trainer:
             linearized = None
             if forward:
                 compute = partial(self._linearize, minibatch, forward)
-                linearized = self.guard.check(step, compute, has_base=minibatch.supervised is None)
+                linearized = self.guard.check(step, compute, checks_spike=minibatch.supervised is None)
             if linearized:
                 self._record_saves()
             if step not in self.guard.skipped_steps:

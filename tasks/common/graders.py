@@ -7,7 +7,7 @@ import re
 
 from tinker_cookbook.eval.benchmarks.gsm8k import check_gsm8k, extract_gsm8k_answer
 
-_FENCE = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE = re.compile(r"```([^\s`]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def same_number(answer: str, expected: str) -> bool:
@@ -53,10 +53,10 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
 
 
 def find_code(answer: str) -> str:
-    """Return the Python code of an answer: its first fenced block, or the whole text.
+    """Return the Python code of an answer: its first block fenced as `python`, `py` or nothing, or the whole text.
 
     >>> find_code("Here it is:\\n```python\\nx = 1\\n```\\nDone.")
     'x = 1\\n'
     """
-    match = _FENCE.search(answer)
-    return match[1] if match else answer
+    blocks = (match[2] for match in _FENCE.finditer(answer) if match[1].lower() in ("", "python", "py"))
+    return next(blocks, answer)

@@ -71,7 +71,7 @@ _POINT, _TRIAL = TypeAdapter(Point), TypeAdapter(Trial)
 
 
 def read_trials(directory: RunDirectory) -> Trials:
-    """Read trials.jsonl; a torn line is skipped, since nothing depends on it yet."""
+    """Read trials.jsonl; an incomplete line of a crash is skipped, and its point or trial runs again."""
     points: dict[int, Point] = {}
     finished: dict[tuple[int, int], Trial] = {}
     for record in read_jsonl(directory, TRIALS_NAME, _parse):

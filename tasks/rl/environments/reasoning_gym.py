@@ -103,7 +103,9 @@ class GymBuilder(GroupsBuilder):
     def _prefix(self, instruction: str) -> tuple[Message, ...]:
         """System message and solved examples."""
         messages = [Message(role="system", content=instruction)] if instruction else []
-        config = {**self.config, "size": self.num_examples or 1, "seed": EXAMPLES_SEED}
+        if not self.num_examples:
+            return tuple(messages)
+        config = {**self.config, "size": self.num_examples, "seed": EXAMPLES_SEED}
         examples, _ = create_gym_dataset(self.dataset, config)
         for index in range(self.num_examples):
             answer = examples[index]["answer"]

@@ -129,7 +129,7 @@ def test_too_few_rows_for_a_batch(error_of: FailingRun, tmp_path: Path) -> None:
 
 def test_batch_without_a_trained_token(error_of: FailingRun) -> None:
     common = {"renderer_name": "qwen3_instruct", "max_length": 8, "batch_size": 4}
-    assert "has nothing to train, no token of non-zero weight" in error_of(data=data(common_config=common))
+    assert "nothing to train (no token of non-zero weight" in error_of(data=data(common_config=common))
 
 
 def test_unknown_override(error_of: FailingRun) -> None:

@@ -115,7 +115,7 @@ def test_skipped_and_rolled_back_runs_end_with_the_same_weights(fields: dict[str
 def test_batches_without_a_trained_token_are_found_before_the_first_step(fields: dict[str, Any]) -> None:
     data = {**fields["data"], "params": {**fields["data"]["params"], "untrained": [3, 5]}}
     stopping = fields | {"run_name": "stops", "data": data}
-    expected = "The batch of step 3 and of 1 more of 8 steps has nothing to train, .*or set guards.untrained to skip"
+    expected = "The batches of 2 of 8 steps, first of step 3, have nothing to train .*or set guards.untrained to skip"
     with pytest.raises(ConfigError, match=expected):
         sft(SftConfig.model_validate(stopping))
     run = run_of(stopping)
@@ -134,7 +134,7 @@ def test_estimate_leaves_out_the_steps_that_a_run_skips(
 ) -> None:
     data = {**fields["data"], "params": {**fields["data"]["params"], "untrained": [3, 5]}}
     skipping = fields | {"data": data, "guards": {"untrained": "skip"}}
-    with pytest.raises(ConfigError, match="The batch of step 3 and of 1 more of 8 steps has nothing to train"):
+    with pytest.raises(ConfigError, match="The batches of 2 of 8 steps, first of step 3, have nothing to train"):
         estimate(SftConfig.model_validate(skipping | {"guards": {}}))
     whole, estimated = (estimate(SftConfig.model_validate(config)) for config in (fields, skipping))
     sizes = num_tokens_of_batches(fields)
@@ -161,7 +161,7 @@ def num_tokens_of_batches(fields: dict[str, Any]) -> list[int]:
 
 def test_a_run_without_any_trained_token_is_refused(fields: dict[str, Any]) -> None:
     data = {**fields["data"], "params": {**fields["data"]["params"], "untrained": list(range(8))}}
-    with pytest.raises(ConfigError, match="The batch of step 0 and of 7 more of 8 steps has nothing to train"):
+    with pytest.raises(ConfigError, match="The batches of 8 of 8 steps, first of step 0, have nothing to train"):
         sft(SftConfig.model_validate(fields | {"data": data, "guards": {"untrained": "skip"}}))
 
 

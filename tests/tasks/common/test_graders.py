@@ -52,6 +52,7 @@ def test_code_is_found_in_its_fence() -> None:
     assert find_code("```py\na\n```\n```\nb\n```") == "a\n"
     assert find_code("```\nno end") == "no end"
     assert find_code("x = 1") == "x = 1"
+    assert find_code("```bash\npip install a\n```\nthen\n```Python\nimport a\n```") == "import a\n"
 
 
 def test_pass_at_k_equals_enumeration() -> None:
