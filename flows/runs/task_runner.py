@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import certifi
 from prefect.context import FlowRunContext
+from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_URL, temporary_settings
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
 from blocks.errors import ConfigError, first_line
@@ -102,6 +105,7 @@ def open_dask(config: TaskRunnerConfig) -> Iterator[Any]:
             local = LocalDask(config.workers or _num_workers())
             stack.callback(local.close)
             address, client_options = local.address, {"security": local.security}
+            stack.enter_context(quick_clients())
         runner = prefect_dask.DaskTaskRunner(address=address, client_kwargs=client_options)
         try:
             stack.enter_context(runner)
@@ -139,6 +143,7 @@ def open_ray(config: TaskRunnerConfig) -> Iterator[Any]:
             # The folder contains sockets, whose paths must be short.
             folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            stack.enter_context(quick_clients())
             environment["env_vars"] = {"PYTHONPATH": python_path()}
             options = {
                 "num_cpus": config.workers or _num_workers(),
@@ -161,6 +166,24 @@ def open_ray(config: TaskRunnerConfig) -> Iterator[Any]:
                 f"The Ray cluster at {address} cannot be reached ({first_line(error)}): check the address."
             ) from error
         yield runner
+
+
+@contextmanager
+def quick_clients() -> Iterator[None]:
+    """Let Prefect's clients load one certificate authority instead of all, if its server does not use TLS.
+
+    A task run on a worker creates two clients, and to load all authorities takes half of its processor time. Workers
+    receive the settings of this block, and the file, from this machine.
+    """
+    if not PREFECT_API_URL.value().startswith("http://"):
+        yield
+        return
+    end = "-----END CERTIFICATE-----\n"
+    with tempfile.NamedTemporaryFile("w", prefix="authority-", suffix=".pem") as file:
+        file.write(Path(certifi.where()).read_text().partition(end)[0] + end)
+        file.flush()
+        with temporary_settings({PREFECT_API_SSL_CERT_FILE: file.name}):
+            yield
 
 
 def _library(extra: str, module: str) -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -24,13 +25,14 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.context import FlowRunContext
 from prefect.runtime import flow_run
+from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_URL, temporary_settings
 from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
 from pydantic import ValidationError
 from ragged_batches import make_batch
 
 from blocks.errors import ConfigError
 from flows.config.train import TaskRunnerConfig
-from flows.runs.task_runner import open_dask, open_ray, open_task_runner
+from flows.runs.task_runner import open_dask, open_ray, open_task_runner, quick_clients
 from objectives import Batch, Evaluation, Objective, ObjectiveError, evaluate_term, prepare_features, regularizer
 from objectives.execution.term_loop import Features
 from tasks.common.event_loop import open_workers
@@ -323,3 +325,14 @@ def test_processes_finish_the_step_after_ctrl_c(prefect_server: str):
     before, after = run()
     assert after.metrics["pid"] == before.metrics["pid"] != os.getpid()
     assert torch.equal(after.gradient_DT, before.gradient_DT)
+
+
+def test_clients_of_a_server_without_tls_load_one_authority() -> None:
+    before = PREFECT_API_SSL_CERT_FILE.value()
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}), quick_clients():
+        file = PREFECT_API_SSL_CERT_FILE.value()
+        assert file
+        assert len(ssl.create_default_context(cafile=file).get_ca_certs()) == 1
+    with temporary_settings({PREFECT_API_URL: "https://prefect.example/api"}), quick_clients():
+        assert PREFECT_API_SSL_CERT_FILE.value() == before
+    assert PREFECT_API_SSL_CERT_FILE.value() == before
