@@ -29,6 +29,7 @@ from flows.config.distill import (
     TeacherTargetsConfig,
 )
 from flows.config.loader import renderer_names
+from flows.monitoring.run_tags import warn_of_metrics
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.result import TrainResult
 from flows.runs.retries import run_with_approval
@@ -49,26 +50,29 @@ from tasks.distillation.on_policy import OnPolicySource, TeacherKL, TeacherSync,
 from tasks.distillation.teacher_data import SequenceSettings, TeacherDataSource
 from tasks.evaluation.evaluators import build_evaluators
 from tasks.rl.advantages import AdvantageSettings
-from tasks.rl.rollout_source import HeldOutEnvironments, build_environments
-from tasks.training.batch_source import BatchSource
+from tasks.rl.hang_watch import HangWatch
+from tasks.rl.health import HealthLimits
+from tasks.rl.rollout_source import HeldOutEnvironments, HeldOutGroups, build_environments
+from tasks.training.batch_source import BatchSource, MetricWarning
 
 __getattr__ = partial(renamed_attribute, "flows.distill")  # names of release 0.1
 
 # Only `train_on_rewards` trains on the advantages of rewards.
 NO_REWARD = AdvantageSettings()
+HEALTH = HealthLimits()
 SourceAndEvaluators = tuple[BatchSource, Sequence[Evaluator]]
 
 
 @flow(name="on_policy_distillation", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def on_policy_distillation(config: OnPolicyConfig) -> TrainResult:
     """Train the student on its own samples, with the teachers' log-probabilities of each token as the target."""
-    return _run(config, _on_policy_inputs(config), lambda run: _on_policy(run, config, config.datasets))
+    return _run(config, _on_policy_inputs(config), lambda run, hangs: _on_policy(run, hangs, config, config.datasets))
 
 
 @flow(name="off_policy_distillation", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def off_policy_distillation(config: OffPolicyConfig) -> TrainResult:
     """Train the student on the teachers' samples, or on their distribution over the tokens of a dataset."""
-    return _run(config, _off_policy_inputs(config), lambda run: _off_policy(run, config, config.datasets))
+    return _run(config, _off_policy_inputs(config), lambda run, hangs: _off_policy(run, hangs, config, config.datasets))
 
 
 @flow(name="self_distillation", flow_run_name="{config.run_name}", on_running=[apply_rights])
@@ -76,13 +80,14 @@ def self_distillation(config: SelfConfig) -> TrainResult:
     """Train the student on its own samples, with earlier weights that see more context as the teacher."""
     questions = config.questions.builder(config.teacher_prompt, config.batch_size)
     datasets = [GroupsConfig(environment=questions, teacher=config.teacher)]
-    return _run(config, _on_policy_inputs(config), lambda run: _on_policy(run, config, datasets))
+    return _run(config, _on_policy_inputs(config), lambda run, hangs: _on_policy(run, hangs, config, datasets))
 
 
 @flow(name="prompt_distillation", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def prompt_distillation(config: PromptConfig) -> TrainResult:
     """Train the student, without a prompt, on the completions of a teacher with a long prompt; compare both."""
-    return _run(config, _off_policy_inputs(config), lambda run: _off_policy(run, config, teacher_datasets(config)))
+    datasets = teacher_datasets(config)
+    return _run(config, _off_policy_inputs(config), lambda run, hangs: _off_policy(run, hangs, config, datasets))
 
 
 def teacher_datasets(config: OffPolicyConfig | PromptConfig) -> Sequence[TeacherDataConfig]:
@@ -102,18 +107,24 @@ def _off_policy_inputs(config: TeacherTargetsConfig) -> Sequence[str]:
 
 
 def _run(
-    config: DistillConfig, inputs: Sequence[str], open_source: Callable[[Run], SourceAndEvaluators]
+    config: DistillConfig, inputs: Sequence[str], open_source: Callable[[Run, HangWatch], SourceAndEvaluators]
 ) -> TrainResult:
-    """Train on the source that `open_source` opens for a run; `inputs` are the batch fields that losses may read."""
+    """Train on the source that `open_source` opens for a run; `inputs` are the batch fields that losses may read.
+
+    The watch that `open_source` gets warns of groups that no longer respond.
+    """
     with Objective.from_spec(config.objective, config.seed) as objective:
         can_sample = isinstance(config, TeacherTargetsConfig) and config.candidates != "off"
         objective.check_needs(inputs, can_sample=can_sample)
         _check_base(objective, on_policy="advantages" in inputs)
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
-            with open_run(config, restarts, config.adapter) as run:
+            with open_run(config, restarts, config.adapter) as run, closing(_open_watch(config, run)) as hangs:
                 evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators, run.builder_arguments)
-                source, held_out = open_source(run)
+                source, held_out = open_source(run, hangs)
+                for evaluator in held_out:
+                    if isinstance(evaluator, HeldOutGroups):
+                        evaluator.hangs = hangs
                 candidates = open_candidates(run, config) if isinstance(config, TeacherTargetsConfig) else None
                 with closing(source):
                     trainer = Trainer(run, config, source, objective, [*held_out, *evaluators], candidates=candidates)
@@ -130,7 +141,16 @@ def _check_base(objective: Objective, *, on_policy: bool) -> None:
         )
 
 
-def _on_policy(run: Run, config: SamplingConfig, datasets: Sequence[GroupsConfig]) -> SourceAndEvaluators:
+def _open_watch(config: DistillConfig, run: Run) -> HangWatch:
+    def report(warning: MetricWarning) -> None:
+        warn_of_metrics(run.log, config.run_name, "health", [warning])
+
+    return HangWatch(HEALTH, config.rollout.timeout_s, report)
+
+
+def _on_policy(
+    run: Run, hangs: HangWatch, config: SamplingConfig, datasets: Sequence[GroupsConfig]
+) -> SourceAndEvaluators:
     teachers = open_teachers(run, config, [dataset.teacher for dataset in datasets])
     tokenizer, settings = run.client.get_tokenizer(), config.rollout.settings(config.seed, NO_REWARD)
     if recorded_format(run.directory) < FORMAT_OF_CORRECTIONS:
@@ -154,6 +174,7 @@ def _on_policy(run: Run, config: SamplingConfig, datasets: Sequence[GroupsConfig
         skip_first_n_tokens=config.skip_first_n_tokens,
     )
     source = OnPolicySource(mixture, teachers, tokenizer, settings, targets, sync)
+    source.watch_hangs(hangs)
     source.hindsight = hindsight
     source.measures_post_kl = config.compute_post_kl
     source.scores_ends = config.prompt_logprobs_last_n == "auto"
@@ -169,7 +190,9 @@ def _open_hindsight(config: SamplingConfig, tokenizer: Tokenizer) -> Hindsight |
     return Hindsight(**fields, renderer=open_renderer(name, tokenizer))
 
 
-def _off_policy(run: Run, config: TeacherTargetsConfig, datasets: Sequence[TeacherDataConfig]) -> SourceAndEvaluators:
+def _off_policy(
+    run: Run, hangs: HangWatch, config: TeacherTargetsConfig, datasets: Sequence[TeacherDataConfig]
+) -> SourceAndEvaluators:
     teachers = open_teachers(run, config, [dataset.teacher for dataset in datasets])
     tokenizer, settings = run.client.get_tokenizer(), config.rollout.settings(config.seed, NO_REWARD)
     built = [open_teacher_data(tokenizer, run.builder_arguments, dataset) for dataset in datasets]
@@ -180,6 +203,7 @@ def _off_policy(run: Run, config: TeacherTargetsConfig, datasets: Sequence[Teach
     # Training on a teacher's samples reads no logprobs of the sampler.
     sequences = SequenceSettings(key, settings.with_service_logprobs(), config.top_k)
     source = TeacherDataSource(mixture, teachers, tokenizer, sequences, run.directory)
+    source.watch_hangs(hangs)
     held_out = source.held_out([test for _, test in built])
     rows = zip(teachers, datasets, built, strict=True)
     tests = [(teacher, test) for teacher, dataset, (_, test) in rows if dataset.environment and test is not None]

@@ -10,7 +10,7 @@ if __name__ == "__main__":  # first, so that --help does not wait for the import
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 
 from prefect import flow
@@ -32,6 +32,7 @@ from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import build_evaluators
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.async_rollout_source import AsyncRolloutSource
+from tasks.rl.hang_watch import FIX, HangWatch
 from tasks.rl.health import HealthLimits, HealthWatch, mismatch_limit
 from tasks.rl.mlflow_traces import write_traces
 from tasks.rl.oversampling import OversamplingRecord
@@ -69,6 +70,7 @@ def rl(config: RlConfig) -> TrainResult:
         def attempt(restarts: Sequence[str]) -> TrainResult:
             with (
                 open_run(config, restarts, config.adapter) as run,
+                _watch_hangs(config, run) as hangs,
                 closing(_open_source(config, settings, run)) as source,
             ):
                 evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators, run.builder_arguments)
@@ -82,9 +84,11 @@ def rl(config: RlConfig) -> TrainResult:
                     objective.correct(None)
                 source.correction = objective.correction
                 if config.health:
-                    limits = _health_limits(config, config.health)
-                    source.health = HealthWatch(limits)
-                    source.watch_hangs(limits, lambda warning: _warn_of_health(config, run, warning))
+                    source.health = HealthWatch(_health_limits(config, config.health))
+                if hangs:
+                    source.watch_hangs(hangs)
+                    for groups in held_out:
+                        groups.hangs = hangs
                 _note_correction(config, run, objective)
                 source.measures_post_kl = config.compute_post_kl
                 source.scores_ends = config.prompt_logprobs_last_n == "auto"
@@ -105,8 +109,16 @@ def _health_limits(config: RlConfig, health: HealthConfig) -> HealthLimits:
     return HealthLimits(**limits)
 
 
-def _warn_of_health(config: RlConfig, run: Run, warning: MetricWarning) -> None:
-    warn_of_metrics(run.log, config.run_name, "health", [warning])
+def _watch_hangs(config: RlConfig, run: Run) -> AbstractContextManager[HangWatch | None]:
+    """Warn of groups that no longer respond, unless the config disables the warnings of health."""
+    if config.health is None:
+        return nullcontext()
+
+    def report(warning: MetricWarning) -> None:
+        warn_of_metrics(run.log, config.run_name, "health", [warning])
+
+    fix = f"{FIX}, and rollout.termination.grader_timeout_seconds rewards that hang"
+    return closing(HangWatch(_health_limits(config, config.health), config.rollout.timeout_s, report, fix))
 
 
 def _note_correction(config: RlConfig, run: Run, objective: Objective) -> None:

@@ -201,12 +201,14 @@ class SilentLettersBuilder(LettersBuilder):
 
     Attributes:
         part: what waits for the tag: `turns` or `rewards`.
+        is_held_out: whether the letters are held out; the training groups then answer at once.
     """
 
     tracking: str
     experiment: str
     tag: str
     part: str
+    is_held_out: bool = False
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         train, _ = await LettersBuilder.__call__(self)
@@ -218,4 +220,5 @@ class SilentLettersBuilder(LettersBuilder):
         else:
             env = SilentLetterEnv(last.env.renderer, last.env.letter, last.env.num_letters, tag)
             silent = LetterGroup(env, last.group_size)
-        return Letters([*groups, silent], self.num_batches), None
+        letters = Letters([*groups, silent], self.num_batches)
+        return (train, letters) if self.is_held_out else (letters, None)

@@ -21,6 +21,7 @@ from objectives.errors import ObjectiveError
 from objectives.objective import Objective
 from tasks.evaluation.evaluators import ConfiguredEvaluator, EvaluationResult, HeldOutNLL, evaluate
 from tasks.preference.pair_source import HeldOutPairs
+from tasks.rl.rollout_source import HeldOutGroups
 from tasks.training.candidates import CandidateSampler
 from tasks.training.examples import append_examples, example_inputs, first_prompts, measure_examples
 from tasks.training.held_out import EvaluatedBatch, HeldOutData, HeldOutTerms, append_batch_values, measure_held_out
@@ -74,6 +75,9 @@ class Evaluation:
             for entry in self._evaluators
             if (rarely if isinstance(entry, ConfiguredEvaluator) and entry.is_infrequent else often)
         ]
+        for entry in due:
+            if isinstance(entry, HeldOutGroups):
+                entry.step = step
         with self._guard.checked_responses(step):
             # Submitted: Prefect never runs an async task that a synchronous flow calls.
             result = cast(EvaluationResult, evaluate.submit(self._run.client, due, step, self._run.meter).result())

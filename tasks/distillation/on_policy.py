@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import tinker
 import torch
 from tinker import types
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import AllTrajectoriesFailedError
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
@@ -29,8 +28,8 @@ from tasks.distillation.hindsight import Hindsight
 from tasks.distillation.mixture import Mixture
 from tasks.distillation.prompts import PromptGroup
 from tasks.distillation.soft_targets import OnPolicyTopK, with_top_k
-from tasks.rl.group_rollout import Group, RewardedGroup
-from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
+from tasks.rl.group_rollout import Group
+from tasks.rl.rollout_source import HeldOutGroups, MinibatchSettings, RolloutSettings, RolloutSource, name_held_out
 from tasks.rl.trajectories import GROUP_INDEX, add_later_tokens, compute_entropy, pack_groups
 from tasks.training.batch_source import TrainedBatch
 from tasks.training.examples import take_datums
@@ -301,7 +300,7 @@ class OnPolicySource(RolloutSource):
         return {"optim/entropy": compute_entropy(trained)}
 
 
-class TeacherKL(SamplingClientEvaluator):
+class TeacherKL(HeldOutGroups):
     """Reverse KL `test/teacher_kl` to the teachers on held-out groups, in nats per sampled token.
 
     Estimated from one sample of the student per group member, with the same seeds at every evaluation.
@@ -317,33 +316,34 @@ class TeacherKL(SamplingClientEvaluator):
             for builder in dataset.get_batch(index)
         ]
         self._tokenizer, self._settings = tokenizer, settings
-        self.evaluated: Sequence[EvaluatedBatch] = ()
 
     async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
+        groups, strategy = (
+            name_held_out([builder for _, builder in self._groups]),
+            self.watched(self._settings.strategy),
+        )
         outcomes = await asyncio.gather(
             *(
-                do_group_rollout(
-                    RewardedGroup(builder), self._settings.policy(sampling_client, index), self._settings.strategy
-                )
-                for index, (_, builder) in enumerate(self._groups)
+                do_group_rollout(group, self._settings.policy(sampling_client, index), strategy)
+                for index, group in enumerate(groups)
             ),
             return_exceptions=True,
         )
-        groups: list[TrajectoryGroup] = []
+        rolled_out: list[TrajectoryGroup] = []
         sources: list[tuple[Teacher, EnvGroupBuilder]] = []
         for outcome, source in zip(outcomes, self._groups, strict=True):
             if isinstance(outcome, TrajectoryGroup):
-                groups.append(outcome)
+                rolled_out.append(outcome)
                 sources.append(source)
             elif not isinstance(outcome, AllTrajectoriesFailedError):
                 raise outcome
-        num_failed = len(self._groups) - len(groups)
+        num_failed = len(self._groups) - len(rolled_out)
         if num_failed:
             logger.warning("%d of %d held-out groups failed and have no teacher KL.", num_failed, len(self._groups))
-        if not groups:
+        if not rolled_out:
             self.evaluated = ()
             return {}
-        batch = pack_groups([Group((), group, ()) for group in groups], self._settings.shape, self._tokenizer)
+        batch = pack_groups([Group((), group, ()) for group in rolled_out], self._settings.shape, self._tokenizer)
         assert batch.sampling_logprobs_DT is not None
         groups_D = [sources[index] for index in batch.labels_D["group"].tolist()]
         requests_D = [

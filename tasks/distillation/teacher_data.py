@@ -28,6 +28,7 @@ from tasks.distillation.on_policy import datum_for_teacher
 from tasks.distillation.prompts import PromptGroup
 from tasks.distillation.soft_targets import TeacherSequence, compute_forward_kl, pack_sequences
 from tasks.rl.group_rollout import Group, RolloutThreads
+from tasks.rl.hang_watch import HangWatch
 from tasks.rl.rollout_source import RolloutSettings
 from tasks.training.batch_source import BatchSource, TrainedBatch
 from tasks.training.teacher import Teacher, TeacherRequest, compute_top_k, replace_prompt, score
@@ -96,6 +97,10 @@ class TeacherDataSource(BatchSource):
         requests = self._requests(items, sequences_I)
         datums = [sequence.datum for sequences in sequences_I for sequence in sequences]
         return TeacherNLL(datums, call(score, opaque_argument(requests)), self._tokenizer) if datums else None
+
+    def watch_hangs(self, hangs: HangWatch) -> None:
+        """Watch the groups that teachers complete from now on."""
+        self._threads.hangs = hangs
 
     def close(self) -> None:
         self._threads.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import NamedTuple, TypeVar
 
@@ -73,10 +73,12 @@ class RewardedGroup(EnvGroupBuilder):
 
     Attributes:
         builder: builder of the group.
+        name: name in warnings of a `WatchedStrategy`.
         text_labels_G: text labels of each trajectory's environment, once the rewards are computed.
     """
 
     builder: EnvGroupBuilder
+    name: str = ""
     text_labels_G: tuple[Mapping[str, str], ...] = field(default=(), init=False)
     _trajectories: Sequence[Trajectory] = field(default=(), init=False)
     _rewards: list[tuple[float, Metrics]] = field(default_factory=list, init=False)
@@ -265,6 +267,28 @@ class RetryWholeGroup(RolloutStrategy):
         return outcomes
 
 
+@dataclass(frozen=True)
+class WatchedStrategy(RolloutStrategy):
+    """Strategy of held-out groups that a `HangWatch` watches.
+
+    Attributes:
+        strategy: strategy of each group.
+        hangs: watch of the groups.
+        step: step before which the groups are evaluated.
+    """
+
+    strategy: RetryWholeGroup
+    hangs: HangWatch
+    step: int
+
+    async def execute(self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter) -> RolloutResult:
+        assert isinstance(policy, SnapshotCompleter)
+        assert isinstance(env_group_builder, RewardedGroup)
+        own = replace(policy, progress=GroupProgress())  # the groups may share the completer
+        with self.hangs.watching(env_group_builder.name, self.step, own.progress):
+            return await self.strategy.execute(env_group_builder, own)
+
+
 class _AllAttemptsFailedError(AllTrajectoriesFailedError):
     def __init__(self, errors: Sequence[RolloutError]) -> None:
         super().__init__("All attempts at a group failed.")
@@ -307,7 +331,7 @@ class RolloutThreads:
     number of threads start as soon as earlier ones end.
 
     Attributes:
-        hangs: watch of the running groups; None for no watch.
+        hangs: watch of the running groups, which its owner closes; None for no watch.
     """
 
     hangs: HangWatch | None = None
@@ -336,8 +360,6 @@ class RolloutThreads:
 
     def close(self) -> None:
         """Drop the groups that have not started."""
-        if self.hangs:
-            self.hangs.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

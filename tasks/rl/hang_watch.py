@@ -22,6 +22,7 @@ _NUM_DURATIONS = 256  # finished groups whose median counts
 _MAX_INTERVAL_S = 1.0
 _NUM_SHOWN = 3
 _CLOSE_S = 5.0  # a report that does not end must not keep the run open
+FIX = "check it; rollout.timeout_s ends turns that hang"
 
 
 @dataclass
@@ -50,10 +51,14 @@ class HangWatch:
 
     Args:
         timeout_s: time limit of the turns of one attempt; None means no limit.
+        report: callback that gets the warnings.
+        fix: what the user can do about a group that hangs, for the warnings.
     """
 
-    def __init__(self, limits: HealthLimits, timeout_s: float | None, report: Callable[[MetricWarning], None]) -> None:
-        self._limits, self._timeout_s, self._report = limits, timeout_s or 0.0, report
+    def __init__(
+        self, limits: HealthLimits, timeout_s: float | None, report: Callable[[MetricWarning], None], fix: str = FIX
+    ) -> None:
+        self._limits, self._timeout_s, self._report, self._fix = limits, timeout_s or 0.0, report, fix
         self._lock = Lock()
         self._running: dict[int, _RunningGroup] = {}
         self._durations: deque[float] = deque(maxlen=_NUM_DURATIONS)
@@ -104,7 +109,7 @@ class HangWatch:
                 if waited > self._bound(typical) and group.step not in self._warned_steps:
                     hanging.setdefault(group.step, []).append((group, waited))
             self._warned_steps |= hanging.keys()
-        return [_warning(step, groups, typical) for step, groups in hanging.items()]
+        return [self._warning(step, groups, typical) for step, groups in hanging.items()]
 
     def _bound(self, typical: float | None) -> float:
         """Return the seconds from which on a group hangs."""
@@ -113,15 +118,15 @@ class HangWatch:
             return self._timeout_s + limits.hang_factor * limits.hang_seconds
         return self._timeout_s + max(limits.hang_seconds, limits.hang_factor * typical)
 
-
-def _warning(step: int, groups: Sequence[tuple[_RunningGroup, float]], typical: float | None) -> MetricWarning:
-    names = ", ".join(group.name for group, _ in groups[:_NUM_SHOWN])
-    more = f" and {len(groups) - _NUM_SHOWN} more" if len(groups) > _NUM_SHOWN else ""
-    waited = max(seconds for _, seconds in groups)
-    others = "no group has finished yet" if typical is None else f"the median group takes {typical:.3g} s"
-    text = (
-        f"The environment, reward or completer of {names}{more} has not responded for {waited:.3g} s, and {others}: "
-        "check it; rollout.timeout_s ends turns that hang, and rollout.termination.grader_timeout_seconds rewards that "
-        "hang."
-    )
-    return MetricWarning("hang", step, waited, text)
+    def _warning(
+        self, step: int, groups: Sequence[tuple[_RunningGroup, float]], typical: float | None
+    ) -> MetricWarning:
+        names = ", ".join(group.name for group, _ in groups[:_NUM_SHOWN])
+        more = f" and {len(groups) - _NUM_SHOWN} more" if len(groups) > _NUM_SHOWN else ""
+        waited = max(seconds for _, seconds in groups)
+        others = "no group has finished yet" if typical is None else f"the median group takes {typical:.3g} s"
+        text = (
+            f"The environment, reward or completer of {names}{more} has not responded for {waited:.3g} s, and "
+            f"{others}: {self._fix}."
+        )
+        return MetricWarning("hang", step, waited, text)

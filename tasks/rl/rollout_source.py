@@ -17,6 +17,7 @@ import tinker
 import torch
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
+from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from torch import Tensor
@@ -36,9 +37,16 @@ from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.custom_completer import CompleterSpec
 from tasks.rl.group_batches import GroupBatches, split
-from tasks.rl.group_rollout import Group, RetryWholeGroup, RewardedGroup, RolloutThreads, RunningGroup
+from tasks.rl.group_rollout import (
+    Group,
+    RetryWholeGroup,
+    RewardedGroup,
+    RolloutThreads,
+    RunningGroup,
+    WatchedStrategy,
+)
 from tasks.rl.hang_watch import HangWatch
-from tasks.rl.health import HealthLimits, HealthWatch
+from tasks.rl.health import HealthWatch
 from tasks.rl.mismatch import compute_mismatch_metrics
 from tasks.rl.named_rewards import NamedRewards, RewardWeights
 from tasks.rl.oversampling import Oversampling, OversamplingRecord, compute_oversampling_metrics
@@ -256,9 +264,9 @@ class RolloutSource(BatchSource):
 
         return self.start_gathering(step, [partial(wait, number) for number in range(len(parts))])
 
-    def watch_hangs(self, limits: HealthLimits, report: Callable[[MetricWarning], None]) -> None:
-        """Report environments that no longer respond; see `HangWatch`."""
-        self._threads.hangs = HangWatch(limits, self.settings.strategy.timeout_s, report)
+    def watch_hangs(self, hangs: HangWatch) -> None:
+        """Watch the groups of the steps that are loaded from now on."""
+        self._threads.hangs = hangs
 
     def policy(self, sampler: tinker.SamplingClient, *key: int) -> SnapshotCompleter:
         """Completer of a group; members that go on to a next turn do not wait for the longest of the group's turns."""
@@ -521,19 +529,42 @@ class _Refill:
             self._is_complete[number].set()
 
 
-class HeldOutEnvironments(SamplingClientEvaluator):
+class HeldOutGroups(SamplingClientEvaluator):
+    """Evaluator that rolls out held-out groups.
+
+    Attributes:
+        hangs: watch of the groups; None for no watch.
+        step: step before which the groups are evaluated.
+        evaluated: batches of the last evaluation.
+    """
+
+    hangs: HangWatch | None = None
+    step: int = 0
+    evaluated: Sequence[EvaluatedBatch] = ()
+
+    def watched(self, strategy: RetryWholeGroup) -> RolloutStrategy:
+        """Return a strategy whose groups are watched, if there is a watch."""
+        return WatchedStrategy(strategy, self.hangs, self.step) if self.hangs else strategy
+
+
+def name_held_out(builders: Sequence[EnvGroupBuilder]) -> list[RewardedGroup]:
+    """Give held-out groups the names of their warnings."""
+    return [RewardedGroup(builder, f"held-out-{index}") for index, builder in enumerate(builders)]
+
+
+class HeldOutEnvironments(HeldOutGroups):
     """Evaluator of held-out groups with the run's rollout settings; the metrics are `test/env/...`."""
 
     def __init__(self, dataset: RLDataset, settings: RolloutSettings, tokenizer: Tokenizer) -> None:
-        self._evaluator = RLTestSetEvaluator(dataset, settings.max_tokens, strategy=settings.strategy)
-        self._groups = [RewardedGroup(builder) for builder in self._evaluator.env_group_builders_P]
+        self._evaluator = RLTestSetEvaluator(dataset, settings.max_tokens)
+        self._groups = name_held_out(self._evaluator.env_group_builders_P)
         self._evaluator.env_group_builders_P[:] = self._groups
         self._settings, self._tokenizer = settings, tokenizer
         self._batch_size = len(dataset.get_batch(0))
         self._has_several_turns = False
-        self.evaluated: Sequence[EvaluatedBatch] = ()
 
     async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
+        self._evaluator.strategy = self.watched(self._settings.strategy)
         # All groups share this completer, so their seeds must also depend on the prompt.
         policy = self._settings.policy(sampling_client, merges=not self._has_several_turns)
         metrics = await self._evaluator.eval_token_completer(replace(policy, by_prompt=True))

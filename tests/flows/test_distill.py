@@ -15,12 +15,14 @@ from rl_config import rl_fields
 
 from blocks import RunStorage
 from deployments.methods import config_type_of, flow_of
+from flows import distill
 from flows.config.distill import OffPolicyConfig, OnPolicyConfig, PromptConfig, SelfConfig
 from flows.config.rollout import RolloutConfig
 from flows.distill import off_policy_distillation, on_policy_distillation, prompt_distillation, self_distillation
 from flows.runs.result import TrainResult
 from flows.runs.teachers import TEACHERS
 from tasks.distillation.teacher_data import TAUGHT_NAME
+from tasks.rl.health import HealthLimits
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ("on_policy_distillation", "off_policy_distillation", "prompt_distillation", "self_distillation")
@@ -73,6 +75,42 @@ def test_soft_targets_lead_to_the_teacher(tmp_path: Path, engine_url: str, mlflo
     reverse = fields | {"run_name": "reverse", "objective": {"base_loss": "teacher_reverse_kl_topk"}}
     loss = curve(self_distillation(SelfConfig.model_validate(reverse)), "loss/base")
     assert 0 < loss[-1] < 0.7 * loss[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "group"),
+    [("on_policy", "rollout-0-1"), ("on_policy", "held-out-1"), ("off_policy", "rollout-0-1")],
+)
+def test_an_environment_that_hangs_warns(
+    tmp_path: Path,
+    engine_url: str,
+    mlflow_uri: str,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    group: str,
+) -> None:
+    """The environment answers after the warning, so without it the run would never end."""
+    monkeypatch.setattr(distill, "HEALTH", HealthLimits(hang_seconds=0.5, hang_factor=1.5))
+    name, is_held_out = f"hangs-{method}-{group}", group.startswith("held-out")
+    tag = {"tracking": mlflow_uri, "experiment": name, "tag": "tinker_flows.warning.health.hang"}
+    letters = {"renderer_name": "role_colon", "group_size": 2, "num_batches": 1}
+    silent = {"builder": "rollout_parts:SilentLettersBuilder"}
+    silent["params"] = {**tag, **letters, "part": "turns", "is_held_out": is_held_out}
+    fields = distill_fields(tmp_path, name, mlflow_uri, engine_url)
+    fields |= {
+        "experiment": name,
+        "num_steps": 1,
+        "eval_every": int(is_held_out),
+        "datasets": [{"environment": silent}],
+    }
+    fields |= {"batch_size": 2}
+    if method == "on_policy":
+        result = on_policy_distillation(OnPolicyConfig.model_validate(fields))
+    else:
+        result = off_policy_distillation(OffPolicyConfig.model_validate(fields))
+    (text,) = [text for text in result.warnings if "has not responded" in text]
+    assert f"The environment, reward or completer of {group} has not responded for" in text
+    assert text.endswith("check it; rollout.timeout_s ends turns that hang.")
 
 
 def test_settings_of_rollouts_keep_the_cache_keys_of_earlier_runs() -> None:

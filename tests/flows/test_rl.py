@@ -217,35 +217,43 @@ def test_dead_and_slow_environments_warn(
     assert expected in tags[f"tinker_flows.warning.health.{check}"]
 
 
-@pytest.mark.parametrize(("mode", "part"), [("sync", "turns"), ("async", "rewards")])
+@pytest.mark.parametrize(
+    ("mode", "part", "group"),
+    [("sync", "turns", "rollout-0-1"), ("async", "rewards", "rollout-0-1"), ("sync", "rewards", "held-out-1")],
+)
 def test_an_environment_that_hangs_warns_during_its_step(
-    run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str, prefect_server: str, mode: str, part: str
+    run: tuple[Path, dict[str, Any], TrainResult],
+    mlflow_uri: str,
+    prefect_server: str,
+    mode: str,
+    part: str,
+    group: str,
 ) -> None:
     """The environment answers after the warning, so without it the run would never end.
 
     The time limit of turns does not end rewards that hang.
     """
     _, config, _ = run
-    experiment = f"hangs-{mode}"
+    experiment, is_held_out = f"hangs-{mode}-{group}", group.startswith("held-out")
     params = {"tracking": mlflow_uri, "experiment": experiment, "tag": "tinker_flows.warning.health.hang", "part": part}
-    params |= config["environment"]["params"]
-    changed = {"run_name": experiment, "experiment": experiment, "num_steps": 1, "eval_every": 0}
+    params |= config["environment"]["params"] | ({"is_held_out": True, "num_batches": 1} if is_held_out else {})
+    changed = {"run_name": experiment, "experiment": experiment, "num_steps": 1, "eval_every": int(is_held_out)}
     changed |= {"schedule": {"mode": mode}, "objective": {"base_loss": "importance_sampling"}}
     changed |= {"health": {"hang_seconds": 0.5, "hang_factor": 1.5}}
     changed |= {"rollout": {"timeout_s": 5.0}} if part == "rewards" else {}
     changed |= {"environment": {"builder": "rollout_parts:SilentLettersBuilder", "params": params}}
     result = rl(RlConfig.model_validate(config | changed))
     (text,) = [text for text in result.warnings if "has not responded" in text]
-    assert "The environment, reward or completer of rollout-0-1 has not responded for" in text
-    assert "rollout.timeout_s ends turns that hang" in text
+    assert f"The environment, reward or completer of {group} has not responded for" in text
+    assert "ends turns that hang, and rollout.termination.grader_timeout_seconds rewards that hang." in text
     query = {"filter": {"event": {"name": ["tinker-flows.health"]}}}
     for _ in range(100):  # the server stores events in the background
         events = httpx.post(f"{prefect_server}/events/filter", json=query, timeout=30).json()["events"]
-        checks = [event["payload"]["check"] for event in events if event["payload"]["run_name"] == experiment]
-        if checks:
+        payloads = [event["payload"] for event in events if event["payload"]["run_name"] == experiment]
+        if payloads:
             break
         time.sleep(0.1)
-    assert checks == ["hang"]
+    assert [(payload["check"], payload["step"]) for payload in payloads] == [("hang", 0)]
 
 
 def test_second_update_of_a_step_is_off_policy(run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str) -> None:
