@@ -21,6 +21,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from rich.table import Table
+from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
 
 from blocks.console import TextConsole
@@ -43,15 +44,15 @@ from flows.config.promotion import (
     check_promote_if,
 )
 from flows.config.train import BudgetConfig
-from flows.monitoring.run_tags import note_evaluation, note_rejection
-from flows.runs.blocks import open_service, service_url, storage_of
+from flows.monitoring.events import emit
+from flows.monitoring.run_tags import note_end, note_evaluation, note_rejection
+from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import NamedCheckpoint, find_checkpoint, find_steps, with_model
 from flows.runs.mlflow_run import open_measurement
-from flows.runs.prices import price_of
 from flows.runs.promotion import Measurement, check_scores, find_rejection
 from flows.runs.rights import apply_rights
 from flows.runs.run import open_builder_arguments
-from flows.training.budget import Ledger
+from flows.training.budget import EvaluationLedger
 from tasks.common.sampling import open_sampler, open_training_client
 from tasks.common.service_errors import service_errors
 from tasks.evaluation.evaluators import (
@@ -66,9 +67,11 @@ from tasks.evaluation.intervals import compare_scores
 from tasks.reports.evaluation_page import write_curves
 from tasks.reports.tables import write_table
 from tasks.supervised.dataset import build_dataset
+from tasks.training.batch_source import SampledTokens
 from tasks.training.held_out import BatchValues
 from tasks.training.metrics import MetricsLog
 from tasks.training.model_registry import Promotion, promote_from
+from tasks.training.reference import scored_tokens
 from tasks.training.token_meter import TokenMeter
 
 
@@ -98,10 +101,11 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
     evaluators: tuple[EvaluatorConfig, ...] = Field(
         default=(), title="Evaluators", description="Evaluators, as in a training run."
     )
-    prices: str = Field(
-        default="",
-        title="Prices",
-        description="Path of a price table that overrides the built-in prices, like `budget.prices` of a training run.",
+    budget: BudgetConfig = Field(
+        default=BudgetConfig(),
+        title="Budget",
+        description="Time and cost limits of one start. The evaluation stops before the evaluator that would exceed a "
+        "limit, and keeps what it has measured.",
     )
     register_as: str | None = Field(
         default=None,
@@ -154,7 +158,8 @@ class EvaluateResult:
         by_step: Metrics of the other checkpoints of the run, by step.
         baseline: Metrics of the baseline; empty without one.
         differences: Differences between both, with intervals, for metrics that have a score for each problem.
-        not_promoted: Reason why the checkpoint does not meet `promote_if`; empty if it does, or without a condition.
+        stopped: Sentence that says where and why the budget stopped the evaluation; empty if it did not.
+        not_promoted: Reason why the checkpoint is not promoted; empty if it is, or without a condition.
         version: Version of the registered model; empty if the checkpoint was not registered.
     """
 
@@ -164,6 +169,7 @@ class EvaluateResult:
     by_step: dict[int, dict[str, float]]
     baseline: dict[str, float]
     differences: dict[str, float]
+    stopped: str
     not_promoted: str
     version: str
     flow_run_id: str
@@ -184,7 +190,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
         with open_measurement(config, config.run_name, service.resolved_url, tags) as log, service.session() as session:
             meter = TokenMeter()
             resources = {"session": session, "base_model": config.model, "token_meter": meter}
-            ledger = Ledger(BudgetConfig(), price_of(config.model, service.resolved_url, config.prices), {})
+            ledger = EvaluationLedger(log, meter, config)
             evaluators = build_evaluators(config.evaluators, resources=resources)
             measure = partial(_measure, session, config, evaluators, ledger, meter)
             check_scores(config.promote_if, config.promote_confidence, evaluators)
@@ -192,31 +198,36 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
             note_evaluation(log, of_baseline, "baseline/")
             by_step: dict[int, EvaluationResult] = {}
             for other in others:
+                if ledger.stopped:
+                    break
                 by_step[other.step] = measure(other)
                 note_evaluation(log, by_step[other.step], f"{other.step}/", other.step)
                 log.log(other.step, by_step[other.step].metrics)
-            measured = measure(chosen)
+            measured = EvaluationResult() if ledger.stopped else measure(chosen)
+            _note_stop(config, log, chosen.step, ledger)
             metrics = measured.metrics
             differences = _differences(measured.scores, of_baseline.scores)
             note_evaluation(log, measured)
-            if not measured.skipped:
+            if not (measured.skipped or ledger.stopped):
                 check_measured(config.promote_if, metrics)
             with_prefix = {f"baseline/{key}": value for key, value in of_baseline.metrics.items()}
             cost = ledger.metrics()
             log.log(chosen.step, metrics | with_prefix | differences | cost)
             log.flush()
-            rejection = _rejection(config, measured, of_baseline)
+            rejection = _rejection(config, ledger.stopped, measured, of_baseline)
             if rejection:
                 note_rejection(log, config.run_name, config.register_as or "", rejection)
             version = "" if rejection or not config.register_as else _register(session, config, chosen, log)
             steps = {step: result.metrics for step, result in by_step.items()}
             columns = ("metric", *_columns(steps, config.checkpoint, config.baseline))
             rows = _rows(*steps.values(), metrics | differences, *([of_baseline.metrics] if baseline else []))
-            write_table(log, "evaluation", config.run_name, columns, rows)
+            write_table(log, "evaluation", config.run_name, columns, rows, ledger.stopped)
             if by_step:
-                by_step[chosen.step] = measured
+                if measured.metrics:
+                    by_step[chosen.step] = measured
                 scores = {step: result.scores for step, result in by_step.items()}
-                write_curves(log, config.run_name, steps | {chosen.step: metrics}, scores, of_baseline.metrics)
+                curves = {step: result.metrics for step, result in by_step.items()}
+                write_curves(log, config.run_name, curves, scores, of_baseline.metrics, ledger.stopped)
         result = EvaluateResult(
             run_name=config.run_name,
             metrics=metrics,
@@ -224,15 +235,14 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
             by_step=steps,
             baseline=of_baseline.metrics,
             differences=differences,
+            stopped=ledger.stopped,
             not_promoted=rejection,
             version=version,
             flow_run_id=flow_run.get_id() or "",
             tracking_uri=hide_credentials(log.client.tracking_uri),
             mlflow_run_id=log.run_id,
         )
-    if not rejection:
-        return result
-    return cast(EvaluateResult, Completed(name="NotPromoted", message=rejection, data=result))
+    return _as_state(result)
 
 
 def find_weights(config: EvaluateConfig) -> tuple[NamedCheckpoint, list[NamedCheckpoint], NamedCheckpoint | None]:
@@ -260,6 +270,8 @@ def show_evaluation(result: EvaluateResult) -> None:
         table.add_row(name, *("" if value is None else f"{value:.6g}" for value in values))
     console = TextConsole()
     console.print(table)
+    if result.stopped:
+        console.print(result.stopped)
     if result.not_promoted or result.version:
         console.print(result.not_promoted or f"Registered as version {result.version}.")
     usd = f", ${result.cost['cost/usd']:.4g}" if "cost/usd" in result.cost else ""
@@ -273,28 +285,36 @@ def _measure(
     session: tinker.ServiceClient,
     config: EvaluateConfig,
     evaluators: Sequence[ConfiguredEvaluator],
-    ledger: Ledger,
+    ledger: EvaluationLedger,
     meter: TokenMeter,
     checkpoint: NamedCheckpoint,
 ) -> EvaluationResult:
-    """Evaluate weights; count the tokens in the ledger, those of judges included."""
+    """Evaluate weights within the budget; count the tokens in the ledger, those of judges included."""
     trainer = open_training_client(session, checkpoint.path, config.model)
     if trainer:
         sampler, tokenizer = None, trainer.get_tokenizer()
     else:
         sampler, tokenizer = open_sampler(session, checkpoint.path, config.model)
+        meter.watch(sampler, config.model)
     with open_held_out(config, session, tokenizer) as held_out:
         due = [*held_out, *evaluators]
+
+        def begin(entry: Evaluator | ConfiguredEvaluator) -> bool:
+            if isinstance(entry, ConfiguredEvaluator):
+                return ledger.begin(f"the evaluator {entry.name}", checkpoint.name, 0, SampledTokens())
+            assert isinstance(entry, HeldOutNLL)
+            num_train_tokens = entry.num_tokens if trainer else 0
+            scored = SampledTokens() if trainer else scored_tokens(entry.num_tokens, entry.num_datums)
+            return ledger.begin("the held-out data", checkpoint.name, num_train_tokens, scored)
+
         # Submitted, because a synchronous flow never runs a directly called async task.
         if trainer:
-            ledger.add(sum(evaluator.num_tokens for evaluator in held_out))
-            submitted = evaluate_trainer.submit(trainer, due, checkpoint.step, meter)
+            submitted = evaluate_trainer.submit(trainer, due, checkpoint.step, meter, begin)
         else:
             assert sampler is not None
-            submitted = evaluate_sampler.submit(sampler, due, meter)
+            submitted = evaluate_sampler.submit(sampler, due, begin)
         result = cast(EvaluationResult, submitted.result())
-    for model, sampled in meter.take().items():
-        ledger.add_sampled(sampled, price_of(model, service_url(config.base_url), config.prices))
+    ledger.end()
     return result
 
 
@@ -318,6 +338,22 @@ def open_held_out(
         yield [HeldOutNLL(source.test, source.tokenizer)]
 
 
+def _note_stop(config: EvaluateConfig, log: MetricsLog, step: int, ledger: EvaluationLedger) -> None:
+    """Tag the run, and emit an event, if the budget has stopped the evaluation of the checkpoint of a step."""
+    if ledger.stopped:
+        note_end(log, ledger.stopped)
+        emit("budget", config.run_name, {"step": step, **ledger.state(), "message": ledger.stopped})
+
+
+def _as_state(result: EvaluateResult) -> EvaluateResult:
+    """Return the result from a flow, in a named Prefect state if the evaluation stopped or the gate held."""
+    if result.stopped:
+        return cast(EvaluateResult, Completed(name="BudgetSpent", message=result.stopped, data=result))
+    if result.not_promoted:
+        return cast(EvaluateResult, Completed(name="NotPromoted", message=result.not_promoted, data=result))
+    return result
+
+
 def _differences(scores: Mapping[str, BatchValues], baseline: Mapping[str, BatchValues]) -> dict[str, float]:
     """Return the differences to the baseline of all metrics that have a score for each problem."""
     metrics: dict[str, float] = {}
@@ -326,8 +362,10 @@ def _differences(scores: Mapping[str, BatchValues], baseline: Mapping[str, Batch
     return metrics
 
 
-def _rejection(config: EvaluateConfig, measured: EvaluationResult, baseline: EvaluationResult) -> str:
+def _rejection(config: EvaluateConfig, stopped: str, measured: EvaluationResult, baseline: EvaluationResult) -> str:
     """Return the reason not to promote the checkpoint, as a sentence; empty if there is none."""
+    if stopped and (config.promote_if or config.register_as):
+        return f"{config.checkpoint} is not promoted: the budget stopped its evaluation."
     metric = PromoteIf.parse(config.promote_if).metric if config.promote_if else ""
     values = [Measurement(result.metrics.get(metric), result.scores.get(metric)) for result in (measured, baseline)]
     rejection = find_rejection(config.promote_if, config.promote_confidence, *values)

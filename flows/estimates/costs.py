@@ -8,15 +8,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, NamedTuple
 
-from mlflow.entities import Run
 from tinker_cookbook.rl.types import EnvGroupBuilder, InitialObservationOverflow
 from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
 
 from flows.config.base import SERVICE_PATH, BuilderConfig, RunConfig, ServiceConfig, TrackedConfig
 from flows.config.train import BASE_MODEL, TrainConfig
+from flows.monitoring.run_tags import PRICES_TAG
 from flows.runs.blocks import open_service, storage_of, tracking_of
 from flows.runs.mlflow_run import MAX_PARAM_LENGTH, changed_fields_of
-from flows.runs.prices import price_of
+from flows.runs.prices import digest_prices, price_of
 from tasks.common.builders import takes
 from tasks.common.event_loop import open_workers
 from tasks.common.sampling import open_training_client
@@ -31,7 +31,7 @@ from tasks.training.token_meter import TokenMeter
 
 # Settings, or groups of them, that do not change the tokens of a step.
 _FREE_FIELDS = (
-    *("run_name", "num_steps", "num_epochs", "seed", "learning_rate", "budget", "prices", "transcripts_every"),
+    *("run_name", "num_steps", "num_epochs", "seed", "learning_rate", "budget", "transcripts_every"),
     *("tracking", "experiment", "storage", "base_url", "if_exists", "mlflow_tags", "register_prompts"),
     *("checkpoint", "checkpoint_every", "checkpoint_every_seconds", "checkpoint_every_tokens", "checkpoint_kind"),
     *("keep_best", "keep_last", "ttl_seconds", "register_as", "promote_if", "promote_confidence", "needs_approval"),
@@ -350,7 +350,7 @@ class EarlierRun:
 def earlier_runs(config: TrackedConfig, prices: PriceList, ignored: Sequence[str] = ()) -> Iterator[EarlierRun]:
     """Yield the runs of the same config with a recorded cost, newest first.
 
-    The tokens of a run on another service, or with other prices, are priced like those of the trained model.
+    If a run was charged other prices, its tokens are priced like those of the trained model.
 
     Args:
         ignored: Settings that may differ, in addition to those that never change the tokens of a step.
@@ -367,19 +367,13 @@ def earlier_runs(config: TrackedConfig, prices: PriceList, ignored: Sequence[str
                 continue
             counts = {key: run.data.metrics.get(f"cost/{key}", 0.0) for key in asdict(SampledTokens())}
             sampled = SampledTokens(**{key: round(value) for key, value in counts.items()})
-            usd = run.data.metrics.get("cost/usd") if _has_prices_of(run, prices) else None
+            has_same_prices = run.data.tags.get(PRICES_TAG) == digest_prices(prices.url, prices.table)
+            usd = run.data.metrics.get("cost/usd") if has_same_prices else None
             if usd is None:
                 usd = prices.usd(prices.model, round(num_train_tokens), sampled)
             num_steps = len(metric_values(client, run.info.run_id, "time/step"))
             costs = TokenCosts(round(num_train_tokens), sampled, usd)
             yield EarlierRun(run.info.run_name or run.info.run_id, num_steps, costs)
-
-
-def _has_prices_of(run: Run, prices: PriceList) -> bool:
-    """Return whether a run was charged the prices that the config has now."""
-    params = run.data.params
-    table = params.get("budget.prices", "") or params.get("prices", "")
-    return run.data.tags.get("tinker.base_url") == prices.url and table == prices.table
 
 
 def _comparable(params: Mapping[str, str], ignored: Sequence[str]) -> dict[str, str]:

@@ -34,7 +34,7 @@ def estimate_evaluation(config: EvaluateConfig) -> CostEstimate:
     others_and_baseline = [*others, *([baseline] if baseline else [])]
     config = with_model(config, chosen, *others_and_baseline)
     weights = [chosen, *others_and_baseline]
-    prices = PriceList(config.model, service_url(config.base_url), config.prices)
+    prices = PriceList(config.model, service_url(config.base_url), config.budget.prices)
     earlier = None if config.steps == "all" else next(earlier_runs(config, prices), None)
     if earlier:
         return CostEstimate(config.run_name, config.model, len(weights), earlier.costs, earlier.costs, earlier.name)

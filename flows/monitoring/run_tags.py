@@ -28,6 +28,7 @@ REJECTED_EVENT = "tinker-flows.promotion.refused"
 ACCEPTED_EVENT = "tinker-flows.contents.accepted"
 EVALUATION_TAG = "tinker_flows.evaluation"
 TARGET_TAG = "tinker_flows.target"
+PRICES_TAG = "tinker_flows.prices"
 WARNING_TAG = "tinker_flows.warning"
 _FIGURE_NAMES = {  # of the figure in the event of a warning
     "dominance": "share",
@@ -51,6 +52,13 @@ def forget_end(log: MetricsLog) -> None:
     log.check_writer()
     if STOPPED_TAG in log.client.get_run(log.run_id).data.tags:
         log.client.delete_tag(log.run_id, STOPPED_TAG)
+
+
+def note_prices(log: MetricsLog, digest: str) -> None:
+    """Tag the run with the digest of the prices that it is charged; with `several` once they have changed."""
+    log.check_writer()
+    before = log.client.get_run(log.run_id).data.tags.get(PRICES_TAG, digest)
+    log.tag(PRICES_TAG, digest if before == digest else "several")
 
 
 def note_evaluation(log: MetricsLog, result: EvaluationResult, prefix: str = "", step: int | None = None) -> None:

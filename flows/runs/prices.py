@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from blocks.errors import ConfigError
 from flows.config.yaml_reader import parse_yaml
+from tasks.common.digests import digest_text
 from tasks.training.batch_source import SampledTokens
 
 TABLE = Path(__file__).with_name("prices.yaml")
@@ -74,12 +75,30 @@ def price_of(model: str, url: str, table: str = "") -> Price | None:
     Raises:
         ConfigError: The table is unreadable or invalid.
     """
-    if table and (price := _read(Path(table)).get(model)):
-        return price
+    prices, others = _prices_on(url, table)
+    return prices.get(model, others)
+
+
+def digest_prices(url: str, table: str = "") -> str:
+    """Return a digest of the prices of all models on a service, whatever the path of the table.
+
+    Args:
+        url, table: see `price_of`.
+
+    Raises:
+        ConfigError: The table is unreadable or invalid.
+    """
+    prices, others = _prices_on(url, table)
+    return digest_text(repr((sorted(prices.items()), others)))
+
+
+def _prices_on(url: str, table: str) -> tuple[dict[str, Price], Price | None]:
+    """Return the known prices on a service by model, and the price of all other models."""
+    own = _read(Path(table)) if table else {}
     host = urlsplit(url).hostname or ""
     if host in _HERE:
-        return FREE
-    return _read(TABLE).get(model) if host.endswith(_HOSTED) else None
+        return own, FREE
+    return (_read(TABLE) if host.endswith(_HOSTED) else {}) | own, None
 
 
 def priced_models() -> dict[str, Price]:

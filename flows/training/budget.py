@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from time import monotonic
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from blocks.errors import ConfigError
 from flows.config.train import BudgetConfig, TrainConfig
-from flows.monitoring.run_tags import note_warning
+from flows.monitoring.run_tags import note_prices, note_warning
 from flows.runs.blocks import service_url
-from flows.runs.prices import Price, price_of
+from flows.runs.prices import Price, digest_prices, price_of
 from flows.runs.run import Run
 from tasks.training.batch_source import SampledTokens
 from tasks.training.metrics import MetricsLog
 from tasks.training.reference import Reference
+from tasks.training.token_meter import TokenMeter
 
 _SAMPLED = [field.name for field in fields(SampledTokens)]
 
@@ -66,17 +68,26 @@ class Ledger:
 
         The next step and the one in progress are assumed to take as long as the last finished step.
         """
-        budget, usd = self._budget, self._usd + (self._price.of_training(num_tokens) if self._price else 0.0)
-        hours = self.hours + 2 * self._step_hours
-        if budget.usd is not None and usd > budget.usd:
-            limit = f"would have cost ${usd:.6g} with step {step}, but budget.usd is {budget.usd:g}"
-        elif budget.hours is not None and hours > budget.hours:
-            limit = f"would have taken {hours:.4g} hours with step {step}, but budget.hours is {budget.hours:g}"
-        else:
+        limit = self.limit_exceeded(self.price_of_pass(num_tokens) or 0.0, 2 * self._step_hours, f"step {step}")
+        if not limit:
             return ""
         if step == 0:
             return f"No step was run: the run {limit}; raise the budget."
         return f"The run stopped at a checkpoint before step {step}: it {limit}; raise the budget to resume it."
+
+    def limit_exceeded(self, usd: float, hours: float, work: str) -> str:
+        """Return the limit that further work would exceed, as a part of a sentence; empty within the budget.
+
+        Args:
+            usd, hours: Expected cost in dollars and duration of the work.
+            work: The work, for the sentence.
+        """
+        budget, usd, hours = self._budget, self._usd + usd, self.hours + hours
+        if budget.usd is not None and usd > budget.usd:
+            return f"would have cost ${usd:.6g} with {work}, but budget.usd is {budget.usd:g}"
+        if budget.hours is not None and hours > budget.hours:
+            return f"would have taken {hours:.4g} hours with {work}, but budget.hours is {budget.hours:g}"
+        return ""
 
     def end_step(self) -> dict[str, float]:
         """Record the duration of a step; return its cost metrics."""
@@ -102,23 +113,103 @@ class Ledger:
         return {"num_train_tokens": self._num_tokens, **sampled, "hours": self.hours, **usd}
 
 
-class RunLedger(Ledger):
+class BudgetedConfig(Protocol):
+    """Config with a model, its service and a budget."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def base_url(self) -> str: ...
+
+    @property
+    def budget(self) -> BudgetConfig: ...
+
+
+class MeteredLedger(Ledger):
+    """Ledger that also charges the tokens that a meter counts, each model's at its own price."""
+
+    def __init__(
+        self,
+        log: MetricsLog,
+        meter: TokenMeter,
+        config: BudgetedConfig,
+        spent: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        url, table = service_url(config.base_url), config.budget.prices
+        super().__init__(config.budget, price_of(config.model, url, table), spent)
+        note_prices(log, digest_prices(url, table))
+        self._log, self._meter, self._config = log, meter, config
+        self._prices: dict[str, Price | None] = {}
+
+    def charge_metered(self) -> None:
+        """Charge the tokens that the meter has counted: of teachers, reward models, judges and evaluations."""
+        for model, sampled in self._meter.take().items():
+            if model not in self._prices:
+                self._prices[model] = price_of_other(self._log, self._config, model, "teacher or judge")
+            self.add_sampled(sampled, self._prices[model])
+
+
+class EvaluationLedger(MeteredLedger):
+    """Ledger of an evaluation, which stops before an evaluator that would exceed the budget.
+
+    An evaluator is expected to cost and to take as much as on the weights before. On the first weights, only the cost
+    of held-out data is known in advance.
+
+    Attributes:
+        stopped: Sentence that says where and why the evaluation stopped; empty if it did not.
+    """
+
+    stopped: str = ""
+    _running: tuple[str, float, float] | None = None  # evaluator, with dollars and hours at its start
+
+    def __init__(self, log: MetricsLog, meter: TokenMeter, config: BudgetedConfig) -> None:
+        super().__init__(log, meter, config)
+        self._last: dict[str, tuple[float, float]] = {}  # dollars and hours of each evaluator on the last weights
+
+    def begin(self, evaluator: str, weights: str, num_train_tokens: int, sampled: SampledTokens) -> bool:
+        """Start an evaluator and count the tokens of its training passes; return False if the budget does not cover it.
+
+        Args:
+            evaluator, weights: Names for the sentence.
+            num_train_tokens: Tokens of the evaluator's passes of a training client.
+            sampled: Tokens of samplers that are known in advance.
+
+        Raises:
+            ConfigError: The budget does not cover the first evaluator.
+        """
+        self.end()
+        usd, hours = self._last.get(evaluator, (0.0, 0.0))
+        if self._price:
+            usd = max(usd, self._price.of_training(num_train_tokens) + self._price.of_sampling(sampled))
+        work = "this part" if self._last else f"its first part, {evaluator}"
+        if limit := self.limit_exceeded(usd, hours, work):
+            if not self._last:
+                raise ConfigError(f"Nothing was measured: the evaluation {limit}; raise the budget.")
+            where = f"The evaluation stopped before {evaluator} on {weights}"
+            self.stopped = f"{where}: it {limit}; raise the budget and start it again."
+            return False
+        self._running = (evaluator, self._usd, self.hours)
+        self.add(num_train_tokens)
+        return True
+
+    def end(self) -> None:
+        """Charge the tokens of the evaluator in progress, if any."""
+        self.charge_metered()
+        if self._running:
+            evaluator, usd, hours = self._running
+            self._last[evaluator] = (self._usd - usd, self.hours - hours)
+            self._running = None
+
+
+class RunLedger(MeteredLedger):
     """Ledger of a training run, which also charges the tokens of the reference, teachers, reward models and judges."""
 
     def __init__(self, run: Run, config: TrainConfig, reference: Reference | None, spent: Mapping[str, float]) -> None:
         """Continue from the cost that the checkpoint at which the run starts has recorded."""
-        price = price_of(config.model, service_url(config.base_url), config.budget.prices)
-        super().__init__(config.budget, price, cost_before_restart(run.log, spent))
-        self._run, self._config, self._reference = run, config, reference
+        super().__init__(run.log, run.meter, config, cost_before_restart(run.log, spent))
+        self._reference = reference
         self._reference_price = price_of_other(run.log, config, reference.model, "reference") if reference else None
-        self._prices: dict[str, Price | None] = {}
-
-    def charge_metered(self) -> None:
-        """Charge the tokens that the run's meter has counted: of teachers, reward models, judges and evaluations."""
-        for model, sampled in self._run.meter.take().items():
-            if model not in self._prices:
-                self._prices[model] = price_of_other(self._run.log, self._config, model, "teacher or judge")
-            self.add_sampled(sampled, self._prices[model])
 
     def charge_reference(self, step: int) -> None:
         """Charge the reference's tokens up to a step, all of whose minibatches have been sent."""
@@ -137,7 +228,7 @@ def cost_before_restart(log: MetricsLog, state: Mapping[str, float]) -> dict[str
     return {key: max(state.get(key, 0.0), metrics.get(f"cost/{key}", 0.0)) for key in keys}
 
 
-def price_of_other(log: MetricsLog, config: TrainConfig, model: str, role: str) -> Price | None:
+def price_of_other(log: MetricsLog, config: BudgetedConfig, model: str, role: str) -> Price | None:
     """Return the price of the reference's or a teacher's model; None if it is charged at the trained model's price.
 
     Warns if the price of another model is unknown.

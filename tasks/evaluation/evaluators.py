@@ -134,6 +134,13 @@ class ConfiguredEvaluator:
     is_infrequent: bool = False
 
 
+Begin = Callable[[Evaluator | ConfiguredEvaluator], bool]
+
+
+def _begin_all(entry: Evaluator | ConfiguredEvaluator) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
     """Result of all evaluators.
@@ -267,8 +274,12 @@ async def evaluate(
     evaluators: Sequence[Evaluator | ConfiguredEvaluator],
     step: int,
     meter: TokenMeter,
+    begin: Begin = _begin_all,
 ) -> EvaluationResult:
     """Return the metrics of the weights that step `step` starts from; `meter` counts the tokens of the sampler.
+
+    Args:
+        begin: called before each evaluator; False leaves out this one and those after it.
 
     Raises:
         EvaluatorError: an evaluator with `on_error: raise` failed.
@@ -286,14 +297,19 @@ async def evaluate(
             meter.watch(sampler)
         return await _run_sampling_evaluator(evaluator, sampler, client)
 
-    return await _run_all(evaluators, run)
+    return await _run_all(evaluators, run, begin)
 
 
 @retried_task(name="evaluate", task_run_name="evaluate-sampler")
 async def evaluate_sampler(
-    sampler: tinker.SamplingClient, evaluators: Sequence[Evaluator | ConfiguredEvaluator], meter: TokenMeter
+    sampler: tinker.SamplingClient,
+    evaluators: Sequence[Evaluator | ConfiguredEvaluator],
+    begin: Begin = _begin_all,
 ) -> EvaluationResult:
-    """Return the metrics of weights that can only be sampled from; `meter` counts the tokens.
+    """Return the metrics of weights that can only be sampled from.
+
+    Args:
+        begin: see `evaluate`.
 
     Raises:
         ConfigError: an evaluator needs a training client.
@@ -308,23 +324,25 @@ async def evaluate_sampler(
                 "sampled from: give the path of a checkpoint that can be trained."
             )
 
-    meter.watch(sampler)
-
     async def run(evaluator: Evaluator) -> Mapping[str, object]:
         if isinstance(evaluator, HeldOutNLL):
             return await evaluator.measure_sampler(sampler)
         assert isinstance(evaluator, SamplingClientEvaluator)
         return await _run_sampling_evaluator(evaluator, sampler, sampler)
 
-    return await _run_all(evaluators, run)
+    return await _run_all(evaluators, run, begin)
 
 
 async def _run_all(
-    evaluators: Sequence[Evaluator | ConfiguredEvaluator], run: Callable[[Evaluator], Awaitable[Mapping[str, object]]]
+    evaluators: Sequence[Evaluator | ConfiguredEvaluator],
+    run: Callable[[Evaluator], Awaitable[Mapping[str, object]]],
+    begin: Begin,
 ) -> EvaluationResult:
     """Run the evaluators one after another; skip failed ones whose `on_error` says so."""
     result = EvaluationResult()
     for entry in evaluators:
+        if not begin(entry):
+            break
         if isinstance(entry, ConfiguredEvaluator):
             await _run_configured(entry, run, result)
         else:  # held-out data of the run itself

@@ -22,6 +22,7 @@ def write_curves(
     metrics: Mapping[int, Mapping[str, float]],
     scores: Mapping[int, Mapping[str, BatchValues]],
     baseline: Mapping[str, float],
+    note: str = "",
 ) -> None:
     """Save the charts as `evaluation.html` in MLflow.
 
@@ -29,8 +30,9 @@ def write_curves(
         metrics: metrics by step.
         scores: score of each problem by step and metric, for metrics that are means of such scores.
         baseline: metrics of the baseline; empty without one.
+        note: sentence above the charts.
     """
-    log.client.log_text(log.run_id, evaluation_page(run_name, metrics, scores, baseline), "evaluation.html")
+    log.client.log_text(log.run_id, evaluation_page(run_name, metrics, scores, baseline, note), "evaluation.html")
 
 
 def evaluation_page(
@@ -38,6 +40,7 @@ def evaluation_page(
     metrics: Mapping[int, Mapping[str, float]],
     scores: Mapping[int, Mapping[str, BatchValues]],
     baseline: Mapping[str, float],
+    note: str = "",
 ) -> str:
     """Page with a chart for each metric; for arguments, see `write_curves`."""
     from tasks.reports.charts import DrawnRun, draw_metric  # Plotly takes long to import
@@ -51,5 +54,6 @@ def evaluation_page(
         runs.append(DrawnRun(level, label="(baseline)"))
     reading = "Points: checkpoints; bars: 95 % interval over problems, of metrics that have a score for each problem."
     charts = [draw_metric(runs, key, "", reading, held_out=key) for key in keys if not key.endswith(_SIDE_FIGURES)]
-    body = f"<h1>{html.escape(run_name)}</h1>\n{html_charts(charts)}\n{page_script(has_charts=True)}"
+    text = f"<p>{html.escape(note)}</p>\n" if note else ""
+    body = f"<h1>{html.escape(run_name)}</h1>\n{text}{html_charts(charts)}\n{page_script(has_charts=True)}"
     return html_page(run_name, body)

@@ -24,12 +24,13 @@ History = Mapping[str, Sequence[tuple[int, float]]]
 
 
 @retried_task(name="report")
-def write_table(log: MetricsLog, kind: str, run_name: str, columns: Sequence[str], rows: Rows) -> None:
-    """Save a table as `<kind>.json` in MLflow and as the artifact `<kind>-<run name>` in Prefect."""
+def write_table(log: MetricsLog, kind: str, run_name: str, columns: Sequence[str], rows: Rows, note: str = "") -> None:
+    """Save a table as `<kind>.json` in MLflow and as the artifact `<kind>-<run name>` in Prefect, below a note."""
     log.client.log_table(log.run_id, _by_column(columns, rows), f"{kind}.json")
     if flow_run.get_id():
         table = [dict(zip(columns, row, strict=True)) for row in rows]
-        create_table_artifact(table, artifact_key(kind, run_name), description=f"{kind} of {escape_markdown(run_name)}")
+        description = f"{kind} of {escape_markdown(run_name)}" + (f". {escape_markdown(note)}" if note else "")
+        create_table_artifact(table, artifact_key(kind, run_name), description=description)
 
 
 def write_samples(log: MetricsLog, columns: Sequence[str], rows: Rows) -> None:

@@ -32,11 +32,16 @@ class TokenMeter:
             counts, self._counts = self._counts, {}
         return counts
 
-    def watch(self, sampler: tinker.SamplingClient) -> None:
-        """Count the tokens of every response of a client."""
+    def watch(self, sampler: tinker.SamplingClient, model: str = "") -> None:
+        """Count the tokens of every response of a client.
+
+        Args:
+            model: base model; empty to ask the client. Of saved sampler weights, a client of the local engine knows
+                only the name of the tokenizer.
+        """
         if not isinstance(sampler, tinker.SamplingClient):  # evaluators of tests may get others
             return
-        model = sampler.get_base_model()
+        model = model or sampler.get_base_model()
 
         def count(prompt: types.ModelInput, num_samples: int, response: types.SampleResponse) -> None:
             num_sampled = sum(len(sequence.tokens) for sequence in response.sequences)

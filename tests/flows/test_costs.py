@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ def test_costs(method: str, max_tokens: int, tmp_path: Path, engine_url: str, ml
     expected = estimate_rollouts(config)
     assert expected.like == ""
     before = engine_tokens(engine_url)
-    metrics = run(config).metrics
+    result = run(config)
+    metrics = result.metrics
     after = engine_tokens(engine_url)
     counted = {use: after[use] - before.get(use, 0.0) for use in after}
 
@@ -114,6 +116,17 @@ def test_costs(method: str, max_tokens: int, tmp_path: Path, engine_url: str, ml
     repriced = config.model_copy(update={"budget": config.budget.model_copy(update={"prices": str(free)})})
     assert estimate_rollouts(repriced).like == config.run_name
     assert estimate_rollouts(repriced).low.usd == 0
+    # A copy of the price table has the same prices, so that the recorded cost counts.
+    table = Path(config.budget.prices)
+    copy = shutil.copy(table, tmp_path / "copy.json")
+    copied = config.model_copy(update={"budget": config.budget.model_copy(update={"prices": str(copy)})})
+    MlflowClient(mlflow_uri).log_metric(result.mlflow_run_id, "cost/usd", 0.25, step=99)
+    assert estimate_rollouts(copied).low.usd == 0.25
+    # The table has other prices than at the time of the run.
+    (row,) = json.loads(table.read_text())
+    doubled = {key: f"${2 * float(row[key].strip('$').replace(',', ''))}" for key in row.keys() - {"tinker_id"}}
+    table.write_text(json.dumps([row | doubled]))
+    assert estimate_rollouts(config).low.usd == pytest.approx(2 * costs["usd"])
     other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_tokens": max_tokens + 1})})
     assert estimate_rollouts(other).like == ""
 
@@ -342,7 +355,9 @@ def test_evaluation_costs(tmp_path: Path, engine_url: str, mlflow_uri: str) -> N
     fields = sft_fields(tmp_path, "measured", mlflow_uri, engine_url)
     config = {name: fields[name] for name in ("run_name", "model", "base_url", "storage", "tracking", "data")}
     config |= {"checkpoint": "base", "evaluators": [exact_match()]}
-    validated = EvaluateConfig.model_validate(config | {"prices": price_table(tmp_path), "experiment": tmp_path.name})
+    validated = EvaluateConfig.model_validate(
+        config | {"budget": {"prices": price_table(tmp_path)}, "experiment": tmp_path.name}
+    )
     expected = estimate_evaluation(validated)
     before = engine_tokens(engine_url)
     cost = evaluate(validated).cost

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
-from engine_process import API_KEY
+from engine_process import API_KEY, engine_tokens
 from metric_history import history
 from mlflow import MlflowClient
 from prefect.client.orchestration import get_client
@@ -26,7 +27,7 @@ from tinker_cookbook.renderers import Message
 from blocks.errors import ConfigError
 from flows.compare import CompareConfig, CompareResult, compare
 from flows.config.train import SftConfig
-from flows.evaluate import EvaluateConfig, EvaluateResult, evaluate
+from flows.evaluate import EvaluateConfig, EvaluateResult, evaluate, show_evaluation
 from flows.runs.result import TrainResult
 from flows.sft import sft
 from tasks.common.sampling import Answer
@@ -227,6 +228,93 @@ def test_several_checkpoints_are_one_chart_over_steps(
     table = artifact("evaluation-curves")
     (row,) = [row for row in table if row["metric"] == "test/nll"]
     assert list(row) == ["metric", "step 2", "trained@final", "base"]
+
+
+@pytest.mark.parametrize(
+    ("usd", "stop", "num_sampled"),
+    [
+        (3, ("the evaluator tinker_flows:ExactMatch (evaluators.1) on base", 4), 4),
+        (13, ("the evaluator tinker_flows:ExactMatch (evaluators.1) on trained@2", 16), 12),
+        (16, ("the evaluator tinker_flows:ExactMatch (evaluators.0) on trained@final", 20), 16),
+        (24, None, 24),
+    ],
+)
+def test_an_evaluation_stops_within_its_budget(  # noqa: PLR0913 - three parameters and three fixtures
+    trained: TrainResult,
+    fields: dict[str, Any],
+    tmp_path: Path,
+    engine_url: str,
+    usd: int,
+    stop: tuple[str, int] | None,
+    num_sampled: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A sampled token costs a dollar and the rest nothing: 2 problems with 2 answers of one token cost $4."""
+    prices = tmp_path / "prices.json"
+    prices.write_text(json.dumps([{"tinker_id": "tiny", "prefill": 0, "sample": 1e6, "train": 0}]))
+    params = {"path": str(DATA / "gsm8k_test.jsonl"), **SHORT, "sampling": {"max_tokens": 1, "num_samples": 2}}
+    evaluators = [
+        {"builder": "tinker_flows:ExactMatch", "params": {**params, "name": name}} for name in ("first", "second")
+    ]
+    name, budget = f"spent-{usd}", {"usd": usd, "prices": str(prices)}
+    gate = {"promote_if": "test/first >= 0", "register_as": name}
+    before = engine_tokens(engine_url)
+    changes = {"run_name": name, "evaluators": evaluators, "baseline": "base", "steps": "all", "data": None}
+    result = evaluation(fields, **changes, **gate, budget=budget)
+    assert engine_tokens(engine_url)["sampled"] - before["sampled"] == num_sampled
+    assert result.cost["cost/usd"] == result.cost["cost/num_sample_tokens"] == num_sampled
+
+    measured = [f"test/{key}" for key in ("first", "second") if f"test/{key}" in result.baseline]
+    measured += [f"2/test/{key}" for key in ("first", "second") if f"test/{key}" in result.by_step.get(2, {})]
+    measured += [f"final/test/{key}" for key in ("first", "second") if f"test/{key}" in result.metrics]
+    order = [f"{weights}test/{key}" for weights in ("", "2/", "final/") for key in ("first", "second")]
+    assert measured == order[: num_sampled // 4]
+
+    client = MlflowClient(result.tracking_uri)
+    run = client.get_run(result.mlflow_run_id)
+    with get_client(sync_client=True) as prefect:
+        state = prefect.read_flow_run(UUID(result.flow_run_id)).state
+    assert state is not None
+    if stop is None:
+        assert (result.stopped, result.not_promoted, result.version, state.name) == ("", "", "1", "Completed")
+        return
+    where, cost = stop
+    assert result.stopped == (
+        f"The evaluation stopped before {where}: it would have cost ${cost} with this part, but budget.usd is {usd}; "
+        "raise the budget and start it again."
+    )
+    assert (run.info.status, run.data.tags["tinker_flows.stopped"]) == ("FINISHED", result.stopped)
+    assert (state.name, state.message) == ("BudgetSpent", result.stopped)
+    assert result.not_promoted == "trained@final is not promoted: the budget stopped its evaluation."
+    assert client.search_model_versions(f"name = '{name}'") == []
+    show_evaluation(result)
+    assert result.stopped in " ".join(capsys.readouterr().out.split())
+    if result.by_step:
+        page = client.download_artifacts(result.mlflow_run_id, "evaluation.html", str(tmp_path))
+        assert result.stopped in Path(page).read_text()
+
+
+def test_a_budget_below_the_first_evaluator_is_an_error(
+    trained: TrainResult, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """The tokens of held-out data are known in advance, for weights with a training client and for those without."""
+    prices = tmp_path / "prices.json"
+    prices.write_text(json.dumps([{"tinker_id": "tiny", "prefill": 1e6, "sample": 1e6, "train": 1e6}]))
+    costs: dict[str, float] = {}
+    for checkpoint in ("trained@final", trained.sampler_path):
+        changes = {"checkpoint": checkpoint, "model": "tiny"}
+        cost = evaluation(fields, **changes, budget={"prices": str(prices)}).cost["cost/usd"]
+        expected = (
+            rf"^Nothing was measured: the evaluation would have cost \${cost:g} with its first part, the held-out data"
+        )
+        with pytest.raises(ConfigError, match=expected):
+            evaluation(fields, **changes, budget={"usd": cost - 0.5, "prices": str(prices)})
+        enough = evaluation(fields, **changes, budget={"usd": cost, "prices": str(prices)})
+        assert enough.stopped == ""
+        costs[checkpoint] = cost
+    assert len(set(costs.values())) == 2, "a sampler also reads the last target, and returns a token"
+    with pytest.raises(ConfigError, match=r"would have taken .* hours with its first part.* budget\.hours is 1e-09;"):
+        evaluation(fields, budget={"hours": 1e-9})
 
 
 def chart_values(chart: str) -> dict[int, float]:

@@ -30,7 +30,7 @@ from deployments.command_line import main
 from engine.models import resolve_model
 from flows.config.train import BudgetConfig, SftConfig
 from flows.estimates.supervised import estimate
-from flows.runs.prices import FREE, TABLE, Price, price_of
+from flows.runs.prices import FREE, TABLE, Price, digest_prices, price_of
 from flows.runs.result import TrainResult
 from flows.sft import sft
 from flows.training import budget
@@ -250,6 +250,23 @@ def test_prices() -> None:
     assert price_of("tiny", "") == price_of("tiny", "http://127.0.0.1:8000") == FREE
     with pytest.raises(ConfigError, match="the price of the model is unknown"):
         Ledger(BudgetConfig(usd=1.0), None, {})
+
+
+def test_digest_of_prices_depends_on_prices_alone(tmp_path: Path) -> None:
+    rows = [{"tinker_id": name, "prefill": 1, "sample": 2, "train": 3} for name in ("a", "b")]
+    tables = {
+        "prices.json": json.dumps(rows),
+        "copy.yaml": yaml.safe_dump([{**row, "prefill": "$1.00"} for row in reversed(rows)]),
+        "other.json": json.dumps([rows[0], {**rows[1], "train": 4}]),
+    }
+    for name, content in tables.items():
+        (tmp_path / name).write_text(content)
+    local, copy, other = (digest_prices("", str(tmp_path / name)) for name in tables)
+    assert local == copy == digest_prices("http://127.0.0.1:8000", str(tmp_path / "prices.json"))
+    elsewhere = digest_prices("https://tinker.example.org", str(tmp_path / "prices.json"))
+    assert len({local, other, elsewhere, digest_prices("")}) == 4, (
+        "models without a price are free on this machine only"
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from tasks.evaluation import evaluators
 from tasks.evaluation.evaluators import EvaluationResult, build_evaluators
 from tasks.training.metric_names import safe_name
 from tasks.training.metrics import MetricsLog
-from tasks.training.token_meter import TokenMeter
 
 
 def test_safe_names_are_accepted_by_mlflow_and_distinct() -> None:
@@ -65,7 +64,7 @@ def run(*entries: dict[str, object], builder: str = "Evaluator") -> EvaluationRe
         for entry in entries
     ]
     # The evaluators do not use the client.
-    return asyncio.run(evaluators.evaluate_sampler.fn(None, build_evaluators(configs), TokenMeter()))  # pyright: ignore
+    return asyncio.run(evaluators.evaluate_sampler.fn(None, build_evaluators(configs)))  # pyright: ignore
 
 
 @pytest.fixture(autouse=True)
