@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
+import textwrap
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
+from types import CodeType, SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 
 from benchmarks.toy_sequences import (
@@ -104,6 +110,51 @@ def test_the_off_policy_mask_is_that_of_trl(case):
             whole = torch.full((end - start,), advantage)
             factors = CORRECTIONS["off-policy"].factors(p[part], q[part], whole, torch.tensor([0, end - start]))
             assert factors.tolist() == [kept.item()] * (end - start)
+
+
+@cache
+def importance_sampling_of_trl() -> CodeType:
+    """Return the code of TRL that computes the ratios of sampler and trainer, a block of a method of `GRPOTrainer`."""
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    blocks = [
+        node
+        for node in ast.walk(ast.parse(textwrap.dedent(source)))
+        if isinstance(node, ast.If)
+        and ast.unparse(node.test) == "self.use_vllm and self.vllm_importance_sampling_correction"
+        and "torch.exp" in ast.unparse(node)
+    ]
+    (block,) = blocks
+    return compile(ast.Module([block], []), "trl", "exec")
+
+
+@given(samples())
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("bound", ["truncate", "mask"])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.2), (0.7, 1.3)])
+def test_ratios_of_tokens_and_sequences_are_those_of_trl(level, bound, low, high, case):
+    p, q, advantages, offsets = case
+    trainer = SimpleNamespace(
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode=f"{level}_{bound}",
+        vllm_importance_sampling_clip_min=low,
+        vllm_importance_sampling_clip_max=high,
+    )
+    lengths = offsets.diff().tolist()
+    names = {
+        "self": trainer,
+        "torch": torch,
+        "math": math,
+        "tool_mask": None,
+        "completion_mask": pad_sequence([torch.ones(length) for length in lengths], batch_first=True),
+        "old_per_token_logps": pad_sequence(list(p.split(lengths)), batch_first=True),
+        "sampling_per_token_logps": pad_sequence(list(q.split(lengths)), batch_first=True),
+    }
+    exec(importance_sampling_of_trl(), names)
+    mask = names["completion_mask"]
+    expected = names["vllm_importance_sampling_ratio"].expand_as(mask)[mask.bool()]
+    factors = Correction(ratio=level, bound=bound, low=low, high=high).factors(p, q, advantages, offsets)
+    torch.testing.assert_close(factors, expected)
 
 
 def policy_gradient(correction: Correction | None, base: str = "importance_sampling") -> Tensor:
