@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from statistics import fmean
 
 import tinker
 from tinker_cookbook.renderers import Message, Renderer
@@ -72,17 +73,21 @@ async def compare_policies(
         answers_PG, others_PG = [await sample_answers(policy, renderer, conversations, sampling) for policy in policies]
         figures = await _figures(policies, answers_PG, others_PG, score)
         figures |= await _perplexities(policies, renderer, rows, score)
-    for name, answers in zip(NAMES, (answers_PG, others_PG), strict=True):
-        figures |= {(key, name): value for key, value in _diversity(answers).items()}
+    questions = [_by_question(answers) for answers in (answers_PG, others_PG)]
+    for name, answers, values in zip(NAMES, (answers_PG, others_PG), questions, strict=True):
+        figures |= {(f"distinct_{n}", name): _distinct(n, answers) for n in NGRAMS}
+        figures |= {(key, name): estimate(values_P).mean for key, values_P in values.items()}
+    shared: dict[str, float] = {}
+    for key, values_P in questions[0].items():
+        shared |= compare_scores([a - b for a, b in zip(values_P, questions[1][key], strict=True)]).metrics(key)
     with record_verdicts() as record:
         verdicts_PG = await _verdicts(judge, rows, answers_PG, others_PG) if judge else []
-    shared: dict[str, float] = {}
     if judge:
         wins = estimate([sum(verdicts) / len(verdicts) for verdicts in verdicts_PG])
         figures |= {("win_rate", "checkpoint"): wins.mean, ("win_rate", "against"): 1 - wins.mean}
         figures |= {("win_rate_stderr", name): wins.error for name in NAMES}
         difference = compare_scores([2 * sum(verdicts) / len(verdicts) - 1 for verdicts in verdicts_PG])
-        shared = difference.metrics("win_rate") | record.metrics()
+        shared |= difference.metrics("win_rate") | record.metrics()
     figures = {key: value for key, value in figures.items() if math.isfinite(value)}
     keys = [key for key, _ in figures]
     return PolicyComparison(
@@ -137,14 +142,17 @@ def _reference_answer(renderer: Renderer, row: Row) -> Answer:
     return Answer(tuple(ids[:num_prompt]), tuple(ids[num_prompt:]), row["answer"], False)
 
 
-def _diversity(answers_PG: Sequence[Sequence[Answer]]) -> dict[str, float]:
-    texts_PG = [[answer.text for answer in answers_G] for answers_G in answers_PG]
-    answers = list(chain(*answers_PG))
-    figures = {f"distinct_{n}": distinct(n, list(chain(*texts_PG))) for n in NGRAMS}
-    if len(texts_PG[0]) > 1:
-        figures["vendi"] = estimate([vendi(texts_G) for texts_G in texts_PG]).mean
-    figures["tokens"] = estimate([len(answer.tokens) for answer in answers]).mean
-    figures["truncated"] = estimate([float(answer.truncated) for answer in answers]).mean
+def _distinct(n: int, answers_PG: Sequence[Sequence[Answer]]) -> float:
+    return distinct(n, [answer.text for answer in chain(*answers_PG)])
+
+
+def _by_question(answers_PG: Sequence[Sequence[Answer]]) -> dict[str, list[float]]:
+    """Return the figures that have a value for each question."""
+    figures: dict[str, list[float]] = {}
+    if len(answers_PG[0]) > 1:
+        figures["vendi"] = [vendi([answer.text for answer in answers_G]) for answers_G in answers_PG]
+    figures["tokens"] = [fmean(len(answer.tokens) for answer in answers_G) for answers_G in answers_PG]
+    figures["truncated"] = [fmean(answer.truncated for answer in answers_G) for answers_G in answers_PG]
     return figures
 
 

@@ -18,7 +18,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
-from scipy.stats import ttest_1samp
+from scipy.stats import ttest_1samp, ttest_rel
 from sft_config import sft_fields
 from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
@@ -33,6 +33,7 @@ from flows.sft import sft
 from tasks.common.sampling import Answer
 from tasks.evaluation.evaluators import build_evaluator
 from tasks.evaluation.grading_metrics import Graded
+from tasks.evaluation.policy_metrics import vendi
 from tasks.evaluation.sampled import SampledEvaluator
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -171,6 +172,19 @@ def test_comparison_metrics(compared: CompareResult, mlflow_uri: str) -> None:
     difference = metrics["win_rate/checkpoint"] - metrics["win_rate/against"]
     assert metrics["difference/win_rate"] == pytest.approx(difference)
     assert 0 < metrics["difference/win_rate_p_value"] <= 1
+    by_question: dict[str, tuple[list[str], list[str]]] = {}
+    table = MlflowClient(mlflow_uri).download_artifacts(compared.mlflow_run_id, "samples.json")
+    samples = json.loads(Path(table).read_text())
+    assert samples["columns"] == ["question", "sample", "checkpoint", "against", "verdict"]
+    for question, _, own, other, _ in samples["data"]:
+        for texts, text in zip(by_question.setdefault(question, ([], [])), (own, other), strict=True):
+            texts.append(text)
+    own_P, others_P = zip(*([vendi(texts) for texts in pair] for pair in by_question.values()), strict=True)
+    interval = ttest_rel(own_P, others_P).confidence_interval(0.95)
+    assert metrics["difference/vendi"] == pytest.approx(metrics["vendi/checkpoint"] - metrics["vendi/against"])
+    assert (metrics["difference/vendi_low"], metrics["difference/vendi_high"]) == pytest.approx(tuple(interval))
+    difference = metrics["tokens/checkpoint"] - metrics["tokens/against"]
+    assert metrics["difference/tokens"] == pytest.approx(difference)
     assert (
         MlflowClient(mlflow_uri).get_run(compared.mlflow_run_id).data.metrics["vendi/against"]
         == metrics["vendi/against"]
