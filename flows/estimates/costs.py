@@ -24,6 +24,7 @@ from tasks.common.task import inline_tasks
 from tasks.distillation.prompts import PromptGroup
 from tasks.evaluation.evaluators import ConfiguredEvaluator
 from tasks.evaluation.sampled import SampledEvaluator
+from tasks.reports.summary import STOPPED_TAG
 from tasks.rl.environments.reward_model import RewardModelGroupBuilder
 from tasks.training.batch_source import SampledTokens
 from tasks.training.metrics import metric_values
@@ -330,11 +331,13 @@ class EarlierRun:
         name: Name of the run.
         num_steps: Steps whose metrics are recorded; 0 for an evaluation.
         costs: Recorded tokens with the prices that the config has now.
+        is_stopped: Whether the budget stopped it early.
     """
 
     name: str
     num_steps: int
     costs: TokenCosts
+    is_stopped: bool
 
     def scaled_to(self, num_steps: int) -> TokenCosts:
         """Return the cost of so many steps, at the mean cost per step.
@@ -373,7 +376,7 @@ def earlier_runs(config: TrackedConfig, prices: PriceList, ignored: Sequence[str
                 usd = prices.usd(prices.model, round(num_train_tokens), sampled)
             num_steps = len(metric_values(client, run.info.run_id, "time/step"))
             costs = TokenCosts(round(num_train_tokens), sampled, usd)
-            yield EarlierRun(run.info.run_name or run.info.run_id, num_steps, costs)
+            yield EarlierRun(run.info.run_name or run.info.run_id, num_steps, costs, STOPPED_TAG in run.data.tags)
 
 
 def _comparable(params: Mapping[str, str], ignored: Sequence[str]) -> dict[str, str]:

@@ -35,7 +35,8 @@ def estimate_evaluation(config: EvaluateConfig) -> CostEstimate:
     config = with_model(config, chosen, *others_and_baseline)
     weights = [chosen, *others_and_baseline]
     prices = PriceList(config.model, service_url(config.base_url), config.budget.prices)
-    earlier = None if config.steps == "all" else next(earlier_runs(config, prices), None)
+    runs = (run for run in earlier_runs(config, prices) if not run.is_stopped)
+    earlier = None if config.steps == "all" else next(runs, None)
     if earlier:
         return CostEstimate(config.run_name, config.model, len(weights), earlier.costs, earlier.costs, earlier.name)
     with estimate_session(config) as (resources, tokenizer):

@@ -360,7 +360,8 @@ def test_evaluation_costs(tmp_path: Path, engine_url: str, mlflow_uri: str) -> N
     )
     expected = estimate_evaluation(validated)
     before = engine_tokens(engine_url)
-    cost = evaluate(validated).cost
+    measured = evaluate(validated)
+    cost = measured.cost
     counted = counted_since(engine_url, before)
     assert cost["cost/num_train_tokens"] == counted["forwarded"] > 0
     assert cost["cost/num_sample_tokens"] == counted["sampled"] > 0
@@ -375,6 +376,9 @@ def test_evaluation_costs(tmp_path: Path, engine_url: str, mlflow_uri: str) -> N
     assert list(expected.parts) == ["held-out data", "tinker_flows:ExactMatch (evaluators.0)"]
     again = estimate_evaluation(validated.model_copy(update={"run_name": "next"}))
     assert (again.like, again.low.usd) == ("measured", pytest.approx(cost["cost/usd"]))
+    # An evaluation that its budget has stopped has cost only a part.
+    MlflowClient(mlflow_uri).set_tag(measured.mlflow_run_id, "tinker_flows.stopped", "The evaluation stopped.")
+    assert estimate_evaluation(validated).like == ""
 
 
 def test_a_budget_of_all_stages_ends_before_the_next_stage(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
