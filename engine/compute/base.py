@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from engine.compute.lora import ActiveAdapters, Adapter, AdapterRows, LoraSpec, 
 from engine.models import LoadedModel, ModelError
 
 HEAD = "lm_head"
+_ROPE_BY_LENGTH = ("dynamic", "longrope")  # transformers recomputes their frequencies for longer sequences
 
 # torch splits larger elementwise operations between threads (GELU above 20,000 elements, others above 32,768). The last
 # elements of each share are computed with scalar instructions, whose bits differ from vector ones for exp and tanh.
@@ -50,6 +51,13 @@ class BaseModel:
     @property
     def num_parameters(self) -> int:
         return self.loaded.model.num_parameters()
+
+    @property
+    def keys_depend_on_length(self) -> bool:
+        """True if the keys of a token depend on the length of its sequence: its position is encoded accordingly."""
+        parameters = getattr(self.loaded.model.config.get_text_config(), "rope_parameters", None) or {}
+        per_layer_type = [value for value in parameters.values() if isinstance(value, Mapping)]
+        return any(kind.get("rope_type") in _ROPE_BY_LENGTH for kind in (parameters, *per_layer_type))
 
     def keeps_bits(self) -> bool:
         """Return True if this machine gives a row the same bits in any batch of two or more rows."""

@@ -28,8 +28,16 @@ def round_up(num_tokens: int) -> int:
     return -(-num_tokens // GROWTH) * GROWTH
 
 
+Layers = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values of each layer."""
+
+
 class KVCache(Cache):
-    """Keys and values per layer, ``(rows, heads, tokens, width)``; only the first `num_rows` rows are in use."""
+    """Keys and values per layer, ``(rows, heads, tokens, width)``; only the first `num_rows` rows are in use.
+
+    A forward pass computes the new tokens that were selected last: one per row (`select_rows`), or all that a new row
+    does not have yet (`select_new_tokens`).
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -37,34 +45,66 @@ class KVCache(Cache):
         self._values: list[Tensor] = []
         self._lengths_R = torch.empty(0, dtype=torch.int64)
         self._masks: dict[int | None, Tensor] = {}
-        self._index_R = self._lengths_R
-        self._copies = False
+        self._read_rows: Tensor | slice = slice(0)
+        self._written_rows_N = self._lengths_R
+        self._written_positions_N = self._lengths_R
+        self._positions_RT = self._lengths_R[:, None]
+        self._real_N: Tensor | None = None
+        self._width = 0
 
     @property
     def num_rows(self) -> int:
         return len(self._lengths_R)
 
-    def add(self, prefill: DynamicCache, rows_N: Sequence[int], lengths_N: Sequence[int]) -> None:
+    @property
+    def capacity(self) -> int:
+        """Number of tokens for which the buffers have memory."""
+        return self._keys[0].shape[0] * self._keys[0].shape[2] if self._keys else 0
+
+    @property
+    def per_layer(self) -> Layers:
+        return list(zip(self._keys, self._values, strict=True))
+
+    def add(self, layers: Layers, rows_N: Sequence[int], lengths_N: Sequence[int]) -> None:
         """Append ``N`` rows: row ``rows_N[n]`` of a right-padded prefill, with ``lengths_N[n]`` real tokens."""
         first, count = self.num_rows, len(rows_N)
-        self._lengths_R = torch.cat([self._lengths_R, torch.tensor(lengths_N)])
-        per_layer: list[Any] = prefill.layers
-        layers: list[tuple[Tensor, Tensor]] = [(layer.keys, layer.values) for layer in per_layer]
-        if not self._keys:
-            self._keys = [keys.new_empty(0, keys.shape[1], 0, keys.shape[3]) for keys, _ in layers]
-            self._values = [values.new_empty(0, values.shape[1], 0, values.shape[3]) for _, values in layers]
-        self._make_room()
+        self._append(layers, lengths_N)
         index_N = torch.tensor(rows_N, device=layers[0][0].device)
         length = max(lengths_N)
         for layer, (keys, values) in enumerate(layers):
             self._keys[layer][first : first + count, :, :length] = keys[index_N, :, :length]
             self._values[layer][first : first + count, :, :length] = values[index_N, :, :length]
 
-    def drop(self, rows: Sequence[int]) -> list[int]:
-        """Drop ``rows`` and move the last rows into the gaps; return the former index of each remaining row.
+    def add_prefixes(self, prefixes_N: Sequence[Layers], lengths_N: Sequence[int]) -> None:
+        """Append ``N`` rows with ``lengths_N[n]`` tokens, the first of which are those of ``prefixes_N[n]``.
 
-        The freed slots are cleared: a masked position has the weight 0, but 0 times NaN would reach the next row.
+        Args:
+            prefixes_N: keys and values ``(blocks, heads, block size, width)`` of consecutive blocks.
         """
+        first = self.num_rows
+        self._append(prefixes_N[0], lengths_N)
+        for row, prefix in enumerate(prefixes_N, first):
+            for layer, (keys, values) in enumerate(prefix):
+                _copy_blocks(keys, self._keys[layer][row])
+                _copy_blocks(values, self._values[layer][row])
+
+    def repeat(self, first: int, rows_N: Sequence[int]) -> None:
+        """Replace the rows from ``first`` on by copies of rows ``first + rows_N[n]``."""
+        old_end = self.num_rows
+        length = int(self._lengths_R.max())
+        index_N = torch.tensor(rows_N, dtype=torch.int64) + first
+        self._lengths_R = torch.cat([self._lengths_R[:first], self._lengths_R[index_N]])
+        end = self.num_rows
+        if end:
+            self._make_room()
+        if rows_N != list(range(old_end - first)):
+            index_N = index_N.to(self._keys[0].device)
+            for buffer in (*self._keys, *self._values):
+                buffer[first:end, :, :length] = buffer[index_N, :, :length]
+        self._clear(end, old_end, length)
+
+    def drop(self, rows: Sequence[int]) -> list[int]:
+        """Drop ``rows`` and move the last rows into the gaps; return the former index of each remaining row."""
         length = int(self._lengths_R.max())
         remaining = list(range(self.num_rows))
         for gap in sorted(rows, reverse=True):
@@ -75,11 +115,9 @@ class KVCache(Cache):
             new_M, old_M = (list(side) for side in zip(*moved, strict=True))
             for buffer in (*self._keys, *self._values):
                 buffer[new_M] = buffer[old_M]
-        for buffer in (*self._keys, *self._values):
-            buffer[len(remaining) : self.num_rows, :, :length] = 0
+        old_end = self.num_rows
         self._lengths_R = self._lengths_R[remaining]
-        if not remaining:
-            self._keys, self._values = [], []
+        self._clear(len(remaining), old_end, length)
         return remaining
 
     def begin_step(self) -> None:
@@ -88,7 +126,7 @@ class KVCache(Cache):
         self._make_room()
 
     def select_rows(self, rows_R: Tensor, width: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Select the rows of the next forward pass.
+        """Select the last token of each row for the next forward pass.
 
         Args:
             rows_R: int64 row indices; repeated indices are padding. All rows in order need no copy.
@@ -97,32 +135,76 @@ class KVCache(Cache):
         Returns:
             Positions ``(R, 1)`` of the new tokens, and the attention mask of the pass.
         """
-        self._index_R = rows_R.to(device)
-        self._positions_R = (self._lengths_R[rows_R] - 1).to(device)
+        self._written_rows_N = rows_R.to(device)
+        self._written_positions_N = (self._lengths_R[rows_R] - 1).to(device)
+        self._positions_RT = self._written_positions_N[:, None]
+        self._real_N = None
         self._width = width or int(self._lengths_R.max())
-        self._copies = not torch.equal(rows_R, torch.arange(self.num_rows))
+        is_all = torch.equal(rows_R, torch.arange(self.num_rows))
+        self._read_rows = slice(self.num_rows) if is_all else self._written_rows_N
         self._masks = {}
-        return self._positions_R[:, None], self.mask(None)
+        return self._positions_RT, self.mask(None)
+
+    def select_new_tokens(self, first: int, starts_R: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Select the tokens from position ``starts_R[r]`` on of row ``first + r``, right-padded, for the next pass.
+
+        Returns:
+            Positions ``(R, T)`` of the new tokens, and the attention mask of the pass.
+        """
+        lengths_R = self._lengths_R[first:]
+        counts_R = lengths_R - torch.tensor(starts_R)
+        offsets_T = torch.arange(int(counts_R.max()))
+        real_RT = offsets_T < counts_R[:, None]
+        # Padding has the position of the last token, and is not written.
+        positions_RT = torch.minimum(torch.tensor(starts_R)[:, None] + offsets_T, lengths_R[:, None] - 1)
+        rows_RT = torch.arange(first, self.num_rows)[:, None].expand_as(real_RT)
+        self._written_rows_N = rows_RT[real_RT].to(device)
+        self._written_positions_N = positions_RT[real_RT].to(device)
+        self._positions_RT = positions_RT.to(device)
+        self._real_N = real_RT.flatten().nonzero()[:, 0].to(device)
+        self._width = int(lengths_R.max())
+        self._read_rows = slice(first, self.num_rows)
+        self._masks = {}
+        return self._positions_RT, self.mask(None)
 
     def mask(self, window: int | None) -> Tensor:
-        """Mask ``(R, 1, 1, T)`` of each row's new token: all tokens up to itself, or the last ``window`` of them."""
+        """Mask ``(R, 1, T, width)`` of the new tokens: all tokens up to themselves, or the last ``window`` of them."""
         if window not in self._masks:
-            distance_RT = self._positions_R[:, None] - torch.arange(self._width, device=self._positions_R.device)
-            visible_RT = distance_RT >= 0
+            device = self._positions_RT.device
+            distance_RTW = self._positions_RT[:, :, None] - torch.arange(self._width, device=device)
+            visible_RTW = distance_RTW >= 0
             if window is not None:
-                visible_RT &= distance_RT < window
-            self._masks[window] = visible_RT[:, None, None]
+                visible_RTW &= distance_RTW < window
+            self._masks[window] = visible_RTW[:, None]
         return self._masks[window]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values ``(R, heads, 1, width)``; return all that its attention reads."""
+        """Store a layer's new keys and values ``(R, heads, T, width)``; return all that its attention reads."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys[self._index_R, :, self._positions_R] = key_states[:, :, 0].to(keys.dtype)
-        values[self._index_R, :, self._positions_R] = value_states[:, :, 0].to(values.dtype)
-        rows = self._index_R if self._copies else slice(self.num_rows)
-        return keys[rows, :, : self._width], values[rows, :, : self._width]
+        for buffer, new in ((keys, key_states), (values, value_states)):
+            new_NHW = new[:, :, 0] if self._real_N is None else new.transpose(1, 2).flatten(0, 1)[self._real_N]
+            buffer[self._written_rows_N, :, self._written_positions_N] = new_NHW.to(buffer.dtype)
+        return keys[self._read_rows, :, : self._width], values[self._read_rows, :, : self._width]
+
+    def _append(self, layers: Layers, lengths_N: Sequence[int]) -> None:
+        """Make room for new rows with the heads and widths of ``layers``."""
+        self._lengths_R = torch.cat([self._lengths_R, torch.tensor(lengths_N)])
+        if not self._keys:
+            self._keys = [keys.new_empty(0, keys.shape[1], 0, keys.shape[3]) for keys, _ in layers]
+            self._values = [values.new_empty(0, values.shape[1], 0, values.shape[3]) for _, values in layers]
+        self._make_room()
+
+    def _clear(self, start: int, end: int, length: int) -> None:
+        """Clear the freed slots from ``start`` to ``end``, or free the buffers if no row is left.
+
+        A masked position has the weight 0, but 0 times NaN would reach the next row.
+        """
+        for buffer in (*self._keys, *self._values):
+            buffer[start:end, :, :length] = 0
+        if not self.num_rows:
+            self._keys, self._values = [], []
 
     def _make_room(self) -> None:
         rows, tokens = self.num_rows, int(self._lengths_R.max())
@@ -136,6 +218,18 @@ class KVCache(Cache):
                 grown = old.new_zeros(rows, old.shape[1], tokens, old.shape[3])
                 grown[:copied_rows, :, :copied_tokens] = old[:copied_rows, :, :copied_tokens]
                 buffers[layer] = grown
+
+
+def layers_of(cache: DynamicCache) -> Layers:
+    """Return the keys and values of a prefill, each ``(rows, heads, tokens, width)``."""
+    layers: list[Any] = cache.layers
+    return [(layer.keys, layer.values) for layer in layers]
+
+
+def _copy_blocks(blocks_NHTW: Tensor, buffer_HSW: Tensor) -> None:
+    """Copy consecutive blocks to the start of a slot."""
+    num_blocks, _, size, _ = blocks_NHTW.shape
+    buffer_HSW[:, : num_blocks * size].unflatten(1, (num_blocks, size)).copy_(blocks_NHTW.transpose(0, 1))
 
 
 def register_cached_attention(model: PreTrainedModel) -> None:
@@ -154,15 +248,18 @@ def _attention(
     kv_cache: KVCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend from each row's new token, ``(R, heads, 1, width)``, to the row's cached tokens.
+    """Attend from each row's new tokens, ``(R, heads, T, width)``, to the row's cached tokens.
 
-    Query heads that share keys and values are treated as tokens of one head, so keys and values are not repeated.
+    If each row has one new token, query heads that share keys and values are treated as tokens of one head, so keys and
+    values are not repeated.
     """
     if kv_cache is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    num_rows, num_heads, _, width = query.shape
-    query = query.reshape(num_rows, key.shape[1], -1, width)
+    num_rows, num_heads, num_new, width = query.shape
     mask = kv_cache.mask(kwargs.get("sliding_window"))
+    if num_new > 1:
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    query = query.reshape(num_rows, key.shape[1], -1, width)
     scale = kwargs.get("scaling") or width**-0.5
     if query.dtype == torch.float32:
         # The flash kernel works in one buffer per thread, whose alignment decides the last bits, so they depend on the

@@ -42,7 +42,7 @@ class LoraSpec:
     train_unembed: bool = True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """One LoRA adapter: its shape and its factors by module name."""
 

@@ -8,6 +8,7 @@ logits; a deterministic batch prevents even this (`engine.sampling.batch_groups`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,12 +16,33 @@ from transformers import DynamicCache
 
 from engine.compute.base import BaseModel
 from engine.compute.batches import micro_batches, pad_right
-from engine.compute.kv_cache import GROWTH, KVCache, round_up
+from engine.compute.kv_cache import GROWTH, KVCache, layers_of, round_up
+from engine.compute.lora import Adapter
 from engine.sampling.batch_groups import RowGroup, group_all, uniform_groups
 from engine.sampling.choose import RowSamplingParams, choose_tokens
 from engine.sampling.job import TopTokens
+from engine.sampling.prefix_cache import BLOCK, PrefixCache, block_keys, num_shared
 from engine.sampling.request import Row, ends_with_stop
 from engine.sampling.score import score_prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens to prefill, and the rows that they belong to.
+
+    Attributes:
+        tokens_T: int64 prompt and tokens so far.
+        keys: keys of the blocks for the prefix cache; empty if the rows need the hidden states of all tokens.
+    """
+
+    rows: Sequence[Row]
+    tokens_T: Tensor
+    keys: Sequence[bytes]
+
+    @property
+    def usable_keys(self) -> Sequence[bytes]:
+        """Keys of the blocks before the last token, whose hidden state is always needed."""
+        return self.keys[: (len(self.tokens_T) - 1) // BLOCK]
 
 
 class Batch:
@@ -30,7 +52,7 @@ class Batch:
         """Create an empty batch.
 
         Args:
-            cache_bytes: memory budget of keys and values.
+            cache_bytes: memory budget of keys and values: those of the rows, and the prefix cache in what they leave.
             prefill_tokens: maximum size of a prefill in tokens, including padding; a single prompt may exceed it.
             deterministic: make a row's logits bitwise independent of the other rows.
         """
@@ -40,6 +62,9 @@ class Batch:
         self._prefill_tokens = 0 if deterministic else prefill_tokens
         self._deterministic = deterministic
         self._kv_cache = KVCache()
+        self._prefix_cache = PrefixCache()
+        # A prefill that continues cached blocks has other bits than one of all tokens.
+        self._caches_prefixes = not deterministic and not base.keys_depend_on_length
         self._params: RowSamplingParams | None = None
         self._group_of_all: RowGroup | None = None
 
@@ -63,22 +88,70 @@ class Batch:
             self.remove(lambda row: row is evicted[-1])
         return evicted
 
+    def num_new_tokens(self, row: Row) -> int:
+        """Return how many tokens of a row are not in the prefix cache."""
+        prompt = self._prompt([row])
+        return row.num_tokens - BLOCK * self._prefix_cache.find(row.request.adapter, prompt.usable_keys)
+
     def add(self, rows: Sequence[Row]) -> int:
         """Prefill rows (prompt and tokens so far) and choose the next token of each row.
 
         Returns:
-            Number of tokens computed, without padding; rows with equal `Row.prefill_key` share one prefill.
+            Number of tokens computed, without padding: rows with equal `Row.prefill_key` share one prefill, and equal
+            beginnings are computed once.
         """
         num_computed = 0
         for adapter in dict.fromkeys(row.request.adapter for row in rows):
             groups: dict[object, list[Row]] = {}
             for row in (row for row in rows if row.request.adapter is adapter):
                 groups.setdefault(row.prefill_key, []).append(row)
-            prompts = list(groups.values())
-            num_computed += sum(same_prompt[0].num_tokens for same_prompt in prompts)
-            for indices in micro_batches([same_prompt[0].num_tokens for same_prompt in prompts], self._prefill_tokens):
-                with self.base.using(adapter), torch.inference_mode():
-                    self._prefill([prompts[index] for index in indices])
+            with self.base.using(adapter), torch.inference_mode():
+                num_computed += self._add_prompts(adapter, [self._prompt(group) for group in groups.values()])
+        self._shrink_prefix_cache()
+        return num_computed
+
+    def _add_prompts(self, adapter: Adapter | None, prompts: Sequence[Prompt]) -> int:
+        num_computed = self._compute_shared(adapter, prompts)
+        starts = [BLOCK * self._prefix_cache.find(adapter, prompt.usable_keys) for prompt in prompts]
+        for continues in (False, True):
+            part = [index for index, start in enumerate(starts) if (start > 0) == continues]
+            lengths = [len(prompts[index].tokens_T) - starts[index] for index in part]
+            num_computed += sum(lengths)
+            for indices in micro_batches(lengths, self._prefill_tokens):
+                selected = [part[index] for index in indices]
+                if continues:
+                    self._continue(adapter, [(prompts[index], starts[index]) for index in selected])
+                else:
+                    self._prefill(adapter, [prompts[index] for index in selected])
+        return num_computed
+
+    def _compute_shared(self, adapter: Adapter | None, prompts: Sequence[Prompt]) -> int:
+        """Compute the beginnings that several prompts have in common, longest first, and cache them.
+
+        Returns:
+            Number of tokens computed.
+        """
+        num_computed = 0
+        shared = num_shared([prompt.usable_keys for prompt in prompts])
+        for num_blocks, prompt in sorted(zip(shared, prompts, strict=True), key=lambda pair: -pair[0]):
+            keys = prompt.keys[:num_blocks]
+            num_cached = self._prefix_cache.find(adapter, keys)
+            if num_cached == num_blocks:
+                continue
+            cache = DynamicCache()
+            for layer, blocks in enumerate(self._prefix_cache.read(adapter, keys[:num_cached])):
+                keys_1HTW, values_1HTW = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in blocks)
+                cache.update(keys_1HTW, values_1HTW, layer)
+            tokens = slice(num_cached * BLOCK, num_blocks * BLOCK)
+            positions_T = torch.arange(tokens.start, tokens.stop, device=self.base.device)
+            self.base.decoder(
+                input_ids=prompt.tokens_T[None, tokens].to(self.base.device),
+                position_ids=positions_T[None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            self._prefix_cache.put(adapter, keys, layers_of(cache), 0)
+            num_computed += len(positions_T)
         return num_computed
 
     def step(self) -> None:
@@ -89,7 +162,12 @@ class Batch:
             self._kv_cache.begin_step()
             for group in groups:
                 self._step_group(group)
+            for index, row in enumerate(self.rows):
+                if row.done and self._caches_prefixes:
+                    keys = block_keys(row.context_T()[:-1])  # the last token has no keys and values yet
+                    self._prefix_cache.put(row.request.adapter, keys, self._kv_cache.per_layer, index)
         self.remove(lambda row: row.done)
+        self._shrink_prefix_cache()
 
     def _step_group(self, group: RowGroup) -> None:
         rows = [self.rows[index] for index in group.rows_G.tolist()]
@@ -116,24 +194,72 @@ class Batch:
             self.rows = [self.rows[index] for index in self._kv_cache.drop(removed)]
         self._update_groups()
 
-    def _prefill(self, groups: Sequence[Sequence[Row]]) -> None:
-        contexts = [rows[0].context_T() for rows in groups]
-        lengths = [len(context_T) for context_T in contexts]
+    def _prompt(self, rows: Sequence[Row]) -> Prompt:
+        """Return the prompt of rows with equal `Row.prefill_key`."""
+        tokens_T = rows[0].context_T()
+        uses_cache = self._caches_prefixes and not rows[0].needs_prompt_scores
+        return Prompt(rows, tokens_T, block_keys(tokens_T) if uses_cache else [])
+
+    def _prefill(self, adapter: Adapter | None, prompts: Sequence[Prompt]) -> None:
+        """Add the rows of prompts of which nothing is cached."""
+        lengths = [len(prompt.tokens_T) for prompt in prompts]
         cache = DynamicCache()
         hidden_BTH = self.base.decoder(
-            input_ids=pad_right(contexts)[0].to(self.base.device), past_key_values=cache, use_cache=True
+            input_ids=pad_right([prompt.tokens_T for prompt in prompts])[0].to(self.base.device),
+            past_key_values=cache,
+            use_cache=True,
         ).last_hidden_state
-        self._score(hidden_BTH, groups)
-        rows = [row for group in groups for row in group]
-        group_of_R = torch.tensor([index for index, group in enumerate(groups) for _ in group])
-        last_BH = hidden_BTH[torch.arange(len(groups)), torch.tensor(lengths) - 1]
-        self._choose(rows, last_BH, group_of_R, _params_of(rows, self.base.device))
-        unfinished = [index for index, row in enumerate(rows) if not row.done]
-        if unfinished:
-            groups_U = group_of_R[unfinished].tolist()
-            self._kv_cache.add(cache, groups_U, [lengths[group] for group in groups_U])
-            self.rows = [*self.rows, *(rows[index] for index in unfinished)]
+        layers = layers_of(cache)
+        for index, prompt in enumerate(prompts):
+            self._prefix_cache.put(adapter, prompt.keys, layers, index)
+        if prompts_U := self._start(hidden_BTH, lengths, prompts):
+            self._kv_cache.add(layers, prompts_U, [lengths[prompt] for prompt in prompts_U])
             self._update_groups()
+
+    def _continue(self, adapter: Adapter | None, prompts: Sequence[tuple[Prompt, int]]) -> None:
+        """Add the rows of prompts whose first tokens are cached; the numbers say how many."""
+        first = self._kv_cache.num_rows
+        starts = [start for _, start in prompts]
+        self._kv_cache.add_prefixes(
+            [self._prefix_cache.read(adapter, prompt.keys[: start // BLOCK]) for prompt, start in prompts],
+            [len(prompt.tokens_T) for prompt, _ in prompts],
+        )
+        positions_BT, mask = self._kv_cache.select_new_tokens(first, starts, self.base.device)
+        new_tokens = [prompt.tokens_T[start:] for prompt, start in prompts]
+        hidden_BTH = self.base.decoder(
+            input_ids=pad_right(new_tokens)[0].to(self.base.device),
+            attention_mask=mask,
+            position_ids=positions_BT,
+            past_key_values=self._kv_cache,
+            use_cache=True,
+            kv_cache=self._kv_cache,
+        ).last_hidden_state
+        for row, (prompt, _) in enumerate(prompts, first):
+            self._prefix_cache.put(adapter, prompt.keys, self._kv_cache.per_layer, row)
+        prompts_U = self._start(hidden_BTH, [len(tokens) for tokens in new_tokens], [prompt for prompt, _ in prompts])
+        self._kv_cache.repeat(first, prompts_U)
+        self._update_groups()
+
+    def _start(self, hidden_BTH: Tensor, lengths_B: Sequence[int], prompts: Sequence[Prompt]) -> list[int]:
+        """Score prompts and choose the first tokens of their rows; add the rows that are not done.
+
+        Args:
+            lengths_B: number of real tokens among the right-padded hidden states.
+
+        Returns:
+            Index of the prompt of each added row.
+        """
+        self._score(hidden_BTH, [prompt.rows for prompt in prompts])
+        rows = [row for prompt in prompts for row in prompt.rows]
+        prompt_of_R = torch.tensor([index for index, prompt in enumerate(prompts) for _ in prompt.rows])
+        last_BH = hidden_BTH[torch.arange(len(prompts)), torch.tensor(lengths_B) - 1]
+        self._choose(rows, last_BH, prompt_of_R, _params_of(rows, self.base.device))
+        unfinished = [index for index, row in enumerate(rows) if not row.done]
+        self.rows = [*self.rows, *(rows[index] for index in unfinished)]
+        return prompt_of_R[unfinished].tolist()
+
+    def _shrink_prefix_cache(self) -> None:
+        self._prefix_cache.shrink(self._max_tokens - self._kv_cache.capacity)
 
     def _score(self, hidden_BTH: Tensor, groups: Sequence[Sequence[Row]]) -> None:
         unscored = [index for index, rows in enumerate(groups) if any(row.request.prompt is None for row in rows)]

@@ -43,6 +43,11 @@ class Row:
         """Rows with equal keys share one prefill: same adapter, same prompt, no tokens so far."""
         return self.request.adapter, self if self.tokens else self.request.prompt_key
 
+    @property
+    def needs_prompt_scores(self) -> bool:
+        """True if the next prefill has to score the prompt."""
+        return self.request.prompt is None and self.request.job.scores_prompt
+
     def context_T(self) -> torch.Tensor:
         """Prompt and completion so far, int64."""
         return torch.cat([self.request.job.prompt_T, torch.tensor(self.tokens, dtype=torch.int64)])
@@ -69,6 +74,10 @@ class SamplingRequest:
     @property
     def done(self) -> bool:
         return all(row.done for row in self.rows)
+
+    def close(self) -> None:
+        """Drop the rows: a cycle of references would keep the adapter in memory until a garbage collection."""
+        self.rows = []
 
     def result(self) -> SampleResult:
         """Return the result of a finished request."""

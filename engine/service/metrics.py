@@ -80,7 +80,7 @@ GAUGES = {
     "adapter_bytes": "Memory of adapters, moments, gradients and snapshots.",
     "evictions": "Evictions from memory to disk.",
     "prefill_tokens_requested": "Tokens of the samples that joined the batch: prompts, and what suspended samples had.",
-    "prefill_tokens_computed": "Tokens computed for these samples; samples that join together share equal prompts.",
+    "prefill_tokens_computed": "Tokens computed for these samples; equal beginnings of prompts are computed once.",
     "busy_seconds": "Time spent computing training and sampling.",
     "resident_bytes": "Resident memory of the process.",
 }

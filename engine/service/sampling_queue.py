@@ -93,6 +93,7 @@ class SamplingQueue:
             self._abandoned.add(request)
             if rows := self._waiting.get(client):
                 self._waiting[client] = deque(row for row in rows if row.request is not request)
+        request.close()
 
     async def _run(self) -> None:
         while self._open or self._batch.rows:
@@ -114,7 +115,7 @@ class SamplingQueue:
     def _next_rows(self) -> list[Row]:
         """Take waiting rows for one prefill, round-robin over clients.
 
-        The limit on its tokens counts a shared prompt once.
+        The limit on its tokens counts a shared prompt once, and not the tokens in the prefix cache.
         """
         rows: list[Row] = []
         prompts: set[object] = set()
@@ -126,7 +127,7 @@ class SamplingQueue:
                 continue
             row = waiting[0]
             if row.prefill_key not in prompts:
-                num_tokens += row.num_tokens
+                num_tokens += self._batch.num_new_tokens(row)
                 prompts.add(row.prefill_key)
             full = len(self._batch.rows) + len(rows) >= MAX_ROWS or not self._batch.has_room([*rows, row])
             if full or (rows and num_tokens > self._pass_tokens):

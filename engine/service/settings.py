@@ -34,7 +34,8 @@ class Settings:
         clock_cycle_s: seconds between the ticks on which training requests start; 0 starts them immediately.
         log_requests: log one line of JSON per request.
         max_waiting_samples: maximum number of waiting samples per base model; clients retry additional samples later.
-        sampling_cache_bytes: maximum size of the KV cache of all samples being generated, per base model.
+        sampling_cache_bytes: maximum size of keys and values per base model: those of all samples being generated, and
+            the prefix cache in the rest.
         deterministic: make samples bitwise independent of concurrent requests, in float32 on a CPU.
         retrieve_futures: let a client wait for all its samples with one request.
     """

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM
 
 from engine.compute.base import BaseModel, RowwiseActivation
-from engine.compute.kv_cache import KVCache
+from engine.compute.kv_cache import KVCache, layers_of
 from engine.compute.linear import linear
 from engine.compute.lora import Adapter, LoraSpec
 from engine.listen import bind
@@ -189,10 +189,10 @@ def test_activations_give_a_row_the_same_bits_in_any_batch(activation: nn.Module
 def test_a_row_never_sees_what_its_slot_held_before() -> None:
     """The NaN of a removed row would reach the next row in its slot, in spite of the weight 0."""
     cache = KVCache()
-    cache.add(prefill_of(float("nan"), num_rows=2, num_tokens=9), [0, 1], [9, 5])
-    cache.add(prefill_of(1.0, num_rows=1, num_tokens=4), [0], [4])
+    cache.add(layers_of(prefill_of(float("nan"), num_rows=2, num_tokens=9)), [0, 1], [9, 5])
+    cache.add(layers_of(prefill_of(1.0, num_rows=1, num_tokens=4)), [0], [4])
     assert cache.drop([0, 1]) == [2]
-    cache.add(prefill_of(1.0, num_rows=1, num_tokens=3), [0], [3])
+    cache.add(layers_of(prefill_of(1.0, num_rows=1, num_tokens=3)), [0], [3])
     for buffer in (*cache._keys, *cache._values):
         assert torch.isfinite(buffer[: cache.num_rows]).all()
 
