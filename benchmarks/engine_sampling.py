@@ -1,13 +1,15 @@
 """Sampling through the SDK and the engine, against `transformers.generate` on the same prompts as one batch.
 
 Both sample 32 tokens per prompt at temperature 1 from SmolLM2 in float32 with the same number of threads. Our side
-sends separate requests that the engine batches; the peer receives one batch. Another row has a single request. Two more
+sends separate requests that the engine batches; the peer receives one batch. Each repetition has other prompts, so that
+the engine's prefix cache does not have them. Another row has a single request. Two more
 rows compare an engine with `--deterministic`, whose samples do not depend on concurrent requests, with the default one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +19,7 @@ from tinker import types
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.rows import Row
+from benchmarks.rows import Row, on_device
 from benchmarks.scratch import GSM8K, scratch_home
 from blocks.home import home
 from blocks.processes import local_engine
@@ -29,40 +31,56 @@ Prompts = Sequence[list[int]]
 Generate = Callable[[Prompts], float]
 
 
-def measure(*, model: str = "smollm2-135m", repetitions: int = 3, num_prompts: int = 64) -> list[Row]:
-    """Return a row for concurrent prompts, one for a single prompt, and the same two for the cost of determinism."""
+def measure(
+    *, model: str = "smollm2-135m", repetitions: int = 3, num_prompts: int = 64, device: str = "cpu"
+) -> list[Row]:
+    """Return a row for concurrent prompts, one for a single prompt, and on a CPU the same two for determinism."""
     with scratch_home():
         path = str(resolve_model(model, home() / "cache"))
         tokenizer = AutoTokenizer.from_pretrained(path)
-        prompts = [tokenizer.encode(row["question"])[:96] for row in read_problems(GSM8K)[:num_prompts]]
+        questions = [tokenizer.encode(row["question"]) for row in read_problems(GSM8K)[:num_prompts]]
+        batches = _fresh_batches(questions)
         threads = torch.get_num_threads()
-        with local_engine(model=model, dtype="float32", threads=threads) as service, service.get_client() as session:
-            sides = (_sdk(session.create_sampling_client(base_model=model).result()), _transformers(path))
+        with (
+            local_engine(model=model, dtype="float32", threads=threads, device=device) as service,
+            service.get_client() as session,
+        ):
+            sides = (_sdk(session.create_sampling_client(base_model=model).result()), _transformers(path, device))
             rows = []
-            for batch in (prompts, prompts[:1]):
+            for size in (num_prompts, 1):
                 for side in sides:
-                    side(batch[:2])  # warm-up
+                    side(next(batches)[: min(size, 2)])  # warm-up
                 ours, peer = [], []
-                for _ in tqdm(range(repetitions), desc=f"engine_sampling: {len(batch)} at once"):
+                for _ in tqdm(range(repetitions), desc=f"engine_sampling: {size} at once"):
+                    batch = next(batches)[:size]
                     ours.append(sides[0](batch))
                     peer.append(sides[1](batch))
-                rows.append(_row(model, batch, ours, peer, "transformers.generate, one batch, float32"))
+                name = f"{model}{on_device(device)}"
+                rows.append(_row(name, size, ours, peer, "transformers.generate, one batch, float32"))
+            if device != "cpu":
+                return rows
             plain = sides[0]
             with (
                 local_engine(model=model, dtype="float32", threads=threads, deterministic=True) as other,
                 other.get_client() as other_session,
             ):
                 exact = _sdk(other_session.create_sampling_client(base_model=model).result())
-                for batch in (prompts, prompts[:1]):
-                    exact(batch[:2])
-                    pairs = [(exact(batch), plain(batch)) for _ in range(repetitions)]
+                for size in (num_prompts, 1):
+                    exact(next(batches)[: min(size, 2)])
+                    pairs = [(exact(batch[:size]), plain(batch[:size])) for batch in islice(batches, repetitions)]
                     ours, peer = ([pair[side] for pair in pairs] for side in (0, 1))
-                    rows.append(_row(f"{model}, --deterministic", batch, ours, peer, "the default engine"))
+                    rows.append(_row(f"{model}, --deterministic", size, ours, peer, "the default engine"))
     return rows
 
 
-def _row(engine: str, prompts: Prompts, ours: Sequence[float], peer: Sequence[float], peer_name: str) -> Row:
-    requests = "1 request" if len(prompts) == 1 else f"{len(prompts)} concurrent requests"
+def _fresh_batches(questions: Prompts) -> Iterator[Prompts]:
+    """Yield the questions without their first token, then without their first two tokens, and so on."""
+    for first in count(1):
+        yield [question[first : first + 96] for question in questions]
+
+
+def _row(engine: str, num_prompts: int, ours: Sequence[float], peer: Sequence[float], peer_name: str) -> Row:
+    requests = "1 request" if num_prompts == 1 else f"{num_prompts} concurrent requests"
     return Row(
         f"engine_sampling: {requests} of {NUM_TOKENS} tokens, {engine}", "tokens/s", ours, peer, peer_name=peer_name
     )
@@ -80,13 +98,14 @@ def _sdk(client: tinker.SamplingClient) -> Generate:
     return generate
 
 
-def _transformers(path: str) -> Generate:
+def _transformers(path: str, device: str) -> Generate:
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.to(device)
 
     def generate(prompts: Prompts) -> float:
         width = max(len(prompt) for prompt in prompts)
-        padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts]).to(device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]).to(device)
         started = perf_counter()
         with torch.inference_mode():
             output = model.generate(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Any
 
 import tinker
 import torch
@@ -17,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.rows import Row
+from benchmarks.rows import Row, on_device
 from benchmarks.scratch import scratch_home, solutions
 from blocks.home import home
 from blocks.processes import local_engine
@@ -31,19 +32,21 @@ ADAM = tinker.AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
 Step = Callable[[], float]
 
 
-def measure(*, repetitions: int = 7, steps: int = 10, with_smollm: bool = True) -> list[Row]:
+def measure(*, repetitions: int = 7, steps: int = 10, with_smollm: bool = True, device: str = "cpu") -> list[Row]:
     """Return a row for the tiny model and two for SmolLM2, whose repetitions are single steps.
 
     The second SmolLM2 row has a batch of mixed lengths, which the peer pads to the longest and the engine sorts.
     """
     with scratch_home():
-        rows = [_measure("tiny", [128] * 16, repetitions, steps)]
+        rows = [_measure("tiny", [128] * 16, repetitions, steps, device)]
         if with_smollm:
-            rows += [_measure("smollm2-135m", lengths, min(repetitions, 3), 1) for lengths in ([128] * 8, RAGGED)]
+            rows += [
+                _measure("smollm2-135m", lengths, min(repetitions, 3), 1, device) for lengths in ([128] * 8, RAGGED)
+            ]
     return rows
 
 
-def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int) -> Row:
+def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int, device: str) -> Row:
     path = resolve_model(model, home() / "cache")
     tokenizer = AutoTokenizer.from_pretrained(path)
     batch = [datum for length in lengths for datum in solutions(tokenizer, num_datums=1, num_tokens=length)]
@@ -51,9 +54,12 @@ def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int) -
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with local_engine(model=model, dtype="float32", threads=threads) as service, service.get_client() as session:
+        with (
+            local_engine(model=model, dtype="float32", threads=threads, device=device) as service,
+            service.get_client() as session,
+        ):
             client = session.create_lora_training_client(model, rank=RANK, seed=0).result()
-            sides = (_sdk_step(client, batch), _torch_step(str(path), batch))
+            sides = (_sdk_step(client, batch), _torch_step(str(path), batch, device))
             first, expected = (step() for step in sides)  # also the warm-up
             if not math.isclose(first, expected, rel_tol=1e-4):
                 raise RuntimeError(f"The first loss of {model} is {first} here but {expected} in plain torch.")
@@ -70,7 +76,7 @@ def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int) -
     )
     ours, peer = ([sum(lengths) / (ms / 1000) for ms in side] for side in (ours, peer))
     return Row(
-        f"engine_vs_torch: forward_backward + optim_step, {model}, {shape} tokens",
+        f"engine_vs_torch: forward_backward + optim_step, {model}, {shape} tokens{on_device(device)}",
         "tokens/s",
         ours,
         peer,
@@ -98,16 +104,15 @@ def _sdk_step(client: tinker.TrainingClient, batch: list[tinker.Datum]) -> Step:
     return step
 
 
-def _torch_step(path: str, batch: Sequence[tinker.Datum]) -> Step:
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-        LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LAYERS),
-    )
+def _torch_step(path: str, batch: Sequence[tinker.Datum], device: str) -> Step:
+    base: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = get_peft_model(base.to(device), LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LAYERS))
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adam = torch.optim.AdamW(weights, lr=ADAM.learning_rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True)
-    tokens_BT = pad_sequence([torch.tensor(datum.model_input.to_ints()) for datum in batch], batch_first=True)
+    tokens_B = [torch.tensor(datum.model_input.to_ints()) for datum in batch]
+    tokens_BT = pad_sequence(tokens_B, batch_first=True).to(device)
     targets_BT, weights_BT = (
-        pad_sequence([datum.loss_fn_inputs[key].to_torch() for datum in batch], batch_first=True)
+        pad_sequence([datum.loss_fn_inputs[key].to_torch() for datum in batch], batch_first=True).to(device)
         for key in ("target_tokens", "weights")
     )
 

@@ -83,6 +83,19 @@ def hardware() -> str:
     return f"{os.cpu_count()} cores, {_processor()}"
 
 
+def on_device(device: str) -> str:
+    """Return the part of a row's name that names a GPU; empty for the CPU, which `hardware` describes.
+
+    >>> on_device("cpu")
+    ''
+    """
+    if device == "cpu":
+        return ""
+    import torch
+
+    return f", on {torch.cuda.get_device_name(device)}"
+
+
 def _three_digits(figure: float) -> str:
     return f"{figure:.0f}" if abs(figure) >= 100 else f"{figure:.1f}" if abs(figure) >= 10 else f"{figure:.2f}"
 

@@ -78,7 +78,7 @@ class LocalEngine:
 
 @contextmanager
 def starting_engine(
-    *, model: str, dtype: str, threads: int | None, deterministic: bool = False
+    *, model: str, dtype: str, threads: int | None, deterministic: bool = False, device: str = "cpu"
 ) -> Iterator[LocalEngine]:
     """Start a local Tinker service for one model, with a random API key; it ends with the block.
 
@@ -90,6 +90,7 @@ def starting_engine(
     command += ["--state", str(home() / "engine")]
     command += ["--threads", str(threads)] if threads else []
     command += ["--deterministic"] if deterministic else []
+    command += ["--device", device]
     log = new_log_file("engine")
     with managed_process(command, log, {"TINKER_ENGINE_API_KEY": key}) as process:
         try:
@@ -101,14 +102,14 @@ def starting_engine(
 
 @contextmanager
 def local_engine(
-    *, model: str, dtype: str, threads: int | None, deterministic: bool = False
+    *, model: str, dtype: str, threads: int | None, deterministic: bool = False, device: str = "cpu"
 ) -> Iterator[TinkerService]:
     """Run a local Tinker service until the block ends; the parameters are those of `starting_engine`.
 
     Raises:
         ServiceError: the engine did not start; the message contains the last error in its log.
     """
-    starting = starting_engine(model=model, dtype=dtype, threads=threads, deterministic=deterministic)
+    starting = starting_engine(model=model, dtype=dtype, threads=threads, deterministic=deterministic, device=device)
     with starting as engine, engine.serving() as service:
         yield service
 

@@ -1,0 +1,244 @@
+"""The engine on a CUDA device, against plain torch and transformers on the same device, and the speed of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+import torch
+from engine_process import API_KEY, running_engine
+from rich.console import Console
+from sampling_jobs import make_job
+from test_engine_losses import CASES
+from tinker import types
+from torch import Tensor
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks import engine_sampling, engine_vs_torch, history
+from benchmarks.rows import table
+from engine.compute.base import BaseModel
+from engine.compute.datum import Datum
+from engine.compute.lora import Adapter, LoraSpec
+from engine.compute.loss import bind_loss
+from engine.compute.train import exhaust, iterate_loss
+from engine.compute.trainer import Trainer
+from engine.models import DtypeName, load_model
+from engine.sampling.batch import Batch
+from engine.sampling.prefix_cache import BLOCK
+from engine.sampling.request import SamplingRequest
+
+DEVICE = "cuda"
+SIZES = [(40, 1), (7, 2), (23, 3), (40, 4)]  # tokens and seed of each datum
+TOLERANCES = {"float32": (2e-4, 1e-3), "bfloat16": (0.25, 0.1)}  # of a logprob in nats, and of a gradient's norm
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="PyTorch finds no CUDA device, so the engine is not tested on one."
+)
+
+
+class Peer:
+    """The model in plain transformers and float32, with the same rounded weights as the engine's."""
+
+    def __init__(self, path: Path, dtype: DtypeName) -> None:
+        stored = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=stored).float().to(DEVICE)
+
+    def logprobs(self, adapter: Adapter | None, tokens_T: Tensor) -> Tensor:
+        """Compute the logprobs ``(T - 1, V)`` after each token but the last; differentiable in the adapter."""
+        weights = dict(self._model.named_parameters())
+        if adapter is not None:
+            weights["lm_head.weight"] = self._model.get_output_embeddings().weight
+            for name, (a, b) in adapter.factors.items():
+                weights[f"{name}.weight"] = weights[f"{name}.weight"] + adapter.scale * b @ a
+        inputs = {"input_ids": tokens_T[None, :-1].to(DEVICE), "use_cache": False}
+        output: Any = functional_call(self._model, weights, kwargs=inputs, tie_weights=False)
+        return output.logits[0].log_softmax(dim=1)
+
+
+@pytest.fixture(scope="module", params=TOLERANCES)
+def dtype(request: pytest.FixtureRequest) -> DtypeName:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def device_base(tiny_path: Path, dtype: DtypeName) -> BaseModel:
+    return BaseModel(load_model(tiny_path, DEVICE, dtype, "tiny"))
+
+
+@pytest.fixture(scope="module")
+def peer(tiny_path: Path, dtype: DtypeName) -> Peer:
+    return Peer(tiny_path, dtype)
+
+
+def make_adapter(base: BaseModel, seed: int) -> Adapter:
+    adapter = base.new_adapter(LoraSpec(rank=4, seed=seed))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for factors in adapter.factors.values():
+            factors.b.copy_(torch.randn(factors.b.shape, generator=generator) * 0.05)
+    return adapter
+
+
+def make_datum(length: int, seed: int, inputs: Sequence[str]) -> Datum:
+    generator = torch.Generator().manual_seed(seed)
+    tokens_T = torch.randint(0, 256, (length + 1,), generator=generator)
+    values = {
+        "weights": torch.rand(length, generator=generator),
+        "logprobs": -6 * torch.rand(length, generator=generator),
+        "advantages": torch.randn(length, generator=generator),
+        "sequence_ratio_mask": torch.ones(length),
+    }
+    return Datum(tokens_T[:-1], tokens_T[1:], {name: values[name] for name in inputs})
+
+
+def test_weights_and_adapters_are_on_the_device(device_base: BaseModel) -> None:
+    tensors = [*device_base.loaded.model.parameters(), *dict(make_adapter(device_base, 1).named_parameters()).values()]
+    assert {tensor.device.type for tensor in tensors} == {DEVICE}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients(device_base: BaseModel, peer: Peer, dtype: DtypeName, name: str) -> None:
+    """Every built-in loss of a ragged batch in several micro-batches, against its formula under autograd."""
+    nats, relative = TOLERANCES[dtype]
+    formula: Callable[..., Any]
+    formula, params, inputs = CASES[name]
+    adapter = make_adapter(device_base, 1)
+    loss = bind_loss(name, params)
+    data = [loss.prepare(make_datum(length, seed, inputs), 0) for length, seed in SIZES]
+    output = exhaust(iterate_loss(device_base, adapter, data, loss, max_tokens=60, backward=True))
+    ours = {key: parameter.grad for key, parameter in adapter.named_parameters()}
+    for _, parameter in adapter.named_parameters():
+        parameter.grad = None
+    total = 0.0
+    for datum, logprobs_T in zip(data, output.logprobs_D, strict=True):
+        whole_T = torch.cat([datum.tokens_T, datum.targets[-1:]])
+        expected_T = peer.logprobs(adapter, whole_T).gather(1, datum.targets[:, None].to(DEVICE))[:, 0]
+        value, _ = formula(expected_T, *(datum.inputs[key].to(DEVICE) for key in inputs))
+        value.backward()
+        total += value.item()
+        torch.testing.assert_close(logprobs_T, expected_T.detach().cpu(), atol=nats, rtol=0)
+    assert output.metrics["loss:sum"] == pytest.approx(total, rel=relative, abs=relative)
+    for key, parameter in adapter.named_parameters():
+        gradient, expected = ours[key], parameter.grad
+        assert gradient is not None
+        assert expected is not None
+        assert (gradient - expected).norm() <= relative * expected.norm(), key
+
+
+def test_updates_equal_adamw(device_base: BaseModel) -> None:
+    """Three updates on the device, the last one after the state has been on disk, equal AdamW on the CPU."""
+    trainer = Trainer(device_base, LoraSpec(rank=4, seed=1), 1024)
+    loss = bind_loss("cross_entropy", {})
+    datum = make_datum(40, 1, ["weights"])
+    params = types.AdamParams(learning_rate=1e-2, weight_decay=0.1)
+    expected = {name: p.detach().cpu().clone().requires_grad_() for name, p in trainer.adapter.named_parameters()}
+    adam = torch.optim.AdamW(
+        expected.values(), lr=1e-2, betas=(params.beta1, params.beta2), eps=params.eps, weight_decay=0.1
+    )
+    for step in range(3):
+        exhaust(trainer.forward_backward([datum], loss, forward_only=False))
+        if step == 2:
+            state = {name: tensor.cpu() for name, tensor in trainer.tensors().items()}
+            trainer = Trainer(device_base, LoraSpec(rank=4, seed=2), 1024)
+            trainer.restore(state, None)
+        for name, parameter in trainer.adapter.named_parameters():
+            assert parameter.grad is not None
+            expected[name].grad = parameter.grad.cpu()
+        trainer.optim_step(params)
+        adam.step()
+    for name, parameter in trainer.adapter.named_parameters():
+        torch.testing.assert_close(parameter.detach().cpu(), expected[name].detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_samples(device_base: BaseModel, peer: Peer, dtype: DtypeName) -> None:
+    """Groups, limits, adapters and prompt scores in one batch, then a second turn that continues cached tokens.
+
+    In float32, greedy tokens are the likeliest ones of the plain model.
+    """
+    nats, _ = TOLERANCES[dtype]
+    adapters = [None, make_adapter(device_base, 1), make_adapter(device_base, 2)]
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"num_samples": 3, "topk_sample": 4},
+        {"top_k": 5, "top_p": 0.9},
+        {"prompt_logprobs": 70, "prompt_draws": 2},
+    ]
+    batch = Batch(device_base, 2**26, 128)
+    jobs = [make_job(seed, length=70, max_tokens=30, **option) for seed, option in enumerate(options)]
+    for turn in range(2):
+        requests = [SamplingRequest(job, adapter) for job in jobs for adapter in adapters]
+        num_computed = batch.add([row for request in requests for row in request.rows])
+        if turn:
+            assert num_computed == sum(
+                len(request.job.prompt_T) - (0 if request.job.scores_prompt else 2 * BLOCK) for request in requests
+            )
+        while batch.rows:
+            batch.step()
+        for request in requests:
+            prompt_T, result = request.job.prompt_T, request.result()
+            for sequence in result.sequences:
+                whole_T = torch.cat([prompt_T, torch.tensor(sequence.tokens)])
+                with torch.inference_mode():
+                    full = peer.logprobs(request.adapter, whole_T).cpu()
+                sampled = full[len(prompt_T) - 1 :]
+                expected = sampled.gather(1, whole_T[len(prompt_T) :, None])[:, 0]
+                torch.testing.assert_close(torch.tensor(sequence.logprobs), expected, atol=nats, rtol=0)
+                if request.job.temperature == 0:
+                    assert (sampled.amax(dim=1) - expected).max() <= (0 if dtype == "float32" else 2 * nats)
+                if sequence.top is not None:
+                    at_top = sampled.gather(1, sequence.top.tokens.long())
+                    torch.testing.assert_close(sequence.top.logprobs, at_top, atol=nats, rtol=0)
+            if (scores := result.prompt).logprobs_T is not None:
+                expected = full[: len(prompt_T) - 1].gather(1, prompt_T[1:, None])[:, 0]
+                torch.testing.assert_close(scores.logprobs_T[1:], expected, atol=nats, rtol=0)
+                assert scores.draws is not None
+                drawn, logprobs = scores.draws
+                at_drawn = full[: len(prompt_T) - 1].gather(1, drawn)
+                torch.testing.assert_close(logprobs, at_drawn, atol=nats, rtol=0)
+        # The second prompts begin with two cached blocks, and end with the base model's completion.
+        jobs = [
+            replace(
+                job,
+                prompt_T=torch.cat(
+                    [job.prompt_T[: 2 * BLOCK], torch.tensor(request.result().sequences[0].tokens[:20])]
+                ),
+                prompt_logprobs=2 * BLOCK + 20 if job.scores_prompt else 0,
+            )
+            for job, request in zip(jobs, requests[:: len(adapters)], strict=True)
+        ]
+
+
+@pytest.mark.process
+def test_training_and_sampling_through_the_sdk(tmp_path: Path, dtype: DtypeName) -> None:
+    """The loss falls, and the sampler of the trained weights has the logprobs of a forward pass."""
+    with (
+        running_engine(tmp_path / "engine", arguments=["--device", DEVICE, "--dtype", dtype]) as engine,
+        tinker.ServiceClient(base_url=engine.url, api_key=API_KEY) as service,
+    ):
+        trainer = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+        tokens = make_datum(40, 1, []).tokens_T.tolist()
+        data = [types.Datum(types.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})]  # pyright: ignore[reportArgumentType]
+        losses = []
+        for _ in range(5):
+            losses.append(trainer.forward_backward(data, "cross_entropy").result().metrics["loss:sum"])
+            trainer.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        assert losses[-1] < losses[0]
+        client = trainer.save_weights_and_get_sampling_client().result()
+        scored = client.compute_logprobs(types.ModelInput.from_ints(tokens)).result()[1:]
+        trained = trainer.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
+        torch.testing.assert_close(torch.tensor(scored), trained, atol=TOLERANCES[dtype][0], rtol=0)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_speed() -> None:
+    """Training steps against torch and peft, and samples against `generate`; the ratios go to `benchmarks/results`."""
+    rows = [*engine_vs_torch.measure(device=DEVICE), *engine_sampling.measure(device=DEVICE)]
+    Console(width=120).print(table(rows))
+    print(f"saved to {history.save(rows)}")
