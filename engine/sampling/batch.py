@@ -23,7 +23,7 @@ from engine.sampling.choose import RowSamplingParams, choose_tokens
 from engine.sampling.job import TopTokens
 from engine.sampling.prefix_cache import BLOCK, PrefixCache, block_keys, num_shared
 from engine.sampling.request import Row, ends_with_stop
-from engine.sampling.score import score_prompts
+from engine.sampling.score import first_needed_position, score_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,19 @@ class Prompt:
 
     Attributes:
         tokens_T: int64 prompt and tokens so far.
-        keys: keys of the blocks for the prefix cache; empty if the rows need the hidden states of all tokens.
+        keys: keys of the blocks to put into the prefix cache.
+        first_needed: position of the first token whose hidden state is needed.
     """
 
     rows: Sequence[Row]
     tokens_T: Tensor
     keys: Sequence[bytes]
+    first_needed: int
 
     @property
     def usable_keys(self) -> Sequence[bytes]:
-        """Keys of the blocks before the last token, whose hidden state is always needed."""
-        return self.keys[: (len(self.tokens_T) - 1) // BLOCK]
+        """Keys of the blocks whose hidden states are not needed."""
+        return self.keys[: self.first_needed // BLOCK]
 
 
 class Batch:
@@ -197,8 +199,11 @@ class Batch:
     def _prompt(self, rows: Sequence[Row]) -> Prompt:
         """Return the prompt of rows with equal `Row.prefill_key`."""
         tokens_T = rows[0].context_T()
-        uses_cache = self._caches_prefixes and not rows[0].needs_prompt_scores
-        return Prompt(rows, tokens_T, block_keys(tokens_T) if uses_cache else [])
+        request = rows[0].request
+        first_needed = first_needed_position(request.job) if request.prompt is None else len(tokens_T) - 1
+        # A prompt that is scored from its start is rarely the beginning of another one.
+        caches = self._caches_prefixes and first_needed >= BLOCK
+        return Prompt(rows, tokens_T, block_keys(tokens_T) if caches else [], first_needed)
 
     def _prefill(self, adapter: Adapter | None, prompts: Sequence[Prompt]) -> None:
         """Add the rows of prompts of which nothing is cached."""
@@ -212,7 +217,7 @@ class Batch:
         layers = layers_of(cache)
         for index, prompt in enumerate(prompts):
             self._prefix_cache.put(adapter, prompt.keys, layers, index)
-        if prompts_U := self._start(hidden_BTH, lengths, prompts):
+        if prompts_U := self._start(hidden_BTH, [0] * len(prompts), prompts):
             self._kv_cache.add(layers, prompts_U, [lengths[prompt] for prompt in prompts_U])
             self._update_groups()
 
@@ -236,23 +241,24 @@ class Batch:
         ).last_hidden_state
         for row, (prompt, _) in enumerate(prompts, first):
             self._prefix_cache.put(adapter, prompt.keys, self._kv_cache.per_layer, row)
-        prompts_U = self._start(hidden_BTH, [len(tokens) for tokens in new_tokens], [prompt for prompt, _ in prompts])
+        prompts_U = self._start(hidden_BTH, starts, [prompt for prompt, _ in prompts])
         self._kv_cache.repeat(first, prompts_U)
         self._update_groups()
 
-    def _start(self, hidden_BTH: Tensor, lengths_B: Sequence[int], prompts: Sequence[Prompt]) -> list[int]:
+    def _start(self, hidden_BTH: Tensor, starts_B: Sequence[int], prompts: Sequence[Prompt]) -> list[int]:
         """Score prompts and choose the first tokens of their rows; add the rows that are not done.
 
         Args:
-            lengths_B: number of real tokens among the right-padded hidden states.
+            hidden_BTH: right-padded hidden states of the prompts from position ``starts_B[b]`` on.
 
         Returns:
             Index of the prompt of each added row.
         """
-        self._score(hidden_BTH, [prompt.rows for prompt in prompts])
+        self._score(hidden_BTH, starts_B, [prompt.rows for prompt in prompts])
         rows = [row for prompt in prompts for row in prompt.rows]
         prompt_of_R = torch.tensor([index for index, prompt in enumerate(prompts) for _ in prompt.rows])
-        last_BH = hidden_BTH[torch.arange(len(prompts)), torch.tensor(lengths_B) - 1]
+        last_B = [len(prompt.tokens_T) - 1 - start for prompt, start in zip(prompts, starts_B, strict=True)]
+        last_BH = hidden_BTH[torch.arange(len(prompts)), torch.tensor(last_B)]
         self._choose(rows, last_BH, prompt_of_R, _params_of(rows, self.base.device))
         unfinished = [index for index, row in enumerate(rows) if not row.done]
         self.rows = [*self.rows, *(rows[index] for index in unfinished)]
@@ -261,11 +267,12 @@ class Batch:
     def _shrink_prefix_cache(self) -> None:
         self._prefix_cache.shrink(self._max_tokens - self._kv_cache.capacity)
 
-    def _score(self, hidden_BTH: Tensor, groups: Sequence[Sequence[Row]]) -> None:
+    def _score(self, hidden_BTH: Tensor, starts_B: Sequence[int], groups: Sequence[Sequence[Row]]) -> None:
         unscored = [index for index, rows in enumerate(groups) if any(row.request.prompt is None for row in rows)]
         if unscored:
             jobs = [groups[index][0].request.job for index in unscored]
-            scores = score_prompts(self.base, hidden_BTH[torch.tensor(unscored)], jobs)
+            starts = [starts_B[index] for index in unscored]
+            scores = score_prompts(self.base, hidden_BTH[torch.tensor(unscored)], jobs, starts)
             for index, prompt in zip(unscored, scores, strict=True):
                 for row in groups[index]:
                     row.request.prompt = prompt

@@ -43,11 +43,6 @@ class Row:
         """Rows with equal keys share one prefill: same adapter, same prompt, no tokens so far."""
         return self.request.adapter, self if self.tokens else self.request.prompt_key
 
-    @property
-    def needs_prompt_scores(self) -> bool:
-        """True if the next prefill has to score the prompt."""
-        return self.request.prompt is None and self.request.job.scores_prompt
-
     def context_T(self) -> torch.Tensor:
         """Prompt and completion so far, int64."""
         return torch.cat([self.request.job.prompt_T, torch.tensor(self.tokens, dtype=torch.int64)])

@@ -14,13 +14,17 @@ from engine.sampling.choose import RowSamplingParams, choose_tokens
 from engine.sampling.job import NO_LOGPROB, PromptScores, SampleJob, TopTokens
 
 
-def score_prompts(base: BaseModel, hidden_BTH: Tensor, jobs_B: Sequence[SampleJob]) -> list[PromptScores]:
+def score_prompts(
+    base: BaseModel, hidden_BTH: Tensor, jobs_B: Sequence[SampleJob], starts_B: Sequence[int]
+) -> list[PromptScores]:
     """Compute the scores of each prompt from its hidden states, under the active adapter.
 
     Args:
-        hidden_BTH: hidden states of the right-padded prompts; position ``t`` predicts token ``t + 1``.
+        hidden_BTH: right-padded hidden states of the prompts from position ``starts_B[b]`` on; that of position ``t``
+            predicts token ``t + 1``.
+        starts_B: at most `first_needed_position` of each job.
     """
-    logprobs_B = _logprobs(base, hidden_BTH, jobs_B)
+    logprobs_B = _logprobs(base, hidden_BTH, jobs_B, starts_B)
     return [
         _score(base, hidden_TH[: len(job.prompt_T) - 1], job, logprobs_T)
         for hidden_TH, job, logprobs_T in zip(hidden_BTH, jobs_B, logprobs_B, strict=True)
@@ -32,7 +36,16 @@ def first_scored_position(job: SampleJob) -> int:
     return max(1, len(job.prompt_T) - (job.prompt_logprobs or len(job.prompt_T)))
 
 
-def _logprobs(base: BaseModel, hidden_BTH: Tensor, jobs_B: Sequence[SampleJob]) -> list[Tensor | None]:
+def first_needed_position(job: SampleJob) -> int:
+    """Return the first prompt position whose hidden state the job needs: the last one if it needs no scores."""
+    if job.topk_prompt or job.prompt_draws or job.prompt_targets is not None:
+        return 0
+    return first_scored_position(job) - 1 if job.prompt_logprobs else len(job.prompt_T) - 1
+
+
+def _logprobs(
+    base: BaseModel, hidden_BTH: Tensor, jobs_B: Sequence[SampleJob], starts_B: Sequence[int]
+) -> list[Tensor | None]:
     """Score all prompts at once, so that the head's weights are read once."""
     scored = [index for index, job in enumerate(jobs_B) if job.prompt_logprobs]
     logprobs_B: list[Tensor | None] = [None] * len(jobs_B)
@@ -42,7 +55,7 @@ def _logprobs(base: BaseModel, hidden_BTH: Tensor, jobs_B: Sequence[SampleJob]) 
     targets = [jobs_B[index].prompt_T[first:] for index, first in zip(scored, firsts, strict=True)]
     hidden_NH = torch.cat(
         [
-            hidden_BTH[index, first - 1 : len(jobs_B[index].prompt_T) - 1]
+            hidden_BTH[index, first - 1 - starts_B[index] : len(jobs_B[index].prompt_T) - 1 - starts_B[index]]
             for index, first in zip(scored, firsts, strict=True)
         ]
     )

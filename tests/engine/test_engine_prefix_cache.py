@@ -112,7 +112,7 @@ def test_logprobs_equal_those_of_transformers(base: BaseModel, tiny_path: Path, 
                 make_job(seed, max_tokens=chance.randint(1, 40), num_samples=chance.choice([1, 1, 3])),
                 prompt_T=prompt_T,
                 temperature=chance.choice([0.0, 1.0]),
-                prompt_logprobs=chance.choice([0, 0, len(prompt_T)]),
+                prompt_logprobs=chance.choice([0, 0, len(prompt_T), chance.randint(1, len(prompt_T))]),
             )
             for seed, (_, prompt_T) in enumerate(episodes)
         ]
@@ -140,7 +140,10 @@ def test_logprobs_equal_those_of_transformers(base: BaseModel, tiny_path: Path, 
             if job.prompt_logprobs:
                 assert result.prompt.logprobs_T is not None
                 scored = plain_logprobs(models[index], prompt_T[:1], prompt_T[1:].tolist())
-                torch.testing.assert_close(result.prompt.logprobs_T[1:], scored, atol=5e-4, rtol=0)
+                scored[: -job.prompt_logprobs] = float("nan")
+                torch.testing.assert_close(
+                    result.prompt.logprobs_T[1:], scored.float(), atol=5e-4, rtol=0, equal_nan=True
+                )
         episodes = [
             (index, next_turn(prompt_T, request.result(), 10 * turn + number, chance.randint(1, 40)))
             for number, (request, (index, prompt_T)) in enumerate(zip(requests, episodes, strict=True))
@@ -183,12 +186,38 @@ def test_nested_beginnings_are_computed_once(base: BaseModel) -> None:
     assert num_computed == 64 + 64 + 64 + 4 * 10
 
 
-def test_scored_prompt_is_computed_in_full(base: BaseModel) -> None:
+@pytest.mark.parametrize(
+    ("scores", "num_computed"),
+    [
+        ({"prompt_logprobs": 100}, 100),
+        ({"prompt_logprobs": 30}, 100 - 2 * BLOCK),  # needs the hidden states from position 69 on
+        ({"prompt_logprobs": 3}, 100 - 3 * BLOCK),  # and from position 96 on
+        ({"prompt_logprobs": 4}, 100 - 2 * BLOCK),
+        ({"prompt_logprobs": 3, "topk_prompt": 2}, 100),
+        ({"prompt_draws": 1}, 100),
+        ({"prompt_targets": torch.zeros(99, 1, dtype=torch.int64)}, 100),
+    ],
+)
+def test_scored_prompt_is_computed_from_its_first_score(
+    base: BaseModel, scores: dict[str, Any], num_computed: int
+) -> None:
     batch = Batch(base, CACHE, 1024)
     job = make_job(1, length=100)
     run(batch, [job], [None])
-    _, num_computed = run(batch, [replace(job, prompt_logprobs=100)], [None])
-    assert num_computed == 100
+    assert run(batch, [replace(job, **scores)], [None])[1] == num_computed
+
+
+def test_scores_of_a_group_share_its_prompt(base: BaseModel, tiny_path: Path) -> None:
+    """Completions of one prompt of 80 tokens, each scored from its first sampled token on by one request."""
+    prompt = tokens(0, 80)
+    whole = [torch.cat([prompt, tokens(seed, 20)]) for seed in range(1, 5)]
+    jobs = [replace(make_job(1, max_tokens=1), prompt_T=tokens_T, prompt_logprobs=20) for tokens_T in whole]
+    results, num_computed = run(Batch(base, CACHE, 1024), jobs, [None] * 4)
+    assert num_computed == 2 * BLOCK + 4 * (100 - 2 * BLOCK)
+    for tokens_T, result in zip(whole, results, strict=True):
+        assert result.prompt.logprobs_T is not None
+        expected = plain_logprobs(merged(tiny_path, None), prompt, tokens_T[80:].tolist())
+        torch.testing.assert_close(result.prompt.logprobs_T[80:], expected.float(), atol=1e-4, rtol=0)
 
 
 def test_adapters_share_no_block(base: BaseModel) -> None:
