@@ -6,7 +6,7 @@ ahead of time: a decoding step writes one token per row and layer, and copies no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -75,15 +75,16 @@ class KVCache(Cache):
             self._keys[layer][first : first + count, :, :length] = keys[index_N, :, :length]
             self._values[layer][first : first + count, :, :length] = values[index_N, :, :length]
 
-    def add_prefixes(self, prefixes_N: Sequence[Layers], lengths_N: Sequence[int]) -> None:
-        """Append ``N`` rows with ``lengths_N[n]`` tokens, the first of which are those of ``prefixes_N[n]``.
+    def add_prefixes(self, prefixes_N: Iterable[Layers], lengths_N: Sequence[int]) -> None:
+        """Append ``N`` rows with ``lengths_N[n]`` tokens, the first of which are those of the ``n``-th prefix.
 
         Args:
-            prefixes_N: keys and values ``(blocks, heads, block size, width)`` of consecutive blocks.
+            prefixes_N: keys and values ``(blocks, heads, block size, width)`` of consecutive blocks, read one by one.
         """
         first = self.num_rows
-        self._append(prefixes_N[0], lengths_N)
         for row, prefix in enumerate(prefixes_N, first):
+            if row == first:
+                self._append(prefix, lengths_N)
             for layer, (keys, values) in enumerate(prefix):
                 _copy_blocks(keys, self._keys[layer][row])
                 _copy_blocks(values, self._values[layer][row])

@@ -65,7 +65,7 @@ class Batch:
         self._deterministic = deterministic
         self._kv_cache = KVCache()
         self._prefix_cache = PrefixCache()
-        # A prefill that continues cached blocks has other bits than one of all tokens.
+        # A prefill that continues cached tokens may have other bits than one of all tokens.
         self._caches_prefixes = not deterministic and not base.keys_depend_on_length
         self._params: RowSamplingParams | None = None
         self._group_of_all: RowGroup | None = None
@@ -206,7 +206,7 @@ class Batch:
         return Prompt(rows, tokens_T, block_keys(tokens_T) if caches else [], first_needed)
 
     def _prefill(self, adapter: Adapter | None, prompts: Sequence[Prompt]) -> None:
-        """Add the rows of prompts of which nothing is cached."""
+        """Add the rows of prompts without cached tokens."""
         lengths = [len(prompt.tokens_T) for prompt in prompts]
         cache = DynamicCache()
         hidden_BTH = self.base.decoder(
@@ -222,11 +222,11 @@ class Batch:
             self._update_groups()
 
     def _continue(self, adapter: Adapter | None, prompts: Sequence[tuple[Prompt, int]]) -> None:
-        """Add the rows of prompts whose first tokens are cached; the numbers say how many."""
+        """Add the rows of prompts, each with the number of its first tokens that are cached."""
         first = self._kv_cache.num_rows
         starts = [start for _, start in prompts]
         self._kv_cache.add_prefixes(
-            [self._prefix_cache.read(adapter, prompt.keys[: start // BLOCK]) for prompt, start in prompts],
+            (self._prefix_cache.read(adapter, prompt.keys[: start // BLOCK]) for prompt, start in prompts),
             [len(prompt.tokens_T) for prompt, _ in prompts],
         )
         positions_BT, mask = self._kv_cache.select_new_tokens(first, starts, self.base.device)
