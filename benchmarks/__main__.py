@@ -75,8 +75,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = options.names or [name for name in BENCHMARKS if name not in LONG]
     if unknown := [name for name in names if name not in BENCHMARKS]:
         parser.error(f"unknown benchmark {unknown[0]!r}; use one or more of {', '.join(BENCHMARKS)}")
-    # OpenMP reads the variable when torch is imported. The engine sets it too, so all peers have the same setting.
+    # OpenMP reads the variables when torch is imported. The engine sets them too, so all peers have the same settings.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
     from rich.console import Console
     from rich.table import Table
