@@ -10,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from blocks.collector import no_collections
+from blocks.garbage_collection import no_collections
 
 # Import the flows before waiting: the imports take seconds, during which the server starts.
 with no_collections():

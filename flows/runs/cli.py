@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from blocks.collector import no_collections
 from blocks.errors import TinkerFlowsError, traceback_is_requested
+from blocks.garbage_collection import no_collections
 from blocks.prefect_errors import check_prefect_url, prefect_failures
 from blocks.processes import PrefectServer, running_prefect_server, starting_prefect_server
 from objectives.errors import ObjectiveError

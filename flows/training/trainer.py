@@ -27,8 +27,8 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from tinker_cookbook.eval.evaluators import Evaluator
 from torch import Tensor
 
-from blocks.collector import no_collector_pauses
 from blocks.errors import ConfigError
+from blocks.garbage_collection import no_collector_pauses
 from flows.config.train import TrainConfig
 from flows.monitoring.events import emit
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts

@@ -13,7 +13,7 @@ from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from blocks.collector import no_collections
+from blocks.garbage_collection import no_collections
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from blocks.collector import no_collections, no_collector_pauses
+from blocks.garbage_collection import no_collections, no_collector_pauses
 
 
 @pytest.fixture(autouse=True)
