@@ -281,6 +281,7 @@ NAMES: Mapping[str, str] = {
     "flows.sweeps.trials:Sweeping": "flows.sweeps.runner:TrialExecutor",
     "flows.teachers:TeacherConfig": "flows.config.distill:TeacherConfig",
     "flows.warn:TAG": "flows.monitoring.run_tags:WARNING_TAG",
+    "flows.warn:warn": "flows.monitoring.run_tags:warn_of_terms",
     "flows.watched:Watcher": "flows.monitoring.progress:StepCallback",
     "flows.watched:show_metrics": "flows.monitoring.progress:call_step_callback",
     "flows.watched:watched_by": "flows.monitoring.progress:step_callback",
