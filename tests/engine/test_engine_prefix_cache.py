@@ -151,7 +151,7 @@ def test_logprobs_equal_those_of_transformers(base: BaseModel, tiny_path: Path, 
 
 
 def test_second_turn_computes_only_its_new_tokens(base: BaseModel) -> None:
-    """Of 70 + 60 + 20 tokens, the 129 with keys hold four whole blocks."""
+    """Four whole blocks fit into the 129 tokens with keys, out of 70 + 60 + 20."""
     batch = Batch(base, CACHE, 1024)
     job = make_job(1, length=70, max_tokens=60)
     (first,), num_computed = run(batch, [job], [None])
