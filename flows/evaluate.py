@@ -18,7 +18,6 @@ from typing import Annotated, Self, cast
 import tinker
 from prefect import flow
 from prefect.runtime import flow_run
-from prefect.states import Completed
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from rich.table import Table
 from tinker_cookbook.eval.evaluators import Evaluator
@@ -50,6 +49,7 @@ from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import NamedCheckpoint, find_checkpoint, find_steps, with_model
 from flows.runs.mlflow_run import open_measurement
 from flows.runs.promotion import Measurement, check_scores, find_rejection
+from flows.runs.result import as_state
 from flows.runs.rights import apply_rights
 from flows.runs.run import open_builder_arguments
 from flows.training.budget import EvaluationLedger
@@ -242,7 +242,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
             tracking_uri=hide_credentials(log.client.tracking_uri),
             mlflow_run_id=log.run_id,
         )
-    return _as_state(result)
+    return as_state(result)
 
 
 def find_weights(config: EvaluateConfig) -> tuple[NamedCheckpoint, list[NamedCheckpoint], NamedCheckpoint | None]:
@@ -343,15 +343,6 @@ def _note_stop(config: EvaluateConfig, log: MetricsLog, step: int, ledger: Evalu
     if ledger.stopped:
         note_end(log, ledger.stopped)
         emit("budget", config.run_name, {"step": step, **ledger.state(), "message": ledger.stopped})
-
-
-def _as_state(result: EvaluateResult) -> EvaluateResult:
-    """Return the result from a flow, in a named Prefect state if the evaluation stopped or the gate held."""
-    if result.stopped:
-        return cast(EvaluateResult, Completed(name="BudgetSpent", message=result.stopped, data=result))
-    if result.not_promoted:
-        return cast(EvaluateResult, Completed(name="NotPromoted", message=result.not_promoted, data=result))
-    return result
 
 
 def _differences(scores: Mapping[str, BatchValues], baseline: Mapping[str, BatchValues]) -> dict[str, float]:

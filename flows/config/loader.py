@@ -140,7 +140,7 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
 
 
 def _fields_beside(config_type: type[BaseModel], location: Sequence[str | int]) -> list[str]:
-    """Return the fields beside the one that an error names; empty if a field above it accepts no or several models."""
+    """Return the fields of the model in which an error lies; empty if the location does not determine the model."""
     model = config_type
     for part in location[:-1]:
         if isinstance(part, str):

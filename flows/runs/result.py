@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, TypeVar, cast
 
 from prefect.assets import Asset
 from prefect.runtime import flow_run
@@ -129,10 +129,21 @@ def finish(
     )
 
 
-def as_state(result: TrainResult) -> TrainResult:
-    """Return the result from a flow, in a named Prefect state if the run stopped early or was not promoted."""
+class _FlowResult(Protocol):
+    @property
+    def stopped(self) -> str: ...
+
+    @property
+    def not_promoted(self) -> str: ...
+
+
+R = TypeVar("R", bound=_FlowResult)
+
+
+def as_state(result: R) -> R:
+    """Return the result from a flow, in a named Prefect state if the budget stopped it or it was not promoted."""
     if result.stopped:
-        return cast(TrainResult, Completed(name="BudgetSpent", message=result.stopped, data=result))
+        return cast(R, Completed(name="BudgetSpent", message=result.stopped, data=result))
     if result.not_promoted:
-        return cast(TrainResult, Completed(name="NotPromoted", message=result.not_promoted, data=result))
+        return cast(R, Completed(name="NotPromoted", message=result.not_promoted, data=result))
     return result

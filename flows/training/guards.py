@@ -204,7 +204,7 @@ class Guard:
         policy: Policy = "stop" if configured == "off" else configured
         if sent and policy == "skip":
             policy = "rollback"
-        # A skipped step is blamed again if one of its earlier minibatches was already sent.
+        # A skipped step is blamed again if a second of its minibatches is bad.
         blamed_again = step in self.skipped_steps
         num_before = self._num_bad_before(step)
         if policy == "stop" or blamed_again or num_before >= self._config.max_in_a_row:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sampling_jobs import make_job
+from sampling_jobs import finish_in_random_order, make_job
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM
 
@@ -95,19 +95,7 @@ def test_other_rows_change_no_completion(base: BaseModel, adapters: list[Adapter
     chosen = [chance.choice(adapters) for _ in jobs]
     requests = [SamplingRequest(job, adapter) for job, adapter in zip(jobs, chosen, strict=True)]
     waiting = [row for request in requests for row in request.rows]
-    chance.shuffle(waiting)
-    batch = Batch(base, CACHE, chance.choice([16, 1024]))
-    while waiting or batch.rows:
-        count = chance.randint(0, 4)
-        if waiting[:count]:
-            batch.add(waiting[:count])
-        del waiting[:count]
-        if batch.rows and chance.random() < 0.1:  # as if memory were short
-            row = chance.choice(batch.rows)
-            batch.remove(lambda other: other is row)  # noqa: B023 - called at once
-            waiting.append(row)
-        if batch.rows:
-            batch.step()
+    finish_in_random_order(Batch(base, CACHE, chance.choice([16, 1024])), waiting, chance)
     for request, job, adapter in zip(requests, jobs, chosen, strict=True):
         assert_same(list(request.result().sequences), complete_without_cache(base, SamplingRequest(job, adapter)))
 

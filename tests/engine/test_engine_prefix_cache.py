@@ -16,7 +16,7 @@ import tinker
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sampling_jobs import make_job
+from sampling_jobs import finish_in_random_order, make_job
 from tinker import types
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
@@ -118,18 +118,7 @@ def test_logprobs_equal_those_of_transformers(base: BaseModel, tiny_path: Path, 
         ]
         requests = [SamplingRequest(job, adapters[index]) for job, (index, _) in zip(jobs, episodes, strict=True)]
         waiting = [row for request in requests for row in request.rows]
-        chance.shuffle(waiting)
-        while waiting or batch.rows:
-            count = chance.randint(0, 6)
-            if waiting[:count]:
-                batch.add(waiting[:count])
-            del waiting[:count]
-            if batch.rows and chance.random() < 0.1:  # as if memory were short
-                row = chance.choice(batch.rows)
-                batch.remove(lambda other: other is row)  # noqa: B023 - called at once
-                waiting.append(row)
-            if batch.rows:
-                batch.step()
+        finish_in_random_order(batch, waiting, chance)
         for request, job, (index, prompt_T) in zip(requests, jobs, episodes, strict=True):
             result = request.result()
             (alone,), _ = run(Batch(base, CACHE, 1024), [job], [adapters[index]])
