@@ -13,7 +13,7 @@ PYTEST_PARALLEL := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no
 
 export VENV CONSTRAINTS
 
-.PHONY: install install-dev demo test unit slow newest chaos check bench bench-engine bench-objectives bench-operate bench-preference bench-rl bench-compare format docs
+.PHONY: install install-dev demo test unit slow browser newest chaos check bench bench-engine bench-objectives bench-operate bench-preference bench-rl bench-compare format docs
 
 install: $(INSTALLED)
 
@@ -36,17 +36,20 @@ demo: install
 
 # Both parts print their time: tests that start no process, then tests that start engines, servers and runs. Of the
 # latter, a failed one runs once more, because ports, disks and schedulers are shared; the summary lists it as RERUN.
-test: unit
-	$(PYTEST_PARALLEL) -m "process and not slow" --durations=10 --reruns=1 -rR
+test: unit browser
+	$(PYTEST_PARALLEL) -m "process and not slow" --durations=10 --reruns=1 -rRs
 
 unit: install-dev
 	$(BIN)/python -m pytest --doctest-modules objectives engine blocks tasks flows deployments tinker_flows examples benchmarks docs .ci
 	$(PYTEST_PARALLEL) -m "not process and not slow" --no-processes
 
-slow: install-dev
+slow: install-dev browser
 	.ci/install.sh --editable '.[dask,ray,inspect,gym,arena]'
 	$(BIN)/python -m pytest -m slow --durations=10
 	$(PYTEST_PARALLEL) -m "not process and not slow" --hypothesis-profile=thorough tests/objectives tests/engine tests/tasks
+
+browser:
+	.ci/browser.sh
 
 # The tests with the newest versions of all dependencies that resolve together, in an environment of its own.
 newest:
