@@ -14,8 +14,7 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 
 import fsspec
-
-from blocks.processes import free_port
+from server_ports import server_ports
 
 ACCESS_KEY = "test-access"
 SECRET_KEY = "test-secret"
@@ -76,7 +75,8 @@ def s3_ports() -> dict[str, int]:
     """Return a free port for each component by option name; the default ports could clash with another server."""
     components = ("s3", "master", "volume", "filer", "admin")
     names = [name for component in components for name in (f"{component}.port", f"{component}.port.grpc")]
-    return {name: free_port() for name in (*names, "metricsPort")}
+    names.append("metricsPort")
+    return dict(zip(names, server_ports(len(names)), strict=True))
 
 
 def s3_command(folder: Path, ports: dict[str, int]) -> tuple[list[str | Path], dict[str, str]]:

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import fsspec
 from s3_server import ACCESS_KEY, SECRET_KEY, s3_command, s3_ports
+from server_ports import server_ports
 
 from blocks import supervise
 from blocks.errors import ServiceError
-from blocks.processes import free_port, prefect_server_env
+from blocks.processes import prefect_server_env
 from blocks.urls import check_reachable
 from chaos.proxy import Proxies, Proxy
 from chaos.schedule import GRADERS, SERVERS
@@ -165,9 +166,10 @@ def running_testbed(folder: Path) -> Iterator[Testbed]:
     """Start every server with empty data; stop the servers when the block ends."""
     mark = f"{folder}:"
     s3 = s3_ports()
-    ports = {name: free_port() for name in (*SERVERS, *GRADERS)} | {"s3": s3["s3.port"]}
+    names = (*SERVERS, *GRADERS)
+    ports = dict(zip(names, server_ports(len(names)), strict=True)) | {"s3": s3["s3.port"]}
     servers = {server.name: server for server in _servers(folder, mark, ports, s3)}
-    proxies = {name: Proxy(free_port(), ports[name]) for name in servers}
+    proxies = {name: Proxy(port, ports[name]) for name, port in zip(servers, server_ports(len(servers)), strict=True)}
     with ExitStack() as stack:
         stack.callback(kill_9, mark)
         for server in servers.values():
