@@ -83,12 +83,15 @@ class Guard:
         self._log, self._objective = log, objective
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._last_good: int | None = None
+        self._before: _Before | None = None
         self.skipped_steps: dict[int, BadStep] = {
             bad_step.step: bad_step for bad_step in read_jsonl(directory, GUARDS_NAME, _parse)
         }
 
     def check(self, step: int, compute: Callable[[], Linearized], *, checks_spike: bool = True) -> Linearized | None:
-        """Compute and check the linearized objective of a step; return None if the step is skipped.
+        """Compute and check the linearized objective of a minibatch; return None if its step is skipped.
+
+        Skipping restores the objective and the recent losses as they were before the first minibatch of the step.
 
         Args:
             checks_spike: False for sampled candidates, whose loss is not compared with those of other minibatches.
@@ -97,7 +100,8 @@ class Guard:
             GuardError: The step is bad, and the policy stops the run.
             RolledBackError: The step is bad, and the run resumes from its last checkpoint without it.
         """
-        before: ObjectiveState = self._objective.state() if self._config.needs_forward_pass else {}
+        if self._config.needs_forward_pass and (self._before is None or self._before.step != step):
+            self._before = _Before(step, self._objective.state(), list(self._losses), self._last_good)
         try:
             linearized = compute()
             metrics = self._judge(linearized.total) if checks_spike else {}
@@ -110,7 +114,10 @@ class Guard:
         else:
             self._last_good = step
             return replace(linearized, metrics={**linearized.metrics, **metrics})
-        self._objective.restore(before)
+        assert self._before is not None, "only the policy skip returns, and it needs a forward pass"
+        self._objective.restore(self._before.objective)
+        self._losses = deque(self._before.losses, maxlen=self._config.spike_window)
+        self._last_good = self._before.last_good
         return None
 
     def check_batches(self, untrained: Sequence[int], num_steps: int) -> None:
@@ -204,10 +211,8 @@ class Guard:
         policy: Policy = "stop" if configured == "off" else configured
         if sent and policy == "skip":
             policy = "rollback"
-        # A skipped step is blamed again if a second of its minibatches is bad.
-        blamed_again = step in self.skipped_steps
         num_before = self._num_bad_before(step)
-        if policy == "stop" or blamed_again or num_before >= self._config.max_in_a_row:
+        if policy == "stop" or num_before >= self._config.max_in_a_row:
             after = f" after {num_before} consecutive skipped steps" if num_before else ""
             message = (
                 f"The run stopped at step {step}{after}: {why} No checkpoint contains this step: run the same command "
@@ -223,6 +228,16 @@ class Guard:
         emit("guard", self._run_name, {"step": step, "kind": kind, "policy": policy, "loss": loss, "message": text})
         if policy == "rollback":
             raise RolledBackError(f"Step {step} is skipped. {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What a skipped step must leave as it was before its first minibatch."""
+
+    step: int
+    objective: ObjectiveState
+    losses: list[float]
+    last_good: int | None
 
 
 def spike_score(loss: float, losses: Sequence[float]) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -383,33 +383,43 @@ class Trainer:
     def _send_step(self, step: int, prepared: Sequence[PreparedBatch], forward: PendingOutput | None) -> SentStep:
         """Send the updates of a step, followed by the save that is due."""
         batches: list[SentBatch] = []
+        checked: Iterable[tuple[PreparedBatch, Linearized | None]] = self._check_minibatches(step, prepared, forward)
+        if self.config.guards.needs_forward_pass:
+            checked = list(checked)
+            if step in self.guard.skipped_steps:
+                checked = []  # sent alone, the first minibatch would leave its gradient to the next update
         num_minibatches = self.source.num_minibatches + sum(minibatch.supervised is not None for minibatch in prepared)
-        for number, minibatch in enumerate(prepared, start=1):
-            with self.times.waiting_for("batch"):
-                minibatch.batch.result()
-            if number > 1:
-                needs_logprobs = self._needs_logprobs(minibatch)
-                forward = self._enqueue_forward(minibatch.batch.result()) if needs_logprobs else None
-            linearized = None
-            if forward:
-                compute = partial(self._linearize, minibatch, forward)
-                linearized = self.guard.check(step, compute, checks_spike=minibatch.supervised is None)
-            if linearized:
-                self._record_saves()
-            if step not in self.guard.skipped_steps:
-                is_last = number % num_minibatches == 0
-                # Without a gradient, an optimizer step would still move the weights by its momentum.
-                is_only_scored = not (self.source.teaches(step) or self.objective.due(step))
-                if is_only_scored:
-                    update = PendingUpdate(self._enqueue_forward(minibatch.batch.result()), None)
-                else:
-                    update = self._send_batch(minibatch, linearized, is_last=is_last)
-                batches.append(SentBatch(minibatch, update, linearized, is_only_scored))
-                self.cadence.num_tokens += minibatch.batch.result().num_tokens if minibatch.supervised is None else 0
+        for number, (minibatch, linearized) in enumerate(checked, start=1):
+            # Without a gradient, an optimizer step would still move the weights by its momentum.
+            is_only_scored = not (self.source.teaches(step) or self.objective.due(step))
+            if is_only_scored:
+                update = PendingUpdate(self._enqueue_forward(minibatch.batch.result()), None)
+            else:
+                update = self._send_batch(minibatch, linearized, is_last=number % num_minibatches == 0)
+            batches.append(SentBatch(minibatch, update, linearized, is_only_scored))
+            self.cadence.num_tokens += minibatch.batch.result().num_tokens if minibatch.supervised is None else 0
         effect_passes: list[PendingOutput] = []
         if self.objective.measures_effects(step):
             effect_passes = [self._enqueue_forward(sent.prepared.batch.result()) for sent in batches]
         return SentStep(batches, effect_passes, self._request_save(step + 1), self.cadence.num_tokens)
+
+    def _check_minibatches(
+        self, step: int, prepared: Sequence[PreparedBatch], forward: PendingOutput | None
+    ) -> Iterator[tuple[PreparedBatch, Linearized | None]]:
+        """Linearize and check each minibatch that needs a forward pass; end where the step is skipped."""
+        for minibatch in prepared:
+            with self.times.waiting_for("batch"):
+                batch = minibatch.batch.result()
+            if minibatch is not prepared[0]:
+                forward = self._enqueue_forward(batch) if self._needs_logprobs(minibatch) else None
+            linearized = None
+            if forward:
+                compute = partial(self._linearize, minibatch, forward)
+                linearized = self.guard.check(step, compute, checks_spike=minibatch.supervised is None)
+                if linearized is None:
+                    return
+                self._record_saves()
+            yield minibatch, linearized
 
     def _request_save(self, step: int) -> PendingCheckpoint | None:
         """Enqueue a save of the weights before a step, if one is due."""

@@ -22,6 +22,16 @@ def nan_at_spikes(outputs: Outputs, batch: Batch) -> torch.Tensor:
     return -outputs.logprobs_DT * (torch.nan if float(batch.weights_DT.sum()) > 10 else 1.0)
 
 
+EVALUATED: list[Batch] = []
+
+
+@regularizer("test_nan_at_second_candidates", "scored")
+def nan_at_second_candidates(outputs: Outputs, batch: Batch) -> torch.Tensor:
+    """Position in the batch; NaN for the second batch after `EVALUATED` was cleared."""
+    EVALUATED.append(batch)
+    return torch.arange(batch.num_datums) * (torch.nan if len(EVALUATED) == 2 else 1.0)
+
+
 @chz.chz
 class BadBatchBuilder(Gsm8kBuilder):
     """Bad batches by index: `not_finite` ones have a NaN weight, `spikes` fifty times the weights, `untrained` none."""

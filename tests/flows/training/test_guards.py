@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import bad_batches  # noqa: F401  # registers its term
+import bad_batches
 import pytest
 import torch
 import yaml
@@ -110,6 +110,24 @@ def test_skipped_and_rolled_back_runs_end_with_the_same_weights(fields: dict[str
     tags = run_of(fields | {"run_name": "rolls"}).data.tags
     assert tags["tinker_flows.restart.1"].startswith("Step 3 is skipped")
     assert saved_weights(engine.state, skipped.state_path) == saved_weights(engine.state, rolled.state_path)
+
+
+def test_a_step_whose_candidates_are_bad_leaves_nothing_behind(fields: dict[str, Any], engine: EngineProcess) -> None:
+    """Compare a skipped step, whose supervised minibatch is good, with a rollback of the same step."""
+    finals = {}
+    for policy in ("skip", "rollback"):
+        bad_batches.EVALUATED.clear()
+        data = {**fields["data"], "params": {**fields["data"]["params"], "contrast": False}}
+        term = {"name": "test_nan_at_second_candidates", "weight": 0.5, "on_error": "raise"}
+        objective = {"regularizers": [term], "balance": {"method": "gradnorm"}}
+        candidates = {"num": 2, "max_tokens": 8, "every": 1, "overlap": False}
+        changes = {"run_name": policy, "data": data, "objective": objective, "candidates": candidates, "num_steps": 3}
+        guards = {"not_finite": policy, "spike": "off"}
+        result = sft(SftConfig.model_validate(fields | changes | {"guards": guards, "checkpoint_every": 1}))
+        assert points(result.mlflow_run_id, result.tracking_uri, "guard/passed_over") == {1: 1.0}
+        assert len(points(result.mlflow_run_id, result.tracking_uri, "candidates/num")) >= 2
+        finals[policy] = saved_weights(engine.state, result.state_path)
+    assert finals["skip"] == finals["rollback"]
 
 
 def test_batches_without_a_trained_token_are_found_before_the_first_step(fields: dict[str, Any]) -> None:
