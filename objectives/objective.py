@@ -83,6 +83,7 @@ class Objective:
     """
 
     __slots__ = (
+        "_configured_estimators",
         "_has_chosen",
         "backend",
         "balance",
@@ -137,6 +138,7 @@ class Objective:
         self.watch = Watch(watch or WatchSpec())
         self.backend, self.passes, self.scaled = backend, None, True
         self._has_chosen = False
+        self._configured_estimators = {term.name: term.estimator for term in self.regularizers}
 
     def __enter__(self) -> Self:
         return self
@@ -180,7 +182,7 @@ class Objective:
         self.targets.restore(state.get("targets", {}))
         # States of releases without one-pass steps have no "passes"; their runs continue with two.
         self.passes = state.get("passes", 2 if state else None)
-        self._set_estimators(state.get("estimators", {}))
+        self._set_estimators(self._configured_estimators | state.get("estimators", {}))
         self._set_candidate_terms(state.get("on_candidates", ()))
         self._has_chosen = state.get("has_chosen", False)
 

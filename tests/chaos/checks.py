@@ -229,6 +229,15 @@ def _flow_run_states(testbed: Testbed, name: str) -> list[str]:
 
 def _first_difference(records: tuple[Mapping[str, Any], ...], expected: tuple[Mapping[str, Any], ...]) -> str:
     for number, (record, expected_record) in enumerate(zip(records, expected, strict=False), start=1):
-        if record != expected_record:
-            return f"line {number} is {json.dumps(record)[:300]}, expected {json.dumps(expected_record)[:300]}"
+        if differences := list(_differences("", record, expected_record)):
+            return f"line {number} has {'; '.join(differences)}"
     return f"it has {len(records)} lines, expected {len(expected)}"
+
+
+def _differences(path: str, value: object, expected: object) -> Iterator[str]:
+    """Yield each difference between two JSON values with its path of field names."""
+    if isinstance(value, dict) and isinstance(expected, dict):
+        for name in sorted({*value, *expected}):
+            yield from _differences(f"{path}.{name}", value.get(name), expected.get(name))
+    elif value != expected:
+        yield f"{path} {json.dumps(value)[:200]}, expected {json.dumps(expected)[:200]}"

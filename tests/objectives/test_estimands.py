@@ -123,6 +123,8 @@ def test_an_objective_moves_terms_to_candidates_only_where_the_data_has_no_sampl
     resumed = Objective(regularizers=terms)
     resumed.restore(on_samples.state())
     assert not resumed.has_open_choice
+    on_samples.restore({})
+    assert on_samples.state() == Objective(regularizers=terms).state(), "an empty state resets the chosen estimators"
 
 
 STALE = [pytest.param(0.0, id="on-policy"), pytest.param(0.3, id="stale")]
