@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 from engine_process import EngineProcess, running_engine
@@ -98,8 +99,12 @@ def engine_url(engine: EngineProcess) -> str:
 
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """API URL of a real Prefect server for the whole test run, active in this process."""
+    """API URL of a real Prefect server for the whole test run, active in this process.
+
+    Flows of this process send no heartbeats: each would wait up to a second for Prefect's heartbeat thread to end.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("prefect.flow_engine._send_heartbeats", lambda engine, join_on_exit=True: nullcontext())
         patch.setenv("TINKER_FLOWS_HOME", str(tmp_path_factory.mktemp("prefect-home")))
         with local_prefect_server() as url, temporary_settings({PREFECT_API_URL: url}):
             yield url
