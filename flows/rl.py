@@ -9,6 +9,7 @@ if __name__ == "__main__":  # first, so that --help does not wait for the import
     main("flows.rl:rl", "flows.config.rl:RlConfig", __doc__)
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
@@ -105,7 +106,8 @@ def _health_limits(config: RlConfig, health: HealthConfig) -> HealthLimits:
     limits = health.model_dump()
     if health.mismatch_above == "auto":
         on_policy = config.schedule.mode == "sync" and config.schedule.num_substeps == 1
-        limits["mismatch_above"] = mismatch_limit(config.model, on_policy=on_policy)
+        limit = mismatch_limit(config.model, on_policy=on_policy)
+        limits["mismatch_above"] = math.inf if config.rollout.completer else limit
     return HealthLimits(**limits)
 
 
@@ -129,7 +131,10 @@ def _note_correction(config: RlConfig, run: Run, objective: Objective) -> None:
     elif config.schedule.mode == "sync" or config.correction == "none":
         text = "none"
     else:
-        text = "none: the base loss has parts that a correction would change, or the run is older than corrections"
+        text = (
+            "none: the base loss has parts that a correction would change, rollout.completer samples from another "
+            "distribution, or the run is older than corrections"
+        )
     get_run_logger().info("Correction between sampler and trainer: %s.", text)
     run.log.tag("tinker_flows.correction", text)
 

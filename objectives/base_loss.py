@@ -70,7 +70,7 @@ class PolicyLoss:
             "ratio_max": ratios.max_D.max().item(),
             "kl_k1": ratios.kl_k1_D.mean().item(),
         }
-        inputs, factors_DT = self._corrected(logprobs_DT, inputs, offsets_D)
+        inputs, factors_DT = self._corrected(logprobs_DT, inputs, batch, offsets_D)
         if factors_DT is not None:
             metrics |= _correction_metrics(factors_DT, batch)
             ratios = self.loss.compute_metrics(logprobs_DT, inputs, offsets_D, self.params)
@@ -88,17 +88,19 @@ class PolicyLoss:
         if self.loss.name not in BUILT_IN:
             raise UntraceableError(f"the loss {self.loss.name!r} is computed on whole batches")
         logprobs_T = outputs.logprobs_DT[datum.mask_DT]
-        inputs, _ = self._corrected(logprobs_T, self._trained(outputs, datum), None)
+        inputs, _ = self._corrected(logprobs_T, self._trained(outputs, datum), datum, None)
         return self.loss.compute(logprobs_T, inputs, None, self.params)
 
     def _corrected(
-        self, logprobs_DT: Tensor, inputs: dict[str, Tensor], offsets_D: Tensor | None
+        self, logprobs_DT: Tensor, inputs: dict[str, Tensor], batch: Batch | OneDatum, offsets_D: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return the inputs with corrected advantages, and the factors of the correction."""
         if self.correction is None:
             return inputs, None
         sampling_DT, advantages_DT = inputs["logprobs"], inputs["advantages"]
-        factors_DT = self.correction.factors(logprobs_DT, sampling_DT, advantages_DT, offsets_D)
+        untempered_DT = batch.untempered_logprobs_DT if self.correction.reads_snapshot else None
+        snapshot_DT = None if untempered_DT is None else untempered_DT[batch.mask_DT]
+        factors_DT = self.correction.factors(logprobs_DT, sampling_DT, advantages_DT, offsets_D, snapshot_DT)
         if self.correction.ratio != "loss":
             sampling_DT = logprobs_DT.detach()
         return inputs | {"logprobs": sampling_DT, "advantages": factors_DT * advantages_DT}, factors_DT

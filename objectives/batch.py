@@ -30,6 +30,8 @@ class Batch:
         advantages_DT: float32 ``(N,)``: advantage of each sampled token, 0 for other tokens; ``None`` for fixed data.
         sampling_logprobs_DT: float32 ``(N,)``, nats: logprob of each sampled token under the policy that sampled it, 0
             for other tokens; ``None`` for fixed data.
+        untempered_logprobs_DT: float32 ``(N,)``, nats: the same under the sampler's weights alone, without temperature,
+            top-k and top-p; ``None`` if the policy that sampled had none of them.
         labels_D: labels of each datum, int64 ``(D,)`` by name, such as its pair or group; see `objectives.labels`.
         text_labels_D: text labels of each datum, ``D`` strings by name, such as the constraints of its answer.
         values_DT: float32 ``(N,)``: a critic's estimate of the return from each sampled token on, in units of reward;
@@ -49,6 +51,7 @@ class Batch:
     values_DT: Tensor | None = None
     returns_DT: Tensor | None = None
     text_labels_D: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    untempered_logprobs_DT: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.num_datums == 0 or self.num_tokens == 0:
@@ -61,7 +64,7 @@ class Batch:
                 "No token of a batch has a non-zero weight, so there is nothing to train; check `train_on_what` and "
                 "`max_length` of the data."
             )
-        for name in ("advantages", "sampling_logprobs", "values", "returns"):
+        for name in ("advantages", "sampling_logprobs", "untempered_logprobs", "values", "returns"):
             values_DT = getattr(self, f"{name}_DT")
             if values_DT is not None and len(values_DT) != self.num_tokens:
                 raise ObjectiveError(
@@ -76,6 +79,14 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return int(self.offsets_D[-1])
+
+    @property
+    def snapshot_logprobs_DT(self) -> Tensor | None:
+        """Logprobs of the sampled tokens under the sampler's weights alone: `untempered_logprobs_DT` where they differ.
+
+        They measure how far the weights have moved since, where importance ratios need `sampling_logprobs_DT`.
+        """
+        return self.sampling_logprobs_DT if self.untempered_logprobs_DT is None else self.untempered_logprobs_DT
 
     @property
     def mask_DT(self) -> Tensor:

@@ -25,10 +25,10 @@ class OneDatum:
     """Fields of `Batch` for a single datum, as proxies; any other field raises `UntraceableError`.
 
     Attributes:
-        target_tokens_DT, weights_DT, mask_DT, advantages_DT: see `Batch`.
+        target_tokens_DT, weights_DT, mask_DT, advantages_DT, untempered_logprobs_DT: see `Batch`.
     """
 
-    __slots__ = ("advantages_DT", "mask_DT", "target_tokens_DT", "weights_DT")
+    __slots__ = ("advantages_DT", "mask_DT", "target_tokens_DT", "untempered_logprobs_DT", "weights_DT")
 
     def __init__(
         self,
@@ -36,9 +36,11 @@ class OneDatum:
         weights_DT: TensorLike,
         mask_DT: TensorLike,
         advantages_DT: TensorLike | None,
+        untempered_logprobs_DT: TensorLike | None,
     ) -> None:
         self.target_tokens_DT, self.weights_DT = target_tokens_DT, weights_DT
         self.mask_DT, self.advantages_DT = mask_DT, advantages_DT
+        self.untempered_logprobs_DT = untempered_logprobs_DT
 
     def __getattr__(self, name: str) -> NoReturn:
         raise UntraceableError(f"it reads {name} of the batch, but the service evaluates one datum at a time")

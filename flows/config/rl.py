@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -248,7 +249,7 @@ class HealthConfig(Config):
         title="Mismatch above",
         description="Metric `mismatch/kl_k3`, in nats per token. `auto`: in mode `sync` with one update per step, "
         "0.005 for a dense model and 0.05 for a mixture of experts; otherwise 0.1, because samples may be older than "
-        "the weights.",
+        "the weights. With `rollout.completer`, no limit, because its distribution may differ from the model's.",
     )
     truncated_above: float = Field(
         default=0.5, ge=0, title="Truncated above", description="Share of completions that reached the token limit."
@@ -395,9 +396,13 @@ class RlConfig(TrainConfig):
             case "auto" if self.schedule.mode != "sync":
                 base = self.objective.base_loss
                 name = base if isinstance(base, str) else base.name
-                if name == "importance_sampling":
-                    return UNBOUNDED_CORRECTION
-                return BOUNDED_CORRECTION if name in CORRECTABLE else None
+                if name not in CORRECTABLE:
+                    return None
+                automatic = UNBOUNDED_CORRECTION if name == "importance_sampling" else BOUNDED_CORRECTION
+                if self.rollout.completer:
+                    # Its logprobs are those of its own distribution, whose distance from the weights is no staleness.
+                    automatic = replace(automatic, off_policy_above=None)
+                return automatic if automatic.changes() else None
         return None
 
     def named_rewards(self) -> NamedRewards | None:

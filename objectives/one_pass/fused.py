@@ -112,6 +112,8 @@ def fuse(signature: InputSignature, base: PolicyLoss | TracedTerm | None, terms:
     required = {name for term in terms for name in term.inputs} | {"logprobs", "weights"}
     if isinstance(base, PolicyLoss):
         required |= {"sampling_logprobs", "advantages"}
+        if base.correction and base.correction.reads_snapshot:
+            required |= {"untempered_logprobs"} & set(signature.ranks)
     elif base is not None:
         required |= {*base.inputs, _scale_name(0)}
     required |= {_scale_name(number) for number in range(1, len(terms) + 1)}

@@ -61,6 +61,7 @@ def _packed(outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         "ref_logprobs": outputs.ref_logprobs_DT,
         "sampling_logprobs": outputs.sampling_logprobs_DT,
         "advantages": batch.advantages_DT,
+        "untempered_logprobs": batch.untempered_logprobs_DT,
     }
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
@@ -68,7 +69,8 @@ def _packed(outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
 def make_datum_proxies(signature: InputSignature, inputs: Mapping[str, TensorLike]) -> tuple[Outputs, OneDatum]:
     """Make the outputs and the batch of one datum from proxies, as the arguments of a traced term."""
     outputs = Outputs(inputs["logprobs"], inputs.get("ref_logprobs"), inputs.get("sampling_logprobs"))
-    datum = OneDatum(inputs.get("target_tokens"), inputs["weights"], signature.mask(inputs), inputs.get("advantages"))
+    optional = inputs.get("advantages"), inputs.get("untempered_logprobs")
+    datum = OneDatum(inputs.get("target_tokens"), inputs["weights"], signature.mask(inputs), *optional)
     return outputs, datum
 
 

@@ -237,11 +237,11 @@ class OnPolicySource(RolloutSource):
     def _score_taught(self, taught: TaughtBatch) -> list[Tensor]:
         """Teacher's logprobs of the samples; those of the student for samples that the teacher does not score."""
         batch = taught.batch
-        assert batch.sampling_logprobs_DT is not None
+        assert batch.snapshot_logprobs_DT is not None
         requests = self._requests(batch, taught.datums_D)
         scores = iter(call(score, opaque_argument([request for request in requests if request])))
         students_D = zip(
-            unpack(batch.sampling_logprobs_DT, batch.offsets_D), unpack(batch.mask_DT, batch.offsets_D), strict=True
+            unpack(batch.snapshot_logprobs_DT, batch.offsets_D), unpack(batch.mask_DT, batch.offsets_D), strict=True
         )
         return [
             next(scores) if request else logprobs_T[mask_T]
@@ -344,7 +344,7 @@ class TeacherKL(HeldOutGroups):
             self.evaluated = ()
             return {}
         batch = pack_groups([Group((), group, ()) for group in rolled_out], self._settings.shape, self._tokenizer)
-        assert batch.sampling_logprobs_DT is not None
+        assert batch.snapshot_logprobs_DT is not None
         groups_D = [sources[index] for index in batch.labels_D["group"].tolist()]
         requests_D = [
             TeacherRequest(teacher, datum_for_teacher(builder, datum))
@@ -352,7 +352,7 @@ class TeacherKL(HeldOutGroups):
         ]
         kl_DT = -_logprob_gap(batch, await score_all(requests_D))
         scores_D = tuple({"teacher_kl": value} for value in mean_by_datum(kl_DT, batch).tolist())
-        self.evaluated = [EvaluatedBatch(batch, batch.sampling_logprobs_DT, scores_D)]
+        self.evaluated = [EvaluatedBatch(batch, batch.snapshot_logprobs_DT, scores_D)]
         return {"test/teacher_kl": kl_DT[batch.mask_DT].mean().item()}
 
 
@@ -389,7 +389,7 @@ def datum_for_teacher(source: object, datum: tinker.Datum) -> tinker.Datum:
 
 def _logprob_gap(batch: Batch, teacher_D: Sequence[Tensor]) -> Tensor:
     """Teacher's logprob minus the student's of each sampled token, ``(N,)``; 0 at other tokens."""
-    assert batch.sampling_logprobs_DT is not None
+    assert batch.snapshot_logprobs_DT is not None
     gap_DT = torch.zeros(batch.num_tokens)
-    gap_DT[batch.mask_DT] = torch.cat(list(teacher_D)) - batch.sampling_logprobs_DT[batch.mask_DT]
+    gap_DT[batch.mask_DT] = torch.cat(list(teacher_D)) - batch.snapshot_logprobs_DT[batch.mask_DT]
     return gap_DT

@@ -18,11 +18,15 @@ _NUM_BINS = 4
 
 
 def compute_mismatch_metrics(trained: Sequence[TrainedBatch], correction: Correction | None) -> dict[str, float]:
-    """Compute the distance of the trained policy p from the sampler q over the sampled tokens, with ``r = p / q``.
+    """Compute the distance of the trained policy p from the sampler over the sampled tokens.
+
+    With a temperature, top-k or top-p, the distribution q of the samples is not the distribution s of the sampler's
+    weights. KL compares p with s, so that it is 0 for unchanged weights; the others describe the importance ratios
+    ``p / q``, whose spread a temperature increases.
 
     - ``mismatch/kl_v1``, ``kl_v2``, ``kl_k3``: the estimates k1, k2 (under tinker-cookbook's names) and k3 of
-      KL(q || p), nats: means of ``-log r``, ``(log r)^2 / 2`` and ``r - 1 - log r``.
-    - ``mismatch/chi_square``: the mean of ``r^2`` minus 1, an estimate of the chi-square divergence.
+      KL(s || p), nats: means of ``-log r``, ``(log r)^2 / 2`` and ``r - 1 - log r`` with ``r = p / s``.
+    - ``mismatch/chi_square``: the mean of ``(p / q)^2`` minus 1, an estimate of the chi-square divergence.
     - ``mismatch/ess``, ``mismatch/ess_sequence``: effective sample size, ``(sum w)^2 / sum w^2``, as a share of the
       tokens for token ratios, and as a share of the sequences for ratios of whole sequences.
     - ``mismatch/masked``: with a correction, the share of tokens of non-zero advantage that it drops.
@@ -44,25 +48,27 @@ def compute_mismatch_metrics(trained: Sequence[TrainedBatch], correction: Correc
 
 
 def _tokens_of(minibatch: TrainedBatch, correction: Correction | None) -> dict[str, Tensor]:
-    """Log-ratio, quarter of the completion and other values of each sampled token."""
+    """Log-ratios, quarter of the completion and other values of each sampled token."""
     batch = minibatch.batch
     assert batch.sampling_logprobs_DT is not None
+    assert batch.snapshot_logprobs_DT is not None
     assert batch.advantages_DT is not None
     mask_DT = batch.mask_DT
     lengths_D = torch.segment_reduce(mask_DT.float(), "sum", offsets=batch.offsets_D, axis=0).long()
     starts_D = lengths_D.cumsum(0) - lengths_D
     index_T = torch.arange(int(lengths_D.sum())) - starts_D.repeat_interleave(lengths_D)
     logprobs_T, sampling_T = minibatch.logprobs_DT[mask_DT], batch.sampling_logprobs_DT[mask_DT]
-    advantages_T = batch.advantages_DT[mask_DT]
+    snapshot_T, advantages_T = batch.snapshot_logprobs_DT[mask_DT], batch.advantages_DT[mask_DT]
     tokens = {
-        "log_ratio": logprobs_T - sampling_T,
+        "log_weight": logprobs_T - sampling_T,
+        "log_ratio": logprobs_T - snapshot_T,
         "position": index_T * _NUM_BINS // lengths_D.repeat_interleave(lengths_D),
     }
     if STALENESS in batch.labels_D:
         tokens[STALENESS] = batch.labels_D[STALENESS].repeat_interleave(lengths_D)
     if correction is not None:
         offsets_D = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_D.cumsum(0)])
-        factors_T = correction.factors(logprobs_T, sampling_T, advantages_T, offsets_D)
+        factors_T = correction.factors(logprobs_T, sampling_T, advantages_T, offsets_D, snapshot_T)
         # NaN for tokens that train nothing anyway; they are left out of the share.
         tokens["masked"] = torch.where(advantages_T == 0, torch.nan, (factors_T == 0).float())
     return tokens
@@ -82,14 +88,13 @@ def _summarize_bin(name: str, tokens: Mapping[str, Tensor], is_inside_T: Tensor)
 
 
 def _summarize(tokens: Mapping[str, Tensor]) -> dict[str, float]:
-    log_ratio_T = tokens["log_ratio"].double()
-    ratio_T = log_ratio_T.exp()
+    log_ratio_T, log_weight_T = tokens["log_ratio"].double(), tokens["log_weight"].double()
     summary = {
         "kl_v1": -log_ratio_T.mean().item(),
         "kl_v2": log_ratio_T.square().mean().item() / 2,
         "kl_k3": (log_ratio_T.expm1() - log_ratio_T).mean().item(),
-        "chi_square": (ratio_T.square().mean() - 1).item(),
-        "ess": _effective_share(log_ratio_T),
+        "chi_square": (log_weight_T.exp().square().mean() - 1).item(),
+        "ess": _effective_share(log_weight_T),
     }
     masked_T = tokens.get("masked")
     if masked_T is not None and not bool(masked_T.isnan().all()):

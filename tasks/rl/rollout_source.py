@@ -577,11 +577,11 @@ class HeldOutEnvironments(HeldOutGroups):
     def _pack(self, groups: Sequence[Group]) -> EvaluatedBatch:
         shape = replace(self._settings.shape, drop_constant=False)
         batch = pack_groups(groups, shape, self._tokenizer)
-        assert batch.sampling_logprobs_DT is not None
+        assert batch.snapshot_logprobs_DT is not None
         members_D = zip(batch.labels_D["group"].tolist(), batch.labels_D[MEMBER].tolist(), strict=True)
         trained = [group.trajectories for group in groups if group.trajectories]
         scores_D = tuple(_scores(trained[group], member) for group, member in members_D)
-        return EvaluatedBatch(batch, batch.sampling_logprobs_DT, scores_D)
+        return EvaluatedBatch(batch, batch.snapshot_logprobs_DT, scores_D)
 
 
 def _scores(group: TrajectoryGroup, member: int) -> dict[str, float]:

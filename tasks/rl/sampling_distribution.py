@@ -92,7 +92,9 @@ class SamplingDistribution:
         logprobs_T = torch.tensor(sequence.logprobs, dtype=torch.float64)
         top_TK = torch.from_numpy(top.logprobs.copy()).double()
         values_T, errors_T = sampled_logprobs(logprobs_T, top_TK, self)
-        return Completion(sequence.tokens, values_T.tolist(), sequence.stop_reason, errors_T.tolist())
+        return Completion(
+            sequence.tokens, values_T.tolist(), sequence.stop_reason, errors_T.tolist(), list(sequence.logprobs)
+        )
 
     def describe(self) -> str:
         """Return the settings that differ from the model's own distribution, such as ``temperature=0.3``."""
@@ -108,10 +110,13 @@ class Completion(TokensWithLogprobs):
 
     Attributes:
         errors: bound of each logprob's error, in nats; empty if the service's logprobs are used unchanged.
+        untempered: logprobs under the weights alone, without temperature, top-k and top-p; empty if they are
+            `logprobs`.
         duration_s: duration of the request.
     """
 
     errors: list[float] = field(default_factory=list)
+    untempered: list[float] = field(default_factory=list)
     duration_s: float = field(default=0.0, compare=False)
 
 

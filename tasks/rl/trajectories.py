@@ -82,6 +82,7 @@ def pack_groups(
             raise ConfigError("No rollout of a step has a sampled token to train on: check the environment.")
         tokens = replace(tokens, advantages_T=torch.zeros_like(tokens.advantages_T))
     trained_T = _trained_tokens(completed, trained)
+    untempered_T = _untempered_logprobs(completed)
     unused_advantages = [torch.zeros(len(group.trajectories_G)) for group in completed]
     assembled = zip(*assemble_training_data(completed, unused_advantages), strict=True)
     rows = [
@@ -106,6 +107,7 @@ def pack_groups(
         values_DT=_at(mask_DT, tokens.values_T[trained_T]),
         returns_DT=_at(mask_DT, tokens.returns_T[trained_T]),
         sampling_logprobs_DT=pack([_field(datum, "logprobs").float() for datum, _ in rows])[0],
+        untempered_logprobs_DT=None if untempered_T is None else _at(mask_DT, untempered_T[trained_T]),
         labels_D={
             "group": group_D,
             PROMPT: group_D,
@@ -137,6 +139,22 @@ def _trained_tokens(groups: Sequence[TrajectoryGroup], trained: Sequence[tuple[i
             for member, trajectory in enumerate(group.trajectories_G)
             for turn in trajectory.transitions
             for _ in turn.ac.tokens
+        ]
+    )
+
+
+def _untempered_logprobs(groups: Sequence[TrajectoryGroup]) -> Tensor | None:
+    """Logprobs of the sampled tokens under the sampler's weights alone, ``(T,)``; None if they are the sampler's."""
+    completions = [
+        turn.ac for group in groups for trajectory in group.trajectories_G for turn in trajectory.transitions
+    ]
+    if not any(isinstance(completion, Completion) and completion.untempered for completion in completions):
+        return None
+    return torch.tensor(
+        [
+            logprob
+            for completion in completions
+            for logprob in (isinstance(completion, Completion) and completion.untempered) or completion.logprobs
         ]
     )
 
@@ -254,8 +272,8 @@ def compute_mean_kl(batches: Sequence[Batch], references: Sequence[Tensor]) -> f
 
 
 def _kl_distance(batch: Batch, reference_DT: Tensor) -> Tensor:
-    assert batch.sampling_logprobs_DT is not None
-    return torch.where(batch.mask_DT, batch.sampling_logprobs_DT - reference_DT, 0.0)
+    assert batch.snapshot_logprobs_DT is not None
+    return torch.where(batch.mask_DT, batch.snapshot_logprobs_DT - reference_DT, 0.0)
 
 
 def apply_kl_penalty(
@@ -341,12 +359,12 @@ def compute_post_kl(trained: Sequence[TrainedBatch], after_DT: Sequence[Tensor])
     """Compute the divergence of the updated policy from the sampler, under tinker-cookbook's names.
 
     `kl_pre_post_v1` and `_v2` are the means over the sampled tokens of ``d`` and ``d ** 2 / 2``, where ``d`` is the
-    sampler's logprob minus that of the weights after the update, in nats.
+    logprob under the sampler's weights minus that under the weights after the update, in nats.
 
     Args:
         after_DT: logprobs of each batch's targets after the update.
     """
-    sampled = _sampled_tokens([minibatch.batch.sampling_logprobs_DT for minibatch in trained], trained)
+    sampled = _sampled_tokens([minibatch.batch.snapshot_logprobs_DT for minibatch in trained], trained)
     distance = sampled - _sampled_tokens(after_DT, trained)
     return {"kl_pre_post_v1": distance.mean().item(), "kl_pre_post_v2": distance.square().mean().item() / 2}
 

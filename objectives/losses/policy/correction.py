@@ -3,7 +3,8 @@
 The sampler differs from the trainer if it is some updates old, or if it computes with other kernels or another
 precision. Every correction here is a factor of the advantages, at least 0, so that it works with each loss whose
 gradient is proportional to them. Symbols: p is the policy in training, whose logprobs the trainer has just computed, q
-the policy that sampled the tokens, A the advantage.
+the policy that sampled the tokens, A the advantage. With a temperature, top-k or top-p, q is not the distribution of
+the sampler's weights, s: importance ratios are ``p / q``, but s measures how far the weights have moved since.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Correction:
         low, high: bounds of the multiplier.
         sequence_low, sequence_high: sequences whose geometric mean of ``p / q`` is outside are dropped; None for no
             bound.
-        off_policy_above: sequences of negative advantage whose mean of ``log q - log p`` is above this many nats are
+        off_policy_above: sequences of negative advantage whose mean of ``log s - log p`` is above this many nats are
             dropped; None for none.
-        trust_region: tokens that the update would push further away from q, and whose probability already differs by
-            more than this from that under q, are dropped; None for none.
+        trust_region: tokens that the update would push further away from s, and whose probability already differs by
+            more than this from that under s, are dropped; None for none.
     """
 
     ratio: RatioOf = "loss"
@@ -71,6 +72,11 @@ class Correction:
         """
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
 
+    @property
+    def reads_snapshot(self) -> bool:
+        """True if it reads the logprobs under the sampler's weights alone."""
+        return self.off_policy_above is not None or self.trust_region is not None
+
     def check_loss(self, name: str) -> None:
         """Check that a loss is proportional to the advantages.
 
@@ -84,7 +90,12 @@ class Correction:
             )
 
     def factors(
-        self, logprobs_DT: Tensor, sampling_logprobs_DT: Tensor, advantages_DT: Tensor, offsets_D: Tensor | None
+        self,
+        logprobs_DT: Tensor,
+        sampling_logprobs_DT: Tensor,
+        advantages_DT: Tensor,
+        offsets_D: Tensor | None,
+        snapshot_logprobs_DT: Tensor | None = None,
     ) -> Tensor:
         """Compute the factors of the advantages, ``(N,)``, without gradient; 0 for dropped tokens.
 
@@ -101,6 +112,7 @@ class Correction:
             sampling_logprobs_DT: log q, nats, ``(N,)``.
             advantages_DT: ``(N,)``.
             offsets_D: ``(D + 1,)``: sequence ``d`` is ``[offsets_D[d], offsets_D[d + 1])``; None for one sequence.
+            snapshot_logprobs_DT: log s, nats, ``(N,)``; None if s is q.
 
         >>> correction = Correction(ratio="token", high=2.0)
         >>> p, q = torch.tensor([0.5, 0.9]).log(), torch.tensor([0.25, 0.1]).log()
@@ -116,12 +128,13 @@ class Correction:
                 factors_DT = torch.where(ratio_DT < self.sequence_low, 0.0, factors_DT)
             if self.sequence_high is not None:
                 factors_DT = torch.where(ratio_DT > self.sequence_high, 0.0, factors_DT)
+        snapshot_DT = sampling_logprobs_DT if snapshot_logprobs_DT is None else snapshot_logprobs_DT
         if self.off_policy_above is not None:
-            is_stale_DT = (advantages_DT < 0) & (-_mean(log_ratio_DT, offsets_D) > self.off_policy_above)
+            is_stale_DT = (advantages_DT < 0) & (_mean(snapshot_DT - logprobs_DT, offsets_D) > self.off_policy_above)
             factors_DT = torch.where(is_stale_DT, 0.0, factors_DT)
         if self.trust_region is not None:
-            distance_DT = (logprobs_DT.exp() - sampling_logprobs_DT.exp()).abs()
-            is_outside_DT = (distance_DT > self.trust_region) & (advantages_DT * log_ratio_DT > 0)
+            distance_DT = (logprobs_DT.exp() - snapshot_DT.exp()).abs()
+            is_outside_DT = (distance_DT > self.trust_region) & (advantages_DT * (logprobs_DT - snapshot_DT) > 0)
             factors_DT = torch.where(is_outside_DT, 0.0, factors_DT)
         return factors_DT
 

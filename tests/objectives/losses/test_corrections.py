@@ -48,14 +48,16 @@ CORRECTIONS = {
 }
 
 
-def slow_factors(correction: Correction, p: list[float], q: list[float], advantages: list[float]) -> list[float]:
-    """Factors of one sequence, from the published formulas, token by token."""
+def slow_factors(
+    correction: Correction, p: list[float], q: list[float], advantages: list[float], s: list[float]
+) -> list[float]:
+    """Factors of one sequence, from the published formulas, token by token; s is the sampler without temperature."""
     ratios = [math.exp(a - b) for a, b in zip(p, q, strict=True)]
     whole = math.prod(ratios)
     mean = whole ** (1 / len(ratios)) if ratios else 1.0
-    divergence = -math.log(mean)
+    divergence = sum(b - a for a, b in zip(p, s, strict=True)) / max(1, len(p))
     factors = []
-    for a, b, ratio, advantage in zip(p, q, ratios, advantages, strict=True):
+    for a, b, ratio, advantage in zip(p, s, ratios, advantages, strict=True):
         weight = {"loss": 1.0, "none": 1.0, "token": ratio, "sequence": whole}[correction.ratio]
         if correction.ratio in ("token", "sequence"):
             if correction.bound == "truncate":
@@ -66,7 +68,7 @@ def slow_factors(correction: Correction, p: list[float], q: list[float], advanta
             weight = 0.0
         if correction.off_policy_above is not None and advantage < 0 and divergence > correction.off_policy_above:
             weight = 0.0
-        grows = (advantage > 0 and ratio > 1) or (advantage < 0 and ratio < 1)
+        grows = (advantage > 0 and a > b) or (advantage < 0 and a < b)
         if correction.trust_region is not None and grows and abs(math.exp(a) - math.exp(b)) > correction.trust_region:
             weight = 0.0
         factors.append(weight)
@@ -83,17 +85,18 @@ def samples(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return sampling + 0.4 * rows[1], sampling, rows[2], torch.tensor([0, *lengths]).cumsum(0)
 
 
-@given(samples())
+@given(samples(), st.sampled_from([None, 0.5, 2.0]))
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_factors_equal_a_loop_over_tokens(name, case):
+def test_factors_equal_a_loop_over_tokens(name, case, power):
+    """With a temperature, the logprobs of the sampler's weights are others than those of its samples."""
     p, q, advantages, offsets = case
-    factors = CORRECTIONS[name].factors(p, q, advantages, offsets).tolist()
+    s = None if power is None else power * q
+    factors = CORRECTIONS[name].factors(p, q, advantages, offsets, s).tolist()
+    values = [p, q, advantages, q if s is None else s]
     expected = [
         factor
         for start, end in pairwise(offsets.tolist())
-        for factor in slow_factors(
-            CORRECTIONS[name], p[start:end].tolist(), q[start:end].tolist(), advantages[start:end].tolist()
-        )
+        for factor in slow_factors(CORRECTIONS[name], *(value[start:end].tolist() for value in values))
     ]
     assert factors == pytest.approx(expected)
 
@@ -188,7 +191,8 @@ def test_the_ratio_of_the_sequence_makes_the_policy_gradient_unbiased():
 
 @pytest.mark.parametrize("base", sorted(CORRECTABLE - {"grpo", "dr_grpo", "dapo"}))
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_a_corrected_loss_in_one_pass_has_the_gradient_of_two_passes(name, base):
+@pytest.mark.parametrize("power", [None, 0.7])
+def test_a_corrected_loss_in_one_pass_has_the_gradient_of_two_passes(name, base, power):
     """The service evaluates the loss datum by datum, without the offsets of the batch."""
     rows = [(prompt, SEQUENCES[index]) for prompt in range(NUM_PROMPTS) for index in (3, 200, 600)]
     batch, outputs = make_case(draw_logits(0), draw_logits(0) + 0.3 * draw_logits(1), rows)
@@ -196,6 +200,8 @@ def test_a_corrected_loss_in_one_pass_has_the_gradient_of_two_passes(name, base)
     advantages_DT = torch.randn(batch.num_tokens, generator=generator)
     weights_DT = torch.ones(batch.num_tokens).index_fill(0, torch.tensor([0, 5]), 0.0)
     batch = replace(batch, advantages_DT=advantages_DT, weights_DT=weights_DT)
+    if power is not None:
+        batch = replace(batch, untempered_logprobs_DT=power * batch.sampling_logprobs_DT)
     objective = Objective(base)
     assert find_named_loss(objective) is not None
     objective.correct(CORRECTIONS[name])
