@@ -33,6 +33,7 @@ from tasks.common.renderers import recommended_renderers
 from tasks.common.task import call, opaque_argument
 from tasks.reports.first_batch import first_group, print_datums, weighted_datums, write_first_batch
 from tasks.reports.summary import DATA_TAG
+from tasks.rl.health import CONSTANT, REWARD, REWARD_SUM
 from tasks.rl.hooks import PREFIX
 from tasks.rl.named_rewards import TOTAL
 from tasks.rl.truncation import OVERLONG
@@ -96,9 +97,9 @@ def warn_of_equal_rewards(run: Run, config: TrainConfig, metrics: Mapping[str, f
     """Warn after the first step if the rewards of each group are equal, so that the policy loss has no gradient."""
     if not isinstance(config, RlConfig) or config.advantage.estimator == "gae":
         return
-    if metrics.get("env/all/by_group/frac_mixed") != 0:
+    if metrics[CONSTANT] != 1 if CONSTANT in metrics else metrics.get("env/all/by_group/frac_mixed") != 0:
         return
-    reward = metrics.get("env/all/reward/total", float("nan"))
+    reward = metrics.get(REWARD_SUM, metrics.get(REWARD, float("nan")))
     text = (
         f"In every group of the first step, all rewards are equal (mean {reward:.4g}), so the rewards teach nothing: "
         "make the problems easier or harder, give partial rewards, or sample larger groups."

@@ -581,6 +581,7 @@ class Trainer:
             self.ledger.charge_reference(step)
             self.ledger.charge_metered()
             call(log_metrics, self.run.log, step, opaque_argument(metrics | self.ledger.metrics()))
+            warn_of_metrics(self.run.log, self.config.run_name, "health", self.source.observe(step, metrics))
             warn_of_metrics(self.run.log, self.config.run_name, "alert", self.alerts.observe(step, metrics))
             for condition in self.alerts.unmeasured():
                 text = f"The alert {condition} had no effect, because no step reported this metric: check its name."

@@ -148,7 +148,8 @@ def join_metrics(parts: Sequence[Linearized]) -> dict[str, float]:
     """Compute the metrics of an update from its minibatches.
 
     Values are means over the update, and norms, shares and cosines are those of its whole gradient. The gradients of
-    the minibatches belong to different tokens, so their scalar products add up.
+    the minibatches belong to different tokens, so their scalar products add up. A term's own metrics are weighted as
+    its value is, by the minibatches' tokens or sequences; those whose name ends in ``_max`` are maxima.
 
     >>> half = Evaluation("base", 2.0, torch.tensor([-1.0, -1.0]))
     >>> parts = [linearize(half, [], scale=Scale(1.0, 2.0, 2.0, 1.0)) for _ in range(2)]
@@ -191,8 +192,10 @@ def join_metrics(parts: Sequence[Linearized]) -> dict[str, float]:
         }
         own_metrics = {key for row in rows for key in row.evaluation.metrics}
         for key in sorted(own_metrics):
-            values = [row.evaluation.metrics[key] for row in rows if key in row.evaluation.metrics]
-            figures[key] = sum(values) / len(values)
+            having = [row for row in rows if key in row.evaluation.metrics]
+            values = [row.evaluation.metrics[key] for row in having]
+            is_max = key.endswith("_max")
+            figures[key] = max(values) if is_max else _weighted_mean(values, [row.scale for row in having])
         metrics |= {f"term/{name}/{key}": figure for key, figure in figures.items()}
     for (a, first), (b, second) in combinations(list(enumerate(names))[1:], 2):
         metrics[f"cosine/{first}/{second}"] = stats.cosines_KK[a, b].item()

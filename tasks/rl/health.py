@@ -12,6 +12,9 @@ from tinker_cookbook.model_info import get_model_attributes
 from tasks.training.batch_source import MetricWarning
 
 REWARD = "env/all/reward/total"
+# With named rewards: mean of their weighted sum, and share of the groups in which it gives no advantage.
+REWARD_SUM = "rewards/sum"
+CONSTANT = "rewards/constant"
 LENGTH = "env/all/ac_tokens_per_turn"
 # Divergence of the trainer from the sampler in nats per token, beyond which something is wrong. Healthy runs of dense
 # models have 0.0002, and those of mixtures of experts 0.001 to 0.002, with an error 0.09 (README of tinker-cookbook's
@@ -106,7 +109,7 @@ class HealthWatch:
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[MetricWarning]:
         """Check the metrics of a step; return the failures that have just lasted long enough."""
-        for key in ("optim/entropy", LENGTH, REWARD):
+        for key in ("optim/entropy", LENGTH, REWARD, REWARD_SUM):
             if key in metrics and len(self._first.setdefault(key, [])) < self._limits.patience:
                 self._first[key].append(metrics[key])
         warnings: list[MetricWarning] = []
@@ -193,10 +196,15 @@ class HealthWatch:
 
     def _check_groups(self, metrics: Mapping[str, float]) -> Iterator[_Check]:
         good, bad = (metrics.get(f"env/all/by_group/frac_all_{key}") for key in ("good", "bad"))
-        if good is None or bad is None:
+        limit = self._limits.constant_above
+        if CONSTANT in metrics:
+            share = metrics[CONSTANT]
+            shares = f"{share:.0%}, by the weighted sum of rewards"
+        elif good is not None and bad is not None:
+            share = good + bad
+            shares = f"{good:.0%} all right, {bad:.0%} all wrong"
+        else:
             return
-        share, limit = good + bad, self._limits.constant_above
-        shares = f"{good:.0%} all right, {bad:.0%} all wrong"
         problem = f"The share of groups with one reward for all members has been above {limit:g} ({shares})"
         yield _Check(
             "constant",
@@ -217,9 +225,10 @@ class HealthWatch:
 
     def _check_hacking(self, metrics: Mapping[str, float]) -> Iterator[_Check]:
         """Signs of a reward that rises for another reason than better answers."""
-        if REWARD not in metrics or not self._is_started(REWARD):
+        reward = REWARD_SUM if REWARD_SUM in metrics else REWARD
+        if reward not in metrics or not self._is_started(reward):
             return
-        rises = metrics[REWARD] > fmean(self._first[REWARD])
+        rises = metrics[reward] > fmean(self._first[reward])
         fix = "read the transcripts, and reward what the answers lack"
         if LENGTH in metrics and self._is_started(LENGTH):
             ratio = metrics[LENGTH] / max(fmean(self._first[LENGTH]), 1e-9)

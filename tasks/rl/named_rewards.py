@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import fsum
+from statistics import fmean
 from threading import Lock
 from typing import Any, Literal
 
@@ -224,16 +225,22 @@ class NamedRewards:
     def metrics(
         self, step: int, minibatches: Sequence[Sequence[Group]], settings: AdvantageSettings
     ) -> dict[str, float]:
-        """Return ``reward/<name>/...`` of a step.
+        """Return ``reward/<name>/...`` of a step, and ``rewards/sum`` and ``rewards/constant`` of the weighted sums.
 
-        ``value`` is the mean reward, ``weight`` the weight of the step. ``share`` and the cosines compare each reward's
-        weighted part of the advantages over the sampled tokens: the gradient of a policy loss by the logprobs of its
-        samples, while the policy is that which sampled them.
+        ``rewards/sum`` is the mean weighted sum of a completion, and ``rewards/constant`` the share of groups whose
+        members all have the same advantage. ``value`` is the mean reward, ``weight`` the weight of the step. ``share``
+        and the cosines compare each reward's weighted part of the advantages over the sampled tokens: the gradient of a
+        policy loss by the logprobs of its samples, while the policy is that which sampled them.
         """
         self._observe(step + 1)
         mix, names = self._weights.pop(step), list(self._specs)
         metrics = self._observed.pop(step)
         metrics |= {f"reward/{name}/weight": weight for name, weight in mix.weights.items()}
+        rewarded = [group.trajectories for groups in minibatches for group in groups if group.trajectories is not None]
+        if rewarded:
+            sums = [reward for group in rewarded for reward in _weighted(group, mix.weights).get_total_rewards()]
+            metrics["rewards/sum"] = fsum(sums) / len(sums)
+            metrics["rewards/constant"] = fmean(is_constant(group, mix, settings) for group in rewarded)
         unweighted = RewardWeights(dict.fromkeys(names, 1.0), self._normalization)
         products_KK = torch.zeros((len(names), len(names)), dtype=torch.float64)
         for groups in minibatches:

@@ -72,6 +72,22 @@ def test_sync_steps_are_on_policy(run: tuple[Path, dict[str, Any], TrainResult],
     assert curve(result, "test/term/length/value") == pytest.approx([length / 128 for length in lengths])
 
 
+def test_the_final_evaluation_is_watched(
+    run: tuple[Path, dict[str, Any], TrainResult], prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed: dict[int, bool] = {}
+    watch = rollout_source.RolloutSource.observe
+
+    def observe(source: rollout_source.RolloutSource, step: int, metrics: dict[str, float]) -> Any:
+        observed[step] = f"test/{REWARD}" in metrics
+        return watch(source, step, metrics)
+
+    monkeypatch.setattr(rollout_source.RolloutSource, "observe", observe)
+    _, config, _ = run
+    rl(RlConfig.model_validate(config | {"run_name": "watched", "num_steps": 2, "eval_every": 1}))
+    assert observed == {0: True, 1: True, 2: True}
+
+
 def test_transcripts_and_traces(run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str) -> None:
     folder, _, result = run
     page = (folder / "runs" / "rl" / "transcripts-000000.html").read_text()

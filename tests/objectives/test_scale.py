@@ -118,6 +118,45 @@ def test_minibatches_train_the_same_update_and_report_its_norms(case):
     )
 
 
+def cut(batch: Batch, outputs: Outputs, rows: slice) -> tuple[Batch, Outputs]:
+    """Some rows of a batch of samples, with a critic's values."""
+    bounds = batch.offsets_D[rows.start : rows.stop + 1]
+    tokens = slice(int(bounds[0]), int(bounds[-1]))
+    fields = {
+        name: getattr(outputs, name)[tokens] for name in ("logprobs_DT", "ref_logprobs_DT", "sampling_logprobs_DT")
+    }
+    part = Batch(
+        batch.target_tokens_DT[tokens],
+        batch.weights_DT[tokens],
+        bounds - bounds[0],
+        advantages_DT=batch.advantages_DT[tokens],
+        sampling_logprobs_DT=fields["sampling_logprobs_DT"],
+        values_DT=torch.zeros(tokens.stop - tokens.start),
+        returns_DT=torch.linspace(0, 1, batch.num_tokens)[tokens],
+    )
+    return part, Outputs(**fields)
+
+
+def test_metrics_per_token_of_unequal_minibatches_are_those_of_the_whole_batch():
+    batch, outputs = make_rows(1)
+    objective = Objective("enhanced_ppo")
+
+    def linear(rows: slice) -> Linearized:
+        part, part_outputs = cut(batch, outputs, rows)
+        return linearize(evaluate_base(objective.base, part_outputs, part), [], scale=objective.scale(part, 0.5))
+
+    whole = linear(slice(0, 8)).metrics
+    joined = join_metrics([linear(slice(0, 1)), linear(slice(1, 8))])
+    names = ("policy", "entropy", "kl_ref", "critic_error", "ratio_max")
+    assert {name: joined[f"term/base/{name}"] for name in names} == pytest.approx(
+        {name: whole[f"term/base/{name}"] for name in names}
+    )
+    p, q = outputs.logprobs_DT, outputs.sampling_logprobs_DT
+    ratio = (p - q).exp()
+    surrogate = torch.minimum(ratio * batch.advantages_DT, ratio.clamp(0.8, 1.2) * batch.advantages_DT)
+    assert joined["term/base/policy"] == pytest.approx(-float(surrogate.mean()))
+
+
 def plain_enhanced_ppo(p: torch.Tensor, q: torch.Tensor, ref: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
     ratio = p.exp() / q.exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)

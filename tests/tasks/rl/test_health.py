@@ -13,7 +13,7 @@ from tinker_cookbook.completers import TokensWithLogprobs
 
 from flows.config.rl import RlConfig
 from flows.rl import _health_limits
-from tasks.rl.health import LENGTH, REWARD, HealthLimits, HealthWatch
+from tasks.rl.health import CONSTANT, LENGTH, REWARD, REWARD_SUM, HealthLimits, HealthWatch
 from tasks.rl.trajectories import compute_completion_metrics
 
 FAULTS: dict[str, tuple[dict[str, float], str]] = {
@@ -62,6 +62,21 @@ def test_short_faults_and_longer_answers_without_a_higher_reward_do_not_warn():
     fast = {"time/rollout": 0.5, "time/environment": 0.49}
     assert not any(watch.observe(step, HEALTHY | fast) for step in range(40, 50)), "half a second is not slow"
     assert not any(watch.observe(step, {"loss/total": 1.0}) for step in range(50, 60))
+
+
+def test_named_rewards_replace_the_total_of_the_environments():
+    """The total is constant, but the weighted sum teaches; and the other way round."""
+    healthy, teaching = HealthWatch(HealthLimits()), {"env/all/by_group/frac_all_bad": 1.0, CONSTANT: 0.0}
+    assert not any(healthy.observe(step, HEALTHY | teaching) for step in range(20))
+    useless = HealthWatch(HealthLimits())
+    (warning,) = [warning for step in range(20) for warning in useless.observe(step, HEALTHY | {CONSTANT: 1.0})]
+    assert "above 0.9 (100%, by the weighted sum of rewards)" in warning.text
+    watch, warned = HealthWatch(HealthLimits()), []
+    for step in range(20):
+        warned += watch.observe(
+            step, HEALTHY | {REWARD_SUM: 0.1 * step, "rollout/repetition": 0.8 if step > 9 else 0.0}
+        )
+    assert [warning.check for warning in warned] == ["repetition"]
 
 
 def test_a_reward_that_falls_on_held_out_groups_while_it_rises_in_training_warns():

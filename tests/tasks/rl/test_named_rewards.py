@@ -164,6 +164,8 @@ def test_the_figures_of_a_step() -> None:
             "reward/correct/share": norms["correct"] / sum(norms.values()),
             "reward/length/share": norms["length"] / sum(norms.values()),
             "reward/cosine/correct/length": parts["correct"] @ parts["length"] / np.prod(list(norms.values())),
+            "rewards/sum": (2.0 * TOTALS["correct"] + 0.25 * LENGTH).mean(),
+            "rewards/constant": 0.0,
         }
     )
 
