@@ -63,12 +63,17 @@ class Ledger:
         self._sampled += sampled
         self._usd += price.of_sampling(sampled) if price else 0.0
 
-    def stop_reason(self, step: int, num_tokens: int) -> str:
-        """Return the reason to stop before a step whose passes have this many tokens; empty within the budget.
+    def stop_reason(self, step: int, num_tokens: int, sampled: SampledTokens) -> str:
+        """Return the reason to stop before a step; empty within the budget.
 
         The next step and the one in progress are assumed to take as long as the last finished step.
+
+        Args:
+            num_tokens: tokens of the step's training passes.
+            sampled: tokens of the step's rollouts, and of earlier ones that are not charged yet.
         """
-        limit = self.limit_exceeded(self.price_of_pass(num_tokens) or 0.0, 2 * self._step_hours, f"step {step}")
+        usd = (self.price_of_pass(num_tokens) or 0.0) + (self._price.of_sampling(sampled) if self._price else 0.0)
+        limit = self.limit_exceeded(usd, 2 * self._step_hours, f"step {step}")
         if not limit:
             return ""
         if step == 0:

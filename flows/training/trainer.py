@@ -69,7 +69,7 @@ from tasks.common.service_errors import service_errors
 from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import ConfiguredEvaluator
 from tasks.reports.summary import storage_option
-from tasks.training.batch_source import BatchSource, TrainedBatch
+from tasks.training.batch_source import BatchSource, SampledTokens, TrainedBatch
 from tasks.training.candidates import CandidateSampler
 from tasks.training.checkpoints import PendingCheckpoint, step_of
 from tasks.training.datums import digest_batch
@@ -269,13 +269,15 @@ class Trainer:
         if sent is None:
             sent = self._send_step(step, prepared, forward)
         if self.source.sampled:
-            self._prepare(step + 1)
+            self._prepare_samples(step + 1, prepared, stop)
         else:
             self._send_ahead(step + 1, stop)
 
         if sent.batches:
             metrics |= self._read_responses(step, sent)
         self.ledger.add_sampled(self.source.take_sampled())
+        if self.budget_message or stop.requested:
+            self.ledger.add_sampled(self.source.stop_sampling())
         self.ledger.charge_metered()
         if self.candidates:
             self.ledger.add_sampled(self.candidates.take_sampled())
@@ -322,6 +324,25 @@ class Trainer:
             if self.candidates and self.candidates.settings.overlap:
                 self._prepare_candidates(step)
 
+    def _prepare_samples(self, step: int, last: Sequence[PreparedBatch], stop: StopRequest) -> None:
+        """Start the rollouts of a step, unless the run stops or its budget does not cover a step like the last one."""
+        self.prepared = None
+        if step == self.schedule.num_steps or stop.requested:
+            return
+        num_tokens = sum(minibatch.batch.result().num_tokens for minibatch in last)
+        for_last, uncounted = self.source.sampled_for(step - 1)
+        if not self._stops_for_budget(step, num_tokens, uncounted + for_last):
+            self._prepare(step)
+
+    def _stops_for_budget(self, step: int, num_tokens: int, sampled: SampledTokens) -> bool:
+        """Check whether the budget ends the run before a step, and say so; see `Ledger.stop_reason`."""
+        self.budget_message = self.ledger.stop_reason(step, num_tokens, sampled)
+        if self.budget_message:
+            note_end(self.run.log, self.budget_message)
+            state = {"step": step, **self.ledger.state(), "message": self.budget_message}
+            emit("budget", self.config.run_name, state)
+        return bool(self.budget_message)
+
     def _prepare_candidates(self, step: int) -> None:
         """Start to sample candidates for the prepared batch of a step, from the weights after the updates sent so far.
 
@@ -350,15 +371,11 @@ class Trainer:
         num_tokens = (3 if needs_logprobs else 2) * batch.num_tokens * len(self.prepared)
         num_tokens += self.evaluation.num_tokens(step)
         num_tokens += self.evaluation.num_tokens(step + 1) if step + 1 == self.schedule.num_steps else 0
-        self.budget_message = self.ledger.stop_reason(step, num_tokens)
-        if self.budget_message:
+        if self._stops_for_budget(step, num_tokens, self.source.sampled_for(step)[1]):
             if prepared.reference and not self.source.sampled:
                 prepared.reference.result()
                 self.ledger.charge_reference(step)
             self.prepared = None
-            note_end(self.run.log, self.budget_message)
-            state = {"step": step, **self.ledger.state(), "message": self.budget_message}
-            emit("budget", self.config.run_name, state)
         elif needs_logprobs:
             self.forward = self._enqueue_forward(batch)
         if self.prepared and self.candidates and not self.candidates.settings.overlap:
@@ -576,6 +593,7 @@ class Trainer:
             with self.guard.checked_responses(step):
                 forward = self._enqueue_forward(self.last_batch)
                 call(forward_logprobs, forward, opaque_argument(self.last_batch))
+        self.ledger.add_sampled(self.source.stop_sampling())
         if self.unchecked and step == self.schedule.num_steps:
             metrics = self.evaluation.run(step)
             self.ledger.charge_reference(step)

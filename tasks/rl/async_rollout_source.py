@@ -23,7 +23,7 @@ from tasks.rl.group_rollout import Group
 from tasks.rl.mismatch import STALENESS
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
 from tasks.rl.trajectories import GROUP_INDEX, count_tokens
-from tasks.training.batch_source import TrainedBatch
+from tasks.training.batch_source import SampledTokens, TrainedBatch
 
 
 class Place(NamedTuple):
@@ -152,7 +152,7 @@ class AsyncRolloutSource(RolloutSource):
             stale, self._stale = self._stale, []
             num_ready, num_running = len(self._completed), len(self._running)
         self._groups[step].append([*failed, *discarded])
-        self._sampled += count_tokens(stale)
+        self.count(count_tokens(stale))
         return super().metrics(step, trained, terms) | {
             "async/staleness_mean": sum(ages) / len(ages),
             "async/staleness_max": float(max(ages)),
@@ -161,6 +161,11 @@ class AsyncRolloutSource(RolloutSource):
             "async/groups_ready": float(num_ready),
             "async/groups_running": float(num_running),
         }
+
+    def stop_sampling(self) -> SampledTokens:
+        with self._changed:
+            self._num_steps = min(self._num_steps, self._step + 1)  # the groups of this step have all started
+        return super().stop_sampling()
 
     def close(self) -> None:
         with self._changed:

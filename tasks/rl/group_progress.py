@@ -37,10 +37,30 @@ class ProgressCounts:
     max_open_tokens: int
 
 
+class TokenCounter:
+    """Tokens that all groups of a run have sampled so far. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._sampled = SampledTokens()
+        self._lock = Lock()
+
+    @property
+    def sampled(self) -> SampledTokens:
+        """Tokens of all responses so far."""
+        return self._sampled
+
+    def add(self, sampled: SampledTokens) -> None:
+        """Count the tokens of a response."""
+        with self._lock:
+            self._sampled += sampled
+
+
 class GroupProgress:
     """Tokens that the rollout of a group has sampled so far in all attempts, and its cancellation. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, counter: TokenCounter | None = None) -> None:
+        """Start at zero; `counter` counts the tokens, too."""
+        self._counter = counter or TokenCounter()
         self._counts = ProgressCounts(SampledTokens(), 0, 0, SampledTokens(), 0)
         self._lock = Lock()
         self._running: Future[Any] | None = None
@@ -61,6 +81,7 @@ class GroupProgress:
 
     def add(self, sampled: SampledTokens, num_completions: int) -> None:
         """Count the tokens of completions."""
+        self._counter.add(sampled)
         with self._lock:
             counts = self._counts
             self._counts = replace(
@@ -70,6 +91,8 @@ class GroupProgress:
     def _add_open(
         self, num: int, prompt_length: int, max_tokens: int, sign: int, sampled: SampledTokens | None = None
     ) -> None:
+        if sampled:
+            self._counter.add(sampled)
         prompts = SampledTokens(sign * num * prompt_length, 0, sign * (num - 1) * prompt_length)
         with self._lock:
             counts = self._counts

@@ -37,6 +37,7 @@ from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.custom_completer import CompleterSpec
 from tasks.rl.group_batches import GroupBatches, split
+from tasks.rl.group_progress import GroupProgress, TokenCounter
 from tasks.rl.group_rollout import (
     Group,
     RetryWholeGroup,
@@ -188,6 +189,8 @@ class RolloutSource(BatchSource):
         self._distances: dict[int, list[float]] = {}
         self._oversampled: dict[int, Oversampling] = {}
         self._sampled = SampledTokens()
+        # All tokens of rollouts so far, and those that belong to trained steps.
+        self._counter, self._counted = TokenCounter(), SampledTokens()
         self._is_checked = False
         self._has_scored = False
         self._first_step = 0
@@ -270,7 +273,8 @@ class RolloutSource(BatchSource):
 
     def policy(self, sampler: tinker.SamplingClient, *key: int) -> SnapshotCompleter:
         """Completer of a group; members that go on to a next turn do not wait for the longest of the group's turns."""
-        return self.settings.policy(sampler, *key, merges=not self._has_several_turns)
+        policy = self.settings.policy(sampler, *key, merges=not self._has_several_turns)
+        return replace(policy, progress=GroupProgress(self._counter))
 
     def can_teach(self, group: Group) -> bool:
         """Check whether the newest step can train on a group; see `can_teach`."""
@@ -361,7 +365,7 @@ class RolloutSource(BatchSource):
     def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
         parts = self._groups.pop(step)
         groups = [group for part in parts for group in part]
-        self._sampled += count_tokens(groups)
+        self.count(count_tokens(groups))
         if self.show:
             self.show(step, make_transcript(parts, trained, terms))
         distances = self._distances.pop(step, [])
@@ -384,7 +388,7 @@ class RolloutSource(BatchSource):
         cancelled = oversampling.cancelled
         assert cancelled is not None, "the last minibatch of the step has cancelled the other groups"
         if not oversampling.is_repeated:
-            self._sampled += cancelled.sampled
+            self.count(cancelled.sampled)
         return compute_oversampling_metrics(groups, cancelled)
 
     def _use_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
@@ -473,9 +477,23 @@ class RolloutSource(BatchSource):
         self._has_scored = True
         return self.scores_ends
 
+    def count(self, sampled: SampledTokens) -> None:
+        """Count tokens of rollouts towards the steps trained so far."""
+        self._sampled += sampled
+        self._counted += sampled
+
     def take_sampled(self) -> SampledTokens:
         sampled, self._sampled = self._sampled, SampledTokens()
         return sampled
+
+    def sampled_for(self, step: int) -> tuple[SampledTokens, SampledTokens]:
+        groups = [group for part in self._groups.get(step, ()) for group in part]
+        return count_tokens(groups), self._sampled + self._counter.sampled.beyond(self._counted)
+
+    def stop_sampling(self) -> SampledTokens:
+        unused = self._counter.sampled.beyond(self._counted)
+        self._counted += unused
+        return unused
 
     def close(self) -> None:
         for oversampling in self._oversampled.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple
 
 import tinker
@@ -67,6 +67,15 @@ class SampledTokens:
             self.num_cached_tokens + other.num_cached_tokens,
         )
 
+    def beyond(self, other: SampledTokens) -> SampledTokens:
+        """Return by how much each count exceeds another one; 0 if it does not.
+
+        >>> SampledTokens(3, 2).beyond(SampledTokens(1, 5))
+        SampledTokens(num_prefill_tokens=2, num_sample_tokens=0, num_cached_tokens=0)
+        """
+        counts = zip(astuple(self), astuple(other), strict=True)
+        return SampledTokens(*(max(0, count - part) for count, part in counts))
+
     def times(self, num: int) -> SampledTokens:
         return SampledTokens(num * self.num_prefill_tokens, num * self.num_sample_tokens, num * self.num_cached_tokens)
 
@@ -125,6 +134,14 @@ class BatchSource(ABC):
 
     def take_sampled(self) -> SampledTokens:
         """Return the tokens sampled since the last call."""
+        return SampledTokens()
+
+    def sampled_for(self, step: int) -> tuple[SampledTokens, SampledTokens]:
+        """Return the tokens sampled for a loaded step, and all that `take_sampled` has not returned yet."""
+        return SampledTokens(), SampledTokens()
+
+    def stop_sampling(self) -> SampledTokens:
+        """Start no further rollouts; return the tokens sampled so far that belong to no trained step."""
         return SampledTokens()
 
     def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:

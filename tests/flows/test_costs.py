@@ -13,6 +13,7 @@ import pytest
 import tinker
 from distill_config import distill_fields, environment
 from engine_process import engine_tokens
+from metric_history import curve
 from mlflow import MlflowClient
 from rl_config import rl_fields
 from rlhf_config import rlhf_fields
@@ -74,6 +75,33 @@ class OfUnknownCost(SamplingClientEvaluator):
 
 def run(config: SamplingMethod) -> TrainResult:
     return rl(config) if isinstance(config, RlConfig) else on_policy_distillation(config)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "usd", "num_trained"),
+    [({}, 130.0, 2), ({"mode": "async", "max_steps_off_policy": 2}, 200.0, 1)],
+    ids=["sync", "async"],
+)
+def test_a_stopped_run_has_paid_for_all_its_rollouts(
+    schedule: dict[str, Any], usd: float, num_trained: int, tmp_path: Path, engine_url: str, mlflow_uri: str
+) -> None:
+    """A step samples 64 tokens at $1 each; in mode `async`, those of three steps are sampled before the first ends."""
+    prices = tmp_path / "prices.json"
+    prices.write_text(json.dumps([{"tinker_id": "tiny", "prefill": "$0", "sample": "$1,000,000", "train": "$0"}]))
+    fields = rl_fields(tmp_path, f"stopped-{schedule.get('mode', 'sync')}", mlflow_uri, engine_url)
+    fields |= {"num_steps": 8, "eval_every": 0, "schedule": schedule, "budget": {"prices": str(prices), "usd": usd}}
+    before = engine_tokens(engine_url)
+    result = rl(RlConfig.model_validate(fields))
+    sampled = engine_tokens(engine_url)["sampled"] - before.get("sampled", 0.0)
+    assert "would have cost" in result.stopped
+    assert len(curve(result, "loss/base")) == num_trained
+    (record, *_) = reversed(
+        (tmp_path / "runs" / str(fields["run_name"]) / "checkpoints.jsonl").read_text().splitlines()
+    )
+    spent = json.loads(record)["spent"]
+    assert spent["num_sample_tokens"] == spent["usd"] == sampled
+    if not schedule:
+        assert result.metrics["cost/num_sample_tokens"] == sampled <= usd
 
 
 @pytest.mark.parametrize("method", ["rl", "on_policy"])

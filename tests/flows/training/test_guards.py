@@ -38,6 +38,7 @@ from flows.training.budget import Ledger
 from flows.training.guards import spike_score
 from objectives.batch import Batch
 from tasks.supervised.dataset import build_dataset
+from tasks.training.batch_source import SampledTokens
 from tasks.training.forward_backward import read_outputs
 
 BAD = {"not_finite": [3], "spikes": [5]}
@@ -242,8 +243,8 @@ def test_run_stops_within_its_budget_and_resumes_with_a_higher_one(
 
 
 def test_hours_are_counted_over_restarts() -> None:
-    assert Ledger(BudgetConfig(hours=2.0), FREE, {"hours": 1.5}).stop_reason(7, 10) == ""
-    reason = Ledger(BudgetConfig(hours=2.0), FREE, {"hours": 2.5}).stop_reason(7, 10)
+    assert Ledger(BudgetConfig(hours=2.0), FREE, {"hours": 1.5}).stop_reason(7, 10, SampledTokens()) == ""
+    reason = Ledger(BudgetConfig(hours=2.0), FREE, {"hours": 2.5}).stop_reason(7, 10, SampledTokens())
     assert reason.startswith("The run stopped at a checkpoint before step 7: it would have taken 2.5 hours")
 
 
@@ -255,8 +256,8 @@ def test_hours_include_the_step_in_progress_and_the_next_one(monkeypatch: pytest
     clock[0] = 1800.0
     for ledger in ledgers.values():
         ledger.end_step()
-    assert "would have taken 1.5 hours with step 2" in ledgers[1.4].stop_reason(2, 10)
-    assert ledgers[1.6].stop_reason(2, 10) == ""
+    assert "would have taken 1.5 hours with step 2" in ledgers[1.4].stop_reason(2, 10, SampledTokens())
+    assert ledgers[1.6].stop_reason(2, 10, SampledTokens()) == ""
 
 
 def test_prices() -> None:
