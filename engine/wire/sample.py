@@ -37,7 +37,7 @@ def decode_job(request: SampleRequest, loaded: LoadedModel) -> SampleJob:
     job = SampleJob(
         prompt_T=torch.tensor(tokens, dtype=torch.int64),
         num_samples=request.num_samples,
-        max_tokens=room if params.max_tokens is None else min(params.max_tokens, max(room, 1)),
+        max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         temperature=params.temperature,
         top_k=loaded.vocab_size if params.top_k == -1 else params.top_k,
         top_p=params.top_p,
@@ -160,11 +160,15 @@ def _csr_cells(
 
 
 def _stop_conditions(stop: object, loaded: LoadedModel) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Return stop tokens and stop strings. None means the model's end tokens, an empty list means no stop."""
+    """Return stop tokens and stop strings.
+
+    None means the model's end tokens, and an empty list means no stop. Empty strings are ignored, because every text
+    contains the empty string.
+    """
     if stop is None:
         return frozenset(loaded.eos_token_ids), ()
     if isinstance(stop, str):
-        return frozenset(), (stop,)
+        stop = [stop]
     if not isinstance(stop, (list, tuple)):
         raise RequestError(f"stop is {stop!r}; send a string, a list of strings or a list of token ids.")
     tokens = frozenset(item for item in stop if isinstance(item, int))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_jobs import make_job
+from tinker.types import ModelInput, SampleRequest, SamplingParams
 from transformers import PreTrainedTokenizerFast
 
+from engine.compute.base import BaseModel
 from engine.sampling.request import ends_with_stop
 from engine.tiny import byte_tokenizer
+from engine.wire.sample import decode_job
 
 TOKENIZER = byte_tokenizer()
 PIECES = ["a", "b", "ab", "é", "\n", "<|im_end|>", "🙂", " "]
@@ -46,3 +50,16 @@ def test_stop_token_stops() -> None:
     job = make_job(0, stop_tokens=frozenset({98}))
     assert ends_with_stop([97, 98], job, TOKENIZER)
     assert not ends_with_stop([98, 97], job, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "strings"),
+    [("", (), ()), ([], (), ()), ([""], (), ()), (["", "ab"], (), ("ab",)), ("ab", (), ("ab",)), ([98], (98,), ())],
+)
+def test_empty_stop_strings_are_ignored(
+    base: BaseModel, stop: str | list[str] | list[int], tokens: tuple[int, ...], strings: tuple[str, ...]
+) -> None:
+    """Every text contains the empty string, so it would end each completion after one token."""
+    request = SampleRequest(prompt=ModelInput.from_ints([97]), sampling_params=SamplingParams(max_tokens=4, stop=stop))
+    job = decode_job(request, base.loaded)
+    assert (job.stop_tokens, job.stop_strings) == (frozenset(tokens), strings)
