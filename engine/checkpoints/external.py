@@ -27,14 +27,14 @@ def external_files(
 
     Args:
         weights: the adapter's tensors by peft's names.
-        recipients: age public keys (https://age-encryption.org/v1). With recipients, every file is encrypted
-            and named ``<name>.age``.
+        recipients: at most `MAX_RECIPIENTS` public keys, of age (https://age-encryption.org/v1) or SSH. With
+            recipients, every file is encrypted and named ``<name>.age``.
 
     Returns:
         Contents by file name.
 
     Raises:
-        RequestError: a recipient is invalid.
+        RequestError: a recipient is invalid, or there are too many.
     """
     config = {
         "peft_type": "LORA",

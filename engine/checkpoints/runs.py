@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from engine.checkpoints.files import disk_errors, replace_json
 from engine.checkpoints.names import run_folder
@@ -20,9 +21,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """Metadata of one training run; `run` is its model id."""
+    """Metadata of one training run."""
 
-    run: str
+    model_id: Annotated[str, Field(alias="run")]  # `run` is its key in run.json
     base_model: str
     lora: LoraSpec
     created_at: datetime
@@ -39,10 +40,10 @@ class RunStore:
         self._runs = state / "runs"
 
     def save(self, run: TrainingRun) -> None:
-        folder = self._runs / run_folder(run.run)
-        with disk_errors(f"The training run {run.run}"):
+        folder = self._runs / run_folder(run.model_id)
+        with disk_errors(f"The training run {run.model_id}"):
             folder.mkdir(parents=True, exist_ok=True)
-            replace_json(folder / "run.json", _RUN.dump_python(run, mode="json"))
+            replace_json(folder / "run.json", _RUN.dump_python(run, mode="json", by_alias=True))
 
     def find(self, run: str) -> TrainingRun:
         """Return the metadata of a training run.

@@ -26,7 +26,7 @@ def checkpoints_router(engine: Engine) -> APIRouter:
 
     @router.get("/checkpoints")
     def checkpoints(limit: Limit = 100, offset: Offset = 0) -> JsonObject:
-        checkpoints = [checkpoint for run in engine.runs.all() for checkpoint in store.list_run(run.run)]
+        checkpoints = [checkpoint for run in engine.runs.all() for checkpoint in store.list_run(run.model_id)]
         checkpoints.sort(key=lambda checkpoint: checkpoint.created_at, reverse=True)
         return {
             "checkpoints": [describe_checkpoint(checkpoint) for checkpoint in checkpoints[offset : offset + limit]],

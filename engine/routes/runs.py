@@ -35,13 +35,15 @@ def runs_router(engine: Engine) -> APIRouter:
 
 
 def _describe(engine: Engine, run: TrainingRun) -> JsonObject:
-    checkpoints = engine.checkpoints.list_run(run.run)
+    checkpoints = engine.checkpoints.list_run(run.model_id)
+    # The checkpoints are listed oldest first, so the newest of each kind remains.
     last = {checkpoint.name.kind: describe_checkpoint(checkpoint) for checkpoint in checkpoints}
-    session = engine.sessions.get(run.run.partition(":")[0])
-    model = session.models.get(run.run) if session else None
+    session_id = run.model_id.partition(":")[0]
+    session = engine.sessions.get(session_id)
+    model = session.models.get(run.model_id) if session else None
     times = [run.created_at, *(checkpoint.created_at for checkpoint in checkpoints)]
     return {
-        "training_run_id": run.run,
+        "training_run_id": run.model_id,
         "base_model": run.base_model,
         "model_owner": OWNER,
         "is_lora": True,

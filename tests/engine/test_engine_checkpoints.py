@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from pathlib import Path
 
@@ -11,11 +12,23 @@ from engine_process import API_KEY, EngineProcess, running_engine
 from tinker import types
 from train_steps import train
 
+from engine.checkpoints.runs import RunStore
+
+STATE_OF_0_1 = Path(__file__).parents[1] / "flows" / "runs" / "data" / "run_of_0_1" / "engine"
+
 
 def files_of(engine: EngineProcess, path: str) -> dict[str, bytes]:
     run, kind, name = path.removeprefix("tinker://").split("/")
     (folder,) = (engine.state / "runs" / run.replace(":", "_") / kind).glob(f"{name}@*")
     return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_training_runs_have_the_format_of_release_0_1(tmp_path: Path) -> None:
+    (run,) = RunStore(STATE_OF_0_1).all()
+    RunStore(tmp_path).save(run)
+    (stored,), (written,) = STATE_OF_0_1.glob("runs/*/run.json"), tmp_path.glob("runs/*/run.json")
+    assert written.parent.name == stored.parent.name
+    assert json.loads(written.read_text()) == json.loads(stored.read_text())
 
 
 @pytest.mark.process
