@@ -269,8 +269,8 @@ def _check_finite(name: str, value: float, gradient_DT: Tensor) -> None:
     if not all_finite(gradient_DT):
         num_bad = int((~gradient_DT.isfinite()).sum())
         raise NotFiniteError(
-            f"The gradient of term {name!r} is not finite at {num_bad} of {len(gradient_DT)} tokens; clamp its "
-            "denominators and the arguments of roots and logarithms."
+            f"The gradient of term {name!r} is not finite at {num_bad} of {gradient_DT.numel()} logprobs; "
+            "clamp its denominators and the arguments of roots and logarithms."
         )
 
 

@@ -17,6 +17,11 @@ from objectives.term import Regularizer
 from tasks.common.service_errors import wait_for_response
 from tasks.common.task import step_task
 
+PendingOutput = tinker.APIFuture[types.ForwardBackwardOutput]
+
+# Norm of the gradient with respect to the weights, before clipping.
+_OPTIMIZER_METRICS = {"unclipped_grad_l2:mean": "optim/grad_norm"}
+
 
 @dataclass(frozen=True, slots=True)
 class PendingUpdate:
@@ -78,12 +83,6 @@ def optim_step(pending: tinker.APIFuture[types.OptimStepResponse]) -> dict[str, 
     return {_OPTIMIZER_METRICS.get(name, name): value for name, value in metrics.items()}
 
 
-# Norm of the gradient with respect to the weights, before clipping.
-_OPTIMIZER_METRICS = {"unclipped_grad_l2:mean": "optim/grad_norm"}
-
-PendingOutput = tinker.APIFuture[types.ForwardBackwardOutput]
-
-
 def enqueue_forward(client: tinker.TrainingClient, batch: Batch) -> PendingOutput:
     """Request the logprobs of a batch under the weights after all updates enqueued so far."""
     return client.forward(list(batch.datums), "cross_entropy")
@@ -103,11 +102,18 @@ def read_outputs(output: types.ForwardBackwardOutput, batch: Batch) -> Outputs:
         PoisonedError: a logprob is NaN or infinite.
     """
     logprobs_DT, offsets_D = pack([entry["logprobs"].to_torch() for entry in output.loss_fn_outputs])
-    if offsets_D.tolist() != batch.offsets_D.tolist():
+    if len(offsets_D) != len(batch.offsets_D):
         raise ServiceError(
             f"The Tinker service returned logprobs for {len(offsets_D) - 1} datums and {len(logprobs_DT)} tokens "
             f"but {batch.num_datums} and {batch.num_tokens} were sent: report this to the operator of the service."
         )
+    lengths_D = zip(offsets_D.diff().tolist(), batch.offsets_D.diff().tolist(), strict=True)
+    for datum, (num_logprobs, num_targets) in enumerate(lengths_D):
+        if num_logprobs != num_targets:
+            raise ServiceError(
+                f"The Tinker service returned {num_logprobs} logprobs for datum {datum}, which has {num_targets} "
+                "target tokens: report this to the operator of the service."
+            )
     if not all_finite(logprobs_DT):
         raise PoisonedError(
             f"The Tinker service returned {int((~logprobs_DT.isfinite()).sum())} logprobs of {len(logprobs_DT)} that "

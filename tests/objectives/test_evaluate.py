@@ -213,7 +213,7 @@ def raising():
         (lambda o, b: o.logprobs_DT[:4], {}, "shape (4,) with the reduction 'token_mean'"),
         (lambda o, b: o.logprobs_DT / 0, {}, "has the value -inf, which is not finite"),
         (lambda o, b: o.logprobs_DT.log(), {}, "has the value nan, which is not finite"),
-        (lambda o, b: (o.logprobs_DT - o.logprobs_DT).sqrt(), {}, "is not finite at 5 of 5 tokens"),
+        (lambda o, b: (o.logprobs_DT - o.logprobs_DT).sqrt(), {}, "is not finite at 5 of 5 logprobs"),
         (lambda o, b: [0.0], {"kind": "scored"}, "shape (1,), but the estimator 'minimum_risk' expects (2,)"),
         (lambda o, b: [0.0, math.inf], {"kind": "scored"}, "has the value nan, which is not finite"),
         (
@@ -239,6 +239,20 @@ def test_a_failing_term_raises_one_sentence_with_its_name(fn, declared, message)
     assert "'culprit'" in text
     assert text.endswith(".")
     assert "\n" not in text
+
+
+def test_a_gradient_with_several_targets_per_position_counts_each_target():
+    @regularizer("test_root_of_zero")
+    def root_of_zero(outputs, batch):
+        return (outputs.logprobs_DT - outputs.logprobs_DT).sqrt().mean(1)
+
+    batch, outputs = make_batch([2, 1])
+    targets_DT, weights_DT, logprobs_DT = (
+        tensor[:, None].expand(3, 4) for tensor in (batch.target_tokens_DT, batch.weights_DT, outputs.logprobs_DT)
+    )
+    batch = Batch(targets_DT, weights_DT, batch.offsets_D)
+    with pytest.raises(ObjectiveError, match="is not finite at 12 of 12 logprobs"):
+        evaluate(bind(root_of_zero), Outputs(logprobs_DT), batch)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from sft_config import sft_fields
 from tinker import types
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-from blocks.errors import ConfigError, GuardError, PoisonedError
+from blocks.errors import ConfigError, GuardError, PoisonedError, ServiceError
 from blocks.home import home
 from deployments.command_line import main
 from engine.models import resolve_model
@@ -316,6 +316,24 @@ def test_non_finite_logprobs_are_blamed_on_the_weights() -> None:
         loss_fn_output_type="ArrayRecord", loss_fn_outputs=[{"logprobs": logprobs}], metrics={}
     )
     with pytest.raises(PoisonedError, match="returned 1 logprobs of 3 that are not finite"):
+        read_outputs(output, batch)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([3, 2], "returned 3 logprobs for datum 0, which has 2 target tokens"),
+        ([2, 4], "returned 4 logprobs for datum 1, which has 3 target tokens"),
+        ([5], "returned logprobs for 1 datums and 5 tokens but 2 and 5 were sent"),
+    ],
+)
+def test_misplaced_logprobs_are_rejected(lengths: list[int], expected: str) -> None:
+    batch = Batch(torch.arange(5), torch.ones(5), torch.tensor([0, 2, 5]))
+    logprobs = [types.TensorData.from_torch(-torch.ones(length)) for length in lengths]
+    output = types.ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord", loss_fn_outputs=[{"logprobs": part} for part in logprobs], metrics={}
+    )
+    with pytest.raises(ServiceError, match=expected):
         read_outputs(output, batch)
 
 
