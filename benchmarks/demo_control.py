@@ -1,6 +1,6 @@
 """The demo and its control, the same run with the weight 0 for every term.
 
-Writes the control's held-out values, which the demo prints beside its own, and the picture of the README.
+Writes the control's held-out values, which the demo prints beside its own, and the picture in docs/benchmarks.md.
 """
 
 from __future__ import annotations

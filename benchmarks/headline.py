@@ -3,9 +3,9 @@
 Each training batch has two solutions of each problem: the right one, and a copy with a wrong operator in one calculator
 annotation (`<<48-2=24>>`). Cross-entropy learns both alike. The other arms add `logic`, which sees texts and no labels:
 
-- `data`: the share of false annotations, as `minimum_risk_mean` weighs the two solutions of a problem by their logprobs
-  per token;
-- `candidates`: the same score on completions that the model samples during training;
+- `data`: the share of false annotations of a solution, averaged over the two solutions of a problem with weights from
+  their logprobs per token (`minimum_risk_mean`);
+- `candidates`: the share of false annotations of completions that the model samples during training;
 - `target`: as `data`, held to a value instead of weighted;
 - `shuffled`: as `data`, with the scores shuffled within the batch, so that they say nothing about the texts.
 
@@ -14,7 +14,8 @@ its copy, the margin between the two, and the share of true annotations in sampl
 
 Settings are chosen on exploration seeds and exploration problems, then run once with other seeds on other problems.
 Every finished run is a line of `benchmarks/results/headline.jsonl`, also those of settings that were not chosen. A
-repeated command continues where the last one stopped; start from nothing by deleting that file.
+repeated command continues where the last one stopped. To start from nothing, delete that file and the folder `headline`
+in the project home.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ SAMPLING = Sampling(max_tokens=96, temperature=1.0, num_samples=2, seed=0)
 MAX_NLL_RISE = 0.1  # nats per token above cross-entropy; a setting that costs more is not chosen
 COMPARED = "held_out_preference"  # name of the term that only measures
 
+# Calculation with integers whose result the text repeats right after it, such as `<<2+3=5>>5`.
 _CALCULATION = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(?=\4(?![\d.]))")
 _ANNOTATION = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")
 _ARITHMETIC = re.compile(r"(?!.*(\*\*|//))[\d.+\-*/() ]{1,80}")  # no powers, whose results may be huge
@@ -92,7 +94,7 @@ def wrong_copy(answer: str, generator: random.Random) -> str:
 
 
 def _holds(left: str, right: str) -> bool | None:
-    """Return whether an annotation of plain arithmetic is true to the digits it shows; None if it is none."""
+    """Return whether an annotation is true, rounded to the decimals it shows; None if it is not plain arithmetic."""
     if not all(_ARITHMETIC.fullmatch(side) for side in (left, right)):
         return None
     try:
