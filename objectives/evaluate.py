@@ -35,8 +35,10 @@ class Evaluation:
     Attributes:
         name: the term's name in its objective; ``"base"`` for the base loss.
         value: reduced value of the term.
-        gradient_DT: ``(N,)``, dtype of the logprobs (float32 from a service): d value / d logprobs; 0 for a monitor.
-        metrics: the term's own metrics.
+        gradient_DT: ``(N,)``, or ``(N, K)`` with K targets per position; dtype of the logprobs (float32 from a
+            service): d value / d logprobs; 0 for a monitor.
+        metrics: the term's own metrics; for a term with one score per datum also ``trained_prompts``, the share of
+            prompts whose scores differ.
         duration_s: wall time of the evaluation, seconds.
         by_datum_D: ``(D,)``: value of each datum, or mean over its tokens; None for a term with one value per batch.
     """
@@ -88,7 +90,8 @@ def evaluate_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, firs
 
     Args:
         batch: batch with ``features`` from `prepare_features`.
-        first_step: True to reject a term that is declared differentiable but has no gradient.
+        first_step: True to reject a term that is declared differentiable but has no gradient. A term whose
+            ``on_error`` is not ``raise`` is checked at every step, because the first one may have been skipped.
 
     Raises:
         ObjectiveError: the term raises, returns a value that its kind does not allow, or is not finite.
@@ -97,7 +100,6 @@ def evaluate_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, firs
     _check_inputs(regularizer, outputs, batch)
     value, gradient_DT, metrics, by_datum_D = _differentiate(regularizer, outputs, batch)
     _check_finite(regularizer.name, value, gradient_DT)
-    # A run that skips failures can pass the first step without a check, so check every step.
     checked = first_step or regularizer.on_error != "raise"
     if checked and regularizer.term.kind == "differentiable" and not gradient_DT.any():
         _reject_constant(regularizer, outputs, batch)
@@ -116,6 +118,7 @@ def _differentiate(
             returned = _call(regularizer, term.evaluate, own_outputs, own_batch)
             _check_unchanged([*changed(own_outputs), *changed(own_batch)])
             value, metrics = _split(returned, is_monitor=term.kind == "monitor")
+            # A target that constrains one of the term's metrics trains on this metric instead of the term's value.
             if regularizer.metric is not None:
                 value = _call(regularizer, term.metric_values[regularizer.metric], own_outputs, own_batch)
             value = _as_tensor(value, outputs)
