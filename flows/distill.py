@@ -177,7 +177,7 @@ def _on_policy(
     source.watch_hangs(hangs)
     source.hindsight = hindsight
     source.measures_post_kl = config.compute_post_kl
-    source.scores_ends = config.prompt_logprobs_last_n == "auto"
+    source.scores_last_n = config.prompt_logprobs_last_n == "auto"
     return source, held_out
 
 

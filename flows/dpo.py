@@ -36,7 +36,7 @@ from tasks.preference.pair_source import HeldOutPairs, PairBatches, PairSource
 
 __getattr__ = partial(renamed_attribute, "flows.dpo")  # names of release 0.1
 
-# Batch fields that losses may read, in addition to the current log-probabilities.
+# Inputs that the base loss and the terms may read, in addition to the current logprobs.
 AVAILABLE_INPUTS = ("ref_logprobs",)
 
 

@@ -28,6 +28,8 @@ from flows.runs.run import Run, open_run
 from flows.runs.teachers import open_reference
 from flows.training.trainer import Trainer
 from objectives.aliases import renamed_attribute
+from objectives.base_loss import PolicyLoss
+from objectives.losses.policy.correction import CORRECTABLE
 from objectives.objective import Objective
 from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import build_evaluators
@@ -47,10 +49,11 @@ from tasks.rl.rollout_source import (
     build_environments,
 )
 from tasks.training.batch_source import MetricWarning
+from tasks.training.reference import Reference
 
 __getattr__ = partial(renamed_attribute, "flows.rl")  # names of release 0.1
 
-# Batch fields that losses may read, in addition to the current log-probabilities.
+# Inputs that the base loss and the terms may read, in addition to the current logprobs.
 AVAILABLE_INPUTS = ("ref_logprobs", "sampling_logprobs", "advantages", "values", "returns")
 
 
@@ -66,6 +69,7 @@ def rl(config: RlConfig) -> TrainResult:
                 "importance_sampling, ppo, grpo or another loss that reads advantages."
             )
 
+        # Importance corrections for samples of older weights.
         objective.correct(config.base_correction())
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
@@ -74,32 +78,43 @@ def rl(config: RlConfig) -> TrainResult:
                 _watch_hangs(config, run) as hangs,
                 closing(_open_source(config, settings, run)) as source,
             ):
+                # A run that was started before corrections existed continues without them.
+                started_with = recorded_format(run.directory)
+                if started_with < FORMAT_OF_CORRECTIONS:
+                    objective.correct(None)
+                correction = describe_correction(config, objective, started_with)
+                get_run_logger().info("Correction between sampler and trainer: %s.", correction)
+                run.log.tag("tinker_flows.correction", correction)
+
                 evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators, run.builder_arguments)
-                test = source.test
-                held_out = [HeldOutEnvironments(test, source.settings, source.tokenizer)] if test is not None else []
                 reference = None
                 if config.advantage.kl_coefficient or objective.needs("ref_logprobs"):
-                    reference = open_reference(run, config, keeps=False)
-                source.reference = reference if config.advantage.kl_coefficient else None
-                if recorded_format(run.directory) < FORMAT_OF_CORRECTIONS:
-                    objective.correct(None)
-                source.correction = objective.correction
-                if config.health:
-                    source.health = HealthWatch(_health_limits(config, config.health))
+                    reference = open_reference(run, config, uses_cache=False)
+                _configure_source(source, config, run, objective, reference)
+                test = source.test
+                held_out = [HeldOutEnvironments(test, source.settings, source.tokenizer)] if test is not None else []
                 if hangs:
                     source.watch_hangs(hangs)
                     for groups in held_out:
                         groups.hangs = hangs
-                _note_correction(config, run, objective)
-                source.measures_post_kl = config.compute_post_kl
-                source.scores_ends = config.prompt_logprobs_last_n == "auto"
-                if config.rollout.oversampling_factor > 1:
-                    source.oversampling = OversamplingRecord(run.directory)
-                source.rewards = config.named_rewards()
-                source.show = partial(_write_transcript, config, run)
                 return Trainer(run, config, source, objective, [*held_out, *evaluators], reference).train()
 
         return run_with_approval(config, attempt)
+
+
+def _configure_source(
+    source: RolloutSource, config: RlConfig, run: Run, objective: Objective, reference: Reference | None
+) -> None:
+    source.reference = reference if config.advantage.kl_coefficient else None
+    source.correction = objective.correction
+    source.rewards = config.named_rewards()
+    source.measures_post_kl = config.compute_post_kl
+    source.scores_last_n = config.prompt_logprobs_last_n == "auto"
+    source.show = partial(_write_transcript, config, run)
+    if config.health:
+        source.health = HealthWatch(_health_limits(config, config.health))
+    if config.rollout.oversampling_factor > 1:
+        source.oversampling = OversamplingRecord(run.directory)
 
 
 def _health_limits(config: RlConfig, health: HealthConfig) -> HealthLimits:
@@ -119,24 +134,29 @@ def _watch_hangs(config: RlConfig, run: Run) -> AbstractContextManager[HangWatch
     def report(warning: MetricWarning) -> None:
         warn_of_metrics(run.log, config.run_name, "health", [warning])
 
-    fix = f"{FIX}, and rollout.termination.grader_timeout_seconds rewards that hang"
+    fix = f"{FIX}, and rollout.termination.grader_timeout_seconds ends hanging rewards"
     return closing(HangWatch(_health_limits(config, config.health), config.rollout.timeout_s, report, fix))
 
 
-def _note_correction(config: RlConfig, run: Run, objective: Objective) -> None:
-    """Record the correction in effect, and why there is none where one is usual."""
-    correction = objective.correction
-    if correction is not None:
-        text = ", ".join(f"{name} {value}" for name, value in correction.changes().items())
-    elif config.schedule.mode == "sync" or config.correction == "none":
-        text = "none"
-    else:
-        text = (
-            "none: the base loss has parts that a correction would change, rollout.completer samples from another "
-            "distribution, or the run is older than corrections"
-        )
-    get_run_logger().info("Correction between sampler and trainer: %s.", text)
-    run.log.tag("tinker_flows.correction", text)
+def describe_correction(config: RlConfig, objective: Objective, started_with: int) -> str:
+    """Describe the correction in effect; if samples of older weights are not corrected by default, say why.
+
+    Args:
+        started_with: format version that the run was started with.
+    """
+    if objective.correction is not None:
+        return ", ".join(f"{name} {value}" for name, value in objective.correction.changes().items())
+    if config.schedule.mode == "sync" or config.correction == "none":
+        return "none"
+    if started_with < FORMAT_OF_CORRECTIONS:
+        return "none: the run was started before corrections existed"
+    assert objective.base is not None, "checked by the flow"
+    name = objective.base.term.name
+    if isinstance(objective.base.term.evaluate, PolicyLoss):
+        if name in CORRECTABLE:
+            return "none: rollout.completer samples from a distribution of its own"
+        return f"none: a correction would change the penalty of {name}, which depends on the sampler's logprobs"
+    return f"none: the base loss {name} is a registered term, and only policy losses have corrections"
 
 
 def _write_transcript(config: RlConfig, run: Run, step: int, transcript: Transcript) -> None:

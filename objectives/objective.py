@@ -281,7 +281,8 @@ class Objective:
         """Correct the base loss for samples of another policy, or remove its correction with None.
 
         Raises:
-            ObjectiveError: the base loss is not a policy loss, or it has parts that a correction would change.
+            ObjectiveError: the base loss is not a policy loss, or it has a penalty that depends on the
+                sampler's logprobs.
         """
         policy_loss = self.base.term.evaluate if self.base else None
         if self.base is None or not isinstance(policy_loss, PolicyLoss):

@@ -289,7 +289,7 @@ class HealthConfig(Config):
         gt=0,
         title="Hang seconds",
         description="Minimum number of seconds without a response of a group's environment, reward or completer after "
-        "which the group counts as hanging. `rollout.timeout_s` is added to it, because it ends turns that hang.",
+        "which the group counts as hanging. `rollout.timeout_s` is added to it, because it ends hanging turns.",
     )
     hang_factor: float = Field(
         default=10.0,

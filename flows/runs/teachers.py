@@ -100,11 +100,11 @@ def _agree(tokenizer: Tokenizer, other: Tokenizer) -> bool:
     return tokenizer.encode(_PROBE) == other.encode(_PROBE)
 
 
-def open_reference(run: Run, config: TrainConfig, *, keeps: bool = True) -> Reference:
-    """Open the reference model, with the log-probabilities that the run has cached.
+def open_reference(run: Run, config: TrainConfig, *, uses_cache: bool = True) -> Reference:
+    """Open the reference model, with the logprobs that the run has cached.
 
     Args:
-        keeps: Whether to cache log-probabilities, because the same data comes again.
+        uses_cache: True to cache logprobs; False for sampled data, which does not repeat.
 
     Raises:
         ConfigError: The reference is a model that the service does not have, or its tokenizer differs from the model's.
@@ -137,7 +137,9 @@ def open_reference(run: Run, config: TrainConfig, *, keeps: bool = True) -> Refe
             else:
                 sampler = open_trainer().save_weights_and_get_sampling_client().result()
     can_score_last_n = _can_score_last_n(run, config, sampler)
-    reference = Reference(sampler, open_trainer, name, model=model, uses_cache=keeps, can_score_last_n=can_score_last_n)
+    reference = Reference(
+        sampler, open_trainer, name, model=model, uses_cache=uses_cache, can_score_last_n=can_score_last_n
+    )
     load_cache(reference.cache, run.directory, REFERENCE_NAME)
     return reference
 

@@ -149,7 +149,7 @@ class Trainer:
         load_cache(objective.runner.cache, run.directory)
         if reference is None and objective.needs("ref_logprobs"):
             # Samples do not repeat, so their scores are not worth keeping.
-            reference = open_reference(run, config, keeps=not source.sampled)
+            reference = open_reference(run, config, uses_cache=not source.sampled)
         self.reference = reference
         data = data_assets(config, self.contents.digests.get("data", {}))
         self.checkpoints = Checkpoints(run, config, schedule.steps_per_epoch, self.start, data)

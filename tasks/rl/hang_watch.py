@@ -22,7 +22,7 @@ _NUM_DURATIONS = 256  # finished groups whose median counts
 _MAX_INTERVAL_S = 1.0
 _NUM_SHOWN = 3
 _CLOSE_S = 5.0  # a report that does not end must not keep the run open
-FIX = "check it; rollout.timeout_s ends turns that hang"
+FIX = "check it; rollout.timeout_s ends hanging turns"
 
 
 @dataclass
@@ -46,7 +46,7 @@ class HangWatch:
 
     A group hangs if it has no open request for samples and has sent none for `hang_seconds`, and for `hang_factor`
     times the median duration of the last finished groups. Before any group has finished, the bound is `hang_factor`
-    times `hang_seconds`. The time limit of the turns is added to the bound, because the rollout ends turns that hang
+    times `hang_seconds`. The time limit of the turns is added to the bound, because the rollout ends hanging turns
     by itself. Each step causes at most one warning.
 
     Args:

@@ -149,7 +149,8 @@ class RolloutSource(BatchSource):
         correction: correction of the base loss, for its metrics; None for none.
         show: callback that gets the step and its transcript after the step, or None.
         measures_post_kl: score the sampled tokens again after the update of their step.
-        scores_ends: request these scores from the first sampled token on, if the service can.
+        scores_last_n: request these scores only from the first sampled token on (`prompt_logprobs_last_n`), if the
+            service can.
         oversampling: stored groups of the run; None without over-sampling.
     """
 
@@ -160,7 +161,7 @@ class RolloutSource(BatchSource):
     correction: Correction | None = None
     show: Callable[[int, Transcript], None] | None = None
     measures_post_kl: bool = False
-    scores_ends: bool = False
+    scores_last_n: bool = False
     oversampling: OversamplingRecord | None = None
 
     def __init__(
@@ -459,23 +460,23 @@ class RolloutSource(BatchSource):
         sequences = [sequence for part in sequences_M for sequence in part]
         sampler = wait_for_snapshot(snapshot)
         firsts = None
-        if self._can_score_ends(sampler):
+        if self._can_score_last_n(sampler):
             masks_M = [unpack(minibatch.batch.mask_DT, minibatch.batch.offsets_D) for minibatch in trained]
             firsts = [int(mask_T.int().argmax()) for masks_D in masks_M for mask_T in masks_D]
         logprobs = iter(call(score_again, sampler, opaque_argument(sequences), opaque_argument(firsts)))
         self._sampled += scored_tokens(sum(sequence.length - 1 for sequence in sequences), len(sequences))
         return compute_post_kl(trained, [torch.cat([next(logprobs) for _ in part]) for part in sequences_M])
 
-    def _can_score_ends(self, sampler: tinker.SamplingClient) -> bool:
-        """Check with the first call whether the service scores the ends of sequences; warn if it does not."""
-        if self.scores_ends and not self._has_scored and not supports_last_n(sampler):
-            self.scores_ends = False
+    def _can_score_last_n(self, sampler: tinker.SamplingClient) -> bool:
+        """Check with the first call whether the service scores only the last tokens; warn if it does not."""
+        if self.scores_last_n and not self._has_scored and not supports_last_n(sampler):
+            self.scores_last_n = False
             self._warnings["prompt_logprobs_last_n"] = (
                 "The service does not know prompt_logprobs_last_n, so compute_post_kl scores whole sequences: set "
                 "prompt_logprobs_last_n to off, or update the service."
             )
         self._has_scored = True
-        return self.scores_ends
+        return self.scores_last_n
 
     def count(self, sampled: SampledTokens) -> None:
         """Count tokens of rollouts towards the steps trained so far."""

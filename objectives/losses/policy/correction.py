@@ -22,7 +22,7 @@ from objectives.losses.policy.ratios import mean_by_sequence, summed_log_ratios
 RatioOf = Literal["loss", "none", "token", "sequence"]
 Bound = Literal["truncate", "mask"]
 
-# Losses whose gradient is proportional to the advantages; the other ones have penalties relative to the sampler.
+# Losses whose gradient is proportional to the advantages; the others have penalties that depend on the sampler.
 CORRECTABLE = frozenset(("importance_sampling", "ppo", "cispo", "gspo", "grpo", "dr_grpo", "dapo"))
 
 
@@ -85,8 +85,8 @@ class Correction:
         """
         if name not in CORRECTABLE:
             raise ObjectiveError(
-                f"The loss {name!r} has parts relative to the sampler that a correction would change; use one of "
-                f"{', '.join(sorted(CORRECTABLE))}, or remove the correction."
+                f"The loss {name!r} has a penalty that depends on the sampler's logprobs, which a correction would "
+                f"change; use one of {', '.join(sorted(CORRECTABLE))}, or remove the correction."
             )
 
     def factors(

@@ -1,4 +1,4 @@
-"""Correction between sampler and trainer in the config of rl."""
+"""Correction between sampler and trainer in the config of rl, and the reason for none."""
 
 from __future__ import annotations
 
@@ -7,13 +7,29 @@ from typing import Any
 
 import pytest
 from rl_config import rl_fields
+from torch import Tensor
 
 from flows.config.rl import BOUNDED_CORRECTION, UNBOUNDED_CORRECTION, RlConfig
+from flows.rl import describe_correction
+from flows.runs.config_record import FORMAT_OF_CORRECTIONS
+from objectives.batch import Batch, Outputs
 from objectives.losses.policy.correction import Correction
+from objectives.objective import Objective
+from objectives.term import regularizer
+
+
+def make_config(**fields: Any) -> RlConfig:
+    return RlConfig.model_validate(rl_fields(Path("there"), "corrected", "") | fields)
 
 
 def correction_of(**fields: Any) -> Correction | None:
-    return RlConfig.model_validate(rl_fields(Path("there"), "corrected", "") | fields).base_correction()
+    return make_config(**fields).base_correction()
+
+
+@regularizer("test_registered_base", needs=("advantages",))
+def registered_base(outputs: Outputs, batch: Batch) -> Tensor:
+    assert batch.advantages_DT is not None, "guaranteed by needs"
+    return -outputs.logprobs_DT * batch.advantages_DT
 
 
 def test_the_modes_that_train_on_older_samples_are_corrected() -> None:
@@ -37,3 +53,38 @@ def test_the_modes_that_train_on_older_samples_are_corrected() -> None:
 def test_settings_without_effect_are_refused(correction: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         correction_of(correction=correction)
+
+
+@pytest.mark.parametrize(
+    ("base_loss", "fields", "started_with", "expected"),
+    [
+        ("importance_sampling", {}, FORMAT_OF_CORRECTIONS, "ratio token, off_policy_above 0.05"),
+        ("importance_sampling", {"correction": "none"}, FORMAT_OF_CORRECTIONS, "none"),
+        ("importance_sampling", {"schedule": {"mode": "sync"}}, FORMAT_OF_CORRECTIONS, "none"),
+        (
+            "importance_sampling",
+            {},
+            FORMAT_OF_CORRECTIONS - 1,
+            "none: the run was started before corrections existed",
+        ),
+        (
+            "dro",
+            {},
+            FORMAT_OF_CORRECTIONS,
+            "none: a correction would change the penalty of dro, which depends on the sampler's logprobs",
+        ),
+        (
+            "test_registered_base",
+            {},
+            FORMAT_OF_CORRECTIONS,
+            "none: the base loss test_registered_base is a registered term, and only policy losses have corrections",
+        ),
+    ],
+)
+def test_a_run_says_why_it_does_not_correct(
+    base_loss: str, fields: dict[str, Any], started_with: int, expected: str
+) -> None:
+    config = make_config(**{"schedule": {"mode": "async"}, "objective": {"base_loss": base_loss}} | fields)
+    with Objective.from_spec(config.objective, config.seed) as objective:
+        objective.correct(config.base_correction() if started_with >= FORMAT_OF_CORRECTIONS else None)
+        assert describe_correction(config, objective, started_with) == expected

@@ -239,7 +239,7 @@ def test_the_metrics_show_what_was_dropped():
 
 def test_what_cannot_be_corrected_is_refused():
     for base in ("dro", "stable_reinforce", "conservative_ppo", "enhanced_ppo"):
-        with pytest.raises(ObjectiveError, match=f"The loss '{base}' has parts relative to the sampler"):
+        with pytest.raises(ObjectiveError, match=f"The loss '{base}' has a penalty that depends on the sampler"):
             Objective(base).correct(Correction())
     with pytest.raises(ObjectiveError, match="not a policy loss by name"):
         Objective().correct(Correction())
