@@ -235,7 +235,7 @@ def _start_worker(starter: _Starter, prefect: Service, exports: Mapping[str, str
 
 
 def _start_deploy_job(starter: _Starter, prefect: Service, exports: Mapping[str, str]) -> Service:
-    return starter.start("Deployments", f"{prefect.url}/v2/deployments?limit=25", ["deployments.apply"], exports)
+    return starter.start("Deployments", f"{prefect.url}/v2/deployments?limit=100", ["deployments.apply"], exports)
 
 
 def mlflow_database() -> Path:
