@@ -7,6 +7,7 @@ check its predictions. All processes share the machine, so the cores of the flow
 
 The environment variable `SCALE` selects setups in addition to those that the model needs, as in
 `SCALE="10 segment" python -m benchmarks scale`; the names are `checkpoints`, `10`, `100`, `segment` and `postgres`.
+Without it, all setups run.
 """
 
 from __future__ import annotations
