@@ -65,14 +65,17 @@ class PruneConfig(Config):
     rule: Literal["median", "successive_halving"] = Field(
         title="Rule",
         description="`median`: stop if the best value so far is worse than the median of the finished trials at that "
-        "step. `successive_halving`: at each rung of steps, one of `factor` trials continues.",
+        "step. `successive_halving`: at each rung, only the best 1/`factor` of the trials continue.",
     )
     min_steps: int = Field(default=1, ge=1, title="Steps", description="First step at which a trial may stop.")
     min_trials: int = Field(
         default=4, ge=1, title="Trials", description="Number of completed trials that `median` needs."
     )
     factor: int = Field(
-        default=3, ge=2, title="Factor", description="Factor between two rungs, for `successive_halving`."
+        default=3,
+        ge=2,
+        title="Factor",
+        description="Factor between the steps of two rungs, for `successive_halving`. The first rung is `min_steps`.",
     )
 
 
