@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from mlflow import MlflowClient
@@ -90,3 +91,21 @@ def test_a_recipe_runs_to_its_end(
     if plays:
         failed = client.get_metric_history(result.mlflow_run_id, "rollout_errors/total")
         assert [point.value for point in failed] == [0.0] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_memory_test_learns(
+    store: Path, prefect_server: str, engine_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight of the KL term that is much too high keeps the mean reward at 0.01."""
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    tracking = f"sqlite:///{store / 'mlflow.db'}"
+    changed = [f"base_url={engine_url}", f"storage={store / 'runs'}", f"tracking={tracking}", "num_steps=40"]
+    config = load_config(config_type_of("rl"), file_of("rl_memory_test"), [*changed, "run_name=memory"])
+    result = flow_of("rl")(config)
+    history = MlflowClient(tracking).get_metric_history(result.mlflow_run_id, "env/all/reward/total")
+    rewards = [point.value for point in sorted(history, key=lambda point: point.step)]
+    assert len(rewards) == 40
+    assert fmean(rewards[:5]) < 0.05
+    assert fmean(rewards[-10:]) > 0.2, "at least about one digit of four"
