@@ -274,7 +274,7 @@ def test_failed_groups_do_not_take_the_place_of_slower_ones(snapshots: Any, dire
     assert steps[0].numbers == [[2, 3, 4, 5]]
     # Three of the groups 6 to 11 succeed, so that the batch is smaller.
     assert steps[1].numbers == [[9, 10, 11]]
-    assert [step.metrics["oversampling/cancelled_groups"] for step in steps] == [0, 0]
+    assert steps[1].metrics["oversampling/cancelled_groups"] == 0, "the step waits for all of its groups"
 
 
 def test_a_failed_service_ends_the_step(snapshots: Any, directory: RunDirectory) -> None:
