@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tinker
+import torch
 from mlflow.exceptions import MlflowException
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
@@ -26,6 +27,7 @@ from flows.runs.fork import is_fork, named_origin
 from flows.runs.pace import Pace, find_pace, format_hours
 from flows.runs.run import Run
 from objectives.batch import Batch
+from objectives.labels import MEMBER, PROMPT
 from objectives.objective import CROSS_ENTROPY, Objective
 from objectives.spec import RegularizerSpec
 from objectives.targets import TargetSpec
@@ -91,6 +93,23 @@ def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
             f"objective.base_loss.params.beta is {beta:g}, which keeps the policy at its reference: 0.1 is usual, and "
             f"above {_LARGE_BETA:g} the model hardly learns.",
         )
+
+
+def warning_of_split_rollouts(objective: Objective, batch: Batch) -> str:
+    """Return a warning if `kl` trains on conversations that are split into several datums; empty otherwise."""
+    labels = [batch.labels_D.get(name) for name in (PROMPT, MEMBER)]
+    pairs = [label_D for label_D in labels if label_D is not None]
+    if len(pairs) < len(labels) or not any(term.term.name == "kl" for term in objective.regularizers):
+        return ""
+    num_members = len(torch.stack(pairs).unique(dim=1).T)
+    if num_members == batch.num_datums:
+        return ""
+    return (
+        f"The {num_members} conversations of the first batch are split into {batch.num_datums} datums, because the "
+        "renderer changes earlier turns. The term kl weighs each datum by the importance ratio of its own tokens, so "
+        "its gradient is not exactly that of the divergence of whole conversations: use a renderer that keeps the "
+        "thinking of earlier turns."
+    )
 
 
 def warn_of_equal_rewards(run: Run, config: TrainConfig, metrics: Mapping[str, float]) -> None:

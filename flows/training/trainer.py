@@ -54,6 +54,7 @@ from flows.training.preflight import (
     warn_of_equal_rewards,
     warn_of_pitfalls,
     warn_of_unused_candidates,
+    warning_of_split_rollouts,
 )
 from flows.training.schedule import CheckpointCadence, Schedule
 from flows.training.step import PreparedBatch, SentBatch, SentStep, StepTimes, num_passes, prepare_batch
@@ -219,6 +220,8 @@ class Trainer:
             if is_new:
                 digest = "" if self.source.sampled else digest_batch(batch)
                 show_first_batch(self.run, self.config, batch, digest)
+                if text := warning_of_split_rollouts(self.objective, batch):
+                    note_warning(self.run.log, "split_rollouts", text)
                 log_datasets(self.run.log, self.config, self.contents.digests.get("data", {}), digest)
             if self.config.register_prompts:
                 register_prompts(self.run.log, self.config, self.run.client.get_tokenizer())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tinker
+import torch
 from distill_config import distill_fields
 from dpo_config import dpo_fields
 from rl_config import rl_fields
@@ -22,7 +24,10 @@ from flows.config.loader import validate_fields
 from flows.config.rl import RlConfig
 from flows.config.train import SftConfig, TrainConfig
 from flows.runs.pace import Pace
-from flows.training.preflight import pitfalls_of, pitfalls_of_checkpoint, plan_lines
+from flows.training.preflight import pitfalls_of, pitfalls_of_checkpoint, plan_lines, warning_of_split_rollouts
+from objectives.batch import Batch
+from objectives.labels import MEMBER, PROMPT
+from objectives.objective import Objective
 
 HOSTED = "Qwen/Qwen3.5-9B"
 
@@ -184,3 +189,16 @@ def test_auto_learning_rate_is_the_published_rate(tmp_path: Path) -> None:
 def test_auto_learning_rate_of_an_unknown_family_is_an_error(model: str) -> None:
     with pytest.raises(ConfigError, match=f"the rule does not cover the model {model}"):
         validate_fields(SftConfig, sft_fields(Path("there"), "none", "") | {"learning_rate": "auto", "model": model})
+
+
+def test_kl_on_split_conversations_warns() -> None:
+    """Two completions of one prompt, the first of which has two turns with a datum each."""
+    fields = {"target_tokens_DT": torch.zeros(6).long(), "weights_DT": torch.ones(6)}
+    labels = {PROMPT: torch.tensor([0, 0, 0]), MEMBER: torch.tensor([0, 0, 1])}
+    split = Batch(**fields, offsets_D=torch.tensor([0, 2, 4, 6]), labels_D=labels)
+    exact = Objective("ppo", [{"name": "kl", "fn": "kl"}])
+    assert "The 2 conversations of the first batch are split into 3 datums" in warning_of_split_rollouts(exact, split)
+    assert not warning_of_split_rollouts(Objective("ppo", [{"name": "kl_unweighted"}]), split)
+    whole = replace(split, labels_D=labels | {MEMBER: torch.tensor([0, 1, 2])})
+    assert not warning_of_split_rollouts(exact, whole)
+    assert not warning_of_split_rollouts(exact, replace(split, labels_D={}))
