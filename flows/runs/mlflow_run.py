@@ -32,6 +32,9 @@ from tasks.training.checkpoints import Records
 from tasks.training.metrics import MetricsLog
 
 MAX_PARAM_LENGTH = 6000  # MLflow's limit
+# Newest opening of a run, and the status with which each opening ended. A process that was frozen in the middle of its
+# last request may send it after another process has taken over the run; these tags tell both apart.
+_OPENING_TAG, _ENDED_TAG = "tinker_flows.opening", "tinker_flows.ended"
 _SHOWN = {"model", "learning_rate", "lr_schedule", "lora_rank", "seed"}
 
 
@@ -69,6 +72,8 @@ def open_mlflow_run(  # noqa: PLR0913 - three of a run, four of its record
             client.log_batch(run.info.run_id, params=entries)
         for key, value in tags.items():
             client.set_tag(run.info.run_id, key, value)
+        opening = uuid4().hex
+        client.set_tag(run.info.run_id, _OPENING_TAG, opening)
         client.update_run(run.info.run_id, status="RUNNING")
         log = MetricsLog(client, run.info.run_id, check_writer)
     status = "FAILED"
@@ -85,7 +90,20 @@ def open_mlflow_run(  # noqa: PLR0913 - three of a run, four of its record
             log.flush()
         with suppress(ServiceError, StorageError), tracking.failures():
             check_writer()
+            client.set_tag(log.run_id, f"{_ENDED_TAG}.{opening}", status)
             client.set_terminated(log.run_id, status=status)
+            _restore_status(client, log.run_id, opening)
+
+
+def _restore_status(client: MlflowClient, run_id: str, opening: str) -> None:
+    """Restore the status of a run that another process has opened since, and perhaps ended."""
+    written = None
+    while (tags := client.get_run(run_id).data.tags)[_OPENING_TAG] != opening:
+        current = tags.get(f"{_ENDED_TAG}.{tags[_OPENING_TAG]}", "RUNNING")
+        if current == written:  # the other process has not ended it in the meantime
+            return
+        client.update_run(run_id, status=current)
+        written = current
 
 
 def open_log(

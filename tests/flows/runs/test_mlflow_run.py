@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from prefect.exceptions import TerminationSignal
 from blocks import MLflowTracking
 from flows.monitoring.interrupts import CancelledInTheUI
 from flows.runs.mlflow_run import open_mlflow_run
+from tasks.training.metrics import MetricsLog
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,29 @@ def test_an_error_ends_the_run_with_its_status_and_keeps_its_metrics(
     assert status_of(tracking, run_id) == status
     history = MlflowClient(tracking.resolved_uri).get_metric_history(run_id, "loss/total")
     assert [point.value for point in history] == [1.5]
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_a_process_that_was_frozen_at_its_end_does_not_change_the_status_of_its_successor(
+    tracking: MLflowTracking, ends_first: bool
+):
+    """Its last check of the directory was before the freeze, its last request comes after it."""
+    record = f"frozen-{ends_first}"
+
+    def open_run() -> AbstractContextManager[MetricsLog]:
+        return open_mlflow_run(tracking, record, record, params={}, tags={})
+
+    frozen, successor = open_run(), open_run()
+    log = frozen.__enter__()
+    assert successor.__enter__().run_id == log.run_id
+    if ends_first:
+        successor.__exit__(None, None, None)
+    error = ValueError("the lease was lost")
+    frozen.__exit__(type(error), error, None)
+    assert status_of(tracking, log.run_id) == ("FINISHED" if ends_first else "RUNNING")
+    if not ends_first:
+        successor.__exit__(None, None, None)
+        assert status_of(tracking, log.run_id) == "FINISHED"
 
 
 def test_a_later_start_finds_the_run_and_keeps_its_params(tracking: MLflowTracking):
