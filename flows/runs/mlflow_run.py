@@ -97,13 +97,13 @@ def open_mlflow_run(  # noqa: PLR0913 - three of a run, four of its record
 
 def _restore_status(client: MlflowClient, run_id: str, opening: str) -> None:
     """Restore the status of a run that another process has opened since, and perhaps ended."""
-    written = None
+    last_status = None
     while (tags := client.get_run(run_id).data.tags)[_OPENING_TAG] != opening:
         current = tags.get(f"{_ENDED_TAG}.{tags[_OPENING_TAG]}", "RUNNING")
-        if current == written:  # the other process has not ended it in the meantime
+        if current == last_status:  # the other process has not ended it in the meantime
             return
         client.update_run(run_id, status=current)
-        written = current
+        last_status = current
 
 
 def open_log(

@@ -232,7 +232,7 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What a skipped step must leave as it was before its first minibatch."""
+    """State before the first minibatch of a step, restored if the step is skipped."""
 
     step: int
     objective: ObjectiveState
