@@ -127,7 +127,8 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
         title="Promote with confidence",
         description="Confidence with which the checkpoint must be better than the baseline on the same problems. At "
         "0.95, a checkpoint that is only as good as the baseline is registered in at most 5 % of cases. Only for "
-        "metrics of evaluators that grade answers. Unset: compare the two values and ignore their uncertainty.",
+        "`test/nll` and the metrics of evaluators that grade answers. Unset: compare the two values and ignore their "
+        "uncertainty.",
     )
 
     @field_validator("register_as")
@@ -193,7 +194,8 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
             ledger = EvaluationLedger(log, meter, config)
             evaluators = build_evaluators(config.evaluators, resources=resources)
             measure = partial(_measure, session, config, evaluators, ledger, meter)
-            check_scores(config.promote_if, config.promote_confidence, evaluators)
+            held_out = HeldOutNLL.scored_metrics if config.data else ()
+            check_scores(config.promote_if, config.promote_confidence, evaluators, held_out)
             of_baseline = measure(baseline) if baseline else EvaluationResult()
             note_evaluation(log, of_baseline, "baseline/")
             by_step: dict[int, EvaluationResult] = {}

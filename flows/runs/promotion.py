@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from tinker_cookbook.eval.evaluators import Evaluator
 
 from blocks.errors import ConfigError
 from flows.config.promotion import PromoteIf
-from tasks.evaluation.evaluators import ConfiguredEvaluator
+from tasks.evaluation.evaluators import ConfiguredEvaluator, HeldOutNLL
 from tasks.evaluation.intervals import compare_scores
 from tasks.evaluation.sampled import GradedEvaluator
 from tasks.training.held_out import BatchValues
@@ -29,9 +29,15 @@ class Measurement(NamedTuple):
 
 
 def check_scores(
-    promote_if: str | None, confidence: float | None, evaluators: Sequence[Evaluator | ConfiguredEvaluator]
+    promote_if: str | None,
+    confidence: float | None,
+    evaluators: Sequence[Evaluator | ConfiguredEvaluator],
+    held_out: Collection[str] = (),
 ) -> None:
     """Check that the metric of a condition with a confidence has a score for each problem.
+
+    Args:
+        held_out: further metrics with scores, of held-out data that is opened later.
 
     Raises:
         ConfigError: It does not.
@@ -39,9 +45,9 @@ def check_scores(
     if not promote_if or confidence is None:
         return
     metric = PromoteIf.parse(promote_if).metric
-    entries = [entry.evaluator for entry in evaluators if isinstance(entry, ConfiguredEvaluator)]
-    graders = [entry for entry in entries if isinstance(entry, GradedEvaluator)]
-    known = [logged_name(name) for grader in graders for name in grader.scored_metrics]
+    entries = [entry.evaluator if isinstance(entry, ConfiguredEvaluator) else entry for entry in evaluators]
+    scoring = [entry for entry in entries if isinstance(entry, GradedEvaluator | HeldOutNLL)]
+    known = [logged_name(name) for entry in scoring for name in entry.scored_metrics] + [*held_out]
     if metric not in known:
         raise ConfigError(
             f"promote_confidence needs a metric with a score for each problem, but promote_if names {metric}: use "

@@ -35,7 +35,7 @@ from tasks.common.builders import NO_RESOURCES, import_builder, import_object
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 from tasks.common.tokenizers import TokenizedEvaluator, lock_tokenizers
-from tasks.evaluation.grading_metrics import GradedMetrics
+from tasks.evaluation.grading_metrics import GradedMetrics, digest_problems
 from tasks.training.datums import pack_datums
 from tasks.training.held_out import BatchValues, EvaluatedBatch
 from tasks.training.metric_names import safe_name
@@ -56,7 +56,12 @@ class HeldOutNLL(TrainingClientEvaluator):
       their text. It is comparable between models with different tokenizers, and left out if there is no such text.
 
     Data with K weighted targets per position has `test/nll` alone, the cross-entropy to these targets.
+
+    `test/nll` has a score for each datum, for paired comparisons: the datum's share of the weighted sum, in the unit of
+    the mean, so that the mean of the scores is the metric.
     """
+
+    scored_metrics = ("test/nll",)
 
     def __init__(self, dataset: SupervisedDataset, tokenizer: Tokenizer) -> None:
         batches = [dataset.get_batch(index) for index in range(len(dataset))]
@@ -106,13 +111,19 @@ class HeldOutNLL(TrainingClientEvaluator):
         nll = compute_mean_nll(*([_flat(tensor) for tensor in tensors] for tensors in (logprobs_D, weights_D)))
         if not math.isfinite(nll):
             raise PoisonedError(f"The held-out data has the mean negative log-likelihood {nll}: check its rows.")
-        if weights_D[0].to_torch().ndim > 1:
-            return {"test/nll": nll}
-        targets_D = [datum.loss_fn_inputs["target_tokens"] for datum in self._datums]
-        bits_per_byte = compute_bpb(logprobs_D, weights_D, targets_D, self._tokenizer)
-        return {"test/nll": nll, "test/nll_per_token": _nll_per_token(logprobs_D, weights_D)} | (
-            {"test/bits_per_byte": bits_per_byte} if math.isfinite(bits_per_byte) else {}
-        )
+        metrics = {"test/nll": nll}
+        if weights_D[0].to_torch().ndim == 1:
+            targets_D = [datum.loss_fn_inputs["target_tokens"] for datum in self._datums]
+            metrics["test/nll_per_token"] = _nll_per_token(logprobs_D, weights_D)
+            bits_per_byte = compute_bpb(logprobs_D, weights_D, targets_D, self._tokenizer)
+            metrics |= {"test/bits_per_byte": bits_per_byte} if math.isfinite(bits_per_byte) else {}
+        return GradedMetrics(metrics, {"test/nll": _nll_shares(logprobs_D, weights_D)}, self._digest)
+
+    @cached_property
+    def _digest(self) -> str:
+        """Digest of the trained tokens and their weights."""
+        inputs_D = [datum.loss_fn_inputs for datum in self._datums]
+        return digest_problems(f"{inputs['target_tokens'].data} {inputs['weights'].data}" for inputs in inputs_D)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +270,16 @@ def _input_with_last_target(datum: tinker.Datum) -> tinker.ModelInput:
 
 def _flat(tensor: tinker.TensorData) -> tinker.TensorData:
     return tinker.TensorData.from_torch(tensor.to_torch().flatten())
+
+
+def _nll_shares(logprobs_D: Sequence[tinker.TensorData], weights_D: Sequence[tinker.TensorData]) -> list[float]:
+    """Share of each datum in the weighted mean negative log-likelihood, times the number of datums, in nats."""
+    pairs = [
+        (logprobs.to_torch().double(), weights.to_torch().double())
+        for logprobs, weights in zip(logprobs_D, weights_D, strict=True)
+    ]
+    total = sum(float(weights.sum()) for _, weights in pairs)
+    return [-len(pairs) * float((logprobs * weights).sum()) / total for logprobs, weights in pairs]
 
 
 def _nll_per_token(logprobs_D: Sequence[tinker.TensorData], weights_D: Sequence[tinker.TensorData]) -> float:

@@ -32,10 +32,10 @@ class Graded:
 
 
 class GradedMetrics(dict[str, float]):
-    """Metrics of graded answers, and the per-problem scores that accuracy and pass@k average.
+    """Metrics of graded answers or held-out data, and the scores of each problem that they average.
 
     Attributes:
-        scores: score of each problem, from 0 to 1, by metric.
+        scores: score of each problem, such as an accuracy from 0 to 1, by metric.
         problems: digest of the problems, which tells whether two evaluations can be compared; empty if it is unknown.
     """
 

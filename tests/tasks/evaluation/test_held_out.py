@@ -14,6 +14,7 @@ from tinker_cookbook.supervised.nll_evaluator import SamplerNLLEvaluator
 from tinker_cookbook.supervised.types import SupervisedDataset
 
 from tasks.evaluation.evaluators import HeldOutNLL
+from tasks.evaluation.grading_metrics import GradedMetrics
 
 ANSWERS = ("4", "It is four, which is two and two.", "Vier – größer als drei, kleiner als fünf. " * 4)
 
@@ -59,5 +60,28 @@ def test_metrics_of_examples_of_different_lengths(engine_url: str) -> None:
         "test/nll_per_token": -float(torch.cat(trained).mean()),
     }
     assert expected["test/nll_per_token"] != pytest.approx(expected["test/nll"], rel=1e-3)
-    assert asyncio.run(held_out(client)) == pytest.approx(expected, rel=1e-4)
+    measured = asyncio.run(held_out(client))
+    assert measured == pytest.approx(expected, rel=1e-4)
+    assert isinstance(measured, GradedMetrics)
+    # Each answer's weights add up to 1, so its score is its own mean.
+    assert measured.scores["test/nll"] == pytest.approx([-float(logprobs.mean()) for logprobs in trained], rel=1e-4)
     assert asyncio.run(held_out.measure_sampler(sampler)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_scores_of_unequal_weights_average_to_the_metric(engine_url: str) -> None:
+    """Long answers weigh more, and other data has another digest."""
+    service = tinker.ServiceClient(base_url=engine_url, api_key=API_KEY)
+    client = service.create_lora_training_client("tiny", rank=1).result()
+    tokenizer = client.get_tokenizer()
+    renderer = get_renderer("qwen3_instruct", tokenizer)
+    datums = [
+        conversation_to_datum(
+            [Message(role="user", content="2 + 2?"), Message(role="assistant", content=answer)], renderer, None
+        )
+        for answer in ANSWERS
+    ]
+    measured = [asyncio.run(HeldOutNLL(OneBatch(rows), tokenizer)(client)) for rows in (datums, datums[:2], datums)]
+    assert all(isinstance(metrics, GradedMetrics) for metrics in measured)
+    first, fewer, again = measured
+    assert sum(first.scores["test/nll"]) / 3 == pytest.approx(first["test/nll"])  # pyright: ignore[reportAttributeAccessIssue]
+    assert first.problems == again.problems != fewer.problems  # pyright: ignore[reportAttributeAccessIssue]
