@@ -357,8 +357,8 @@ class RunConfig(TrackedConfig, NamedConfig):
         title="Promote with confidence",
         description="Confidence with which the checkpoint must be better than the baseline on the same problems. At "
         "0.95, a checkpoint that is only as good as the baseline is registered in at most 5 % of cases. Only for "
-        "`test/nll` and the metrics of evaluators that grade answers. Unset: compare the two values and ignore their "
-        "uncertainty.",
+        "`test/nll`, `test/env/all/reward/total` and the metrics of evaluators that grade answers. Unset: compare the "
+        "two values and ignore their uncertainty.",
     )
 
     needs_approval: bool = Field(

@@ -9,9 +9,8 @@ from tinker_cookbook.eval.evaluators import Evaluator
 
 from blocks.errors import ConfigError
 from flows.config.promotion import PromoteIf
-from tasks.evaluation.evaluators import ConfiguredEvaluator, HeldOutNLL
+from tasks.evaluation.evaluators import ConfiguredEvaluator, ScoringEvaluator
 from tasks.evaluation.intervals import compare_scores
-from tasks.evaluation.sampled import GradedEvaluator
 from tasks.training.held_out import BatchValues
 from tasks.training.metric_names import logged_name
 
@@ -46,7 +45,7 @@ def check_scores(
         return
     metric = PromoteIf.parse(promote_if).metric
     entries = [entry.evaluator if isinstance(entry, ConfiguredEvaluator) else entry for entry in evaluators]
-    scoring = [entry for entry in entries if isinstance(entry, GradedEvaluator | HeldOutNLL)]
+    scoring = [entry for entry in entries if isinstance(entry, ScoringEvaluator)]
     known = [logged_name(name) for entry in scoring for name in entry.scored_metrics] + [*held_out]
     if metric not in known:
         raise ConfigError(

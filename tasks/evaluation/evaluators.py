@@ -10,7 +10,7 @@ from functools import cached_property
 from inspect import signature
 from itertools import islice
 from traceback import walk_tb
-from typing import Any, Literal, Protocol, SupportsFloat
+from typing import Any, Literal, Protocol, SupportsFloat, runtime_checkable
 
 import chz
 import tinker
@@ -42,6 +42,16 @@ from tasks.training.metric_names import safe_name
 from tasks.training.token_meter import TokenMeter
 
 OnEvaluatorError = Literal["raise", "skip"]
+
+
+@runtime_checkable
+class ScoringEvaluator(Protocol):
+    """Evaluator that returns `GradedMetrics`."""
+
+    @property
+    def scored_metrics(self) -> tuple[str, ...]:
+        """Names of the metrics with a score for each problem."""
+        ...
 
 
 class HeldOutNLL(TrainingClientEvaluator):

@@ -33,6 +33,7 @@ from tasks.common.builders import NO_RESOURCES, build
 from tasks.common.prompt_scores import supports_last_n
 from tasks.common.sampling import wait_for_snapshot
 from tasks.common.task import Pending, call, opaque_argument, retried_task, step_task
+from tasks.evaluation.grading_metrics import GradedMetrics, digest_problems
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.custom_completer import CompleterSpec
@@ -47,7 +48,7 @@ from tasks.rl.group_rollout import (
     WatchedStrategy,
 )
 from tasks.rl.hang_watch import HangWatch
-from tasks.rl.health import HealthWatch
+from tasks.rl.health import REWARD, HealthWatch
 from tasks.rl.mismatch import compute_mismatch_metrics
 from tasks.rl.named_rewards import NamedRewards, RewardWeights
 from tasks.rl.oversampling import Oversampling, OversamplingRecord, compute_oversampling_metrics
@@ -572,7 +573,13 @@ def name_held_out(builders: Sequence[EnvGroupBuilder]) -> list[RewardedGroup]:
 
 
 class HeldOutEnvironments(HeldOutGroups):
-    """Evaluator of held-out groups with the run's rollout settings; the metrics are `test/env/...`."""
+    """Evaluator of held-out groups with the run's rollout settings; the metrics are `test/env/...`.
+
+    The mean reward has a score for each group, for paired comparisons: the group's share of the sum of rewards, in the
+    unit of the mean.
+    """
+
+    scored_metrics = (f"test/{REWARD}",)
 
     def __init__(self, dataset: RLDataset, settings: RolloutSettings, tokenizer: Tokenizer) -> None:
         self._evaluator = RLTestSetEvaluator(dataset, settings.max_tokens)
@@ -591,7 +598,11 @@ class HeldOutEnvironments(HeldOutGroups):
         self._has_several_turns = has_several_turns(groups)
         batches = [groups[start : start + self._batch_size] for start in range(0, len(groups), self._batch_size)]
         self.evaluated = [self._pack(batch) for batch in batches]
-        return metrics
+        completed = [group.trajectories for group in groups if group.trajectories is not None]
+        rewards_G = [group.get_total_rewards() for group in completed]
+        share = len(rewards_G) / max(sum(map(len, rewards_G)), 1)
+        problems = digest_problems(_first_prompt(group) for group in completed)
+        return GradedMetrics(metrics, {f"test/{REWARD}": [share * fsum(rewards) for rewards in rewards_G]}, problems)
 
     def _pack(self, groups: Sequence[Group]) -> EvaluatedBatch:
         shape = replace(self._settings.shape, drop_constant=False)
@@ -601,6 +612,12 @@ class HeldOutEnvironments(HeldOutGroups):
         trained = [group.trajectories for group in groups if group.trajectories]
         scores_D = tuple(_scores(trained[group], member) for group, member in members_D)
         return EvaluatedBatch(batch, batch.snapshot_logprobs_DT, scores_D)
+
+
+def _first_prompt(group: TrajectoryGroup) -> str:
+    """Prompt of a group as text; empty if no member has taken a turn."""
+    turns = [turn for trajectory in group.trajectories_G for turn in trajectory.transitions[:1]]
+    return turns[0].ob.model_dump_json() if turns else ""
 
 
 def _scores(group: TrajectoryGroup, member: int) -> dict[str, float]:

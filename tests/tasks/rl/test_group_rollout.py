@@ -18,6 +18,7 @@ from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, 
 
 from blocks.errors import ConfigError, ServiceError, UserCodeError
 from tasks.common.event_loop import run_coroutine
+from tasks.evaluation.grading_metrics import GradedMetrics, digest_problems
 from tasks.preference.judges import build_judge
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.completer import SnapshotCompleter
@@ -283,6 +284,11 @@ def test_held_out_group_whose_rewards_fail_is_retried(engine_url: str, sampler: 
     assert torch.equal(evaluated.logprobs_DT, evaluated.batch.sampling_logprobs_DT)
     assert builder.graded == [3, 3]
     assert metrics["test/env/all/total_episodes"] == 3
+    assert isinstance(metrics, GradedMetrics)
+    assert metrics.scores == {"test/env/all/reward/total": [pytest.approx(metrics["test/env/all/reward/total"])]}
+    again = run_coroutine(held_out(sampler))
+    assert isinstance(again, GradedMetrics)
+    assert again.problems == metrics.problems != digest_problems([])
 
 
 def test_service_error_of_the_rewards_is_not_retried(sampler: tinker.SamplingClient) -> None:
