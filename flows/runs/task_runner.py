@@ -25,6 +25,7 @@ from flows.config.train import TaskRunnerConfig
 from flows.runs.local_dask import LocalDask
 from objectives.execution.process import START_S, python_path
 from objectives.execution.respond import end_with_parent
+from objectives.import_policy import is_restricted
 
 
 @contextmanager
@@ -94,8 +95,10 @@ def open_dask(config: TaskRunnerConfig) -> Iterator[Any]:
     """Open a `DaskTaskRunner` for an existing cluster, or for one on this machine that ends with this block.
 
     Raises:
-        ConfigError: The extra is not installed, or the cluster cannot be reached or has no workers.
+        ConfigError: The extra is not installed, the config may not name the cluster, or the cluster cannot be reached
+            or has no workers.
     """
+    _check_address(config.address, "DASK_SCHEDULER_ADDRESS")
     prefect_dask = _library("dask", "prefect_dask")
     import dask.config  # pyright: ignore[reportMissingImports]
 
@@ -130,8 +133,9 @@ def open_ray(config: TaskRunnerConfig) -> Iterator[Any]:
     A program that is already connected to Ray keeps its connection.
 
     Raises:
-        ConfigError: The extra is not installed, or the cluster cannot be reached.
+        ConfigError: The extra is not installed, the config may not name the cluster, or the cluster cannot be reached.
     """
+    _check_address(config.address, "RAY_ADDRESS")
     prefect_ray = _library("ray", "prefect_ray")
     with ExitStack() as stack:
         address = config.address or os.environ.get("RAY_ADDRESS")
@@ -184,6 +188,22 @@ def quick_clients() -> Iterator[None]:
         file.flush()
         with temporary_settings({PREFECT_API_SSL_CERT_FILE: file.name}):
             yield
+
+
+def _check_address(address: str | None, variable: str) -> None:
+    """Check that a config may name a cluster: a client of Dask or Ray runs code that the cluster sends.
+
+    Args:
+        variable: environment variable with which the worker names its cluster.
+
+    Raises:
+        ConfigError: the config is that of a deployment, and the worker's environment names another cluster or none.
+    """
+    if address and is_restricted() and address != os.environ.get(variable):
+        raise ConfigError(
+            f"A run of a deployment may not connect to the cluster at task_runner.address={address!r}: remove "
+            f"task_runner.address, and set {variable} of the worker to use an existing cluster."
+        )
 
 
 def _library(extra: str, module: str) -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -23,8 +24,9 @@ from sft_config import sft_fields
 from blocks.errors import ConfigError
 from engine.tiny import byte_tokenizer
 from flows.config.flow_lookup import find_flow
-from flows.config.train import SftConfig
+from flows.config.train import SftConfig, TaskRunnerConfig
 from flows.runs.rights import apply_rights, signature_tags
+from flows.runs.task_runner import open_dask, open_ray
 from objectives import Objective, ObjectiveError, ObjectiveSpec
 from objectives.import_path import ImportedFunction
 from objectives.import_policy import ALLOWED_MODULES, COMMANDS, find_command, is_restricted
@@ -212,6 +214,31 @@ def test_the_cookbooks_inspect_evaluator_is_not_called() -> None:
     path = "tinker_cookbook.eval.inspect_evaluators:InspectEvaluatorBuilder"
     with pytest.raises(ConfigError, match=ALLOWED_MODULES):
         build_evaluator(path, {"tasks": ["task.py"], "renderer_name": "role_colon", "model_name": "tiny"})
+
+
+@pytest.mark.usefixtures("restricted")
+@pytest.mark.parametrize(
+    ("kind", "connect", "variable"),
+    [("dask", open_dask, "DASK_SCHEDULER_ADDRESS"), ("ray", open_ray, "RAY_ADDRESS")],
+)
+def test_only_the_worker_names_a_cluster(
+    kind: Any, connect: Callable[[TaskRunnerConfig], Any], variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of Dask unpickles what the scheduler sends, so the run must not connect to the listener at all."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.5)
+        address = f"{'tcp' if kind == 'dask' else 'ray'}://127.0.0.1:{listener.getsockname()[1]}"
+        for of_worker in ("", "tcp://127.0.0.1:1"):
+            monkeypatch.setenv(variable, of_worker)
+            with pytest.raises(ConfigError, match=f"set {variable} of the worker") as caught:
+                connect(TaskRunnerConfig(kind=kind, address=address)).__enter__()
+            assert address in str(caught.value)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    monkeypatch.setenv(variable, address)
+    monkeypatch.setitem(sys.modules, f"prefect_{kind}", None)
+    with pytest.raises(ConfigError, match=f"needs the extra '{kind}'"):  # the check has passed
+        connect(TaskRunnerConfig(kind=kind, address=address)).__enter__()
 
 
 @flow(name="sft")
