@@ -5,16 +5,49 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import tinker_cookbook.tokenizer_utils as tokenizer_utils
 from tinker_cookbook.eval.benchmarks import REGISTRY, BenchmarkBuilder
 from tinker_cookbook.eval.benchmarks._runner import _ensure_registered
 from tinker_cookbook.eval.benchmarks._types import METRIC_CONTEXT_OVERFLOW, METRIC_MAX_TOKENS_REACHED
+from tinker_cookbook.tokenizer_utils import Tokenizer, _get_hf_tokenizer
+
+from objectives.import_policy import NotAllowedError, is_restricted
 
 _LOADER = "load_benchmark_dataset"
 _LOADING = Lock()
+
+
+@cache
+def guard_tokenizers() -> None:
+    """Let the run of a deployment load the tokenizer of a local folder without running the code in the folder."""
+    tokenizer_utils._get_hf_tokenizer = _guarded_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _guarded_tokenizer(model_name: str) -> Tokenizer:
+    folder = model_name.split(":")[0]
+    if is_restricted() and Path(folder).is_dir():
+        return _tokenizer_without_code(folder)
+    return _get_hf_tokenizer(model_name)
+
+
+@cache
+def _tokenizer_without_code(folder: str) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise NotAllowedError(
+            f"The tokenizer in {folder!r} needs the code in its folder, which a run of a deployment may not run: name "
+            "another tokenizer, or start the run from a terminal."
+        ) from error
 
 
 def find_benchmark(name: str) -> BenchmarkBuilder | None:

@@ -14,6 +14,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from blocks.garbage_collection import no_collections
+from tasks.common.cookbook_internals import guard_tokenizers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,6 +27,8 @@ _MUTEX = RLock()
 def lock_tokenizers() -> None:
     """Make all tokenizers of this process thread-safe, however they are opened and also those already open.
 
+    In the run of a deployment, `guard_tokenizers` also keeps tinker-cookbook from running the code of a local folder.
+
     transformers reconfigures a fast tokenizer to encode with or without special tokens. A tokenizer that another thread
     is using cannot be reconfigured ("Already borrowed"), and one reconfigured in between returns other tokens. A slow
     tokenizer keeps state in Python, also in code that comes with its model. Environments, judges and the SDK open
@@ -33,6 +36,7 @@ def lock_tokenizers() -> None:
 
     All of them use `AutoTokenizer`, whose import takes seconds. It is imported here, while an engine loads its model.
     """
+    guard_tokenizers()
     with no_collections():
         from transformers import AutoTokenizer  # noqa: F401
 

@@ -241,6 +241,56 @@ def test_only_the_worker_names_a_cluster(
         connect(TaskRunnerConfig(kind=kind, address=address)).__enter__()
 
 
+TOKENIZER_CODE = """
+from pathlib import Path
+Path({marker!r}).touch()
+from transformers import PreTrainedTokenizerFast
+
+class Mine(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def first_batch(tokenizer: Path) -> list[Any]:
+    rows = tokenizer / "rows.jsonl"
+    message = {"role": "user", "content": "2 + 2?"}
+    rows.write_text(json.dumps({"messages": [message, {"role": "assistant", "content": "4"}]}) + "\n")
+    common: dict[str, Any] = {"renderer_name": "role_colon", "batch_size": 1, "max_length": 100}
+    builder = "tinker_cookbook.supervised.data:FromConversationFileBuilder"
+    common |= {"model_name_for_tokenizer": str(tokenizer)}
+    (dataset, _), _ = make_data(builder, file_path=str(rows), common_config=common)
+    return dataset.get_batch(0)
+
+
+@pytest.mark.parametrize("needs_code", [True, False])
+def test_only_a_terminal_runs_the_code_of_a_tokenizer(
+    needs_code: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """A form can name any folder of the worker's machine, such as one that a neighbour fills."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    marker = tmp_path / "ran"
+    folders = [tmp_path / f"folder_{uuid4().hex}" for _ in range(2)]
+    for folder in folders:
+        byte_tokenizer().save_pretrained(folder)
+        if needs_code:
+            config = folder / "tokenizer_config.json"
+            auto_map = {"AutoTokenizer": [None, "mine.Mine"]}
+            options = json.loads(config.read_text()) | {"tokenizer_class": "Mine", "auto_map": auto_map}
+            config.write_text(json.dumps(options))
+            (folder / "mine.py").write_text(TOKENIZER_CODE.format(marker=str(marker)))
+    monkeypatch.delenv("PREFECT__FLOW_RUN_ID", raising=False)
+    assert first_batch(folders[0])
+    assert marker.exists() == needs_code
+    marker.unlink(missing_ok=True)
+    request.getfixturevalue("restricted")
+    if needs_code:
+        with pytest.raises(ObjectiveError, match="needs the code in its folder"):
+            first_batch(folders[1])
+    else:
+        assert first_batch(folders[1])
+    assert not marker.exists()
+
+
 @flow(name="sft")
 def signed_flow(config: dict[str, Any]) -> None:
     pass
