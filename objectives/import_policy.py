@@ -3,7 +3,7 @@
 A worker of Prefect runs a deployment's flow in a process with the variable `PREFECT__FLOW_RUN_ID`, and a flow that is
 served on its own restricts its process when it starts (`flows.runs.rights`). The processes of the run inherit these
 variables. A config that comes this way may be anyone's who can fill a form, so such a process imports only from modules
-of `OWN_MODULES` and of the variable `TINKER_FLOWS_ALLOWED_MODULES`. A run that a terminal has signed keeps the
+of `OWN_MODULES`, except for a few of tinker-cookbook, and of the variable `TINKER_FLOWS_ALLOWED_MODULES`. A run that a terminal has signed keeps the
 terminal's rights.
 """
 
@@ -20,6 +20,12 @@ COMMANDS = "TINKER_FLOWS_COMMANDS"
 # Modules whose functions are made for the fields that name a function: scorers, graders, extractors and constraints.
 FUNCTION_MODULES = ("examples", "objectives", "tasks.common.graders", "tasks.preference.judges")
 OWN_MODULES = ("examples", "flows", "objectives", "tasks", "tinker_cookbook", "tinker_flows")
+# Modules of tinker-cookbook whose classes import the code that their parameters name.
+_CODE_LOADERS = (
+    "tinker_cookbook.eval.inspect_evaluators",
+    "tinker_cookbook.eval.run_inspect_evals",
+    "tinker_cookbook.recipes.verifiers_rl",
+)
 
 _FLOW_RUN_OF_WORKER = "PREFECT__FLOW_RUN_ID"
 _RESTRICTED_RUN = "TINKER_FLOWS_RESTRICTED_RUN"
@@ -64,7 +70,8 @@ def check_module(module: str, path: str) -> None:
     Raises:
         NotAllowedError: the module and its packages are not named.
     """
-    if is_restricted() and not _is_in(module, (*OWN_MODULES, *named_modules())):
+    is_own = _is_in(module, OWN_MODULES) and not _is_in(module, _CODE_LOADERS)
+    if is_restricted() and not is_own and not _is_in(module, named_modules()):
         raise NotAllowedError(
             f"A run of a deployment may not import {path!r}: add the module {module!r} to {ALLOWED_MODULES} of the "
             "worker, or start the run from a terminal."

@@ -232,8 +232,7 @@ def build_evaluator(
     """
     lock_tokenizers()
     make: Callable[..., object] = import_object(builder, "evaluators.builder")
-    is_inspect = make.__module__ == "tinker_cookbook.eval.inspect_evaluators"  # runs files of code by their names
-    if is_inspect or not chz.is_chz(make):  # tinker-cookbook's other builders of evaluators have no base class
+    if not chz.is_chz(make):  # tinker-cookbook's other builders of evaluators have no base class
         import_builder(builder, "evaluators.builder", (TrainingClientEvaluator, SamplingClientEvaluator))
     try:
         accepted = _parameters(make)

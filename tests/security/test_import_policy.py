@@ -209,11 +209,26 @@ def test_functions_of_another_purpose_are_not_called_with_texts(field: str, monk
 
 
 @pytest.mark.usefixtures("restricted")
-def test_the_cookbooks_inspect_evaluator_is_not_called() -> None:
-    pytest.importorskip("inspect_ai")
-    path = "tinker_cookbook.eval.inspect_evaluators:InspectEvaluatorBuilder"
-    with pytest.raises(ConfigError, match=ALLOWED_MODULES):
-        build_evaluator(path, {"tasks": ["task.py"], "renderer_name": "role_colon", "model_name": "tiny"})
+@pytest.mark.parametrize(
+    ("field", "path"),
+    [
+        ("evaluators.builder", "tinker_cookbook.eval.inspect_evaluators:InspectEvaluatorBuilder"),
+        ("evaluators.builder", "tinker_cookbook.eval.run_inspect_evals:Config"),
+        ("environment.builder", "tinker_cookbook.recipes.verifiers_rl.verifiers_env:VerifiersRLDatasetBuilder"),
+        ("nested", "tinker_cookbook.recipes.verifiers_rl.verifiers_env:VerifiersRLDatasetBuilder"),
+    ],
+)
+def test_classes_of_the_cookbook_that_load_named_code_are_not_imported(
+    field: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = path.partition(":")[0]
+    with pytest.raises(ConfigError, match=f"may not import .*add the module '{module}' to {ALLOWED_MODULES}"):
+        FIELDS[field](path)
+    monkeypatch.setenv(ALLOWED_MODULES, module)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError) as caught:
+        FIELDS[field](path)
+    assert ALLOWED_MODULES not in str(caught.value), "the module is allowed, but its library is not installed"
 
 
 @pytest.mark.usefixtures("restricted")
