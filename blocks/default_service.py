@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import tinker
 
+from blocks.own_servers import check_own_service
+from objectives.import_policy import is_restricted
+
 
 class _Service(NamedTuple):
     url: str
@@ -24,7 +27,8 @@ def default_service(url: str, key: str | None) -> Iterator[None]:
     """Use a service for the clients that this context opens without a URL and without a key.
 
     The SDK takes both from the environment of the process, which may name another service than the run's. A context
-    variable leaves other runs of the same process alone.
+    variable leaves other runs of the same process alone. In the run of a deployment, the URL of a client can come from
+    the config, so a client without a key may use only the server of the session or of the environment.
     """
     _patch_client()
     token = _SERVICE.set(_Service(url, key))
@@ -40,9 +44,12 @@ def _patch_client() -> None:
 
     @wraps(init)
     def with_default(self: tinker.ServiceClient, *args: Any, **kwargs: Any) -> None:
-        service = _SERVICE.get()
-        if service and kwargs.get("base_url") is None and kwargs.get("api_key") is None:
-            kwargs |= {"base_url": service.url, "api_key": service.key}
+        service, url = _SERVICE.get(), kwargs.get("base_url")
+        if kwargs.get("api_key") is None:
+            if service and url is None:
+                kwargs |= {"base_url": service.url, "api_key": service.key}
+            elif url and not (service and url == service.url) and is_restricted():
+                check_own_service(str(url))
         init(self, *args, **kwargs)
 
     tinker.ServiceClient.__init__ = with_default

@@ -3,8 +3,8 @@
 A worker of Prefect runs a deployment's flow in a process with the variable `PREFECT__FLOW_RUN_ID`, and a flow that is
 served on its own restricts its process when it starts (`flows.runs.rights`). The processes of the run inherit these
 variables. A config that comes this way may be anyone's who can fill a form, so such a process imports only from modules
-of `OWN_MODULES`, except for a few of tinker-cookbook, and of the variable `TINKER_FLOWS_ALLOWED_MODULES`. A run that a terminal has signed keeps the
-terminal's rights.
+of `OWN_MODULES`, except for a few of tinker-cookbook, and of the variable `TINKER_FLOWS_ALLOWED_MODULES`. A run that a
+terminal has signed keeps the terminal's rights.
 """
 
 from __future__ import annotations

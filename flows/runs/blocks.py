@@ -18,10 +18,12 @@ from prefect.logging import get_run_logger
 
 from blocks import MLflowTracking, RunStorage, TinkerService
 from blocks.errors import ConfigError
+from blocks.own_servers import check_own_service, check_own_tracking
 from blocks.processes import LocalEngine, starting_engine
 from blocks.service import is_set_in_environment
 from flows.config.base import RunConfig, ServiceConfig, TrackedConfig
 from flows.runs.prices import priced_models
+from objectives.import_policy import is_restricted
 from tasks.common.service_errors import TRANSIENT_ERRORS
 
 B = TypeVar("B", bound=Block)
@@ -35,7 +37,8 @@ def open_service(config: ServiceConfig) -> Iterator[TinkerService]:
     """Open the Tinker service of a run; an engine that the run starts is stopped at the end.
 
     Raises:
-        ConfigError: the model is one of the hosted service, and nothing selects a service.
+        ConfigError: the model is one of the hosted service, and nothing selects a service; or the config of a
+            deployment names a service that the worker's environment does not name.
     """
     if lacks_key(config.model, config.base_url):
         raise ConfigError(
@@ -48,7 +51,7 @@ def open_service(config: ServiceConfig) -> Iterator[TinkerService]:
         with engine as started, started.serving() as service:
             yield service
     else:
-        yield _block(TinkerService, config.base_url, base_url=config.base_url or None)
+        yield _service(config.base_url)
 
 
 @contextmanager
@@ -81,7 +84,13 @@ def _is_hosted(model: str) -> bool:
 
 def service_at(base_url: str) -> TinkerService | None:
     """Return the service of a config's `base_url` without starting one; None if the run starts its own engine."""
-    return None if _starts_engine(base_url) else _block(TinkerService, base_url, base_url=base_url or None)
+    return None if _starts_engine(base_url) else _service(base_url)
+
+
+def _service(base_url: str) -> TinkerService:
+    if is_restricted() and base_url and not _is_block(base_url):
+        check_own_service(base_url)
+    return _block(TinkerService, base_url, base_url=base_url or None)
 
 
 def service_url(base_url: str) -> str:
@@ -106,7 +115,13 @@ def tracking_of(config: TrackedConfig) -> MLflowTracking:
 
 
 def tracking_at(reference: str, experiment: str) -> MLflowTracking:
-    """Return the tracking server of a config's `tracking` field; runs are logged to `experiment`."""
+    """Return the tracking server of a config's `tracking` field; runs are logged to `experiment`.
+
+    Raises:
+        ConfigError: the config of a deployment names a server that the worker's environment does not name.
+    """
+    if is_restricted() and not _is_block(reference):
+        check_own_tracking(reference)
     return _block(MLflowTracking, reference, tracking_uri=reference, experiment=experiment)
 
 
@@ -114,8 +129,12 @@ def _starts_engine(base_url: str) -> bool:
     return base_url == "local" or (not base_url and not is_set_in_environment())
 
 
+def _is_block(reference: str) -> bool:
+    return reference.startswith("block:")
+
+
 def _block(kind: type[B], reference: str, **fields: object) -> B:
-    if not reference.startswith("block:"):
+    if not _is_block(reference):
         return kind.model_validate(fields)
     name = reference.removeprefix("block:")
     try:

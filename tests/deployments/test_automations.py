@@ -120,7 +120,8 @@ def serving(api: str, program: str, config: dict[str, Any]) -> Iterator[subproce
     """Serve a deployment with a program that reads its config from the command line."""
     command = [sys.executable, "-c", program, json.dumps(config)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, env=environment(api), cwd=ROOT, **quiet)
+    service = {"TINKER_BASE_URL": config["base_url"]}
+    process = subprocess.Popen(command, env=environment(api) | service, cwd=ROOT, **quiet)
     try:
         yield process
     finally:

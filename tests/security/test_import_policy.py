@@ -351,7 +351,8 @@ def test_runs_of_a_deployment(
     data: dict[str, Any] = {**fields["data"], "builder": f"{module}:Builder"}
     fields = {**fields, "num_steps": 1, "eval_every": 0, "data": data}
     paths = os.pathsep.join([str(ROOT), str(tmp_path)])
-    environment = os.environ | {"PREFECT_API_URL": prefect_server, "TINKER_API_KEY": "tml-test", "PYTHONPATH": paths}
+    service = {"TINKER_BASE_URL": engine_url, "TINKER_API_KEY": "tml-test"}
+    environment = os.environ | {"PREFECT_API_URL": prefect_server, "PYTHONPATH": paths, **service}
     serving = subprocess.Popen([sys.executable, "-c", SERVE], env=environment, cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
         with get_client(sync_client=True) as client:

@@ -60,7 +60,12 @@ def test_run_from_a_deployment(tmp_path: Path, prefect_server: str, engine_url: 
     fields = sft_fields(tmp_path, "served", mlflow_uri, engine_url)
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, json.dumps(fields)],
-        env={**os.environ, "PREFECT_API_URL": prefect_server, "TINKER_API_KEY": "tml-test"},
+        env={
+            **os.environ,
+            "PREFECT_API_URL": prefect_server,
+            "TINKER_API_KEY": "tml-test",
+            "TINKER_BASE_URL": engine_url,
+        },
         cwd=Path(__file__).parents[3],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
