@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 from blocks.database_templates import PREFECT, is_missing
 from blocks.errors import ServiceError, ServiceLostError, storage_error
 from blocks.home import file_lock, home, private_folder
+from blocks.logins import USER, Login, password_file, server_login
 
 if TYPE_CHECKING:
     from blocks.service import TinkerService
@@ -120,10 +122,12 @@ class PrefectServer:
 
     Attributes:
         url: URL of its API.
+        login: login of its API, `USER:PASSWORD`.
         wait: waits until the server responds; raises a ServiceError with the last error of its log if it does not.
     """
 
     url: str
+    login: str
     wait: Callable[[], None]
 
 
@@ -158,36 +162,76 @@ def running_prefect_server() -> RunningPrefectServer | None:
 
 @contextmanager
 def starting_prefect_server() -> Iterator[PrefectServer]:
-    """Start a Prefect server on the database in the project home; it stops when the block ends."""
+    """Start the Prefect server of a run on the database in the project home; it stops when the block ends.
+
+    It requires the login of `tinker-flows up`, because its database has the deployments and work pools of `up`.
+    """
+    login = server_login(home())
+    with _starting_prefect_server(login) as server:
+
+        def wait() -> None:
+            password = shlex.quote(str(password_file(home())))
+            print(
+                f"Starting a Prefect server for this run (log in to its pages with {USER}:$(cat {password}); log: "
+                f"{server.log})",
+                file=sys.stderr,
+            )
+            server.wait()
+
+        yield PrefectServer(server.url, login.of_prefect, wait)
+
+
+@contextmanager
+def local_prefect_server() -> Iterator[str]:
+    """Run a Prefect server without a login until the block ends; yields the URL of its API. For tests and benchmarks.
+
+    Raises:
+        ServiceError: the server did not start; the message contains the last error in its log.
+    """
+    with _starting_prefect_server(None) as server:
+        server.wait()
+        yield server.url
+
+
+@dataclass(frozen=True, slots=True)
+class _StartingPrefectServer:
+    url: str
+    log: Path
+    wait: Callable[[], None]
+
+
+@contextmanager
+def _starting_prefect_server(login: Login | None) -> Iterator[_StartingPrefectServer]:
     port = free_port()
     log = new_log_file("prefect")
-    url = f"http://127.0.0.1:{port}/api"
+    url = _prefect_url(port)
     with ExitStack() as lock:
         lock.enter_context(file_lock(home() / ".prefect.lock"))  # the first start creates the tables
         is_new = is_missing(prefect_database())
-        env = {**prepare_prefect_database(), "PREFECT_API_URL": url}  # the UI uses this URL
+        env = prepare_prefect_database() | (prefect_login_env(port, login) if login else {"PREFECT_API_URL": url})
         with managed_process(supervised_command(prefect_server_command(port)), log, env) as process:
 
             def wait() -> None:
-                print(f"Starting a Prefect server for this run (log: {log})", file=sys.stderr)
                 _wait_until_healthy(process, f"{url}/health", log)
                 if is_new:
                     PREFECT.save(prefect_database())
                 lock.close()
 
-            yield PrefectServer(url, wait)
+            yield _StartingPrefectServer(url, log, wait)
 
 
-@contextmanager
-def local_prefect_server() -> Iterator[str]:
-    """Run a Prefect server on the database in the project home until the block ends; yields the URL of its API.
+def _prefect_url(port: int) -> str:
+    return f"http://127.0.0.1:{port}/api"
 
-    Raises:
-        ServiceError: the server did not start; the message contains the last error in its log.
-    """
-    with starting_prefect_server() as server:
-        server.wait()
-        yield server.url
+
+def prefect_login_env(port: int, login: Login) -> dict[str, str]:
+    """Return the settings of a Prefect server that requires a login and refuses the pages of other origins."""
+    url = _prefect_url(port)
+    return {
+        "PREFECT_API_URL": url,  # the UI uses this URL
+        "PREFECT_SERVER_API_AUTH_STRING": login.of_prefect,
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{url.removesuffix('/api')},http://localhost:{port}",
+    }
 
 
 def prefect_server_command(port: int) -> list[str]:

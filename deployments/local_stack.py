@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import secrets
 import shlex
 import socket
 import sys
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blocks.errors import StorageError, storage_error
+from blocks.logins import Login, permanent_secret
 from blocks.processes import free_port
 
 # Services of a killed `up` need up to this long to stop.
@@ -48,23 +48,6 @@ class LocalStack:
     pid: int
     places: tuple[Endpoint, ...]
     exports: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Login:
-    """Login of the Prefect server and of the MLflow server."""
-
-    user: str
-    password: str
-
-    @property
-    def exports(self) -> dict[str, str]:
-        """Environment variables with which the clients of both servers log in."""
-        return {
-            "PREFECT_API_AUTH_STRING": f"{self.user}:{self.password}",
-            "MLFLOW_TRACKING_USERNAME": self.user,
-            "MLFLOW_TRACKING_PASSWORD": self.password,
-        }
 
 
 @contextmanager
@@ -105,29 +88,7 @@ def engine_key(home: Path) -> str:
     Raises:
         StorageError: the key file cannot be written.
     """
-    return _permanent_secret(home / "engine.key", "tml-")
-
-
-def server_login(home: Path) -> Login:
-    """Return the login of the servers of a project home.
-
-    Raises:
-        StorageError: the file of the password cannot be written.
-    """
-    return Login("tinker-flows", _permanent_secret(home / "servers.key"))
-
-
-def _permanent_secret(path: Path, prefix: str = "") -> str:
-    """Return the secret in a file; create it if missing. It is permanent, so that exported variables stay valid."""
-    try:
-        path.touch(mode=0o600)
-        secret = path.read_text()
-        if not secret:
-            secret = prefix + secrets.token_urlsafe(24)
-            path.write_text(secret)
-    except OSError as error:
-        raise storage_error("write the secret to", path, error) from error
-    return secret
+    return permanent_secret(home / "engine.key", "tml-")
 
 
 def choose_port(preferred: int) -> int:
@@ -150,7 +111,7 @@ def print_stack(stack: LocalStack, login: Login, console: Console) -> None:
         table.add_row(endpoint.name, endpoint.url, Path(endpoint.log).name)
     console.print(table)
     console.print(
-        f"In a browser, log in to Prefect with {login.user}:{login.password} and to MLflow as user {login.user} with "
+        f"In a browser, log in to Prefect with {login.of_prefect} and to MLflow as user {login.user} with "
         f"the password {login.password}",
         soft_wrap=True,
     )

@@ -26,11 +26,13 @@ from blocks.console import TextConsole
 from blocks.database_templates import MLFLOW, PREFECT, is_missing
 from blocks.errors import storage_error
 from blocks.home import file_lock, home, open_private
+from blocks.logins import Login, server_login
 from blocks.processes import (
     GRACE_S,
     managed_process,
     new_log_file,
     prefect_database,
+    prefect_login_env,
     prefect_server_command,
     prepare_prefect_database,
     supervised_command,
@@ -39,12 +41,10 @@ from deployments.health import Service, is_healthy, monitor, wait_until_ready
 from deployments.local_stack import (
     Endpoint,
     LocalStack,
-    Login,
     choose_port,
     engine_key,
     print_stack,
     record_stack,
-    server_login,
     stack_lock,
 )
 from deployments.work_pool import POOL, crash_orphaned_runs, is_worker_online, open_pool, pause_pool, prefect_api
@@ -171,12 +171,7 @@ def _start_engine(starter: _Starter, models: Sequence[str], key: str) -> Service
 def _start_prefect(starter: _Starter, login: Login) -> Service:
     port = choose_port(4200)
     url = f"http://127.0.0.1:{port}"
-    env = {
-        **prepare_prefect_database(),
-        "PREFECT_API_URL": f"{url}/api",
-        "PREFECT_SERVER_API_AUTH_STRING": login.exports["PREFECT_API_AUTH_STRING"],
-        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{url},http://localhost:{port}",
-    }
+    env = prepare_prefect_database() | prefect_login_env(port, login)
     return starter.start("Prefect server", url, prefect_server_command(port)[2:], env)
 
 

@@ -168,7 +168,7 @@ def _interrupts_of_deletable_run(config: Config) -> Iterator[None]:
 
 
 def _run(flow: Flow[..., R], config: Config, server: PrefectServer | None) -> R:
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     from flows.monitoring.drain import wait_until_recorded
 
@@ -176,7 +176,7 @@ def _run(flow: Flow[..., R], config: Config, server: PrefectServer | None) -> R:
         return _delivered(flow, config).result()
     # Not Prefect's ephemeral server, which silently loses most task runs of a real run.
     server.wait()
-    with temporary_settings({PREFECT_API_URL: server.url}):
+    with temporary_settings({PREFECT_API_URL: server.url, PREFECT_API_AUTH_STRING: server.login}):
         state = _delivered(flow, config)
         assert state.state_details.flow_run_id is not None
         wait_until_recorded(state.state_details.flow_run_id, "report" if state.is_completed() else None)

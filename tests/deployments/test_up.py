@@ -28,10 +28,11 @@ from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from blocks.errors import ServiceError, StorageError
+from blocks.logins import server_login
 from blocks.tracking import MLflowTracking
 from deployments.automations import install_all
 from deployments.health import Service, wait_until_ready
-from deployments.local_stack import LocalStack, choose_port, engine_key, record_stack, server_login, stack_lock
+from deployments.local_stack import LocalStack, choose_port, engine_key, record_stack, stack_lock
 
 T = TypeVar("T")
 
