@@ -3,6 +3,7 @@
 TinkerFlowsError            an error the user can fix; its message is one sentence
 ├── ConfigError             (ValueError)    an invalid config, data file or name
 │   └── UserCodeError                       a user-supplied function failed; another attempt may succeed
+├── CredentialsError                        a config contains a URL with a user name or password
 ├── ServiceError            (RuntimeError)  the Tinker service, MLflow or Prefect rejected a request or did not respond
 │   ├── UnreachableError                    no server responds at the address
 │   ├── ServiceLostError                    the Tinker service failed; a new client can recover
@@ -35,6 +36,13 @@ class ConfigError(TinkerFlowsError, ValueError):
 
 class UserCodeError(ConfigError):
     """A user-supplied function failed, for the reason in the message; another attempt may succeed."""
+
+
+class CredentialsError(TinkerFlowsError):
+    """A config contains a URL with a user name or password; the message does not show it.
+
+    No ValueError, because pydantic would turn it into an error that shows the value.
+    """
 
 
 class ServiceError(TinkerFlowsError, RuntimeError):

@@ -11,6 +11,7 @@ from pydantic import Field, SecretStr
 from blocks.errors import StorageError, storage_error
 from blocks.home import home
 from blocks.local_directory import LocalDirectory
+from blocks.urls import check_no_credentials
 
 if TYPE_CHECKING:
     from blocks.objects import Objects
@@ -118,6 +119,7 @@ class RunStorage(Block):
 
         Raises:
             StorageError: `url` is neither a local directory nor an s3:// prefix.
+            ConfigError: `url` or `endpoint_url` has a user name or password.
         """
         if runs := self._local_folder():
             return LocalDirectory(runs / run_name)
@@ -130,6 +132,7 @@ class RunStorage(Block):
 
         Raises:
             StorageError: `url` is neither a local directory nor an s3:// prefix, or cannot be read.
+            ConfigError: `url` or `endpoint_url` has a user name or password.
         """
         runs = self._local_folder()
         if runs is None:
@@ -145,6 +148,9 @@ class RunStorage(Block):
 
     def _local_folder(self) -> Path | None:
         """Return the local directory of all runs; None for S3."""
+        for place, url in (("The URL", self.url), ("The S3 endpoint", self.endpoint_url or "")):
+            fix = "remove it and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the keys of the block"
+            check_no_credentials(url, f"{place} of the run storage", fix)
         scheme, separator, path = self.url.partition("://")
         if not separator:
             folder = Path(self.url).expanduser().resolve() if self.url else home() / "runs"

@@ -8,26 +8,53 @@ import httpx
 
 from blocks.errors import ConfigError, UnreachableError, reason
 
-# Up to the last @ of the part that names the server, because passwords may contain one.
-_CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]+(?=@)")
+# Up to the last @ of the part that names the server, because passwords may contain one. If a colon is not followed by a
+# port, the part does not end at the first of / ? #, because passwords may contain these, too.
+_USER = re.compile(r"(?<=://)(?:[^/?#\s]+|[^/?#\s:@\[]*:(?!\d*[/?#])[^\s\"]+)(?=@)")
+_USER_WITHOUT_SCHEME = re.compile(r"[^/?#\s:@]+:[^/\s]+@[^\s@]+")
+_SECRETS = r"(?:\w+[_.-])*(?:api_?key|access_?key|secret_?key|passwd|pwd|(?:ssl)?password|secret|sig|signature|token)"
+# Values such as {token} and $TOKEN are placeholders.
+_QUERY = re.compile(rf"(://[^\s\"]*?[?&]{_SECRETS}=)(?!\*\*\*|[{{$])[^&#\s\"]+", re.IGNORECASE)
 
 
 def has_credentials(url: str) -> bool:
-    """Return whether a URL has a user name or password.
+    """Return whether a URL has a user name or password, also one without a scheme.
 
-    >>> has_credentials("http://user:secret@host:5000"), has_credentials("http://host/a@b")
+    >>> has_credentials("http://user:secret@host:5000"), has_credentials("user:secret@host")
+    (True, True)
+    >>> has_credentials("http://host/a@b"), has_credentials("http://host:5000/a@b"), has_credentials("a@b")
+    (False, False, False)
+    """
+    return contains_credentials(url) or ("://" not in url and _USER_WITHOUT_SCHEME.fullmatch(url) is not None)
+
+
+def contains_credentials(text: str) -> bool:
+    """Return whether a text contains a URL with a user name, a password or a secret in its query.
+
+    >>> contains_credentials("see postgresql://host/db?user=me&password=s3cr3t"), contains_credentials("from: me@host")
     (True, False)
     """
-    return _CREDENTIALS.search(url) is not None
+    return _USER.search(text) is not None or _QUERY.search(text) is not None
 
 
 def hide_credentials(text: str) -> str:
-    """Replace the user name and password of each URL in a text.
+    """Replace the user name and password of each URL in a text, and the secrets in its query.
+
+    A text that is a single URL may lack the scheme.
 
     >>> hide_credentials("see postgresql://me:s3cr@t@host/db, or http://host/a@b")
     'see postgresql://***@host/db, or http://host/a@b'
+    >>> hide_credentials("postgresql://host/db?user=me&password=s3cr3t&sslmode=require")
+    'postgresql://host/db?user=me&password=***&sslmode=require'
+    >>> hide_credentials("me:s3cr3t@host")
+    '***@host'
     """
-    return _CREDENTIALS.sub("***", text)
+    if "://" not in text and _USER_WITHOUT_SCHEME.fullmatch(text):
+        return "***@" + text.rpartition("@")[2]
+    text = _USER.sub("***", text)
+    while (hidden := _QUERY.sub(r"\1***", text)) != text:  # a match hides one secret of a URL
+        text = hidden
+    return text
 
 
 def check_no_credentials(url: str, place: str, fix: str) -> None:

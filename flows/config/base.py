@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from prefect.runtime import flow_run
@@ -10,7 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic.json_schema import JsonSchemaValue
 from tinker import types
 
-from blocks.urls import has_credentials
+from blocks.errors import CredentialsError
+from blocks.urls import contains_credentials, has_credentials, hide_credentials
 from flows.config.promotion import check_confidence, check_model_name, check_promote_if
 from objectives.aliases import with_current_paths
 from objectives.json_schema import form_fields, optional_group, put_first
@@ -36,6 +38,7 @@ _CREDENTIALS_OF = {
     "storage": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a Run Storage block",
     "tracking": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI for a database",
 }
+_CREDENTIALS_OF_OTHERS = "read it from the environment where it is used"
 # Fields that a form shows first: what is trained, on what, by which objective and for how long.
 BASICS = (
     *("run_name", "model", "checkpoint", "baseline", "against", "flow", "base", "space"),
@@ -51,6 +54,18 @@ def _form(schema: JsonSchemaValue) -> None:
     put_first(schema, BASICS)
 
 
+def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the strings in the fields of a config with their dotted paths."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping | BaseModel):
+        for name, item in value.items() if isinstance(value, Mapping) else value:
+            yield from _strings(item, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        for index, item in enumerate(value):
+            yield from _strings(item, f"{path}.{index}")
+
+
 class Config(BaseModel):
     """Frozen config that rejects unknown fields."""
 
@@ -61,6 +76,23 @@ class Config(BaseModel):
     def _replace_old_paths(cls, fields: Any) -> Any:
         """Accept import paths of earlier releases, including those nested in `params`."""
         return with_current_paths(fields) if isinstance(fields, dict) else fields
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_credentials(cls, fields: Any) -> Any:
+        """Reject a user name, a password or a secret in a URL: configs are recorded.
+
+        Raises:
+            CredentialsError: a string at any depth has one.
+        """
+        for path, text in _strings(fields, ""):
+            fix = _CREDENTIALS_OF.get(path)
+            if contains_credentials(text) or (fix and has_credentials(text)):
+                raise CredentialsError(
+                    f"The config is invalid: {path!r} is {hide_credentials(text)!r}, but it has a user name or "
+                    f"password, which would be recorded: remove it and {fix or _CREDENTIALS_OF_OTHERS}."
+                )
+        return fields
 
 
 class BuilderConfig(Config):
@@ -209,14 +241,6 @@ class ServiceConfig(Config):
         title="Run storage",
         description="Directory, s3://bucket/prefix or `block:NAME`. Empty: `runs` in the project's home directory.",
     )
-
-    @field_validator("base_url", "storage", "tracking", check_fields=False)
-    @classmethod
-    def _check_credentials(cls, url: str, info: ValidationInfo) -> str:
-        if has_credentials(url):
-            fix = _CREDENTIALS_OF[str(info.field_name)]
-            raise ValueError(f"it has a user name or password, which would be recorded: remove it and {fix}")
-        return url
 
 
 class TrackedConfig(ServiceConfig):

@@ -37,8 +37,10 @@ def set_overrides(fields: dict[str, Any], overrides: Sequence[str]) -> None:
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
-            raise ConfigError(f"The argument {override!r} must have the form field=value, as in learning_rate=1e-4.")
-        set_field(fields, key, parse_yaml(value, f"The argument {override[:100]!r}"))
+            raise ConfigError(
+                f"The argument {hide_credentials(override)!r} must have the form field=value, as in learning_rate=1e-4."
+            )
+        set_field(fields, key, parse_yaml(value, f"The argument {hide_credentials(override)[:100]!r}"))
 
 
 def validate_fields(config_type: type[C], fields: Mapping[str, Any]) -> C:
@@ -180,4 +182,6 @@ def _set(fields: Any, path: Sequence[str], value: Any, key: str) -> None:
         else:
             fields[head] = value
     else:
-        raise ConfigError(f"The argument {key}=... sets {head!r} below {fields!r}, which is a plain value.")
+        raise ConfigError(
+            f"The argument {key}=... sets {head!r} below {hide_credentials(repr(fields))}, which is a plain value."
+        )

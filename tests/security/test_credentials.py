@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -10,11 +12,12 @@ import tinker
 from mlflow import MlflowClient
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from blocks.errors import ConfigError, ServiceError
+from blocks.errors import ConfigError, CredentialsError, ServiceError
 from blocks.prefect_errors import check_prefect_url, prefect_failures
 from blocks.service import TinkerService
 from blocks.storage import RunStorage
 from blocks.tracking import MLflowTracking
+from blocks.urls import has_credentials, hide_credentials
 from flows.config.loader import validate_fields
 from flows.config.train import SftConfig
 
@@ -28,14 +31,87 @@ FIELDS = {"run_name": "secret", "model": "tiny", "data": {"builder": "a:B"}}
         ("base_url", f"http://me:{SECRET}@host:8000", "remove it and set TINKER_API_KEY"),
         ("tracking", f"https://me:{SECRET}@host", "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
         ("tracking", f"postgresql://me:{SECRET}@host/mlflow", "or MLFLOW_TRACKING_URI for a database"),
+        ("tracking", f"postgresql://host/db?user=me&password={SECRET}", "or MLFLOW_TRACKING_URI for a database"),
+        ("base_url", f"me:{SECRET}@host", "remove it and set TINKER_API_KEY"),
         ("storage", f"s3://key:{SECRET}@bucket/runs", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ("data", {"builder": "a:B", "params": {"deep": [{"url": f"https://me:{SECRET}@host"}]}}, "the environment"),
+        ("evaluators", [{"builder": "a:B", "params": {"base_url": f"http://me:{SECRET}@host"}}], "the environment"),
+        ("mlflow_tags", {"origin": f"https://host/x?api_key={SECRET}"}, "the environment"),
+        ("task_runner", {"kind": "dask", "address": f"tls://me:{SECRET}@host:1"}, "the environment"),
     ],
 )
-def test_a_config_with_credentials_is_refused(field: str, url: str, fix: str) -> None:
-    with pytest.raises(ConfigError, match="has a user name or password, which would be recorded") as caught:
-        validate_fields(SftConfig, {**FIELDS, field: url})
-    assert fix in str(caught.value)
-    assert SECRET not in str(caught.value)
+def test_a_config_with_credentials_is_refused(field: str, url: Any, fix: str) -> None:
+    for make in (SftConfig.model_validate, lambda fields: SftConfig(**fields), lambda f: validate_fields(SftConfig, f)):
+        with pytest.raises(CredentialsError, match="has a user name or password, which would be recorded") as caught:
+            make({**FIELDS, field: url})
+        shown = "".join(traceback.format_exception(caught.value))
+        assert f"'{field}" in str(caught.value)
+        assert fix in str(caught.value)
+        assert SECRET not in shown
+        assert "s3cr" not in shown
+
+
+def test_errors_of_other_fields_show_their_value() -> None:
+    with pytest.raises(ValueError, match=r"num_steps\n.*input_value=-3"):
+        SftConfig.model_validate({**FIELDS, "num_steps": -3})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:a#s3cret@host/db",
+        "mysql+pymysql://me:a?s3cret@host/db",
+        "http://me:s3/s3cret@host",
+        "http://me:1s3cret/a@host",
+        "me:s3cret@host",
+        "postgresql://host/db?user=me&password=s3cret",
+        "postgresql://host/db?PASSWORD=s3cret&sslpassword=s3cret#x",
+        "https://host/data.jsonl?X-Amz-Signature=s3cret&X-Amz-Security-Token=s3cret",
+        "https://host/?a=b&access_token=s3cret",
+    ],
+)
+def test_credentials_are_found_and_hidden(url: str) -> None:
+    assert has_credentials(url)
+    assert "s3cret" not in hide_credentials(url)
+    assert "***" in hide_credentials(url)
+    assert hide_credentials(hide_credentials(url)) == hide_credentials(url)
+    if "://" in url:
+        shown = hide_credentials(f"could not open {url}: me@host")
+        assert "s3cret" not in shown
+        assert shown.endswith(" me@host")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://[::1]:8000/a@b",
+        "http://host:5000/a@b",
+        "http://host/?max_tokens=5&from=a@b",
+        "https://kb.example/capital?of={country}&token={token}",
+        "tinker://0a1b:train:0/weights/000010",
+        "tinker_cookbook.supervised.data:FromConversationFileBuilder",
+        "run@best",
+        "a@b",
+    ],
+)
+def test_other_urls_have_no_credentials(url: str) -> None:
+    assert not has_credentials(url)
+    assert hide_credentials(url) == url
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"url": f"s3://key:{SECRET}@bucket/runs"},
+        {"url": "s3://bucket/runs", "endpoint_url": f"http://me:{SECRET}@127.0.0.1:9/"},
+    ],
+)
+def test_a_storage_block_with_credentials_is_refused(fields: dict[str, str]) -> None:
+    storage = RunStorage.model_validate(fields)
+    for use in (lambda: storage.run_directory("x"), storage.run_names):
+        with pytest.raises(ConfigError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") as caught:
+            use()
+        assert SECRET not in str(caught.value)
 
 
 @pytest.mark.parametrize(
