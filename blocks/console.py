@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import IO, Any
 
 from rich.console import Console
 from rich.text import Text
 
-# Control characters but newline and tab, and characters that reverse the direction of a text.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
-
-def escape_terminal(text: str) -> str:
-    r"""Replace control characters by their escapes, so that a text is shown and has no effect.
-
-    >>> escape_terminal("a\x1b[2Jb")
-    'a\\x1b[2Jb'
-    """
-    return _CONTROL.sub(lambda match: ascii(match.group())[1:-1], text)
+from blocks.terminal import escape_terminal
 
 
 def escape_log_record(record: logging.LogRecord) -> bool:

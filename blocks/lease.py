@@ -9,7 +9,6 @@ Clocks of different machines are never compared. A process may take over a lease
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from dataclasses import asdict
 from blocks.errors import StorageError
 from blocks.lock_holder import LockHolder, current_process, locked_error, removed_error, taken_over_error
 from blocks.objects import ChangedError, Objects
+from blocks.terminal import print_notice
 
 LEASE_S = 30.0
 NAME = ".lock"
@@ -45,10 +45,9 @@ class Lease:
         own = current_process()
         holder, version = self._read()
         if holder and not holder.has_ended():
-            print(
+            print_notice(
                 f"The run in {self._objects.location} was last written by {holder}, which may have ended. "
-                f"Watching its lease for up to {LEASE_S:.0f} s.",
-                file=sys.stderr,
+                f"Watching its lease for up to {LEASE_S:.0f} s."
             )
             holder, version = self._wait_until_stale(holder, version)
         self._own, self._lost = own, None
@@ -104,7 +103,7 @@ class Lease:
             try:
                 self._objects.write(NAME, b"{}", self._version, patient=False)
             except (ChangedError, StorageError) as error:
-                print(f"Could not release the lease of {self._objects.location}: {error}", file=sys.stderr)
+                print_notice(f"Could not release the lease of {self._objects.location}: {error}")
 
     def holder(self) -> LockHolder | None:
         """Return the holder of the lease; None if the lease is free, expired or held by a process that has ended."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
@@ -18,6 +17,7 @@ from fsspec.exceptions import FSTimeoutError
 from s3fs import S3FileSystem
 
 from blocks.errors import reason, storage_error
+from blocks.terminal import print_notice
 
 T = TypeVar("T")
 
@@ -186,10 +186,9 @@ class Objects:
                 if not _is_transient(error) or time.monotonic() - first_failure >= patience_s:
                     raise storage_error(verb, f"{self.location}/{name}", error) from error
                 if attempt == 0:
-                    print(
+                    print_notice(
                         f"Could not {verb} {self.location}/{name} ({reason(error)}); retrying for up to "
-                        f"{patience_s:.0f} s.",
-                        file=sys.stderr,
+                        f"{patience_s:.0f} s."
                     )
                 time.sleep(min(2.0**attempt, LONGEST_PAUSE_S, patience_s) * random.uniform(0.5, 1.0))
             else:

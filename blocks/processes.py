@@ -27,6 +27,7 @@ from blocks.database_templates import PREFECT, is_missing
 from blocks.errors import ServiceError, ServiceLostError, storage_error
 from blocks.home import file_lock, home, private_folder
 from blocks.logins import USER, Login, password_file, server_login
+from blocks.terminal import print_notice
 
 if TYPE_CHECKING:
     from blocks.service import TinkerService
@@ -63,7 +64,7 @@ class LocalEngine:
             ServiceError: the engine did not start; the message contains the last error in its log.
         """
         assert self.process.stdin is not None
-        print(f"Starting the local engine with {self.model} (log: {self.log})", file=sys.stderr)
+        print_notice(f"Starting the local engine with {self.model} (log: {self.log})")
         url = _announced_url(self.process, self.log)
         try:
             with _raise_on_exit(self.process, self.log):
@@ -171,10 +172,9 @@ def starting_prefect_server() -> Iterator[PrefectServer]:
 
         def wait() -> None:
             password = shlex.quote(str(password_file(home())))
-            print(
+            print_notice(
                 f"Starting a Prefect server for this run (log in to its pages with {USER}:$(cat {password}); log: "
-                f"{server.log})",
-                file=sys.stderr,
+                f"{server.log})"
             )
             server.wait()
 

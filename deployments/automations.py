@@ -29,6 +29,7 @@ from prefect.settings import PREFECT_API_URL
 
 from blocks.errors import ConfigError
 from blocks.prefect_errors import prefect_failures
+from blocks.terminal import escape_terminal
 from flows.monitoring.events import HEARTBEAT_EVERY_S, HEARTBEAT_TAG, PREFIX, Kind
 
 RESTART_TAG = "tinker-flows:restart"
@@ -181,7 +182,7 @@ def install_all() -> None:
         automations += [notify_automation(webhook)] if webhook else []
         for automation in automations:
             install(automation)
-            print(f"{automation.name}: {automation.description}")
+            print(escape_terminal(f"{automation.name}: {automation.description}"))
     if not deployment:
         print(
             f"No evaluation of checkpoints: create the deployment {EVALUATE_DEPLOYMENT} with a parameter `config` and "

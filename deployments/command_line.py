@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from blocks.errors import TinkerFlowsError, traceback_is_requested
+from blocks.terminal import escape_terminal, print_notice
 from deployments.cli import plans, runs, servers, weights
 
 
@@ -27,8 +28,8 @@ class _CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except TinkerFlowsError as error:
             if traceback_is_requested():
-                traceback.print_exc()
-            sys.exit(f"error: {error}")
+                print_notice(traceback.format_exc())
+            sys.exit(escape_terminal(f"error: {error}"))
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # raised again
             return _exit(error)
 

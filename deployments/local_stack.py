@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from rich.table import Table
 from blocks.errors import StorageError, storage_error
 from blocks.logins import Login, permanent_secret
 from blocks.processes import free_port
+from blocks.terminal import print_notice
 
 # Services of a killed `up` need up to this long to stop.
 SHUTDOWN_LIMIT_S = 60.0
@@ -131,7 +131,7 @@ def _acquire(file: TextIO) -> None:
             if _is_alive(stack.pid) or time.monotonic() > deadline:
                 raise StorageError(_already_running(stack, file.name)) from None
             if not has_notified:
-                print("Waiting for the services of the previous `tinker-flows up` to stop.", file=sys.stderr)
+                print_notice("Waiting for the services of the previous `tinker-flows up` to stop.")
             has_notified = True
             time.sleep(0.2)
         else:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from blocks.console import TextConsole
 from blocks.errors import ServiceError
+from blocks.terminal import escape_terminal
 from blocks.urls import hide_credentials
 from deployments.run_lookup import StoredRun, find_mlflow_run, find_run
 from flows.monitoring.run_tags import STOPPED_TAG as STOPPED
@@ -156,11 +157,11 @@ def show_run(run_name: str, storage: str, as_json: bool) -> None:
         "Prefect flow run": run.flow_run_id,
         "run directory": run.directory,
     }
-    print(run_name)
+    print(escape_terminal(run_name))
     for name, value in rows.items():  # no table, which would break a path across lines
-        print(f"{name:<18}{value}".rstrip())
+        print(escape_terminal(f"{name:<18}{value}").rstrip())
     for warning in run.warnings:
-        print(f"{'warning':<18}{warning}")
+        print(escape_terminal(f"{'warning':<18}{warning}"))
 
 
 def _state(writer: str, is_final: bool, mlflow_run: MlflowRun | None, mlflow_error: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from uuid import UUID
 
@@ -17,6 +16,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import TERMINAL_STATES, StateType
 
+from blocks.terminal import print_notice
 from tasks.common.prefect_internals import send_events
 
 
@@ -46,7 +46,7 @@ def wait_until_recorded(flow_run_id: UUID, last_task: str | None, limit_s: float
             times_complete = times_complete + 1 if has_last and not unfinished else 0
             if time.monotonic() > deadline:
                 names = ", ".join(run.name for run in unfinished[:3]) or f"a task run named {last_task}"
-                print(f"The Prefect server has not recorded the end of {names}.", file=sys.stderr)
+                print_notice(f"The Prefect server has not recorded the end of {names}.")
                 return
             if times_complete < num_polls:
                 time.sleep(pause_s)  # the server writes task runs in batches, once a second
@@ -59,4 +59,4 @@ def deliver_events(limit_s: float = 20.0) -> None:
     """
     if num_dropped := send_events(limit_s):
         dropped = f"{num_dropped} events and log lines of this run"
-        print(f"The Prefect server did not accept {dropped}: its UI lacks them.", file=sys.stderr)
+        print_notice(f"The Prefect server did not accept {dropped}: its UI lacks them.")

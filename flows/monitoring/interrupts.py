@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas import FlowRun
 from prefect.context import FlowRunContext
 
+from blocks.terminal import print_notice
 from tasks.common.service_errors import TRANSIENT_ERRORS
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -63,7 +63,7 @@ class StopRequest:
     def _handle(self, number: int, _: FrameType | None) -> None:
         self._signal = number
         self._restore_handlers()
-        print("\nStopping after the current step is saved. Press Ctrl-C again to stop at once.", file=sys.stderr)
+        print_notice("\nStopping after the current step is saved. Press Ctrl-C again to stop at once.")
 
     def _poll(self, closed: threading.Event, flow_run: FlowRun) -> None:
         """Poll the Prefect server for a cancel of a flow run or of the one that called it.

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Self, TextIO
 
 from tqdm import tqdm
 
+from blocks.terminal import escape_terminal, print_notice
 from flows.monitoring.artifacts import RunPage
 from flows.monitoring.interrupts import StopRequest
 from tasks.reports.tables import REWARD, reward_parts
@@ -88,7 +89,7 @@ class Progress:
         self._page = RunPage(run_name, first, num_steps, log)
         self._run_name, self._num_steps, self._done = run_name, num_steps, first
         if first:
-            tqdm.write(f"Resumed {run_name} at step {first} of {num_steps}.", file=sys.stderr)
+            tqdm.write(escape_terminal(f"Resumed {run_name} at step {first} of {num_steps}."), file=sys.stderr)
         self._began, self._first, self._wrote_at = perf_counter(), first, perf_counter()
         self._output = ExitStack()
         self._bar: tqdm[NoReturn] | None = None
@@ -126,7 +127,7 @@ class Progress:
         pace = (self._wrote_at - self._began) / (self._done - self._first)
         remaining = f"{pace:.3g} s/step, {timedelta(seconds=round(pace * (self._num_steps - self._done)))} left"
         line = f"{self._run_name}: step {self._done} of {self._num_steps}, {', '.join([*figures, remaining])}"
-        print(line, file=sys.stderr, flush=True)
+        print_notice(line)
 
     def __enter__(self) -> Self:
         self._page.__enter__()

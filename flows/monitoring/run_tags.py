@@ -12,7 +12,7 @@ from prefect.logging import get_run_logger
 from prefect.logging.handlers import PrefectConsoleHandler
 from tqdm import tqdm
 
-from blocks.console import escape_terminal
+from blocks.terminal import escape_terminal
 from flows.monitoring.events import emit
 from objectives.gradients.alerts import TermWarning
 from tasks.evaluation.evaluators import EvaluationResult
@@ -125,7 +125,7 @@ def note_warning(log: MetricsLog, key: str, text: str) -> None:
     get_run_logger().warning("%s", text)
     log.tag(f"{WARNING_TAG}.{key}", text)
     if is_console_silent():
-        tqdm.write(f"warning: {text}", file=sys.stderr)
+        tqdm.write(escape_terminal(f"warning: {text}"), file=sys.stderr)
 
 
 def is_console_silent() -> bool:

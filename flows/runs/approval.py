@@ -18,6 +18,7 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from blocks.storage import RunDirectory
+from blocks.terminal import print_notice
 from flows.config.base import RunConfig
 from flows.runs.blocks import storage_of
 from tasks.reports.html import escape_markdown, markdown_table
@@ -131,7 +132,7 @@ def decide(request: ApprovalRequest, config: RunConfig) -> Approval | None:
 
 def _ask(request: ApprovalRequest) -> str:
     """Ask in the terminal; return `approve`, `refuse` or `later`."""
-    print(request.as_text(), file=sys.stderr)
+    print_notice(request.as_text())
     while True:
         try:
             answer = input("What do you want to do? [approve, refuse, later]: ").strip()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +16,7 @@ from prefect.assets import Asset
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.errors import ServiceError, reason
+from blocks.terminal import print_notice
 from flows.config.base import RunConfig
 from flows.config.promotion import PromoteIf
 from flows.monitoring.events import emit
@@ -173,7 +173,7 @@ class Checkpoints:
             try:
                 call(keep_checkpoints, self._rest, self._run.directory, self._run.log, self._policy)
             except (ServiceError, MlflowException) as failure:
-                print(f"{failure} Retrying with the next checkpoint.", file=sys.stderr)
+                print_notice(f"{failure} Retrying with the next checkpoint.")
         return record
 
     def _emit(self, record: CheckpointRecord) -> None:
@@ -200,7 +200,7 @@ class Checkpoints:
         try:
             resume_model(self._run.log, step, model_id)
         except (MlflowException, ServiceError) as error:
-            print(f"The metrics of step {step} are missing in its logged model: {reason(error)}.", file=sys.stderr)
+            print_notice(f"The metrics of step {step} are missing in its logged model: {reason(error)}.")
 
     def _describe(self, record: CheckpointRecord) -> dict[str, Any]:
         """Return the metadata of a checkpoint as a Prefect asset."""

@@ -20,6 +20,7 @@ from blocks.errors import TinkerFlowsError, traceback_is_requested
 from blocks.garbage_collection import no_collections
 from blocks.prefect_errors import check_prefect_url, prefect_failures
 from blocks.processes import PrefectServer, running_prefect_server, starting_prefect_server
+from blocks.terminal import escape_terminal, print_notice
 from objectives.errors import ObjectiveError
 from objectives.import_path import import_path
 
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 SHOW_RESULT = "flows.runs.show:show_result"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors quote arguments with control characters escaped."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(escape_terminal(message))
 
 
 def main(
@@ -48,7 +56,7 @@ def main(
         description: Text of `--help`.
         show: Import path of the function that prints the flow's result.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"python -m {flow.partition(':')[0]}",
         description=(description or "").strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -103,10 +111,10 @@ def exit_on_error(action: Callable[[], None]) -> None:
         action()
     except (TinkerFlowsError, ObjectiveError) as error:
         if traceback_is_requested():
-            traceback.print_exc()
-        sys.exit(f"error: {error}")
+            print_notice(traceback.format_exc())
+        sys.exit(escape_terminal(f"error: {error}"))
     except (KeyboardInterrupt, CancelledRun):
-        print("Stopped. Run the same command again to resume from the last checkpoint.", file=sys.stderr)
+        print_notice("Stopped. Run the same command again to resume from the last checkpoint.")
         sys.exit(130)
 
 
@@ -125,7 +133,7 @@ def _prefect_server() -> Iterator[PrefectServer | None]:
         check_prefect_url()
         yield None
     elif server := running_prefect_server():
-        print(f"Using the Prefect server of `tinker-flows up` at {server.url}", file=sys.stderr)
+        print_notice(f"Using the Prefect server of `tinker-flows up` at {server.url}")
         with temporary_settings({PREFECT_API_URL: server.url, PREFECT_API_AUTH_STRING: server.login}):
             yield None
     else:
@@ -159,10 +167,9 @@ def _interrupts_of_deletable_run(config: Config) -> Iterator[None]:
     except (KeyboardInterrupt, CancelledRun):
         if not (isinstance(config, RunConfig) and config.if_exists == "delete"):
             raise
-        print(
+        print_notice(
             f"Stopped. `tinker-flows resume {config.run_name}` resumes from the last checkpoint; the same command "
-            "would delete the run, because if_exists is 'delete'.",
-            file=sys.stderr,
+            "would delete the run, because if_exists is 'delete'."
         )
         sys.exit(130)
 

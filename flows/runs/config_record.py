@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.errors import ConfigError
 from blocks.storage import CONFIG, RunDirectory
+from blocks.terminal import print_notice
 from flows.config.base import RunConfig
 from flows.runs.cookbook_compat import set_aside_config
 from objectives.aliases import with_current_paths
@@ -144,7 +144,7 @@ def _announce_changes(directory: RunDirectory, config: RunConfig) -> None:
     changes = _changes(directory, config)
     changed = [f"{key} {now} (was {before})" for key, (before, now) in sorted(changes.items()) if key not in _NO_EFFECT]
     if changed:
-        print(f"{config.run_name} continues with another {', '.join(changed)}.", file=sys.stderr)
+        print_notice(f"{config.run_name} continues with another {', '.join(changed)}.")
 
 
 def changed_fields(directory: RunDirectory, config: RunConfig) -> list[str]:

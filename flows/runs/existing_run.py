@@ -13,6 +13,7 @@ from tinker_cookbook.checkpoint_utils import CHECKPOINTS_BASE_NAME
 
 from blocks.errors import ConfigError
 from blocks.storage import CONFIG, RunDirectory
+from blocks.terminal import print_notice
 from flows.config.base import RunConfig
 from flows.config.loader import field_values
 from flows.runs.blocks import storage_of, tracking_at
@@ -51,7 +52,7 @@ def _is_deletion_chosen(config: RunConfig, directory: RunDirectory) -> bool:
             "'delete', or choose another run_name."
         )
     while True:
-        print(f"{in_use}, with checkpoints at {_steps_of_checkpoints(directory) or 'no step'}.", file=sys.stderr)
+        print_notice(f"{in_use}, with checkpoints at {_steps_of_checkpoints(directory) or 'no step'}.")
         try:
             answer = input("What do you want to do? [delete, resume, exit]: ").strip()
         except EOFError:
@@ -78,7 +79,7 @@ def _delete(config: RunConfig, directory: RunDirectory) -> None:
         f"({', '.join(names)}){mlflow}.{weights_left}"
     )
     get_run_logger().warning("%s", text)
-    print(text, file=sys.stderr)
+    print_notice(text)
 
 
 def _check_origin(config: RunConfig) -> None:

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from blocks.errors import ConfigError
+from blocks.terminal import print_notice
 from objectives.execution.messages import receive, send
 from objectives.execution.process import START_S, start_python
 
@@ -88,7 +89,7 @@ def serve(connection: Connection) -> None:
         with suppress(EOFError, OSError):
             connection.recv_bytes()
     except BaseException:  # noqa: BLE001 - the process ends below
-        traceback.print_exc()
+        print_notice(traceback.format_exc())
         status = 1
     finally:  # Kill the workers, because a busy worker does not shut down in order.
         for process in multiprocessing.active_children():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import tinker
@@ -11,6 +10,7 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.errors import ConfigError
 from blocks.storage import RunDirectory
+from blocks.terminal import print_notice
 from flows.config.train import TrainConfig
 from flows.runs.cookbook_compat import cookbook_step
 from flows.runs.fork import named_origin
@@ -77,7 +77,7 @@ def _record_origin(run: Run, config: TrainConfig, start: CheckpointRecord, steps
     of_run = f", step {parent['step']} of the run {parent['run_name']}" if "run_name" in parent else ""
     text = f"{config.run_name} starts from {start.state_path}{of_run}."
     get_run_logger().info("%s", text)
-    print(text, file=sys.stderr)
+    print_notice(text)
     for key, value in parent.items():
         run.log.tag(f"tinker_flows.parent.{key}", str(value))
     run.log.flush()

@@ -20,6 +20,7 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from tqdm import tqdm
 
 from blocks.errors import LostRunError, RolledBackError, ServiceLostError, UnreachableError
+from blocks.terminal import escape_terminal
 from flows.config.base import RunConfig
 from flows.monitoring.interrupts import CancelledInTheUI
 from flows.runs.approval import decide
@@ -68,7 +69,7 @@ def _run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T])
             return cast(T, Cancelled(message=str(cancelled)))
         except RolledBackError as error:  # terminates, because each rollback skips another step
             reasons.append(str(error))
-            tqdm.write(f"Restarting {config.run_name}: {error}", file=sys.stderr)
+            tqdm.write(escape_terminal(f"Restarting {config.run_name}: {error}"), file=sys.stderr)
         except (UnreachableError, ServiceLostError) as error:
             if isinstance(error, UnreachableError) and not reasons:
                 raise  # in the first attempt, a wrong address is more likely than a restarting server
@@ -80,7 +81,7 @@ def _run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T])
             pause_s = min(2.0**num_in_a_row, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
             text = f"{error} Resuming {config.run_name} from the last checkpoint in {pause_s:.0f} s."
             get_run_logger().warning("%s", text)
-            tqdm.write(text, file=sys.stderr)
+            tqdm.write(escape_terminal(text), file=sys.stderr)
             time.sleep(pause_s)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from tinker_cookbook.tokenizer_utils import register_tokenizer
 
 from blocks.errors import ServiceError, ServiceLostError, reason
 from blocks.storage import RunDirectory
+from blocks.terminal import print_notice
 from flows.config.base import BuilderConfig, RunConfig, ServiceConfig
 from flows.config.loader import renderer_names
 from flows.config.train import AdapterSettings, TrainConfig
@@ -153,7 +153,7 @@ def _resumed_client(
             if not (is_gone or is_refused):
                 raise
             if number < len(records):
-                print(f"{error} Trying the previous checkpoint.", file=sys.stderr)
+                print_notice(f"{error} Trying the previous checkpoint.")
             last_error = error
     if last_error is None or isinstance(last_error, ServiceLostError):
         raise last_error or AssertionError("unreachable: there is a record")

@@ -18,8 +18,8 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from blocks import TinkerService
-from blocks.console import escape_terminal
 from blocks.errors import TinkerFlowsError
+from blocks.terminal import escape_terminal
 from flows.config.base import ServiceConfig
 from flows.config.flow_lookup import SweptConfig
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
@@ -190,9 +190,8 @@ def _runners(executor: TrialExecutor, num: int) -> Iterator[list[Runner]]:
 def _bar(schedule: Schedule, plan: SweepPlan) -> tqdm[NoReturn]:
     num_finished = schedule.num_trials - schedule.num_remaining
     if num_finished:
-        tqdm.write(
-            f"Resumed {plan.config.run_name}: {num_finished} of {schedule.num_trials} trials are done.", file=sys.stderr
-        )
+        text = f"Resumed {plan.config.run_name}: {num_finished} of {schedule.num_trials} trials are done."
+        tqdm.write(escape_terminal(text), file=sys.stderr)
     return tqdm(
         desc=plan.config.run_name, initial=num_finished, total=schedule.num_trials, unit="trial", dynamic_ncols=True
     )

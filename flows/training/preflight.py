@@ -16,6 +16,7 @@ from prefect.runtime import flow_run
 from tinker_cookbook.checkpoint_utils import CheckpointRecord, get_renderer_name_from_checkpoint
 
 from blocks.errors import ConfigError
+from blocks.terminal import print_notice
 from flows.config.base import BASE
 from flows.config.distill import SamplingConfig
 from flows.config.loader import field_values, renderer_names
@@ -311,7 +312,7 @@ def announce_plan(log: MetricsLog, config: TrainConfig, steps: range, num_tokens
         experiment_id = log.client.get_run(log.run_id).info.experiment_id
         pace = find_pace(log.client, experiment_id, config.model, method)
     for line in plan_lines(config, method, steps, num_tokens, usd, pace):
-        print(f"{config.run_name}: {line}", file=sys.stderr)
+        print_notice(f"{config.run_name}: {line}")
         get_run_logger().info("%s", line)
 
 

@@ -13,7 +13,6 @@ right after those of the previous step, and terms and linearize run on the respo
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from blocks.errors import ConfigError
 from blocks.garbage_collection import no_collector_pauses
+from blocks.terminal import print_notice
 from flows.config.train import TrainConfig
 from flows.monitoring.events import emit
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
@@ -585,7 +585,7 @@ class Trainer:
         name = self.config.run_name
         command = f"tinker-flows resume {shlex.quote(name)}{storage_option(name, self.run.directory.location)}"
         saved = f"Saved the weights and the optimizer state of {name} after {step} of {self.schedule.num_steps} steps."
-        print(f"{saved} Continue with: {command}", file=sys.stderr)
+        print_notice(f"{saved} Continue with: {command}")
 
     def _check_last_weights(self, step: int) -> None:
         """Run one more forward pass over the last batch, because no later step checks these weights.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from mlflow import MlflowClient
 from prefect.runtime import flow_run
 
-from blocks.console import escape_terminal
+from blocks.terminal import escape_terminal
 from blocks.urls import hide_credentials
 
 if TYPE_CHECKING:

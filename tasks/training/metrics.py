@@ -14,6 +14,7 @@ from mlflow.exceptions import MlflowException
 from tqdm import tqdm
 
 from blocks.errors import ServiceError, StorageError
+from blocks.terminal import escape_terminal
 from tasks.common.task import step_task
 from tasks.training.metrics_file import MetricsFile
 
@@ -188,7 +189,8 @@ class MetricsLog:
             self._write()
         except MlflowException as error:  # `flush` tries again and raises the error
             if not self._is_failing:
-                tqdm.write(f"MLflow did not store metrics ({_first_line(error)}); trying again.", file=sys.stderr)
+                text = f"MLflow did not store metrics ({_first_line(error)}); trying again."
+                tqdm.write(escape_terminal(text), file=sys.stderr)
             self._is_failing = True
         except StorageError:
             return  # `flush` raises it

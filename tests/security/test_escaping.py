@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,8 +29,9 @@ from tinker import types
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.rl.types import RolloutError, Trajectory, TrajectoryGroup, Transition
 
-from blocks.console import TextConsole, escape_terminal
+from blocks.console import TextConsole
 from blocks.storage import RunDirectory, RunStorage
+from blocks.terminal import escape_terminal
 from engine.tiny import byte_tokenizer
 from flows.sweep import show_sweep
 from flows.sweeps.result import SweepResult
@@ -110,6 +115,80 @@ def test_a_sweep_over_texts_with_brackets_is_shown(capsys: pytest.CaptureFixture
     fields |= {"run_name": text, "columns": ("point", text), "rows": [("0", text)], "num_points": 1}
     show_sweep(SweepResult(**fields))
     assert capsys.readouterr().out.count(text) >= 3
+
+
+ESCAPE = "\x1b[31mX\u202e\x9b"
+COMMAND = ("-m", "deployments.command_line")
+
+
+def output_of(home: Path, *command: str, **variables: str) -> str:
+    """Standard output and standard error of a command of this project."""
+    environment = os.environ | {"TINKER_FLOWS_HOME": str(home), "PYTHONPATH": str(Path.cwd()), **variables}
+    run = subprocess.run([sys.executable, *command], env=environment, cwd=home, capture_output=True, text=True)
+    return run.stdout + run.stderr
+
+
+SCRIPT = """
+from pathlib import Path
+import tinker_flows
+from flows.config.loader import load_config
+load_config(tinker_flows.SftConfig, Path({path!r}), [])
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("command", "traceback"),
+    [
+        (("-m", "flows.sft", "--config", f"{ESCAPE}.yaml"), "0"),
+        (("-m", "flows.sft", "--config", f"{ESCAPE}.yaml"), "1"),
+        (("-m", "flows.sft", f"--{ESCAPE}"), "0"),
+        ((*COMMAND, "run", "sft", f"{ESCAPE}=1"), "0"),
+        ((*COMMAND, "status", f"{ESCAPE}"), "1"),
+        (("-c", SCRIPT.format(path=ESCAPE)), "0"),
+    ],
+    ids=["config", "traceback", "option", "override", "status", "script"],
+)
+def test_errors_of_commands_escape_their_arguments(tmp_path: Path, command: tuple[str, ...], traceback: str) -> None:
+    output = output_of(tmp_path, *command, TINKER_FLOWS_TRACEBACK=traceback, PREFECT_API_URL="http://127.0.0.1:1/api")
+    assert "\\x1b[31mX" in output
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", output)
+
+
+@pytest.mark.process
+def test_status_escapes_what_a_run_has_stored(tmp_path: Path) -> None:
+    with RunStorage(url=str(tmp_path / "runs")).run_directory("mine") as directory:
+        config = {"run_name": "mine", "model": ESCAPE, "tracking": f"sqlite:///{tmp_path}/mlflow.db"}
+        directory.write_bytes("config.json", json.dumps(config).encode())
+    for arguments in (("status", "mine"), ("status",), ("status", "mine", "--json")):
+        output = output_of(tmp_path, *COMMAND, *arguments)
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", output)
+        assert "mine" in output
+        assert ("1b[31mX" in output) == (arguments[1:] != ())
+
+
+def is_raw(call: ast.Call) -> bool:
+    """Return whether a call writes a text to standard error that the helper has not escaped."""
+    name = ast.unparse(call.func)
+    if name == "print":
+        return any(ast.unparse(keyword.value) == "sys.stderr" for keyword in call.keywords)
+    if name == "tqdm.write":
+        return not ast.unparse(call.args[0]).startswith(("escape_terminal(", "line"))
+    return name == "traceback.print_exc" or (
+        name == "sys.exit" and bool(call.args) and isinstance(call.args[0], ast.JoinedStr)
+    )
+
+
+def test_texts_reach_standard_error_through_the_helper() -> None:
+    """The child process of the sandbox, which imports nothing, is the exception; its parent reads what it prints."""
+    places = [
+        f"{path}:{node.lineno}"
+        for package in ("blocks", "deployments", "flows", "tasks", "tinker_flows")
+        for path in Path(package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and is_raw(node) and path.name not in ("terminal.py", "child.py")
+    ]
+    assert places == []
 
 
 TEXT = (
