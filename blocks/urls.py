@@ -10,11 +10,13 @@ from blocks.errors import ConfigError, UnreachableError, reason
 
 # Up to the last @ of the part that names the server, because passwords may contain one. If a colon is not followed by a
 # port, the part does not end at the first of / ? #, because passwords may contain these, too.
-_USER = re.compile(r"(?<=://)(?:[^/?#\s]+|[^/?#\s:@\[]*:(?!\d*[/?#])[^\s\"]+)(?=@)")
+_USER = re.compile(r"(?<=://)(?:[^/?#\s]+|[^/?#\s:@\[]*:(?!\d*[/?#])[^\s\"]{1,1000})(?=@)")
 _USER_WITHOUT_SCHEME = re.compile(r"[^/?#\s:@]+:[^/\s]+@[^\s@]+")
-_SECRETS = r"(?:\w+[_.-])*(?:api_?key|access_?key|secret_?key|passwd|pwd|(?:ssl)?password|secret|sig|signature|token)"
-# Values such as {token} and $TOKEN are placeholders.
-_QUERY = re.compile(rf"(://[^\s\"]*?[?&]{_SECRETS}=)(?!\*\*\*|[{{$])[^&#\s\"]+", re.IGNORECASE)
+_SECRET = (
+    r"(?:[\w.-]{0,100}[_.-])?(?:(?:api|access|secret)_?key|passwd|pwd|(?:ssl)?password|secret|sig|signature|token)"
+)
+# The numbers bound the time for texts that are no URLs. Values such as {token} and $TOKEN are placeholders.
+_QUERY = re.compile(rf"(://[^\s\"]{{0,4096}}?[?&]{_SECRET}=)(?!\*\*\*|[{{$])[^&#\s\"]+", re.IGNORECASE)
 
 
 def has_credentials(url: str) -> bool:
