@@ -126,9 +126,9 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
         le=0.999,
         title="Promote with confidence",
         description="Confidence with which the checkpoint must be better than the baseline on the same problems. At "
-        "0.95, a checkpoint that is only as good as the baseline is registered in at most 5 % of cases. Only for "
-        "`test/nll` and the metrics of evaluators that grade answers. Unset: compare the two values and ignore their "
-        "uncertainty.",
+        "0.95, a checkpoint that is only as good as the baseline is registered in at most 5 % of cases. This "
+        "does not hold for a checkpoint that was chosen on the same problems, as by `keep_best`. Only for `test/nll` "
+        "and the metrics of evaluators that grade answers. Unset: compare the two values and ignore their uncertainty.",
     )
 
     @field_validator("register_as")
@@ -360,8 +360,10 @@ def _rejection(config: EvaluateConfig, stopped: str, measured: EvaluationResult,
     if stopped and (config.promote_if or config.register_as):
         return f"{config.checkpoint} is not promoted: the budget stopped its evaluation."
     metric = PromoteIf.parse(config.promote_if).metric if config.promote_if else ""
-    values = [Measurement(result.metrics.get(metric), result.scores.get(metric)) for result in (measured, baseline)]
-    rejection = find_rejection(config.promote_if, config.promote_confidence, *values)
+    checkpoint, other = (
+        Measurement(result.metrics.get(metric), result.scores.get(metric)) for result in (measured, baseline)
+    )
+    rejection = find_rejection(config.promote_if, config.promote_confidence, checkpoint, other)
     return f"{config.checkpoint} is not promoted: {rejection}." if rejection else ""
 
 

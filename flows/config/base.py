@@ -380,9 +380,10 @@ class RunConfig(TrackedConfig, NamedConfig):
         le=0.999,
         title="Promote with confidence",
         description="Confidence with which the checkpoint must be better than the baseline on the same problems. At "
-        "0.95, a checkpoint that is only as good as the baseline is registered in at most 5 % of cases. Only for "
-        "`test/nll`, `test/env/all/reward/total` and the metrics of evaluators that grade answers. Unset: compare the "
-        "two values and ignore their uncertainty.",
+        "0.95, a run whose checkpoints are only as good as the baseline registers one in at most 5 % of cases. With "
+        "`keep_best`, the p-value is multiplied by the number of checkpoints that it compares. Only for `test/nll`, "
+        "`test/env/all/reward/total` and the metrics of evaluators that grade answers. Unset: compare the two values "
+        "and ignore their uncertainty.",
     )
 
     needs_approval: bool = Field(

@@ -49,7 +49,7 @@ from tasks.training.held_out import read_batch_values
 from tasks.training.logged_models import MODEL_ID, resume_model
 from tasks.training.metric_names import logged_name
 from tasks.training.model_registry import Promotion, promote_from
-from tasks.training.retention import KeepPolicy, keep_checkpoints
+from tasks.training.retention import KeepPolicy, keep_checkpoints, num_compared
 
 # After an error the service may not respond; a pending save gets this much time.
 LAST_WAIT_S = 10.0
@@ -227,9 +227,14 @@ class Checkpoints:
         metric, step = PromoteIf.parse(self._config.promote_if).metric, step_of(record)
         self._run.log.flush()
         values, stored = self._run.log.values(metric), read_batch_values(self._run.directory)
-        steps = (step, min(values, default=0))
-        measured = [Measurement(values.get(at), stored.get(at, {}).get(metric)) for at in steps]
-        rejection = find_rejection(self._config.promote_if, self._config.promote_confidence, *measured)
+        checkpoint, baseline = (
+            Measurement(values.get(at), stored.get(at, {}).get(metric)) for at in (step, min(values, default=0))
+        )
+        selected_by = self._policy.metric
+        num = num_compared(self._run.directory, self._run.log.values(selected_by)) if selected_by else 1
+        rejection = find_rejection(
+            self._config.promote_if, self._config.promote_confidence, checkpoint, baseline, max(num, 1)
+        )
         return f"The checkpoint at step {step} is not promoted: {rejection}." if rejection else ""
 
     def _refusal(self, name: str, record: CheckpointRecord) -> str:

@@ -55,13 +55,21 @@ def check_scores(
 
 
 def find_rejection(
-    promote_if: str | None, confidence: float | None, checkpoint: Measurement, baseline: Measurement
+    promote_if: str | None,
+    confidence: float | None,
+    checkpoint: Measurement,
+    baseline: Measurement,
+    num_candidates: int = 1,
 ) -> str:
     """Return the reason not to promote a checkpoint; empty if it meets the condition, or without a condition.
+
+    The p-value of the best of several checkpoints is multiplied by their number (Bonferroni), which is valid however
+    the scores of the checkpoints depend on each other.
 
     Args:
         confidence: confidence with which the checkpoint must be better than the baseline; None to compare the values
             alone.
+        num_candidates: number of checkpoints among which the checkpoint was chosen by a metric.
     """
     if not promote_if:
         return ""
@@ -77,12 +85,16 @@ def find_rejection(
     sign = 1 if gate.sign in (">", ">=") else -1
     differences = checkpoint.scores.minus(baseline.scores).values_B
     compared = compare_scores([sign * difference for difference in differences])
+    p_value = min(num_candidates * compared.p_value, 1.0)
     # A p-value is a quotient of counts: allow for its rounding.
-    if compared.p_value <= 1 - confidence + 1e-12:
+    if p_value <= 1 - confidence + 1e-12:
         return ""
+    factors = ""
+    if num_candidates > 1:
+        factors = f" ({compared.p_value:.3g} times the {num_candidates} checkpoints that keep_best compared)"
     effect = "" if compared.detectable is None else f", or expect an effect of {compared.detectable:.3g}"
     return (
         f"{gate.metric} is better than that of the baseline by {compared.mean:.3g} on {len(differences)} problems, "
-        f"which happens by chance with a probability of {compared.p_value:.3g}, but promote_confidence is "
-        f"{confidence:g}: use more problems{effect}"
+        f"which happens by chance with a probability of {p_value:.3g}{factors}, but promote_confidence "
+        f"is {confidence:g}: use more problems{effect}"
     )

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import tinker
-from tinker_cookbook.checkpoint_utils import CheckpointRecord
+from tinker_cookbook.checkpoint_utils import CHECKPOINTS_BASE_NAME, CheckpointRecord
 
 from blocks.storage import RunDirectory
+from tasks.common.jsonl import read_jsonl
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 from tasks.training.checkpoints import append_record, read_records, step_of
@@ -87,6 +88,17 @@ def find_best(
     measured = [(record, value) for record, value in measured if math.isfinite(value)]
     sign = 1 if mode == "min" else -1
     return min(measured, key=lambda pair: (sign * pair[1], step_of(pair[0])), default=None)
+
+
+def num_compared(directory: RunDirectory, values: Mapping[int, float]) -> int:
+    """Return the number of a run's own checkpoints, also deleted ones, that have a value of the metric at their step.
+
+    Args:
+        values: metric by step.
+    """
+    records = read_jsonl(directory, CHECKPOINTS_BASE_NAME, CheckpointRecord.from_dict)
+    own = [record for record in records if record.state_path and not record.has("parent")]
+    return len({record.state_path for record in own if math.isfinite(values.get(step_of(record), math.nan))})
 
 
 def _record_best(

@@ -406,14 +406,23 @@ def test_a_run_is_promoted_only_for_a_difference_that_is_not_chance(
     params["sampling"] = {"max_tokens": 1}
     gate = {"register_as": "graded", "promote_if": "test/fixed > baseline", "promote_confidence": 0.95}
 
-    def run(num_right: int) -> TrainResult:
+    def run(num_right: int, **other: Any) -> TrainResult:
         evaluators = [{"builder": f"{__name__}:Fixed", "params": params | {"num_right": num_right}}]
         changes = {"run_name": f"graded-{num_right}", "evaluators": evaluators, "num_steps": 2, "eval_every": 2, **gate}
-        return sft(SftConfig.model_validate(fields | changes))
+        return sft(SftConfig.model_validate(fields | changes | other))
 
     good, doubtful = run(5), run(4)
     assert good.not_promoted == ""
     assert "by 0.5 on 8 problems, which happens by chance with a probability of 0.0625" in doubtful.not_promoted
+    best = {
+        "keep_best": {"metric": "test/fixed", "mode": "max"},
+        "keep_last": 1,
+        "checkpoint_every": 1,
+        "eval_every": 1,
+    }
+    selected = run(5, run_name="graded-best", num_steps=4, **best)
+    assert selected.not_promoted.startswith("The checkpoint at step 1 is not promoted: ")
+    assert "0.125 (0.0312 times the 4 checkpoints that keep_best compared)" in selected.not_promoted
     (row,) = [row for row in good.held_out if row.metric == "fixed"]
     low, high = ttest_1samp([1.0] * 5 + [0.0] * 3, 0).confidence_interval(0.95)
     assert row.change.value == 5 / 8

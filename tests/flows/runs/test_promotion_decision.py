@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from flows.runs.promotion import Measurement, find_rejection
 from tasks.training.held_out import BatchValues
@@ -10,6 +12,10 @@ from tasks.training.held_out import BatchValues
 
 def measurement(right: int, problems: str = "a", num: int = 8) -> Measurement:
     return Measurement(right / num, BatchValues([1.0] * right + [0.0] * (num - right), [1] * num, problems))
+
+
+def measurement_of(scores: np.ndarray) -> Measurement:
+    return Measurement(float(scores.mean()), BatchValues(scores.tolist(), [1] * len(scores), "a"))
 
 
 @pytest.mark.parametrize(
@@ -30,3 +36,41 @@ def test_rejection(condition: str | None, checkpoint: Measurement, baseline: Mea
     reason = find_rejection(condition, 0.95, checkpoint, baseline)
     assert rejection in reason
     assert bool(reason) == bool(rejection)
+
+
+def test_the_best_of_several_checkpoints_needs_more_evidence() -> None:
+    assert find_rejection("test/m > baseline", 0.95, measurement(7), measurement(0), 5) == ""  # 5 / 128
+    reason = find_rejection("test/m > baseline", 0.95, measurement(6), measurement(0), 5)  # 5 / 64
+    assert "with a probability of 0.0781 (0.0156 times the 5 checkpoints that keep_best compared)" in reason
+
+
+@pytest.mark.parametrize(
+    ("num_candidates", "relation"),
+    [(1, "independent"), (5, "independent"), (20, "independent"), (20, "related"), (20, "by_another_metric")],
+)
+def test_runs_that_learn_nothing_are_rarely_promoted(num_candidates: int, relation: str) -> None:
+    """1,000 runs: at most 5 % promote the best of equal checkpoints, within the binomial bound of 0.1 %.
+
+    The scores of a run's checkpoints are independent, or each checkpoint repeats most answers of the previous one, or
+    the metric of `keep_best` is another one of the same answers.
+    """
+    generator, num_runs, num_problems, num_samples = np.random.default_rng(0), 1000, 10, 4
+    num_promoted = num_uncorrected = 0
+    for _ in range(num_runs):
+        rates = generator.beta(0.5, 0.5, num_problems)
+        answers = generator.random((num_candidates + 1, num_problems, num_samples)) < rates[:, None]
+        if relation == "related":
+            for checkpoint in range(2, num_candidates + 1):
+                is_repeated = generator.random(num_problems) < 0.8
+                answers[checkpoint, is_repeated] = answers[checkpoint - 1, is_repeated]
+        scores, solved = answers.mean(axis=2), answers.any(axis=2).mean(axis=1)
+        selected_by = solved if relation == "by_another_metric" else scores.mean(axis=1)
+        best = measurement_of(scores[1 + int(selected_by[1:].argmax())])
+        gate = ("test/m > baseline", 0.95, best, measurement_of(scores[0]))
+        if not find_rejection(*gate):
+            num_uncorrected += 1
+            num_promoted += not find_rejection(*gate, num_candidates)
+    bound = stats.binom.ppf(0.999, num_runs, 0.05)
+    assert num_promoted <= bound
+    if (num_candidates, relation) == (20, "independent"):
+        assert num_uncorrected > bound

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 from blocks import RunStorage
 from tasks.training.checkpoints import append_record, read_records
-from tasks.training.retention import KeepPolicy, keep_checkpoints
+from tasks.training.retention import KeepPolicy, keep_checkpoints, num_compared
 
 
 class RecordingRest:
@@ -44,3 +45,16 @@ def test_final_checkpoint_is_kept_even_if_newer_ones_exist(tmp_path: Path) -> No
     assert [record.state_path for record in records.checkpoints] == ["tinker://8", "tinker://4"]
     lines = (tmp_path / "run" / "checkpoints.jsonl").read_text().splitlines()
     assert {line["dropped"] for line in map(json.loads, lines) if "dropped" in line} == set(rest.deleted)
+
+
+def test_compared_checkpoints_include_deleted_ones(tmp_path: Path) -> None:
+    """Not counted: the checkpoint of the fork's parent, sampler weights, and steps without a finite value."""
+    directory = RunStorage(url=str(tmp_path)).run_directory("run")
+    values = {0: 0.1, 2: 0.2, 4: 0.3, 5: 0.9, 6: math.nan, 7: 0.4, 8: 0.2}
+    with directory:
+        for step in (2, 4, 6, 8, 10):
+            record = {"name": f"{step:06d}", "batch": step, "epoch": 0, "step": step, "state_path": f"tinker://{step}"}
+            append_record(directory, record | ({"parent": {"run_name": "other"}} if step == 2 else {}))
+        append_record(directory, {"name": "7", "batch": 7, "epoch": 0, "step": 7, "sampler_path": "tinker://7"})
+        append_record(directory, {"name": "000004", "dropped": "tinker://4"})
+    assert num_compared(directory, values) == len([4, 8])
