@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from tinker_cookbook.eval.evaluators import Evaluator
@@ -10,7 +11,7 @@ from tinker_cookbook.eval.evaluators import Evaluator
 from blocks.errors import ConfigError
 from flows.config.promotion import PromoteIf
 from tasks.evaluation.evaluators import ConfiguredEvaluator, ScoringEvaluator
-from tasks.evaluation.intervals import compare_scores
+from tasks.evaluation.intervals import detectable_difference, num_problems_needed, sign_flip_p_value
 from tasks.training.held_out import BatchValues
 from tasks.training.metric_names import logged_name
 
@@ -83,18 +84,26 @@ def find_rejection(
     if not checkpoint.scores.is_paired_with(baseline.scores):
         return f"{gate.metric} of the checkpoint and of the baseline were measured on different problems"
     sign = 1 if gate.sign in (">", ">=") else -1
-    differences = checkpoint.scores.minus(baseline.scores).values_B
-    compared = compare_scores([sign * difference for difference in differences])
-    p_value = min(num_candidates * compared.p_value, 1.0)
+    differences = [sign * difference for difference in checkpoint.scores.minus(baseline.scores).values_B]
+    level = (1 - confidence) / num_candidates
+    p_value = sign_flip_p_value(differences, level)
     # A p-value is a quotient of counts: allow for its rounding.
-    if p_value <= 1 - confidence + 1e-12:
+    if p_value <= level + 1e-12:
         return ""
     factors = ""
     if num_candidates > 1:
-        factors = f" ({compared.p_value:.3g} times the {num_candidates} checkpoints that keep_best compared)"
-    effect = "" if compared.detectable is None else f", or expect an effect of {compared.detectable:.3g}"
+        factors = f" ({p_value:.3g} times the {num_candidates} checkpoints that keep_best compared)"
     return (
-        f"{gate.metric} is better than that of the baseline by {compared.mean:.3g} on {len(differences)} problems, "
-        f"which happens by chance with a probability of {p_value:.3g}{factors}, but promote_confidence "
-        f"is {confidence:g}: use more problems{effect}"
+        f"{gate.metric} is better than that of the baseline by {fmean(differences):.3g} on {len(differences)} "
+        f"problems, which happens by chance with a probability of {min(num_candidates * p_value, 1.0):.3g}{factors}, "
+        f"but promote_confidence is {confidence:g}: {_advice(differences, level)}"
     )
+
+
+def _advice(differences: Sequence[float], level: float) -> str:
+    """Return the advice to a user whose checkpoint is not significantly better than the baseline."""
+    if len(differences) < (num_needed := num_problems_needed(level)):
+        return f"no result on {len(differences)} problems can meet it; use at least {num_needed} problems"
+    detectable = detectable_difference(differences, level)
+    effect = "" if detectable is None else f", or expect an effect of {detectable:.3g}, which is found in 80 % of cases"
+    return f"use more problems{effect}"

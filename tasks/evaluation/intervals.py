@@ -8,12 +8,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
+from scipy.optimize import root_scalar
 
 _CONFIDENCE = 0.95
+# Level of a one-sided test.
+LEVEL = 0.05
 _POWER = 0.8
 # Sign flips of the permutation test; all 2 ** P of them if they are fewer.
 _NUM_FLIPS = 9999
+# Simulated comparisons for the detectable difference, and the sign flips of each; a low level needs more flips.
+_NUM_SIMULATED = 1000
+_NUM_SIMULATED_FLIPS = 999
+_MAX_SIMULATED_FLIPS = 20_000_000
+_Floats = NDArray[np.float32]
 
 
 class Interval(NamedTuple):
@@ -55,11 +64,9 @@ class Difference:
     Attributes:
         mean: the mean difference.
         interval: interval of Student's t over problems; None if all differences are equal.
-        p_value: probability of such a mean, or a greater one, if the difference of each problem could as well have the
-            opposite sign: the one-sided test of two equal policies, over all signs of up to 13 problems and over 9,999
-            random ones of more.
-        detectable: smallest true difference that a comparison like this finds significant, one-sided at 5 %, with a
-            probability of 0.8; None if all differences are equal.
+        p_value: p-value of `sign_flip_p_value`.
+        detectable: smallest true difference that such a comparison finds (`detectable_difference`); None if there are
+            too few problems, or if all differences are 0.
     """
 
     mean: float
@@ -70,8 +77,10 @@ class Difference:
     def metrics(self, name: str) -> dict[str, float]:
         """Return the figures as metrics, `difference/<name>` and so on."""
         figures = {"": self.mean, "_p_value": self.p_value}
-        if self.interval is not None and self.detectable is not None:
-            figures |= {"_low": self.interval.low, "_high": self.interval.high, "_detectable": self.detectable}
+        if self.interval is not None:
+            figures |= {"_low": self.interval.low, "_high": self.interval.high}
+        if self.detectable is not None:
+            figures["_detectable"] = self.detectable
         return {f"difference/{name}{suffix}": value for suffix, value in figures.items()}
 
 
@@ -81,22 +90,111 @@ def compare_scores(differences_P: Sequence[float]) -> Difference:
     >>> compare_scores([1.0, 1.0, 1.0, 1.0]).p_value  # one of 16 sign flips
     0.0625
     """
+    return Difference(
+        float(np.mean(differences_P)),
+        difference_interval(differences_P),
+        sign_flip_p_value(differences_P),
+        detectable_difference(differences_P),
+    )
+
+
+def difference_interval(differences_P: Sequence[float]) -> Interval | None:
+    """Interval of a mean difference by Student's t over problems; None if all differences are equal."""
     num, mean = len(differences_P), float(np.mean(differences_P))
-    if num == 1:
-        return Difference(mean, None, 0.5 if mean > 0 else 1.0, None)
+    error = float(np.std(differences_P, ddof=1)) / math.sqrt(num) if num > 1 else 0.0
+    if error == 0:
+        return None
+    width = float(stats.t.ppf((1 + _CONFIDENCE) / 2, num - 1)) * error
+    return Interval(mean - width, mean + width)
+
+
+def sign_flip_p_value(differences_P: Sequence[float], level: float = LEVEL) -> float:
+    """Return the p-value of the one-sided test of two equal policies.
+
+    It is the probability of such a mean difference, or a greater one, if the difference of each problem could as well
+    have the opposite sign: over all signs of up to 13 problems and over 9,999 random ones of more, or over more if the
+    level is so low that 9,999 signs cannot reach it.
+
+    Args:
+        level: level to which the p-value is compared.
+    """
+    if len(differences_P) == 1:
+        return 0.5 if differences_P[0] > 0 else 1.0
     test = stats.permutation_test(
         (np.asarray(differences_P, dtype=np.float64),),
         np.mean,
         permutation_type="samples",
         alternative="greater",
         vectorized=True,
-        n_resamples=_NUM_FLIPS,
+        n_resamples=max(_NUM_FLIPS, math.ceil(10 / level)),
+        batch=max(10_000_000 // len(differences_P), 1),
         rng=np.random.default_rng(0),
     )
-    p_value = float(test.pvalue)
-    error = float(np.std(differences_P, ddof=1)) / math.sqrt(num)
-    if error == 0:
-        return Difference(mean, None, p_value, None)
-    two_sided, one_sided, power = stats.t.ppf([(1 + _CONFIDENCE) / 2, _CONFIDENCE, _POWER], num - 1).tolist()
-    interval = Interval(mean - two_sided * error, mean + two_sided * error)
-    return Difference(mean, interval, p_value, (one_sided + power) * error)
+    return float(test.pvalue)
+
+
+def num_problems_needed(level: float) -> int:
+    """Return the smallest number of problems at which the sign flips can be significant.
+
+    >>> num_problems_needed(0.05)  # 2 ** -5 is 0.031
+    5
+    """
+    return math.ceil(-math.log2(level) - 1e-9)
+
+
+def detectable_difference(differences_P: Sequence[float], level: float = LEVEL) -> float | None:
+    """Return the smallest true difference that the sign flips find significant with a probability of 0.8.
+
+    Comparisons of as many problems are simulated. Without a true difference, their differences have the observed sizes,
+    and both signs are equally likely. If all sizes are distinct, as those of continuous scores, a true difference is
+    added to each. Otherwise, as with right and wrong answers, it multiplies the probability of a difference `d` by a
+    factor proportional to `exp(tilt * d)`, which changes the log-odds of a right answer.
+
+    Args:
+        level: level of the one-sided test.
+
+    Returns:
+        The difference; None if there are too few problems to be significant, or if all differences are 0.
+    """
+    num, scale = len(differences_P), float(np.max(np.abs(differences_P)))
+    if num < num_problems_needed(level) or scale == 0:
+        return None
+    sizes_P = np.abs(differences_P) / scale
+    is_continuous = len(np.unique(sizes_P)) == num
+    values_V = np.sort(np.concatenate([-sizes_P, sizes_P]))
+    generator = np.random.default_rng(0)
+    signs_FP = _signs(num, level, generator)
+    draws_RP = generator.random((min(_NUM_SIMULATED, _MAX_SIMULATED_FLIPS // len(signs_FP)), num))
+
+    def shares(tilt: float) -> NDArray[np.float64]:
+        weights_V = np.exp(tilt * (values_V - values_V[-1]))
+        return weights_V / weights_V.sum()
+
+    def excess_power(effect: float) -> float:
+        tilt, shift = (0.0, effect) if is_continuous else (effect, 0.0)
+        index_RP = np.searchsorted(np.cumsum(shares(tilt)), draws_RP)
+        simulated_RP = (values_V[np.minimum(index_RP, len(values_V) - 1)] + shift).astype(np.float32)
+        return float(_is_significant(simulated_RP, signs_FP, level).mean()) - _POWER
+
+    # At the upper end, all differences are positive.
+    effect = float(root_scalar(excess_power, bracket=(0.0, 2.0 if is_continuous else 50.0), xtol=1e-3).root)
+    return scale * (effect if is_continuous else float(shares(effect) @ values_V))
+
+
+def _signs(num_problems: int, level: float, generator: np.random.Generator) -> _Floats:
+    """All signs of the problems if they are few, otherwise random ones; the first flip changes no sign."""
+    num_flips = max(_NUM_SIMULATED_FLIPS, math.ceil(5 / level))
+    if 2**num_problems <= num_flips:
+        bits_FP = np.arange(2**num_problems)[:, None] >> np.arange(num_problems) & 1
+    else:
+        bits_FP = generator.integers(0, 2, (num_flips + 1, num_problems), dtype=np.int8)
+        bits_FP[0] = 0
+    return (1 - 2 * bits_FP).astype(np.float32)
+
+
+def _is_significant(differences_RP: _Floats, signs_FP: _Floats, level: float) -> NDArray[np.bool_]:
+    """Return for each comparison whether at most a share `level` of the sign flips has its sum or a greater one."""
+    flipped_RF = differences_RP @ signs_FP.T
+    # The tolerance exceeds the rounding of float32, so that equal sums count.
+    num_greater_R = (flipped_RF >= flipped_RF[:, :1] - 1e-3).sum(axis=1)
+    return num_greater_R <= level * len(signs_FP) + 1e-9

@@ -38,6 +38,26 @@ def test_rejection(condition: str | None, checkpoint: Measurement, baseline: Mea
     assert bool(reason) == bool(rejection)
 
 
+def test_advice_follows_from_the_confidence_and_the_number_of_checkpoints() -> None:
+    """2 ** -8 is less than 5 %, but neither less than 0.1 % nor less than 5 % / 20."""
+
+    def advice(confidence: float, num_candidates: int = 1) -> str:
+        better, equal = measurement(4), measurement(0)
+        return find_rejection("test/m > baseline", confidence, better, equal, num_candidates).rpartition(": ")[2]
+
+    assert "use more problems, or expect an effect of 0." in advice(0.95)
+    assert advice(0.999) == "no result on 8 problems can meet it; use at least 10 problems"
+    assert advice(0.95, 20) == "no result on 8 problems can meet it; use at least 9 problems"
+    effects = [float(advice(0.95, num).split("effect of ")[1].split(",")[0]) for num in (1, 5)]
+    assert effects[0] < effects[1]
+
+
+def test_a_low_level_is_within_reach_of_the_random_sign_flips() -> None:
+    """30 better answers to 30 problems at a level of 0.001 / 20."""
+    best, equal = measurement(30, num=30), measurement(0, num=30)
+    assert find_rejection("test/m > baseline", 0.999, best, equal, 20) == ""
+
+
 def test_the_best_of_several_checkpoints_needs_more_evidence() -> None:
     assert find_rejection("test/m > baseline", 0.95, measurement(7), measurement(0), 5) == ""  # 5 / 128
     reason = find_rejection("test/m > baseline", 0.95, measurement(6), measurement(0), 5)  # 5 / 64

@@ -7,9 +7,16 @@ from itertools import product
 import numpy as np
 import pytest
 from scipy import stats
+from scipy.optimize import root_scalar
 
 from tasks.common.graders import pass_at
-from tasks.evaluation.intervals import compare_scores, proportion_interval
+from tasks.evaluation.intervals import (
+    compare_scores,
+    detectable_difference,
+    num_problems_needed,
+    proportion_interval,
+    sign_flip_p_value,
+)
 
 NUM_PROBLEMS, NUM_SAMPLES = 30, 4
 
@@ -56,13 +63,20 @@ def test_difference_equals_enumeration_and_scipy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scores", "p_value"), [([0.5] * 3, 1 / 8), ([0.0] * 20, 1.0), ([1.0], 0.5), ([-1.0] * 3, 1.0)]
+    ("scores", "p_value", "has_detectable"),
+    [
+        ([0.5] * 3, 1 / 8, False),
+        ([0.5] * 8, 1 / 256, True),
+        ([0.0] * 20, 1.0, False),
+        ([1.0], 0.5, False),
+        ([-1.0] * 3, 1.0, False),
+    ],
 )
-def test_equal_differences_have_no_interval(scores: list[float], p_value: float) -> None:
+def test_equal_differences_have_no_interval(scores: list[float], p_value: float, has_detectable: bool) -> None:
     difference = compare_scores(scores)
     assert difference.p_value == pytest.approx(p_value)
     assert difference.interval is None
-    assert difference.detectable is None
+    assert (difference.detectable is not None) == has_detectable
 
 
 def test_equal_policies_rarely_differ() -> None:
@@ -72,14 +86,67 @@ def test_equal_policies_rarely_differ() -> None:
     for _ in range(num_runs):
         rates = generator.beta(0.5, 0.5, NUM_PROBLEMS)
         first, second = (generator.binomial(NUM_SAMPLES, rates) / NUM_SAMPLES for _ in range(2))
-        num_significant += compare_scores(list(first - second)).p_value <= 0.05
+        num_significant += sign_flip_p_value(list(first - second)) <= 0.05
     assert num_significant <= stats.binom.ppf(0.999, num_runs, 0.05)
 
 
-def test_the_detectable_difference_is_found_with_a_probability_of_80_percent() -> None:
-    generator, num_runs = np.random.default_rng(3), 300
-    detectable = compare_scores(list(generator.normal(0, 1, 10_000))).detectable
-    assert detectable is not None
-    effect = detectable * np.sqrt(10_000 / NUM_PROBLEMS)
-    found = [compare_scores(list(generator.normal(effect, 1, NUM_PROBLEMS))).p_value <= 0.05 for _ in range(num_runs)]
-    assert np.mean(found) == pytest.approx(0.8, abs=0.07)
+def draw_differences(kind: str, effect: float, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    """Differences with a true mean: normal ones, or those of right and wrong answers."""
+    if kind == "continuous":
+        return generator.normal(effect, 1, shape)
+    first, second = generator.random(shape) < 0.5 + effect / 2, generator.random(shape) < 0.5 - effect / 2
+    return first.astype(float) - second
+
+
+@pytest.mark.parametrize("kind", ["binary", "continuous"])
+@pytest.mark.parametrize("num_problems", [8, 30])
+def test_the_detectable_difference_is_found_with_a_probability_of_80_percent(kind: str, num_problems: int) -> None:
+    """The mean of the differences that comparisons of equal policies state, against the power by brute force."""
+    generator = np.random.default_rng(3)
+    stated = [detectable_difference([*draw_differences(kind, 0.0, (num_problems,), generator)]) for _ in range(60)]
+    effects = [effect for effect in stated if effect is not None]
+    assert len(effects) == len(stated)
+    differences_RP = draw_differences(kind, float(np.mean(effects)), (1000, num_problems), generator)
+    flips_FP = generator.choice((-1.0, 1.0), (20_000, num_problems))
+    sums_RF = differences_RP @ flips_FP.T
+    p_values_R = (sums_RF >= differences_RP.sum(axis=1)[:, None] - 1e-9).mean(axis=1)
+    # Twice the standard errors of the mean effect and of the power.
+    assert np.mean(p_values_R <= 0.05) == pytest.approx(0.8, abs=0.06)
+
+
+@pytest.mark.parametrize("kind", ["binary", "continuous"])
+def test_four_problems_detect_nothing(kind: str) -> None:
+    """2 ** -4 exceeds 5 %: even four better answers are not significant."""
+    generator = np.random.default_rng(4)
+    for effect in (0.0, 1.0):
+        assert detectable_difference([*draw_differences(kind, effect, (4,), generator)]) is None
+    assert "difference/m_detectable" not in compare_scores([1.0, 0.9, 0.8, 1.0]).metrics("m")
+    assert [num_problems_needed(level) for level in (0.5, 0.0625, 0.05, 0.001)] == [1, 4, 5, 10]
+
+
+@pytest.mark.parametrize("level", [0.05, 0.01])
+def test_rare_differences_need_a_larger_effect(level: float) -> None:
+    """4 better answers to 200 problems are not significant: the exact power of McNemar's test at the stated effect.
+
+    The simulated answers keep the odds ratio of equal policies that differ on 4 of 200 problems.
+    """
+    scores, num = [1.0] * 4 + [0.0] * 196, 200
+    assert sign_flip_p_value(scores) > 0.05
+    effect = detectable_difference(scores, level)
+    assert effect is not None
+    assert effect > 0.02
+    ratio = (0.01 / 0.98) ** 2
+
+    def odds_ratio(better: float) -> float:
+        worse = better - effect
+        return better * worse / (1 - better - worse) ** 2 - ratio
+
+    better = float(root_scalar(odds_ratio, bracket=(effect, (1 + effect) / 2 - 1e-6)).root)
+    power = 0.0
+    for num_different in range(1, 60):
+        probability = stats.binom.pmf(num_different, num, 2 * better - effect)
+        right = np.arange(num_different + 1)
+        p_values = stats.binom.sf(right - 1, num_different, 0.5)
+        shares = stats.binom.pmf(right, num_different, better / (2 * better - effect))
+        power += probability * shares[p_values <= level].sum()
+    assert power == pytest.approx(0.8, abs=0.03)
