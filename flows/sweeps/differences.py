@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Literal
 
-from tasks.evaluation.intervals import Difference, compare_scores
+import numpy as np
+
+from tasks.evaluation.intervals import Difference, Floats
+from tasks.evaluation.multiple_comparisons import compare_with_first
 from tasks.sweeps.table import PointRow
 from tasks.training.held_out import BatchValues
 
@@ -22,7 +24,7 @@ class PointDifference:
     Attributes:
         point: number of the point.
         difference: mean difference, positive where the best point is better.
-        num_pairs: number of compared pairs.
+        num_pairs: number of problems or seeds.
         unit: what is paired.
     """
 
@@ -35,15 +37,15 @@ class PointDifference:
         """Text cells, in the order of `DIFFERENCE_COLUMNS`."""
         interval, detectable = self.difference.interval, self.difference.detectable
         half = "" if interval is None else f" ± {(interval.high - interval.low) / 2:.3g}"
-        smallest = "" if detectable is None else f"{detectable:.3g}"
+        smallest = "none" if detectable is None else f"{detectable:.3g}"
         pairs = f"{self.num_pairs} {self.unit}"
         return str(self.point), f"{self.difference.mean:.4g}{half}", pairs, f"{self.difference.p_value:.3g}", smallest
 
 
 def compare_with_best(rows: Sequence[PointRow], scores: Scores, mode: Literal["min", "max"]) -> list[PointDifference]:
-    """Compare each complete point with the best one; points with less than two pairs are left out.
+    """Compare each complete point with the best one; return nothing for less than two points or two pairs.
 
-    Problems are paired if all trials of both points have scores of the same problems, averaged over the seeds;
+    Problems are paired if all trials of these points have scores of the same problems, averaged over the seeds;
     otherwise the seeds are paired.
 
     Args:
@@ -51,32 +53,32 @@ def compare_with_best(rows: Sequence[PointRow], scores: Scores, mode: Literal["m
         mode: `min` if smaller values are better.
     """
     complete = [row for row in rows if row.is_complete]
-    sign = 1.0 if mode == "min" else -1.0
-    compared: list[PointDifference] = []
-    for row in complete[1:]:
-        pair = (row, complete[0])
-        unit, values = "problems", _by_problem(pair, scores)
-        if not values:
-            unit, values = "seeds", _by_seed(pair)
-        differences = [sign * (other - best) for other, best in values]
-        if len(differences) > 1:
-            compared.append(PointDifference(row.point.number, compare_scores(differences), len(differences), unit))
-    return compared
+    if len(complete) < 2:
+        return []
+    unit, values_KU = "problems", _by_problem(complete, scores)
+    if values_KU is None:
+        unit, values_KU = "seeds", _by_seed(complete)
+    num_pairs = values_KU.shape[1]
+    if num_pairs < 2:
+        return []
+    differences = compare_with_first(values_KU if mode == "max" else -values_KU)
+    return [
+        PointDifference(row.point.number, difference, num_pairs, unit)
+        for row, difference in zip(complete[1:], differences, strict=True)
+    ]
 
 
-def _by_problem(pair: tuple[PointRow, PointRow], scores: Scores) -> list[tuple[float, float]]:
-    """Return the mean score of each problem at both points; nothing if the trials have other or no scores."""
-    by_point = [[scores.get((row.point.number, trial.seed)) for trial in row.completed] for row in pair]
+def _by_problem(rows: Sequence[PointRow], scores: Scores) -> Floats | None:
+    """Return the mean score of each problem at each point; None if the trials have other or no scores."""
+    by_point = [[scores.get((row.point.number, trial.seed)) for trial in row.completed] for row in rows]
     first = by_point[0][0]
     if first is None or not all(first.is_paired_with(values) for of_point in by_point for values in of_point):
-        return []
-    means = [
-        [fmean(values) for values in zip(*(v.values_B for v in of_point if v), strict=True)] for of_point in by_point
-    ]
-    return list(zip(*means, strict=True))
+        return None
+    return np.array([np.mean([values.values_B for values in of_point if values], axis=0) for of_point in by_point])
 
 
-def _by_seed(pair: tuple[PointRow, PointRow]) -> list[tuple[float, float]]:
-    """Return the values of both points for each seed."""
-    first, second = ({trial.seed: trial.value for trial in row.completed if trial.value is not None} for row in pair)
-    return [(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())]
+def _by_seed(rows: Sequence[PointRow]) -> Floats:
+    """Return the value of each seed at each point."""
+    by_point = [{trial.seed: trial.value for trial in row.completed if trial.value is not None} for row in rows]
+    seeds = sorted(set[int].intersection(*(set(values) for values in by_point)))
+    return np.array([[values[seed] for seed in seeds] for values in by_point])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,12 +17,11 @@ _CONFIDENCE = 0.95
 LEVEL = 0.05
 _POWER = 0.8
 # Sign flips of the permutation test; all 2 ** P of them if they are fewer.
-_NUM_FLIPS = 9999
-# Simulated comparisons for the detectable difference, and the sign flips of each; a low level needs more flips.
+NUM_FLIPS = 9999
+# Simulated comparisons for the detectable difference, and the sign flips of all of them.
 _NUM_SIMULATED = 1000
-_NUM_SIMULATED_FLIPS = 999
 _MAX_SIMULATED_FLIPS = 20_000_000
-_Floats = NDArray[np.float32]
+Floats = NDArray[np.float64]
 
 
 class Interval(NamedTuple):
@@ -98,13 +97,13 @@ def compare_scores(differences_P: Sequence[float]) -> Difference:
     )
 
 
-def difference_interval(differences_P: Sequence[float]) -> Interval | None:
+def difference_interval(differences_P: Sequence[float], confidence: float = _CONFIDENCE) -> Interval | None:
     """Interval of a mean difference by Student's t over problems; None if all differences are equal."""
     num, mean = len(differences_P), float(np.mean(differences_P))
     error = float(np.std(differences_P, ddof=1)) / math.sqrt(num) if num > 1 else 0.0
     if error == 0:
         return None
-    width = float(stats.t.ppf((1 + _CONFIDENCE) / 2, num - 1)) * error
+    width = float(stats.t.ppf((1 + confidence) / 2, num - 1)) * error
     return Interval(mean - width, mean + width)
 
 
@@ -126,7 +125,7 @@ def sign_flip_p_value(differences_P: Sequence[float], level: float = LEVEL) -> f
         permutation_type="samples",
         alternative="greater",
         vectorized=True,
-        n_resamples=max(_NUM_FLIPS, math.ceil(10 / level)),
+        n_resamples=max(NUM_FLIPS, math.ceil(10 / level)),
         batch=max(10_000_000 // len(differences_P), 1),
         rng=np.random.default_rng(0),
     )
@@ -145,56 +144,72 @@ def num_problems_needed(level: float) -> int:
 def detectable_difference(differences_P: Sequence[float], level: float = LEVEL) -> float | None:
     """Return the smallest true difference that the sign flips find significant with a probability of 0.8.
 
-    Comparisons of as many problems are simulated. Without a true difference, their differences have the observed sizes,
-    and both signs are equally likely. If all sizes are distinct, as those of continuous scores, a true difference is
-    added to each. Otherwise, as with right and wrong answers, it multiplies the probability of a difference `d` by a
-    factor proportional to `exp(tilt * d)`, which changes the log-odds of a right answer.
-
     Args:
         level: level of the one-sided test.
 
     Returns:
         The difference; None if there are too few problems to be significant, or if all differences are 0.
     """
+    if len(differences_P) < num_problems_needed(level):
+        return None
+    num_flips = max(min(math.ceil(50 / level), NUM_FLIPS), math.ceil(5 / level))
+    signs_FP = random_signs(len(differences_P), num_flips, np.random.default_rng(0)).astype(np.float32)
+
+    def is_significant(differences_RP: Floats) -> NDArray[np.bool_]:
+        flipped_RF = differences_RP.astype(np.float32) @ signs_FP.T
+        # The tolerance exceeds the rounding of float32, so that equal sums count.
+        num_greater_R = (flipped_RF >= flipped_RF[:, :1] - 1e-3).sum(axis=1)
+        return num_greater_R <= level * len(signs_FP) + 1e-9
+
+    return smallest_detectable(differences_P, is_significant, _MAX_SIMULATED_FLIPS // len(signs_FP))
+
+
+def smallest_detectable(
+    differences_P: Sequence[float], is_significant: Callable[[Floats], NDArray[np.bool_]], max_simulated: int
+) -> float | None:
+    """Return the smallest true difference that a test finds significant with a probability of 0.8.
+
+    Comparisons of as many problems are simulated. Without a true difference, their differences have the observed sizes,
+    and both signs are equally likely. If all sizes are distinct, as those of continuous scores, a true difference is
+    added to each. Otherwise, as with right and wrong answers, it multiplies the probability of a difference `d` by a
+    factor proportional to `exp(tilt * d)`, which changes the log-odds of a right answer.
+
+    Args:
+        is_significant: the test of each of several comparisons with the shape [R, P], whose differences are scaled to
+            observed sizes of at most 1. Equal positive differences must be significant.
+        max_simulated: greatest number of simulated comparisons.
+
+    Returns:
+        The difference; None if all differences are 0.
+    """
     num, scale = len(differences_P), float(np.max(np.abs(differences_P)))
-    if num < num_problems_needed(level) or scale == 0:
+    if scale == 0:
         return None
     sizes_P = np.abs(differences_P) / scale
     is_continuous = len(np.unique(sizes_P)) == num
     values_V = np.sort(np.concatenate([-sizes_P, sizes_P]))
-    generator = np.random.default_rng(0)
-    signs_FP = _signs(num, level, generator)
-    draws_RP = generator.random((min(_NUM_SIMULATED, _MAX_SIMULATED_FLIPS // len(signs_FP)), num))
+    draws_RP = np.random.default_rng(1).random((min(_NUM_SIMULATED, max_simulated), num))
 
-    def shares(tilt: float) -> NDArray[np.float64]:
+    def shares(tilt: float) -> Floats:
         weights_V = np.exp(tilt * (values_V - values_V[-1]))
         return weights_V / weights_V.sum()
 
     def excess_power(effect: float) -> float:
         tilt, shift = (0.0, effect) if is_continuous else (effect, 0.0)
         index_RP = np.searchsorted(np.cumsum(shares(tilt)), draws_RP)
-        simulated_RP = (values_V[np.minimum(index_RP, len(values_V) - 1)] + shift).astype(np.float32)
-        return float(_is_significant(simulated_RP, signs_FP, level).mean()) - _POWER
+        simulated_RP = values_V[np.minimum(index_RP, len(values_V) - 1)] + shift
+        return float(is_significant(simulated_RP).mean()) - _POWER
 
-    # At the upper end, all differences are positive.
-    effect = float(root_scalar(excess_power, bracket=(0.0, 2.0 if is_continuous else 50.0), xtol=1e-3).root)
+    # At the upper end, all differences are positive and nearly equal.
+    effect = float(root_scalar(excess_power, bracket=(0.0, 1000.0 if is_continuous else 50.0), xtol=1e-3).root)
     return scale * (effect if is_continuous else float(shares(effect) @ values_V))
 
 
-def _signs(num_problems: int, level: float, generator: np.random.Generator) -> _Floats:
-    """All signs of the problems if they are few, otherwise random ones; the first flip changes no sign."""
-    num_flips = max(_NUM_SIMULATED_FLIPS, math.ceil(5 / level))
+def random_signs(num_problems: int, num_flips: int, generator: np.random.Generator) -> Floats:
+    """All signs of the problems if they are at most `num_flips`, otherwise random ones; the first flip changes none."""
     if 2**num_problems <= num_flips:
         bits_FP = np.arange(2**num_problems)[:, None] >> np.arange(num_problems) & 1
     else:
         bits_FP = generator.integers(0, 2, (num_flips + 1, num_problems), dtype=np.int8)
         bits_FP[0] = 0
-    return (1 - 2 * bits_FP).astype(np.float32)
-
-
-def _is_significant(differences_RP: _Floats, signs_FP: _Floats, level: float) -> NDArray[np.bool_]:
-    """Return for each comparison whether at most a share `level` of the sign flips has its sum or a greater one."""
-    flipped_RF = differences_RP @ signs_FP.T
-    # The tolerance exceeds the rounding of float32, so that equal sums count.
-    num_greater_R = (flipped_RF >= flipped_RF[:, :1] - 1e-3).sum(axis=1)
-    return num_greater_R <= level * len(signs_FP) + 1e-9
+    return 1.0 - 2.0 * bits_FP.astype(np.float64)

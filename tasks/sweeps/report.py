@@ -135,9 +135,14 @@ def _body(summary: SweepSummary, effects: Sequence[Effect], figures: Mapping[str
     if summary.differences:
         parts += [
             "<h2>Is the best point better?</h2>",
-            "<p>Paired differences from the best point. The p-value is the probability of such a difference between "
-            "equal points; it does not account for the choice of the best one among all points. The last column is the "
-            "smallest difference that as many pairs show, significant at 5 %, in 80 % of cases.</p>",
+            f"<p>Paired differences from the best point, which was chosen on the same values. The p-value is the "
+            f"probability that any two of {len(summary.differences) + 1} equal points differ at least that much. The "
+            "intervals hold for all pairs of points at once. The last column is the smallest true difference that this "
+            "test finds significant at 5 % in 80 % of cases; with fewer than six pairs, no difference is "
+            "significant.</p>",
+            "<p>Paired problems have the mean score over the seeds. Their intervals and p-values compare the trained "
+            "weights of these seeds; they leave out the spread between training runs, which only the intervals of the "
+            "first table show.</p>",
             html_table(DIFFERENCE_COLUMNS, summary.differences),
         ]
     if effects:

@@ -149,4 +149,5 @@ def test_rare_differences_need_a_larger_effect(level: float) -> None:
         p_values = stats.binom.sf(right - 1, num_different, 0.5)
         shares = stats.binom.pmf(right, num_different, better / (2 * better - effect))
         power += probability * shares[p_values <= level].sum()
-    assert power == pytest.approx(0.8, abs=0.03)
+    # Three times the standard error of 1,000 simulated comparisons.
+    assert power == pytest.approx(0.8, abs=0.04)
