@@ -23,6 +23,7 @@ from tasks.training.metric_names import safe_name
 from tasks.training.metrics import MetricsLog
 
 REJECTED_TAG = "tinker_flows.not_promoted"
+DIFFERENCE_TAG = "tinker_flows.promotion.difference"
 APPROVAL_TAG = "tinker_flows.approval"
 REJECTED_EVENT = "tinker-flows.promotion.refused"
 ACCEPTED_EVENT = "tinker-flows.contents.accepted"
@@ -76,6 +77,13 @@ def note_rejection(log: MetricsLog, run_name: str, model: str, reason: str) -> N
     get_run_logger().warning("%s", reason)
     resource = {"prefect.resource.id": f"tinker-flows.run.{run_name}", "prefect.resource.name": run_name}
     emit_event(REJECTED_EVENT, resource, payload={"model": model, "why": reason, "mlflow_run_id": log.run_id})
+
+
+def note_difference(log: MetricsLog, text: str) -> None:
+    """Report the difference from the baseline that decides on a promotion, if it is known: MLflow tag and log line."""
+    if text:
+        log.tag(DIFFERENCE_TAG, text)
+        get_run_logger().info("%s", text)
 
 
 def note_pending_approval(log: MetricsLog, reason: str) -> None:

@@ -24,12 +24,13 @@ from flows.monitoring.run_tags import (
     APPROVAL_TAG,
     forget_approval,
     forget_rejection,
+    note_difference,
     note_pending_approval,
     note_rejection,
 )
 from flows.runs.approval import ApprovalRequest, read_approval
 from flows.runs.checkpoint_refs import checkpoint_key
-from flows.runs.promotion import Measurement, find_rejection
+from flows.runs.promotion import Measurement, describe_difference, find_rejection
 from flows.runs.run import Run
 from tasks.common.assets import materialize
 from tasks.common.service_errors import service_errors
@@ -231,10 +232,9 @@ class Checkpoints:
             Measurement(values.get(at), stored.get(at, {}).get(metric)) for at in (step, min(values, default=0))
         )
         selected_by = self._policy.metric
-        num = num_compared(self._run.directory, self._run.log.values(selected_by)) if selected_by else 1
-        rejection = find_rejection(
-            self._config.promote_if, self._config.promote_confidence, checkpoint, baseline, max(num, 1)
-        )
+        num = max(num_compared(self._run.directory, self._run.log.values(selected_by)), 1) if selected_by else 1
+        note_difference(self._run.log, describe_difference(self._config.promote_if, checkpoint, baseline, num))
+        rejection = find_rejection(self._config.promote_if, self._config.promote_confidence, checkpoint, baseline, num)
         return f"The checkpoint at step {step} is not promoted: {rejection}." if rejection else ""
 
     def _refusal(self, name: str, record: CheckpointRecord) -> str:

@@ -11,7 +11,12 @@ from tinker_cookbook.eval.evaluators import Evaluator
 from blocks.errors import ConfigError
 from flows.config.promotion import PromoteIf
 from tasks.evaluation.evaluators import ConfiguredEvaluator, ScoringEvaluator
-from tasks.evaluation.intervals import detectable_difference, num_problems_needed, sign_flip_p_value
+from tasks.evaluation.intervals import (
+    detectable_difference,
+    difference_interval,
+    num_problems_needed,
+    sign_flip_p_value,
+)
 from tasks.training.held_out import BatchValues
 from tasks.training.metric_names import logged_name
 
@@ -98,6 +103,32 @@ def find_rejection(
         f"problems, which happens by chance with a probability of {min(num_candidates * p_value, 1.0):.3g}{factors}, "
         f"but promote_confidence is {confidence:g}: {_advice(differences, level)}"
     )
+
+
+def describe_difference(
+    promote_if: str, checkpoint: Measurement, baseline: Measurement, num_candidates: int = 1
+) -> str:
+    """Describe the difference of a condition's metric from the baseline and its uncertainty; empty if it is unknown.
+
+    Args:
+        num_candidates: number of checkpoints among which the checkpoint was chosen by a metric.
+    """
+    metric = PromoteIf.parse(promote_if).metric
+    if checkpoint.value is None or baseline.value is None:
+        return ""
+    text = f"{metric} of the checkpoint minus that of the baseline is {checkpoint.value - baseline.value:.3g}"
+    if not (checkpoint.scores and checkpoint.scores.is_paired_with(baseline.scores)) or baseline.scores is None:
+        return f"{text}, without an interval, because the two have no scores of the same problems."
+    differences = checkpoint.scores.minus(baseline.scores).values_B
+    interval, detectable = difference_interval(differences), detectable_difference(differences)
+    text += " (no interval" if interval is None else f" (95 % interval {interval.low:.3g} to {interval.high:.3g}"
+    smallest = (
+        "no difference is detectable" if detectable is None else f"smallest detectable difference {detectable:.3g}"
+    )
+    text += f"; {smallest} with {len(differences)} problems)."
+    if num_candidates > 1:
+        text += f" This ignores that keep_best chose among {num_candidates} checkpoints."
+    return text
 
 
 def _advice(differences: Sequence[float], level: float) -> str:

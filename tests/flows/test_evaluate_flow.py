@@ -399,7 +399,7 @@ def test_promotion_needs_a_difference_that_is_not_chance(
 
 
 def test_a_run_is_promoted_only_for_a_difference_that_is_not_chance(
-    prefect_server: str, fields: dict[str, Any]
+    prefect_server: str, fields: dict[str, Any], mlflow_uri: str
 ) -> None:
     """The run compares its last evaluation with its first, and its report has the interval over the problems."""
     params = {"path": str(DATA / "gsm8k_test.jsonl"), "renderer_name": "qwen3_instruct", "name": "fixed", "limit": 8}
@@ -414,6 +414,8 @@ def test_a_run_is_promoted_only_for_a_difference_that_is_not_chance(
     good, doubtful = run(5), run(4)
     assert good.not_promoted == ""
     assert "by 0.5 on 8 problems, which happens by chance with a probability of 0.0625" in doubtful.not_promoted
+    tags = MlflowClient(mlflow_uri).get_run(good.mlflow_run_id).data.tags
+    assert "minus that of the baseline is 0.625 (95 % interval" in tags["tinker_flows.promotion.difference"]
     best = {
         "keep_best": {"metric": "test/fixed", "mode": "max"},
         "keep_last": 1,

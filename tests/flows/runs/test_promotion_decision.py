@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flows.runs.promotion import Measurement, find_rejection
+from flows.runs.promotion import Measurement, describe_difference, find_rejection
 from tasks.training.held_out import BatchValues
 
 
@@ -50,6 +50,20 @@ def test_advice_follows_from_the_confidence_and_the_number_of_checkpoints() -> N
     assert advice(0.95, 20) == "no result on 8 problems can meet it; use at least 9 problems"
     effects = [float(advice(0.95, num).split("effect of ")[1].split(",")[0]) for num in (1, 5)]
     assert effects[0] < effects[1]
+
+
+def test_a_condition_without_a_confidence_states_the_uncertainty() -> None:
+    better, equal = measurement(5), measurement(0)
+    low, high = stats.ttest_1samp([1.0] * 5 + [0.0] * 3, 0).confidence_interval(0.95)
+    text = describe_difference("test/m > 0.5", better, equal, 3)
+    start = f"test/m of the checkpoint minus that of the baseline is 0.625 (95 % interval {low:.3g} to {high:.3g}; "
+    assert text.startswith(f"{start}smallest detectable difference 0.")
+    assert text.endswith(" with 8 problems). This ignores that keep_best chose among 3 checkpoints.")
+    four = describe_difference("test/m > 0.5", measurement(2, num=4), measurement(0, num=4))
+    assert "; no difference is detectable with 4 problems)." in four
+    unscored = describe_difference("test/m < baseline", Measurement(1.5, None), Measurement(2.0, None))
+    assert unscored.endswith("is -0.5, without an interval, because the two have no scores of the same problems.")
+    assert describe_difference("test/m > 0.5", better, Measurement(None, None)) == ""
 
 
 def test_a_low_level_is_within_reach_of_the_random_sign_flips() -> None:
