@@ -13,6 +13,7 @@ from traceback import walk_tb
 from typing import Any, Literal, Protocol, SupportsFloat, runtime_checkable
 
 import chz
+import numpy as np
 import tinker
 import torch
 from tinker_cookbook.eval.evaluators import Evaluator, SamplingClientEvaluator, TrainingClientEvaluator
@@ -44,6 +45,10 @@ from tasks.training.token_meter import TokenMeter
 OnEvaluatorError = Literal["raise", "skip"]
 
 
+# Scores of held-out data. Comparisons take time with their number, and more than this barely narrow an interval.
+_MAX_SCORES = 200
+
+
 @runtime_checkable
 class ScoringEvaluator(Protocol):
     """Evaluator that returns `GradedMetrics`."""
@@ -68,7 +73,7 @@ class HeldOutNLL(TrainingClientEvaluator):
     Data with K weighted targets per position has `test/nll` alone, the cross-entropy to these targets.
 
     `test/nll` has a score for each datum, for paired comparisons: the datum's share of the weighted sum, in the unit of
-    the mean, so that the mean of the scores is the metric.
+    the mean, so that the mean of the scores is the metric. Of more than 200 datums, the scores are those of 200 groups.
     """
 
     scored_metrics = ("test/nll",)
@@ -282,13 +287,15 @@ def _flat(tensor: tinker.TensorData) -> tinker.TensorData:
 
 
 def _nll_shares(logprobs_D: Sequence[tinker.TensorData], weights_D: Sequence[tinker.TensorData]) -> list[float]:
-    """Share of each datum in the weighted mean negative log-likelihood, times the number of datums, in nats."""
-    pairs = [
-        (logprobs.to_torch().double(), weights.to_torch().double())
-        for logprobs, weights in zip(logprobs_D, weights_D, strict=True)
-    ]
-    total = sum(float(weights.sum()) for _, weights in pairs)
-    return [-len(pairs) * float((logprobs * weights).sum()) / total for logprobs, weights in pairs]
+    """Share of each part of the data in the weighted mean negative log-likelihood, times the number of parts, in nats.
+
+    A part is a datum or, of much data, one of `_MAX_SCORES` groups of consecutive datums.
+    """
+    pairs = zip(logprobs_D, weights_D, strict=True)
+    sums_D = [float((-logprobs.to_torch().double() * weights.to_torch().double()).sum()) for logprobs, weights in pairs]
+    total = sum(float(weights.to_torch().double().sum()) for weights in weights_D)
+    parts = np.array_split(sums_D, min(len(sums_D), _MAX_SCORES))
+    return [len(parts) * float(part.sum()) / total for part in parts]
 
 
 def _nll_per_token(logprobs_D: Sequence[tinker.TensorData], weights_D: Sequence[tinker.TensorData]) -> float:

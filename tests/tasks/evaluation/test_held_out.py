@@ -84,4 +84,8 @@ def test_scores_of_unequal_weights_average_to_the_metric(engine_url: str) -> Non
     assert all(isinstance(metrics, GradedMetrics) for metrics in measured)
     first, fewer, again = measured
     assert sum(first.scores["test/nll"]) / 3 == pytest.approx(first["test/nll"])  # pyright: ignore[reportAttributeAccessIssue]
+    many = HeldOutNLL(OneBatch(datums * 80), tokenizer)
+    scores = asyncio.run(many(client)).scores["test/nll"]  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(scores) == 200
+    assert sum(scores) / 200 == pytest.approx(first["test/nll"], rel=1e-5)
     assert first.problems == again.problems != fewer.problems  # pyright: ignore[reportAttributeAccessIssue]
