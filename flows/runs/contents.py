@@ -42,6 +42,8 @@ from tasks.training.checkpoints import step_of
 
 # Key of a checkpoint's record.
 CONTENTS_KEY = "contents"
+# Format of the digests. 1, or missing: imports inside functions counted only once they had run.
+_FORMAT = 2
 _PACKAGES = ("tinker-flows", "tinker", "torch", "tinker-cookbook")
 # Kinds of content by the config field that names it; other fields name data.
 _KINDS = {
@@ -85,7 +87,7 @@ class Contents:
     def state(self) -> dict[str, Any]:
         """Return the contents as part of a checkpoint's record."""
         versions = {name: version(name) for name in _PACKAGES}
-        own = {"digests": self.digests, "datums": self.datums, "last_batch": self.last_batch}
+        own = {"format": _FORMAT, "digests": self.digests, "datums": self.datums, "last_batch": self.last_batch}
         return {**own, "versions": versions}
 
 
@@ -117,7 +119,16 @@ def open_contents(
     contents.datums = str(recorded.get("datums", ""))
     if last := recorded.get("last_batch"):
         contents.last_batch = (int(last[0]), str(last[1]))
-    changed = changed_contents(recorded.get("digests", {}), contents.digests)
+    before: Digests = recorded.get("digests", {})
+    if recorded.get("format", 1) != _FORMAT:
+        before = _without_code(before)
+        note_warning(
+            run.log,
+            "contents",
+            f"The checkpoint of {config.run_name} at step {step} has digests of code in another format: changes of "
+            "code before this start cannot be noticed; later ones are.",
+        )
+    changed = changed_contents(before, contents.digests)
     if contents.last_batch and isinstance(source, RepeatableSource):
         last_step, digest = contents.last_batch
         if _digest_step([source.batch_at(last_step)]) != digest:
@@ -169,6 +180,14 @@ def changed_contents(before: Mapping[str, Mapping[str, str]], now: Digests) -> d
     return changed
 
 
+def _without_code(digests: Digests) -> Digests:
+    """Return the digests of files, models and tokenizers."""
+    return {
+        kind: {name: digest for name, digest in names.items() if kind in ("model", "tokenizer") or _file_named(name)}
+        for kind, names in digests.items()
+    }
+
+
 def _check(run: Run, config: RunConfig, step: int, changed: Mapping[str, Sequence[str]]) -> None:
     """Refuse changes that are not accepted; report accepted ones as a tag, an event and a line of the report."""
     descriptions = {kind: f"{kind} ({', '.join(names)})" for kind, names in changed.items()}
@@ -205,14 +224,22 @@ def _functions_in(params: Mapping[str, object]) -> Iterator[ImportedFunction]:
 
 def _digest_of_name(text: str) -> str | None:
     """Return the digest of the file or of the code of the user that a string names; None for other strings."""
-    with suppress(OSError, ValueError):
-        if Path(text).expanduser().is_file():
-            return digest_file(Path(text).expanduser())
+    with suppress(OSError):
+        if file := _file_named(text):
+            return digest_file(file)
     module, _, name = current_path(text).partition(":")
     # Only imported modules are looked up: the run has imported all that it uses, and others may be forbidden.
     target = getattr(sys.modules.get(module), name, None) if name else None
     # Terms are digested by their names, with both of their functions.
     return digest_code(target) if callable(target) and not isinstance(target, Term) else None
+
+
+def _file_named(text: str) -> Path | None:
+    """Return the file that a string names; None for other strings."""
+    with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: ~name of an unknown user
+        path = Path(text).expanduser()
+        return path if path.is_file() else None
+    return None
 
 
 def _renderers(config: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:

@@ -8,9 +8,10 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
-from importlib.util import resolve_name
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,49 +75,70 @@ def digest_code(function: Callable[..., object]) -> str | None:
         except (OSError, TypeError):
             return None
     # First, because this project may be installed as well.
-    if _is_own(module, file):
+    if _is_own(module.__name__, file):
         return None
-    if _is_installed(module, file):
+    if _is_installed(module.__name__, file):
         return _installed_version(module)
-    modules = _imported_modules(module)
-    return digest_text("\n".join(f"{name} {digest_file(path)}" for name, path in sorted(modules.items())))
+    files = _imported_files(module.__name__, file)
+    return digest_text("\n".join(f"{name} {digest_file(path)}" for name, path in sorted(files.items())))
 
 
-def _imported_modules(module: ModuleType) -> dict[str, Path]:
-    """Return the files of a module and of all modules of the user that it imports, directly or not, by name."""
-    modules: dict[str, Path] = {}
-    pending = [module]
-    while pending:
-        current = pending.pop()
-        file = _file_of(current)
-        if file is None or current.__name__ in modules or _is_installed(current, file) or _is_own(current, file):
-            continue
-        modules[current.__name__] = file
-        pending += [sys.modules[name] for name in _imported_names(current, file) if name in sys.modules]
-    return modules
+def _imported_files(name: str, file: Path) -> dict[str, Path]:
+    """Return the files of a module and of all modules of the user that it imports, directly or not, by name.
 
-
-def _imported_names(module: ModuleType, file: Path) -> Iterator[str]:
-    """Yield the names of the modules that a module may import, with their packages.
-
-    ``from a import b`` yields ``a.b``, which may be a function.
+    Imports inside functions count, whether or not they have run: the result must not depend on when it is computed.
     """
-    for name in _names_in_statements(module, file):
-        parts = name.split(".")
-        yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    files: dict[str, Path] = {}
+    pending = [(name, file)]
+    while pending:
+        name, file = pending.pop()
+        if name in files or _is_installed(name, file) or _is_own(name, file):
+            continue
+        files[name] = file
+        for imported in _names_in_statements(name, file):
+            pending += _find_files(imported)
+    return files
 
 
-def _names_in_statements(module: ModuleType, file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text())):
+def _find_files(name: str) -> Iterator[tuple[str, Path]]:
+    """Yield names and files of the packages of a module and of the module, without importing any of them.
+
+    ``from a import b`` has the name ``a.b``, which may be a function; only the file of ``a`` then exists.
+    """
+    top, *rest = name.split(".")
+    try:
+        spec = find_spec(top)
+    except ValueError:  # __main__ and modules made by code have no spec
+        return
+    if spec is None:
+        return
+    if spec.origin and spec.origin.endswith(".py"):
+        yield top, Path(spec.origin)
+    # Not by find_spec, which imports the packages of a module.
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    for end, part in enumerate(rest, 2):
+        places = [folder / part for folder in folders]
+        files = [file for place in places for file in (place / "__init__.py", place.with_suffix(".py"))]
+        file = next(filter(Path.is_file, files), None)
+        if file:
+            yield ".".join(name.split(".")[:end]), file
+        folders = [file.parent] if file and file.name == "__init__.py" else places
+
+
+def _names_in_statements(name: str, file: Path) -> Iterator[str]:
+    """Yield the full names of the modules that the import statements of a module may mean."""
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # such a module cannot be imported, so it imports nothing
+        return
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            name = "." * node.level + (node.module or "")
-            base = resolve_name(name, module.__package__) if node.level and module.__package__ else name
-            yield base
-            for alias in node.names:
-                yield f"{base}.{alias.name}"
+            with suppress(ImportError):  # beyond the top package
+                base = resolve_name("." * node.level + (node.module or ""), package)
+                yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def _file_of(module: ModuleType | None) -> Path | None:
@@ -124,13 +146,13 @@ def _file_of(module: ModuleType | None) -> Path | None:
     return Path(name) if name and name.endswith(".py") and Path(name).is_file() else None
 
 
-def _is_installed(module: ModuleType, file: Path) -> bool:
-    top = module.__name__.partition(".")[0]
+def _is_installed(name: str, file: Path) -> bool:
+    top = name.partition(".")[0]
     return top in sys.stdlib_module_names or bool({"site-packages", "dist-packages"} & set(file.parts))
 
 
-def _is_own(module: ModuleType, file: Path) -> bool:
-    return file.is_relative_to(_PROJECT) and module.__name__.partition(".")[0] in _OWN_PACKAGES
+def _is_own(name: str, file: Path) -> bool:
+    return file.is_relative_to(_PROJECT) and name.partition(".")[0] in _OWN_PACKAGES
 
 
 def _installed_version(module: ModuleType) -> str:

@@ -205,6 +205,29 @@ def test_record_without_digests_is_announced(
     assert json.loads(file.read_text().splitlines()[-1])["contents"]["digests"]["data"]
 
 
+def test_digests_of_code_in_the_first_format_are_announced(
+    resume: Callable[..., TrainResult], project: Path, finished: tuple[TrainResult, str]
+) -> None:
+    """They depended on what had been imported, so they are not compared; those of files are."""
+    file = Path(finished[0].directory) / "checkpoints.jsonl"
+    record = json.loads(finished[1].splitlines()[0])
+    contents = record["contents"]
+    del contents["format"]
+    for kind in ("terms", "evaluators"):
+        contents["digests"][kind] = dict.fromkeys(contents["digests"][kind], "0123456789abcdef")
+    contents["digests"]["data"]["examples.gsm8k:Gsm8kBuilder"] = "0123456789abcdef"
+    text = json.dumps(record) + "\n"
+    file.write_text(text)
+    other_answers(project)
+    with pytest.raises(ConfigError, match=r"The content of data \(.*rows\.jsonl.*\) has changed"):
+        resume()
+    write_project(project)
+    file.write_text(text)
+    again = resume()
+    assert any("has digests of code in another format" in warning for warning in again.warnings)
+    assert json.loads(file.read_text().splitlines()[-1])["contents"]["format"] == 2
+
+
 def test_noise_in_the_weights_and_permuted_token_ids_are_noticed(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     (tmp_path / "config.json").write_text("{}")
@@ -284,3 +307,37 @@ def test_the_packages_of_an_imported_module_count(project: Path) -> None:
     before = digest_code(term)
     (package / "__init__.py").write_text("SCALE = 2.0\n")
     assert digest_code(term) != before
+
+
+def test_imports_inside_functions_count_before_and_after_the_first_call(project: Path) -> None:
+    """Their modules and packages are found without running any of them."""
+    package = project / "lazy_package"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported by a digest')\n")
+    (package / "inner" / "leaf.py").write_text("from ..other import OFFSET\n")  # inner is a namespace package
+    (package / "other.py").write_text("OFFSET = 1\n")
+    (project / "lazy_helper.py").write_text("SCALE = 1.0\n")
+    (project / "lazy_term.py").write_text(
+        "def term():\n    from lazy_helper import SCALE\n    return SCALE\n\n\n"
+        "def other():\n    import lazy_package.inner.leaf\n"
+    )
+    term = import_module("lazy_term").term
+    before = digest_code(term)
+    assert "lazy_helper" not in sys.modules
+    assert term() == 1.0
+    assert "lazy_helper" in sys.modules
+    assert digest_code(term) == before
+
+    del sys.modules["lazy_helper"]
+    digests = {before}
+    for file, text in (
+        (project / "lazy_helper.py", "SCALE = -50.0\n"),
+        (package / "__init__.py", "raise ValueError('imported by a digest')\n"),
+        (package / "inner" / "leaf.py", "from ..other import OFFSET as SHIFT\n"),
+        (package / "other.py", "OFFSET = 2\n"),
+        (package / "other.py", "this is (no Python\n"),
+    ):
+        file.write_text(text)
+        digests.add(digest_code(term))
+    assert len(digests) == 6
+    assert not {"lazy_helper", "lazy_package"} & sys.modules.keys()
