@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 
-from blocks.errors import StorageError, storage_error
+from blocks.errors import StorageError, reason, storage_error
 from blocks.home import home
 from blocks.local_directory import LocalDirectory
 from blocks.urls import check_no_credentials
@@ -153,8 +153,14 @@ class RunStorage(Block):
             check_no_credentials(url, f"{place} of the run storage", fix)
         scheme, separator, path = self.url.partition("://")
         if not separator:
-            folder = Path(self.url).expanduser().resolve() if self.url else home() / "runs"
-            if folder.exists() and not folder.is_dir():
+            try:
+                folder = Path(self.url).expanduser().resolve() if self.url else home() / "runs"
+                is_file = folder.exists() and not folder.is_dir()
+            except (OSError, ValueError, RuntimeError) as error:
+                raise StorageError(
+                    f"The run storage {self.url[:200]!r} is not a usable path ({reason(error)}): set it to a directory."
+                ) from error
+            if is_file:
                 raise StorageError(f"The run storage {str(folder)!r} is not a directory: set it to one.")
             return folder
         if scheme != "s3" or not path.strip("/"):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from blocks.errors import ConfigError
 from blocks.urls import hide_credentials
 from flows.config.base import Config
-from flows.config.yaml_reader import parse_yaml, read_yaml
+from flows.config.yaml_reader import MAX_DEPTH, parse_yaml, read_yaml
 from objectives.errors import did_you_mean
 
 C = TypeVar("C", bound=Config)
@@ -66,7 +66,12 @@ def set_field(fields: dict[str, Any], key: str, value: Any) -> None:
     >>> fields
     {'objective': {'regularizers': [{'name': 'logic', 'weight': 2.0}]}}
     """
-    _set(fields, key.split("."), value, key)
+    path = key.split(".")
+    if len(path) > MAX_DEPTH:
+        raise ConfigError(
+            f"The argument {key[:100]}...=... has a path of {len(path):,} levels, more than {MAX_DEPTH}: name a field."
+        )
+    _set(fields, path, value, key[:100])
 
 
 def describe_fields(model: type[BaseModel], prefix: str = "", defaults: BaseModel | None = None) -> Iterator[str]:
@@ -166,16 +171,17 @@ def _set(fields: Any, path: Sequence[str], value: Any, key: str) -> None:
     head, *rest = path
     if isinstance(fields, list):
         names = [str(item.get("name")) if isinstance(item, Mapping) else "" for item in fields]
-        index = int(head) if head.isdigit() else names.index(head) if head in names else -1
-        if not 0 <= index < len(fields):
+        entries = {name: index for index, name in reversed([*enumerate(names)])}
+        entries |= {str(index): index for index in range(len(fields))}
+        if head not in entries:
             raise ConfigError(
-                f"The argument {key}=... refers to {head!r}, which is not in the list; the entries are "
+                f"The argument {key}=... refers to {head[:100]!r}, which is not in the list; the entries are "
                 f"{', '.join(names) or 'none'}."
             )
         if rest:
-            _set(fields[index], rest, value, key)
+            _set(fields[entries[head]], rest, value, key)
         else:
-            fields[index] = value
+            fields[entries[head]] = value
     elif isinstance(fields, dict):
         if rest:
             _set(fields.setdefault(head, {}), rest, value, key)

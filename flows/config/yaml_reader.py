@@ -10,7 +10,7 @@ import yaml
 from blocks.errors import ConfigError
 
 _MAX_NODES = 100_000
-_MAX_DEPTH = 100
+MAX_DEPTH = 100
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -38,14 +38,14 @@ def parse_yaml(content: str | bytes, source: str) -> Any:
         source: start of the error message, such as ``The config file sft.yaml``.
 
     Raises:
-        ConfigError: it is not valid YAML, repeats a key, is nested too deeply, or is too large once its aliases are
-            expanded.
+        ConfigError: it is not valid YAML, repeats a key, is nested too deeply, is too large once its aliases are
+            expanded, or has an integer of more than 64 bits.
 
     >>> parse_yaml("[1, {a: b}]", "The list")
     [1, {'a': 'b'}]
     """
     try:
-        loader = yaml.SafeLoader(content)
+        loader = _Loader(content)
         try:
             node = loader.get_single_node()
             if node is None:
@@ -62,17 +62,30 @@ def parse_yaml(content: str | bytes, source: str) -> Any:
         raise ConfigError(
             f"{source} is not readable text ({error.reason}): save it as UTF-8, without control characters."
         ) from error
-    except (yaml.YAMLError, ValueError) as error:
+    # The constructors of PyYAML raise errors of any kind for values such as `!!int ""`.
+    except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise ConfigError(f"{source} is not valid YAML ({' '.join(str(error).split())}): fix it.") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader that refuses integers of more than 64 bits, which JSON readers and databases do not store."""
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value: int = super().construct_yaml_int(node)
+        if not -(2**63) <= value < 2**64:
+            shown = node.value if len(node.value) <= 20 else f"{node.value[:20]}..."
+            raise ValueError(f"the integer {shown} needs more than 64 bits")
+        return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def _check(node: yaml.Node, source: str, depth: int, num_nodes: int) -> int:
     """Check a node and all below it; return the number of nodes so far, with aliases replaced by what they name."""
     num_nodes += 1
-    if depth > _MAX_DEPTH:
-        raise ConfigError(
-            f"{source} is nested more than {_MAX_DEPTH} levels deep, or an alias contains itself: fix it."
-        )
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{source} is nested more than {MAX_DEPTH} levels deep, or an alias contains itself: fix it.")
     if num_nodes > _MAX_NODES:
         raise ConfigError(f"{source} has more than {_MAX_NODES:,} values after its aliases are expanded: shorten it.")
     if isinstance(node, yaml.SequenceNode):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -19,6 +18,7 @@ from prefect.logging import get_run_logger
 from blocks import MLflowTracking, RunStorage, TinkerService
 from blocks.errors import ConfigError
 from blocks.own_servers import check_own_service, check_own_tracking
+from blocks.paths import path_of
 from blocks.processes import LocalEngine, starting_engine
 from blocks.service import is_set_in_environment
 from flows.config.base import RunConfig, ServiceConfig, TrackedConfig
@@ -79,7 +79,7 @@ def lacks_key(model: str, base_url: str) -> bool:
 
 def _is_hosted(model: str) -> bool:
     """Return whether only the hosted service can have a model: it has a price, or a suffix such as `:peft:131072`."""
-    return model in priced_models() or (":" in model and not Path(model).expanduser().exists())
+    return model in priced_models() or (":" in model and not ((path := path_of(model)) and path.exists()))
 
 
 def service_at(base_url: str) -> TinkerService | None:

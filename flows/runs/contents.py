@@ -20,6 +20,7 @@ from tinker_cookbook.renderers import Message, get_renderer
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
+from blocks.paths import path_of
 from flows.config.base import RunConfig
 from flows.config.loader import renderer_names
 from flows.monitoring.run_tags import emit_accepted_change, note_warning
@@ -183,7 +184,11 @@ def changed_contents(before: Mapping[str, Mapping[str, str]], now: Digests) -> d
 def _without_code(digests: Digests) -> Digests:
     """Return the digests of files, models and tokenizers."""
     return {
-        kind: {name: digest for name, digest in names.items() if kind in ("model", "tokenizer") or _file_named(name)}
+        kind: {
+            name: digest
+            for name, digest in names.items()
+            if kind in ("model", "tokenizer") or ((path := path_of(name)) and path.is_file())
+        }
         for kind, names in digests.items()
     }
 
@@ -225,21 +230,13 @@ def _functions_in(params: Mapping[str, object]) -> Iterator[ImportedFunction]:
 def _digest_of_name(text: str) -> str | None:
     """Return the digest of the file or of the code of the user that a string names; None for other strings."""
     with suppress(OSError):
-        if file := _file_named(text):
-            return digest_file(file)
+        if (path := path_of(text)) and path.is_file():
+            return digest_file(path)
     module, _, name = current_path(text).partition(":")
     # Only imported modules are looked up: the run has imported all that it uses, and others may be forbidden.
     target = getattr(sys.modules.get(module), name, None) if name else None
     # Terms are digested by their names, with both of their functions.
     return digest_code(target) if callable(target) and not isinstance(target, Term) else None
-
-
-def _file_named(text: str) -> Path | None:
-    """Return the file that a string names; None for other strings."""
-    with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: ~name of an unknown user
-        path = Path(text).expanduser()
-        return path if path.is_file() else None
-    return None
 
 
 def _renderers(config: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:

@@ -13,6 +13,7 @@ from mlflow.exceptions import MlflowException
 from prefect.assets import Asset
 
 from blocks.errors import reason
+from blocks.paths import path_of
 from flows.config.base import RunConfig
 from flows.monitoring.run_tags import note_warning
 from flows.runs.mlflow_run import flatten
@@ -41,7 +42,7 @@ def log_datasets(log: MetricsLog, config: RunConfig, digests: Mapping[str, str],
     datasets = [
         DatasetInput(_dataset(path, digest), [InputTag(_CONTEXT, _context(fields, text))])
         for text, digest in digests.items()
-        if (path := Path(text).expanduser()).is_file()
+        if (path := path_of(text)) and path.is_file()
     ]
     builder = next((key for key in DATA_PARAMS if key in fields), None)
     if not datasets and first_batch and builder:
@@ -66,8 +67,8 @@ def data_assets(config: RunConfig, digests: Mapping[str, str]) -> list[Asset]:
     """
     assets: list[Asset] = []
     for text, digest in digests.items():
-        path = Path(text).expanduser()
-        if path.is_file():
+        path = path_of(text)
+        if path and path.is_file():
             columns, num_rows = _describe(path) if path.suffix == ".jsonl" else ([], None)
             rows = "" if num_rows is None else f"{num_rows} rows"
             names = ", ".join(str(column["name"]) for column in columns)

@@ -16,6 +16,7 @@ from prefect.runtime import flow_run
 from tinker_cookbook.checkpoint_utils import CheckpointRecord, get_renderer_name_from_checkpoint
 
 from blocks.errors import ConfigError
+from blocks.paths import path_of
 from blocks.terminal import print_notice
 from flows.config.base import BASE
 from flows.config.distill import SamplingConfig
@@ -281,7 +282,8 @@ def _paths(fields: Any) -> Iterator[tuple[str, Path]]:
     if isinstance(fields, Mapping):
         for name, value in fields.items():
             if isinstance(value, str) and value and str(name).endswith("path"):
-                yield str(name), Path(value).expanduser().resolve()
+                if path := path_of(value):
+                    yield str(name), path.resolve()
             else:
                 yield from _paths(value)
     elif isinstance(fields, Sequence) and not isinstance(fields, str):

@@ -86,6 +86,12 @@ def regularizers(*entries: Fields) -> Fields:
         ({"keep_best": "test/nll"}, r"has the fields metric and mode: write keep_best\.metric=test/nll on the command"),
         ({"resume": "tinker://a:train:0/sampler_weights/final"}, r"can only be sampled from: use the path of a check"),
         ({"storage": "carrier-pigeon://x"}, r"'carrier-pigeon://x'"),
+        (
+            {"storage": "a\0b"},
+            r"The run storage 'a\\x00b' is not a usable path \(embedded null byte\): set it to a dir",
+        ),
+        ({"storage": "~nouser/x"}, r"The run storage '~nouser/x' is not a usable path \(Could not determine home dir"),
+        ({"storage": "/tmp/" + "a" * 5000}, r"The run storage '/tmp/a{195}' is not a usable path \(File name too long"),
         ({"storage": "/proc/none"}, r"Could not create /proc/none/bad"),
         ({"tracking": "nonsense://x"}, r"nonsense://x"),
         ({"base_url": "block:mine"}, r"no saved .* block named 'mine'"),
@@ -103,6 +109,7 @@ def data(**params: object) -> Fields:
 
 def test_missing_data_file(error_of: FailingRun) -> None:
     assert "The data file nowhere.jsonl does not exist" in error_of(data=data(train_path="nowhere.jsonl"))
+    assert "The data file ~nouser/x" in error_of(data=data(train_path="~nouser/x"))
 
 
 def test_malformed_data_file(error_of: FailingRun, tmp_path: Path) -> None:

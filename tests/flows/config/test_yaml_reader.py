@@ -72,11 +72,21 @@ def test_anchors_and_merge_keys_are_kept() -> None:
         ("learning_rate=.nan", "'learning_rate' is nan, but input should be a finite number"),
         ("lora_rank=10000000000", "'lora_rank' is 10000000000, but input should be less than or equal to 4096"),
         ("objective={regularizers: [{name: kl, weight: .inf}]}", r"weight.* is inf"),
+        ("evaluators.\u00b2=x", r"refers to '\u00b2', which is not in the list; the entries are none\.$"),
+        (f"evaluators.{'1' * 5000}=x", r"refers to '1{100}', which is not in the list"),
+        (".".join(["a"] * 5000) + "=x", r"has a path of 5,000 levels, more than 100: name a field\.$"),
+        ("lora_rank=0x" + "f" * 5000, r"the integer 0xf{18}\.\.\. needs more than 64 bits"),
+        ("lora_rank=1" + ":59" * 2000, r"the integer 1(:59)*:?\.\.\. needs more than 64 bits"),
+        ("learning_rate=1" + ":59" * 2000 + ".5", "is not valid YAML"),
+        ("lora_rank=" + "9" * 5000, "is not valid YAML"),
+        ("data.params.seed=18446744073709551616", "the integer 18446744073709551616 needs more than 64 bits"),
+        ("run_name=!!int ''", "is not valid YAML"),
+        ("run_name=!!timestamp x", "is not valid YAML"),
     ],
 )
 def test_odd_overrides_are_refused_in_one_sentence(tmp_path: Path, override: str, expected: str) -> None:
     path = tmp_path / "sft.yaml"
-    path.write_text(FIELDS)
+    path.write_text(FIELDS + "evaluators: []\n")
     with pytest.raises(ConfigError, match=expected) as caught:
         load_config(SftConfig, path, [override])
     assert "\n" not in str(caught.value)
