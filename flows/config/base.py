@@ -13,6 +13,7 @@ from tinker import types
 
 from blocks.errors import CredentialsError
 from blocks.urls import contains_credentials, has_credentials, hide_credentials
+from flows.config.json_values import check_json_values
 from flows.config.promotion import check_confidence, check_model_name, check_promote_if
 from objectives.aliases import with_current_paths
 from objectives.json_schema import form_fields, optional_group, put_first
@@ -73,9 +74,12 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _replace_old_paths(cls, fields: Any) -> Any:
-        """Accept import paths of earlier releases, including those nested in `params`."""
-        return with_current_paths(fields) if isinstance(fields, dict) else fields
+    def _check_values(cls, fields: Any) -> Any:
+        """Check the values, including those nested in `params`, and accept import paths of earlier releases there."""
+        if not isinstance(fields, dict):
+            return fields
+        check_json_values(fields)
+        return with_current_paths(fields)
 
     @model_validator(mode="before")
     @classmethod

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from blocks.errors import ConfigError
+from flows.config.base import BuilderConfig
 from flows.config.loader import load_config
+from flows.config.rlhf import RlhfConfig
 from flows.config.train import SftConfig
 from flows.config.yaml_reader import parse_yaml, read_yaml
+from flows.sweeps.config import SweepConfig
 
 FIELDS = "run_name: odd\nmodel: tiny\ndata: {builder: 'a:B'}\n"
 # Each level lists the level before nine times: 9**9 values.
@@ -56,6 +59,24 @@ def test_files_with_a_byte_order_mark_are_read(tmp_path: Path, encoding: str) ->
     assert read_yaml(path)["model"] == "tiny"
 
 
+def test_free_form_fields_of_other_configs_are_checked() -> None:
+    for config_type, field in (
+        (RlhfConfig, "warm_start"),
+        (RlhfConfig, "reward.training"),
+        (RlhfConfig, "policy.training"),
+        (SweepConfig, "base"),
+        (SweepConfig, "fixed"),
+    ):
+        with pytest.raises(ConfigError, match=rf"invalid: '{field}\.learning_rate' is nan, but input should"):
+            load_config(config_type, None, ["run_name=a", "model=tiny", f"{field}.learning_rate=.nan"])
+
+
+def test_integers_that_yaml_did_not_read_are_limited_as_well() -> None:
+    with pytest.raises(ValueError, match="is an integer of more than 64 bits"):
+        BuilderConfig(builder="a:B", params={"x": 16**5000})
+    assert BuilderConfig(builder="a:B", params={"x": [2**64 - 1, -(2**63), True, None, 1e308]}).params
+
+
 def test_anchors_and_merge_keys_are_kept() -> None:
     content = "base: &base {rank: 8, seed: 0}\nfirst: {<<: *base, seed: 1}\nsecond: *base\n"
     fields = parse_yaml(content, "It")
@@ -72,6 +93,17 @@ def test_anchors_and_merge_keys_are_kept() -> None:
         ("learning_rate=.nan", "'learning_rate' is nan, but input should be a finite number"),
         ("lora_rank=10000000000", "'lora_rank' is 10000000000, but input should be less than or equal to 4096"),
         ("objective={regularizers: [{name: kl, weight: .inf}]}", r"weight.* is inf"),
+        ("data.params.x=.nan", r"invalid: 'data\.params\.x' is nan, but input should be a finite number\.$"),
+        ("data.params={a: [{b: -.inf}]}", r"invalid: 'data\.params\.a\.0\.b' is -inf, but input should be a"),
+        ('data.params.x="\\ud800"', r"'data\.params\.x' is '\\ud800', which is not valid Unicode: remove the lone"),
+        ('data.params={"\\udfff": 1}', r"the field '\\udfff' is not valid Unicode: remove the lone"),
+        ("data.params.x=!!binary /w==", r"'data\.params\.x' is binary: write it as text"),
+        (
+            "objective={regularizers: [{name: logic, params: {x: .inf}}]}",
+            r"\.0\.params\.x' is inf, but",
+        ),
+        ('mlflow_tags={a: "\\ud800"}', r"'mlflow_tags\.a' is '\\ud800', which is not valid Unicode"),
+        ('model="\\ud800"', r"'model' is '\\ud800', which is not valid Unicode"),
         ("evaluators.\u00b2=x", r"refers to '\u00b2', which is not in the list; the entries are none\.$"),
         (f"evaluators.{'1' * 5000}=x", r"refers to '1{100}', which is not in the list"),
         (".".join(["a"] * 5000) + "=x", r"has a path of 5,000 levels, more than 100: name a field\.$"),
