@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,7 +49,14 @@ def parse_rows(path: str, parse: Callable[[Any], T], content: str, limit: int | 
         raise ConfigError(f"The data file {path} could not be read ({reason(error)}): check its path.") from error
 
     rows: list[T] = []
-    for number, row in _parse_lines(lines[:limit], parse, json.JSONDecoder(parse_constant=_refuse_constant)):
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+
+    def parse_valid(text: str) -> T:
+        row = decoder.decode(text)
+        _check_unicode(text, row)
+        return parse(row)
+
+    for number, row in _parse_lines(lines[:limit], parse_valid):
         if isinstance(row, Exception):
             raise ConfigError(
                 f"Line {number} of {path} is not a JSON object with {content} ({reason(row)}): fix it."
@@ -66,7 +74,7 @@ def read_jsonl(directory: RunDirectory, name: str, parse: Callable[[Any], T]) ->
     """
     lines = _lines((directory.read_bytes(name) or b"").decode(errors="replace"))
     records: list[T] = []
-    for number, record in _parse_lines(lines, parse, json.JSONDecoder()):
+    for number, record in _parse_lines(lines, lambda line: parse(json.loads(line))):
         if isinstance(record, Exception):
             logger.warning("Line %d of %s/%s is not a complete record: skipping it.", number, directory.location, name)
         else:
@@ -79,13 +87,11 @@ def _lines(text: str) -> list[str]:
     return text.removesuffix("\n").split("\n") if text else []
 
 
-def _parse_lines(
-    lines: Sequence[str], parse: Callable[[Any], T], decoder: json.JSONDecoder
-) -> Iterator[tuple[int, T | Exception]]:
+def _parse_lines(lines: Sequence[str], parse: Callable[[str], T]) -> Iterator[tuple[int, T | Exception]]:
     """Line numbers from 1, each with the parsed line or the error of parsing it."""
     for number, line in enumerate(lines, start=1):
         try:
-            yield number, parse(decoder.decode(line))
+            yield number, parse(line)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             yield number, error
 
@@ -95,6 +101,24 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a value of JSON")
 
 
+def _finite(digits: str) -> float:
+    """Read a number; refuse one that Python would read as infinity."""
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:20]} is too large for a number")
+    return number
+
+
+def _check_unicode(text: str, row: object) -> None:
+    """Refuse the escape of a surrogate without its pair, which no tokenizer or database accepts."""
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{error.object[error.start]!a} is not valid Unicode") from error
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 QUESTION = "{question}"
 
 

@@ -34,6 +34,10 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path, encodi
     [
         ("NaN", "NaN is not a value of JSON"),
         ("-Infinity", "-Infinity is not a value of JSON"),
+        ("1e999", "1e999 is too large for a number"),
+        ('{"a": [-1e999]}', "-1e999 is too large for a number"),
+        ('"\\ud800"', r"'\\ud800' is not valid Unicode"),
+        ('"a\\uDFFFb"', r"'\\udfff' is not valid Unicode"),
         ("null", "text is null"),
     ],
 )
@@ -41,6 +45,11 @@ def test_a_text_that_is_no_text_is_named(tmp_path: Path, value: str, problem: st
     path = write(tmp_path, f'{{"text": "one"}}\n{{"text": {value}}}\n')
     with pytest.raises(ConfigError, match=rf"^Line 2 of {path} is not a JSON object with text \({problem}\): fix it"):
         read_rows(path, ("text",))
+
+
+def test_a_pair_of_surrogates_and_a_text_about_them_are_read(tmp_path: Path) -> None:
+    rows = read_rows(write(tmp_path, r'{"text": "\ud83d\ude00"}' + "\n" + r'{"text": "\\ud800"}' + "\n"), ("text",))
+    assert [row["text"] for row in rows] == ["\U0001f600", r"\ud800"]
 
 
 def test_a_null_beside_the_required_fields_is_no_text(tmp_path: Path) -> None:
