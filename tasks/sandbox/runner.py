@@ -27,6 +27,13 @@ OUTPUT_BYTES = 64 * 1024
 REFUSED = 86
 _CHILD = Path(__file__).with_name("child.py")
 _GRACE_S = 5.0
+# Field, type, smallest and largest value of each limit. With less, Python does not start and each reward would be 0.
+_RANGES = (
+    ("seconds", (int, float), 0.1, 86_400),
+    ("memory_mb", int, 32, 2**20),
+    ("file_mb", int, 1, 2**20),
+    ("processes", int, 1, 2**15),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +56,16 @@ class Limits:
     network: Literal["none", "allow"] = "none"
 
     def __post_init__(self) -> None:
-        """Check that the config may run code without isolation.
+        """Check the range of each limit, and that the config may run code without isolation.
 
         Raises:
-            ConfigError: the config is that of a deployment.
+            ConfigError: a limit is out of its range, or the config is that of a deployment.
         """
+        for name, kind, least, most in _RANGES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+                number = "an integer" if kind is int else "a number"
+                raise ConfigError(f"limits.{name} is {str(value)[:50]}: set it to {number} from {least} to {most}.")
         if self.network == "allow" and is_restricted():
             raise ConfigError(
                 "network: allow runs code without isolation, which the config of a deployment's run may not: remove it."

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import wait_for
@@ -122,6 +125,25 @@ def test_program_is_not_run_if_it_cannot_be_isolated(
     if "limit" not in cause:
         run_program(f"open({str(mark)!r}, 'w')", Limits(network="allow"))
         assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "allowed"),
+    [
+        *(("seconds", value, "a number from 0.1 to 86400") for value in (-1, 0, math.inf, math.nan, 1e9, "10", True)),
+        *(("memory_mb", value, "an integer from 32 to 1048576") for value in (-1, 0, 8, 10**15, 10**30, 64.0)),
+        *(("file_mb", value, "an integer from 1 to 1048576") for value in (-1, 0, 10**15)),
+        *(("processes", value, "an integer from 1 to 32768") for value in (-1, 0, True, None)),
+    ],
+)
+def test_limits_that_would_fail_every_program_are_refused(limit: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^limits\.{limit} is {re.escape(str(value))}: set it to {allowed}\.$"):
+        Limits(**{limit: value})
+
+
+def test_programs_run_with_the_smallest_limits() -> None:
+    outcome = run_program("import json, math, re; print(6 * 7)", Limits(memory_mb=32, file_mb=1, processes=1))
+    assert (outcome.exit_code, outcome.output) == (0, "42\n")
 
 
 def test_python_may_be_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
