@@ -27,6 +27,7 @@ MAX_MODEL_SEQ_ID = 10**9 - 1  # names of checkpoints have room for nine digits
 _MAX_SEQ_ID = 2**63 - 1
 _MAX_ID = 512
 _MANY_VALUES = 2**15
+_MANY_BYTES = 2**20
 _LONG_INTEGER = re.compile(r"[0-9]{19}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -62,7 +63,7 @@ async def read_json(request: Request, max_bytes: int) -> JsonObject:
     num_values = body.count(b",") + 1
     if num_values > MAX_JSON_VALUES:
         raise RequestError(f"The body has about {num_values} values, more than {MAX_JSON_VALUES}: send less at once.")
-    if num_values > _MANY_VALUES:
+    if num_values > _MANY_VALUES or len(body) > _MANY_BYTES:
         content = await asyncio.to_thread(_decode, body, _PythonDecoder)
     else:
         content = _decode(body, json.JSONDecoder)
@@ -82,7 +83,9 @@ class _PythonDecoder(json.JSONDecoder):
 def _decode(body: bytes, decoder: type[json.JSONDecoder]) -> object:
     try:
         text = body.decode()
-        content = decoder(parse_int=_int64 if _LONG_INTEGER.search(text) else None).decode(text)
+        # The decoder in C is much faster without a function for integers. The search would hold the interpreter's lock.
+        has_long = decoder is _PythonDecoder or _LONG_INTEGER.search(text)
+        content = decoder(parse_int=_int64 if has_long else None).decode(text)
         if _SURROGATE.search(text):
             json.dumps(content, ensure_ascii=False).encode()  # fails if a surrogate has no pair
     except UnicodeEncodeError as error:
@@ -96,10 +99,10 @@ def _decode(body: bytes, decoder: type[json.JSONDecoder]) -> object:
 
 def _int64(digits: str) -> int:
     # 20 characters are enough for 64 bits; to convert a very long text would take long.
-    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**63:
-        shown = digits if len(digits) <= 20 else f"{digits[:20]}..."
-        raise RequestError(f"The body has the integer {shown}, which needs more than 64 bits: send a smaller one.")
-    return int(digits)
+    if len(digits) <= 20 and -(2**63) <= (number := int(digits)) < 2**63:
+        return number
+    shown = digits if len(digits) <= 20 else f"{digits[:20]}..."
+    raise RequestError(f"The body has the integer {shown}, which needs more than 64 bits: send a smaller one.")
 
 
 def _decompress(body: bytes, max_bytes: int) -> bytes:

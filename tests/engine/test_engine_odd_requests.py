@@ -184,6 +184,11 @@ def heavy_json() -> bytes:
     return b'{"session_id": [' + b"{}," * (MAX_JSON_VALUES // 16) + b"{}]}"
 
 
+def heavy_string() -> bytes:
+    """One value, with many starts of an integer that is almost too long."""
+    return b'{"session_id": "' + (b"1" * 18 + b"a") * 2**21 + b'"}'
+
+
 def heavy_protobuf() -> bytes:
     return bytes([pb.ForwardBackwardRequest.DATA_FIELD_NUMBER << 3 | 2, 0]) * (MAX_MESSAGES - 1)
 
@@ -192,6 +197,8 @@ def heavy_protobuf() -> bytes:
     ("route", "body", "headers"),
     [
         ("create_model", heavy_json(), {}),
+        ("session_heartbeat", heavy_string(), {}),
+        ("session_heartbeat", zstandard.compress(heavy_string()), {"Content-Encoding": "zstd"}),
         ("create_model", zstandard.compress(heavy_json()), {"Content-Encoding": "zstd"}),
         ("forward_backward", heavy_protobuf(), PROTOBUF),
     ],
