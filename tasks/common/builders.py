@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +18,7 @@ from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
+from blocks.paths import path_of
 from objectives.import_path import import_path
 from objectives.import_policy import NotAllowedError, check_builder, check_function
 from tasks.common.chz_internals import guard_imports
@@ -70,6 +74,11 @@ def build(
     except Exception as error:  # third-party code: any error concerns its data
         if refusal := _refusal(error):
             raise ConfigError(f"{field}.params: {refusal}") from error
+        if isinstance(error, json.JSONDecodeError) and (file := _marked_file(params)):
+            raise ConfigError(
+                f"The data file {file} starts with a byte order mark, which {builder} does not read: save it as UTF-8 "
+                "without the mark."
+            ) from error
         raise ConfigError(
             f"The data source {builder} could not be read ({type(error).__name__}: {one_line(error)}): "
             f"check {field}.params and the file it names."
@@ -157,6 +166,17 @@ def _refusal(error: BaseException | None) -> NotAllowedError | None:
     while error is not None and not isinstance(error, NotAllowedError):
         error = error.__cause__ or error.__context__
     return error
+
+
+def _marked_file(params: Mapping[str, Any]) -> Path | None:
+    """Return the first file in the parameters of a builder that starts with a byte order mark."""
+    for value in _flatten(params).values():
+        path = path_of(value.value) if isinstance(value, Castable) else None
+        if path and path.is_file():
+            with path.open("rb") as file:
+                if file.read(len(BOM_UTF8)) == BOM_UTF8:
+                    return path
+    return None
 
 
 def _missing_extra(error: BaseException | None) -> str:

@@ -191,3 +191,21 @@ def test_rubric_recipe_runs_on_the_service_of_the_run(tmp_path: Path, engine_url
         tokens = TOKENIZER.encode("2<|im_end|>")
         # The untrained grader gives no score, which the recipe counts as 0.
         assert asyncio.run(env.step(tokens)).reward == 0
+
+
+def test_a_byte_order_mark_that_a_builder_does_not_read_is_named(tmp_path: Path) -> None:
+    """Readers of this project skip the mark; those of tinker-cookbook do not."""
+    path = tmp_path / "conversations.jsonl"
+    row = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    builder = "tinker_cookbook.supervised.data:FromConversationFileBuilder"
+    common = {"renderer_name": "qwen3_instruct", "max_length": 64, "batch_size": 1}
+    params = {"file_path": str(path), "common_config": common}
+    path.write_text(row, encoding="utf-8-sig")
+    with pytest.raises(ConfigError) as caught:
+        build("data", builder, params, TOKENIZER, lambda found: found())
+    assert str(caught.value) == (
+        f"The data file {path} starts with a byte order mark, which {builder} does not read: save it as UTF-8 without "
+        "the mark."
+    )
+    path.write_text(row)
+    assert len(build("data", builder, params, TOKENIZER, lambda found: found())[0]) == 1
