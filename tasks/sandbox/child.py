@@ -37,9 +37,13 @@ DENIED = (
     *("memfd_create", "memfd_secret", "shmget", "shmat", "shmctl", "semget", "semop", "semctl", "semtimedop"),
     *("msgget", "msgsnd", "msgrcv", "msgctl", "add_key", "request_key", "keyctl", "unshare", "setns", "chroot"),
     *("mount", "umount2", "pivot_root", "fsopen", "fsmount", "fsconfig", "open_tree", "move_mount", "mount_setattr"),
+    "listen",  # the buffers of connections that wait are without a limit
     *("open_by_handle_at", "name_to_handle_at", "ptrace", "process_vm_readv", "process_vm_writev", "bpf"),
     *("perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register"),
 )
+# asm-generic/socket.h: SOL_SOCKET; SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE
+SOCKET_LEVEL, BUFFER_SIZES = 1, (7, 8, 32, 33)
+LOW = 0xFFFFFFFF
 UNIX, INTERNET, INTERNET_6 = 1, 2, 10  # the address families that a program may use in its own network
 
 FIRST_USER = 40_000
@@ -144,25 +148,28 @@ def _filter_system_calls(seccomp: ctypes.CDLL) -> None:
     """Deny system calls that a program does not need, in this process and all that it starts."""
     rules = ctypes.c_void_p(seccomp.seccomp_init(ctypes.c_uint32(ALLOW)))
 
-    def deny(name: str, reason: int = errno.EPERM, operation: int = 0, value: int = 0) -> None:
-        """Let a system call fail, or those whose first argument compares so with a value."""
+    def deny(name: str, reason: int = errno.EPERM, *comparisons: _Comparison) -> None:
+        """Let a system call fail, or those whose arguments compare so."""
         number = seccomp.seccomp_syscall_resolve_name(name.encode())
-        comparison = _Comparison(0, operation, value, value)
         action = ctypes.c_uint32(FAIL | reason)
         if number < 0:
             return  # not on this processor, or newer than the library
-        if seccomp.seccomp_rule_add_array(rules, action, number, bool(operation), ctypes.byref(comparison)) != 0:
+        count = len(comparisons)
+        if seccomp.seccomp_rule_add_array(rules, action, number, count, (_Comparison * count)(*comparisons)) != 0:
             raise Refused(f"libseccomp cannot filter {name}: update libseccomp")
 
     for name in DENIED:
         deny(name)
     deny("clone3", errno.ENOSYS)  # its flags are behind a pointer; the C library then calls clone
     for kind in (NEW_MOUNTS, NEW_CGROUPS, NEW_NAMES, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK):
-        deny("clone", errno.EPERM, MASKED_EQUAL, kind)
+        deny("clone", errno.EPERM, _Comparison(0, MASKED_EQUAL, kind, kind))
     for name in ("socket", "socketpair"):
         for family in range(INTERNET + 1, INTERNET_6):
-            deny(name, errno.EAFNOSUPPORT, EQUAL, family)
-        deny(name, errno.EAFNOSUPPORT, GREATER, INTERNET_6)
+            deny(name, errno.EAFNOSUPPORT, _Comparison(0, EQUAL, family))
+        deny(name, errno.EAFNOSUPPORT, _Comparison(0, GREATER, INTERNET_6))
+    for option in BUFFER_SIZES:  # the kernel reads the lower half of each argument
+        level, size = _Comparison(1, MASKED_EQUAL, LOW, SOCKET_LEVEL), _Comparison(2, MASKED_EQUAL, LOW, option)
+        deny("setsockopt", errno.EPERM, level, size)
     if seccomp.seccomp_load(rules) != 0:
         raise Refused("the kernel refuses filters of system calls: allow seccomp for this user or container")
     seccomp.seccomp_release(rules)

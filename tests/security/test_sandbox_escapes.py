@@ -30,8 +30,24 @@ def survive():
 LINGER = "    print('lingers', flush=True)\n    time.sleep(120)\n"
 # System call numbers of the two processors that the tests run on.
 NUMBERS = {
-    "x86_64": {"clone": 56, "clone3": 435, "add_key": 248, "keyctl": 250, "bpf": 321, "io_uring_setup": 425},
-    "aarch64": {"clone": 220, "clone3": 435, "add_key": 217, "keyctl": 219, "bpf": 280, "io_uring_setup": 425},
+    "x86_64": {
+        "clone": 56,
+        "clone3": 435,
+        "add_key": 248,
+        "keyctl": 250,
+        "bpf": 321,
+        "setsockopt": 54,
+        "io_uring_setup": 425,
+    },
+    "aarch64": {
+        "clone": 220,
+        "clone3": 435,
+        "add_key": 217,
+        "keyctl": 219,
+        "bpf": 280,
+        "setsockopt": 208,
+        "io_uring_setup": 425,
+    },
 }[os.uname().machine]
 NEW_USER = 0x10000000
 
@@ -154,6 +170,59 @@ def test_files_on_disk_are_limited_together() -> None:
         "No space left",
         memory_mb=100,
     )
+
+
+@pytest.mark.parametrize("option", ["SO_SNDBUF", "SO_RCVBUF", "SO_SNDBUFFORCE", "SO_RCVBUFFORCE"])
+def test_buffers_of_sockets_cannot_be_enlarged(option: str) -> None:
+    """Two processes with 30 pairs of sockets held 477 MB each."""
+    start = "import socket\npair = socket.socketpair()\n"
+    number = {"SO_SNDBUF": 7, "SO_RCVBUF": 8, "SO_SNDBUFFORCE": 32, "SO_RCVBUFFORCE": 33}[option]
+    refused(f"{start}pair[0].setsockopt(1, {number}, 1 << 30)\nprint('succeeded')", "PermissionError")
+    value = "ctypes.byref(ctypes.c_int(1 << 30))"
+    for level, name in ((1 | 1 << 40, number), (1, number | 1 << 40)):  # of which the kernel reads the lower half
+        arguments = f"ctypes.c_long({level}), ctypes.c_long({name}), {value}, 4"
+        refused(
+            f"{start}call('syscall', {NUMBERS['setsockopt']}, pair[0].fileno(), {arguments})",
+            "syscall Operation not permitted",
+        )
+
+
+def test_other_options_of_sockets_are_allowed() -> None:
+    program = "import socket\nsocket.socket().setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\nprint('allowed')"
+    assert attack(program)[0].output == "allowed\n"
+
+
+def test_connections_that_wait_cannot_hold_memory() -> None:
+    """300 of them held 69 MB, and a socket may have 4,096."""
+    refused(
+        "import socket\nserver = socket.socket(socket.AF_UNIX)\nserver.bind('a')\nserver.listen(4096)\n"
+        "print('succeeded')",
+        "PermissionError",
+    )
+
+
+def test_buffers_of_sockets_are_small() -> None:
+    program = """
+import socket
+pairs, size = [], 0
+try:
+    while True:
+        pairs.append(socket.socketpair())
+except OSError:
+    pass
+for end in (end for pair in pairs for end in pair):
+    end.setblocking(False)
+    try:
+        while True:
+            size += end.send(bytes(32768))
+    except BlockingIOError:
+        pass
+print(len(pairs), size)
+"""
+    outcome, _ = attack(program, memory_mb=64)
+    num_pairs, size = map(int, outcome.output.split())
+    assert num_pairs > 20
+    assert size < 20e6
 
 
 # Namespaces and the kernel
