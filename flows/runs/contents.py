@@ -1,8 +1,8 @@
 """Content that a run depends on: recorded as digests with each checkpoint, and compared when the run resumes.
 
 The config names data, code and models; its fields are compared by `config_record`. The digests notice that what these
-names stand for has changed. A builder may write to a folder that it names, so folders of data are not digested; a
-change there is noticed by the last batch.
+names stand for has changed. A builder may write to a folder that it names, so of all folders only those of models are
+digested; a change in a folder of data is noticed by the last batch.
 """
 
 from __future__ import annotations
@@ -149,12 +149,16 @@ def open_contents(
 def digest_contents(config: RunConfig, objective: Objective, tokenizer: Tokenizer) -> Digests:
     """Digest the files, the code of the user, the model and the tokenizer that a config names."""
     digests: Digests = {}
+    model = path_of(config.model)
+    folders = {config.model} if model and model.is_dir() else set[str]()
     for field, value in config.model_dump(mode="json").items():
         if field in (MAY_CHANGE | {"model", "engine"}) - _KINDS.keys():
             continue
         kind = _KINDS.get(field, "data")
         for text in _texts(value):
-            if digest := _digest_of_name(text):
+            if _is_model_folder(text):
+                folders.add(text)
+            elif digest := _digest_of_name(text):
                 digests.setdefault(kind, {})[text] = digest
     terms = [*objective.regularizers, *([objective.base] if objective.base else [])]
     for term in terms:
@@ -165,8 +169,8 @@ def digest_contents(config: RunConfig, objective: Objective, tokenizer: Tokenize
         if code:
             digests.setdefault("terms", {})[term.name] = code
     with suppress(OSError):
-        if Path(config.model).is_dir():
-            digests["model"] = {config.model: digest_folder(Path(config.model))}
+        if folders:
+            digests["model"] = {folder: digest_folder(Path(folder).expanduser()) for folder in sorted(folders)}
     digests["tokenizer"] = {"tokenizer": digest_tokenizer(tokenizer), **_renderers(config, tokenizer)}
     return digests
 
@@ -207,6 +211,14 @@ def _check(run: Run, config: RunConfig, step: int, changed: Mapping[str, Sequenc
         text = f"The content of {description} has changed at step {step}, as accept_changes allows."
         note_warning(run.log, f"accepted.{kind}", text)
         emit_accepted_change(run.log, config.run_name, {"step": step, "kind": kind, "names": list(changed[kind])})
+
+
+def _is_model_folder(text: str) -> bool:
+    """Return whether a text names a model directory, such as that of a teacher, a reference or a judge."""
+    with suppress(OSError):
+        path = path_of(text) if text else None
+        return bool(path and (path / "config.json").is_file() and any(path.glob("*.safetensors")))
+    return False
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -23,6 +23,7 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 from blocks.errors import ConfigError
 from engine.tiny import byte_tokenizer
+from flows.config.distill import OnPolicyConfig
 from flows.config.rl import RlConfig
 from flows.config.train import SftConfig
 from flows.monitoring.drain import deliver_events
@@ -251,6 +252,39 @@ def test_noise_in_the_weights_and_permuted_token_ids_are_noticed(tmp_path: Path)
         tokenizer._tokenizer = tokenizer.backend_tokenizer.from_str(json.dumps(fields))
         permuted = digest_contents(config, objective, tokenizer)
         assert changed_contents(now, permuted)["tokenizer"][-1] == "tokenizer"
+
+
+def test_folders_of_other_models_are_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """References, teachers and the models of judges; a folder of data, to which a builder may write, is not."""
+    for name in ("reference", "teacher", "judge", "rows"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        if name != "rows":
+            (tmp_path / name / "model.safetensors").write_bytes(b"a")
+    judge = {"model": str(tmp_path / "judge"), "rows": str(tmp_path / "rows")}
+    sft_config = SftConfig.model_validate(
+        sft_fields(tmp_path / "runs", "others", "")
+        | {
+            "reference": str(tmp_path / "reference"),
+            "evaluators": [{"builder": "a:B", "params": judge}],
+            "objective": {"regularizers": [{"name": "kl"}]},
+        }
+    )
+    teacher = {
+        "environment": {"builder": "examples.gsm8k:Gsm8kBuilder"},
+        "teacher": {"model": str(tmp_path / "teacher")},
+    }
+    monkeypatch.chdir(tmp_path / "teacher")  # which an empty text does not name
+    distill_config = OnPolicyConfig.model_validate({"run_name": "taught", "model": "tiny", "datasets": [teacher]})
+    for config, names in ((sft_config, ["judge", "reference"]), (distill_config, ["teacher"])):
+        with Objective() as objective:
+            before = digest_contents(config, objective, cast(Any, byte_tokenizer()))
+            for name in ("rows", *names):
+                (tmp_path / name / "model.safetensors.index.json").write_text("{}")
+            after = digest_contents(config, objective, cast(Any, byte_tokenizer()))
+        paths = [str(tmp_path / name) for name in names]
+        assert sorted(before["model"]) == paths
+        assert changed_contents(before, after) == {"model": paths}
 
 
 def test_code_of_rewards_and_hooks_belongs_to_the_environment(tmp_path: Path) -> None:
