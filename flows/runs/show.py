@@ -11,12 +11,15 @@ from prefect.settings import PREFECT_API_URL
 from rich.table import Table
 
 from blocks.console import TextConsole
-from blocks.processes import prefect_server_env
+from blocks.home import home
 from blocks.urls import hide_credentials
 from flows.monitoring.progress import method_figures
 from flows.runs.result import TrainResult
 from tasks.reports.summary import describe_cost, storage_option
 from tasks.reports.tables import COLUMNS, Control, format_row, held_out_table, is_bookkeeping, term_rows
+
+# Serves the databases of the project home, with a login.
+_UP = "tinker-flows up --no-engine"
 
 
 def show_result(result: TrainResult, control: Mapping[str, Control] | None = None) -> None:
@@ -32,7 +35,9 @@ def show_result(result: TrainResult, control: Mapping[str, Control] | None = Non
     if held_out:
         console.print(_table("", *held_out_table(held_out, control)))
         if any(not math.isnan(row.after.half_width) for row in result.held_out):
-            console.print("±: 95 % interval over the held-out batches; of a change or an effect, over paired batches")
+            console.print(
+                "±: 95 % interval over held-out batches, rows or problems; of a change or an effect, over pairs"
+            )
     if result.stopped:
         console.print(result.stopped)
     elif result.not_promoted:
@@ -72,14 +77,13 @@ def _prefect_ui(result: TrainResult) -> str:
     page = f"/runs/flow-run/{result.flow_run_id}"
     if api := PREFECT_API_URL.value():
         return hide_credentials(api).removesuffix("/api") + page
-    database = prefect_server_env()["PREFECT_API_DATABASE_CONNECTION_URL"]
-    command = f"PREFECT_API_DATABASE_CONNECTION_URL={database} {sys.executable} -m prefect server start"
-    return f"{command}\n             then open http://127.0.0.1:4200{page}"
+    return f"{_UP}\n             then open http://127.0.0.1:4200{page}"
 
 
 def _mlflow_ui(result: TrainResult) -> str:
     page = f"/#/experiments/{result.experiment_id}/runs/{result.mlflow_run_id}"
     if result.tracking_uri.startswith("http"):
         return result.tracking_uri.rstrip("/") + page
-    command = f"{sys.executable} -m mlflow ui --backend-store-uri {result.tracking_uri}"
+    is_in_home = result.tracking_uri == f"sqlite:///{home() / 'mlflow.db'}"
+    command = _UP if is_in_home else f"{sys.executable} -m mlflow ui --backend-store-uri {result.tracking_uri}"
     return f"{command}\n             then open http://127.0.0.1:5000{page}"

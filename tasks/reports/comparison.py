@@ -76,8 +76,8 @@ def comparison_page(first: ReportedRun, second: ReportedRun) -> str:
         html_section(
             "Held-out data",
             html_table(columns, [difference.format() for difference in differences]) if differences else "",
-            intro=f"Difference: {second.name} minus {first.name}. ±: 95 % interval over the held-out batches; of a "
-            "difference, over paired batches if both runs evaluated batches of the same sizes.",
+            intro=f"Difference: {second.name} minus {first.name}. ±: 95 % interval over held-out batches, rows or "
+            "problems; of a difference, over pairs of them if both runs evaluated the same ones.",
         ),
         html_section(
             "Settings that differ",

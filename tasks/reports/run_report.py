@@ -325,7 +325,7 @@ def held_out_section(rows: Sequence[HeldOutRow]) -> str:
     return html_section(
         "Held-out data",
         html_table(*held_out_table(rows)) if rows else "",
-        intro="±: 95 % interval of a term over the held-out batches; of a change, over paired batches.",
+        intro="±: 95 % interval over held-out batches, rows or problems; of a change, over pairs of them.",
     )
 
 
