@@ -11,22 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.custom_loss.operations import GROWING, ITERATIVE, REPEATED, SLOW, SPLITTING, Operation
+from engine.custom_loss.operations import CHEAP, GROWING, ITERATIVE, REPEATED, SLOW, SPLITTING, Operation
 from engine.torch_internals import TorchDispatchMode, flop_registry
 
 MAX_ELEMENTS = 2**24  # elements of one tensor, enough for all pairs of 4,096 tokens
 MAX_TOTAL = 2**28  # elements of all tensors of a micro-batch; the gradient needs them until the end
-MAX_FLOPS = 3 * 2**36  # of a micro-batch without its gradient; a product of 4,096 x 4,096 matrices takes two thirds
+MAX_FLOPS = 9 * 2**36  # of a micro-batch; a product of 4,096 x 4,096 matrices with its gradient takes two thirds
 MAX_PIECES = 2**16  # results of one split
 MAX_DIMS = 8
 
 # Estimated work in units of a matrix product's FLOPs, from times on a CPU.
 _CALL_FLOPS = 2**20
-_ELEMENT_FLOPS = 2**5
+_GRADIENT = 3  # factor of an operation with its gradient, which takes about twice as long as the operation
+_CHEAP_ELEMENT_FLOPS = 2**5
+_ELEMENT_FLOPS = 2**8
 _SLOW_ELEMENT_FLOPS = 2**10
 _ITERATIVE_ELEMENT_FLOPS = 2**14
-_POWER_FLOPS = 2**8
 _SVD_FLOPS = 2**6
+_POWERS_AND_TRANSFORMS = [
+    getattr(torch.ops.aten, name) for name in ("pow", "norm", "linalg_vector_norm", "_fft_c2c", "_fft_r2c", "_fft_c2r")
+]
 
 
 class TooLargeError(ValueError):
@@ -43,19 +47,25 @@ class Limits:
     def check_before(self, operation: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise a TooLargeError if an operation would take too much memory or work, before it takes any."""
         tensors = list(_tensors((args, kwargs)))
+        has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        # A gradient of many elements takes long to write, whatever the operation is.
+        cheap_flops = _ELEMENT_FLOPS if has_gradient else _CHEAP_ELEMENT_FLOPS
         if operation in SPLITTING and any(max(tensor.shape, default=0) > MAX_PIECES for tensor in tensors):
             raise TooLargeError(f"it may have more than {MAX_PIECES} results")
         if operation not in GROWING:
-            flops = _check_shape(_broadcast_shape(tensors)) * _flops_per_element(operation, args, kwargs)
+            flops = _check_shape(_broadcast_shape(tensors)) * _flops_per_element(operation, args, kwargs, cheap_flops)
         elif operation is operator.getitem and any(tensor.dtype == torch.bool for tensor in tensors):
             # A mask selects at most all elements; an index in the same call can repeat the selection.
-            flops = _check_shape([tensor.numel() for tensor in tensors if tensor.dtype != torch.bool]) * _ELEMENT_FLOPS
+            flops = _check_shape([tensor.numel() for tensor in tensors if tensor.dtype != torch.bool])
+            flops *= cheap_flops
         else:
             # On the meta device an operation computes its output shapes without allocating memory.
             meta_args, meta_kwargs = _without_data(args), _without_data(kwargs)
-            with torch.device("meta"), _ElementaryOperations() as elementary:
+            with torch.device("meta"), _ElementaryOperations(cheap_flops) as elementary:
                 operation(*meta_args, **meta_kwargs)
             flops = elementary.flops
+        if has_gradient:
+            flops *= _GRADIENT
         self._flops += _CALL_FLOPS + flops
         if self._flops > MAX_FLOPS:
             raise TooLargeError(
@@ -78,8 +88,9 @@ class Limits:
 class _ElementaryOperations(TorchDispatchMode):
     """Checks the outputs of the elementary operations that an operation consists of, and adds up their work."""
 
-    def __init__(self) -> None:
+    def __init__(self, cheap_flops: int) -> None:
         super().__init__()
+        self._cheap_flops = cheap_flops
         self.flops = 0
 
     def __torch_dispatch__(
@@ -87,32 +98,36 @@ class _ElementaryOperations(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         num_elements = sum(_check_shape(tensor.shape) for tensor in _tensors(result))
-        self.flops += _elementary_flops(func.overloadpacket, args, kwargs or {}, result, num_elements)
+        if not func.is_view:
+            per_element = _ELEMENT_FLOPS if func.overloadpacket in _POWERS_AND_TRANSFORMS else self._cheap_flops
+            self.flops += _elementary_flops(func.overloadpacket, args, kwargs or {}, result, num_elements, per_element)
         return result
 
 
 def _elementary_flops(
-    packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object, num_elements: int
+    packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object, num_elements: int, per_element: int
 ) -> int:
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=result)
     if packet is torch.ops.aten._cdist_forward:
         rows, _, p = args[:3]
-        return num_elements * rows.shape[-1] * (_ELEMENT_FLOPS if p in (0, 1, 2, math.inf) else _POWER_FLOPS)
+        return num_elements * rows.shape[-1] * (_CHEAP_ELEMENT_FLOPS if p in (0, 1, 2, math.inf) else _ELEMENT_FLOPS)
     if packet is torch.ops.aten._euclidean_dist:
         return num_elements * 2 * args[0].shape[-1]
     if packet is torch.ops.aten._linalg_svd:
         return args[0].numel() * min(args[0].shape[-2:]) * _SVD_FLOPS
-    return max(num_elements, *(tensor.numel() for tensor in _tensors(args)), 0) * _ELEMENT_FLOPS
+    return max(num_elements, *(tensor.numel() for tensor in _tensors(args)), 0) * per_element
 
 
-def _flops_per_element(operation: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+def _flops_per_element(operation: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any], cheap_flops: int) -> int:
     if operation in REPEATED:
         repeats = kwargs.get("n", args[1] if len(args) > 1 else 1)
-        return _ELEMENT_FLOPS * max(repeats, 1)
+        return cheap_flops * max(repeats, 1)
     if operation in ITERATIVE:
         return _ITERATIVE_ELEMENT_FLOPS
-    return _SLOW_ELEMENT_FLOPS if operation in SLOW else _ELEMENT_FLOPS
+    if operation in SLOW:
+        return _SLOW_ELEMENT_FLOPS
+    return cheap_flops if operation in CHEAP else _ELEMENT_FLOPS
 
 
 def _check_shape(shape: Sequence[int]) -> int:

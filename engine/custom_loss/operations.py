@@ -173,14 +173,30 @@ def _operations_named(names: str) -> frozenset[Operation]:
     return frozenset(operation for name, operation in known.items() if name.rpartition(".")[2] in names.split())
 
 
+_ARITHMETIC = """
+abs absolute add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip
+copysign deg2rad div divide eq fix floor floor_divide fmax fmin fmod frac ge greater greater_equal gt heaviside isfinite
+isinf isnan isneginf isposinf le lerp less less_equal logical_and logical_not logical_or logical_xor lt masked_fill
+maximum minimum mul multiply nan_to_num ne neg negative nextafter not_equal positive rad2deg real reciprocal relu
+remainder round rsqrt rsub sgn sign signbit sqrt square sub subtract tril triu true_divide trunc where zeros_like
+ones_like full_like threshold relu6 leaky_relu hardtanh
+all amax amin aminmax any argmax argmin count_nonzero equal max mean min nansum prod std std_mean sum trace var
+var_mean
+"""
+
+# Operations of one or two steps for each element. Others, such as logarithms, take about ten times as long.
+CHEAP = _operations_named(
+    f"{_ARITHMETIC} {_SHAPES} {_METHODS_ONLY} and_ floordiv iadd iand ifloordiv imod imul invert ior isub itruediv "
+    f"ixor mod or_ pos truediv xor getattr to cpu cuda {' '.join(f'{name}_' for name in _ARITHMETIC.split())}"
+)
 # Operations whose results or work can be larger than their broadcast inputs: they are checked before they run.
 GROWING = _operations_named(f"{_GROWING} {_FUNCTIONAL_GROWING} {_FFT} norm getitem")
 # Operations that return many results.
 SPLITTING = _operations_named("chunk split split_with_sizes unbind")
-# Operations that sort, or compute a series, for each element.
+# Operations that sort, or compute a series, for each element; or whose gradient does.
 SLOW = _operations_named(
-    "argsort bucketize kthvalue logcumsumexp median mode msort nanmedian nanquantile polygamma psi quantile "
-    "searchsorted sort topk unique unique_consecutive zeta"
+    "argsort bucketize digamma erfcx i0 i0e i1 i1e kthvalue lgamma log_ndtr logcumsumexp median mode msort nanmedian "
+    "nanquantile ndtri polygamma psi quantile renorm searchsorted sort topk unique unique_consecutive zeta"
 )
 ITERATIVE = _operations_named("gammainc gammaincc")  # hundreds of terms for each element
 REPEATED = _operations_named("diff")  # their argument n is a number of passes

@@ -18,6 +18,7 @@ from engine.compute.datum import Datum
 from engine.custom_loss.graph import MAX_NODES, read_graph
 from engine.custom_loss.limits import Limits
 from engine.custom_loss.loss import CustomLoss
+from engine.custom_loss.operations import FUNCTIONS
 from engine.errors import EngineError, RequestError
 from engine.service.custom_losses import CustomLossStore
 
@@ -299,10 +300,25 @@ def slow_series(logprobs, advantages, beta):
     return torch.special.gammainc(advantages, pairs(logprobs, advantages)).sum(), {}
 
 
-@pytest.mark.parametrize("fn", [slow_distances, slow_norm, slow_einsum, slow_differences, slow_series])
+def slow_means(logprobs, advantages, beta):
+    x = torch.outer(logprobs, advantages)
+    return sum((x.mean() for _ in range(100)), start=logprobs.sum()), {}
+
+
+def slow_log_sums(logprobs, advantages, beta):
+    x = torch.outer(logprobs, advantages)
+    total = logprobs.sum()
+    for _ in range(100):
+        total = total + torch.logsumexp(x, [0, 1])
+    return total, {}
+
+
+@pytest.mark.parametrize(
+    "fn", [slow_distances, slow_norm, slow_einsum, slow_differences, slow_series, slow_log_sums, slow_means]
+)
 def test_work_of_minutes_is_rejected_before_it_runs(fn) -> None:
     """Without a limit each loss computes for minutes."""
-    with pytest.raises(RequestError, match=r"failed at .* takes about .* FLOPs, more than 2.1e\+11"):
+    with pytest.raises(RequestError, match=r"failed at .* takes about .* FLOPs, more than 6.2e\+11"):
         run(fn, 4096)
 
 
@@ -321,7 +337,13 @@ def test_work_is_limited_for_all_datums_together(monkeypatch: pytest.MonkeyPatch
         (torch.matmul, [(3, 5), (5, 7)], 2 * 3 * 5 * 7),
         (torch.bmm, [(2, 3, 5), (2, 5, 7)], 2 * 2 * 3 * 5 * 7),
         (torch.addmm, [(3, 7), (3, 5), (5, 7)], 2 * 3 * 5 * 7),
-        (torch.exp, [(3, 5)], 32 * 15),
+        (torch.exp, [(3, 5)], 256 * 15),
+        (torch.logsumexp, [(3, 5)], 256 * 15),
+        (torch.linalg.vector_norm, [(3, 5)], 256 * 15),
+        (torch.Tensor.add_, [(3, 5)], 32 * 15),
+        (FUNCTIONS["operator.mul"], [(3, 5)], 32 * 15),
+        (FUNCTIONS["operator.pow"], [(3, 5)], 256 * 15),
+        (torch.lgamma, [(3, 5)], 1024 * 15),
         (torch.add, [(3, 1), (5,)], 32 * 15),
         (torch.sort, [(3, 5)], 1024 * 15),
     ],
@@ -330,6 +352,29 @@ def test_work_is_estimated(operation, shapes, expected) -> None:
     limits = Limits()
     limits.check_before(operation, tuple(torch.zeros(shape) for shape in shapes), {})
     assert limits._flops == expected + 2**20
+
+
+def test_the_gradient_counts_as_work() -> None:
+    for trained, factor in ((False, 1), (True, 3)):
+        limits = Limits()
+        args = torch.zeros(3, 5, requires_grad=trained), torch.zeros(5, 7)
+        limits.check_before(torch.matmul, args, {})
+        limits.check_before(torch.exp, args[:1], {})
+        limits.check_before(torch.mean, args[:1], {})
+        mean = 256 if trained else 32
+        assert limits._flops == factor * (2 * 3 * 5 * 7 + 256 * 15 + mean * 15) + 3 * 2**20
+    with torch.no_grad():
+        limits = Limits()
+        limits.check_before(torch.exp, (torch.zeros(3, requires_grad=True),), {})
+    assert limits._flops == 256 * 3 + 2**20
+
+
+def test_a_product_with_its_gradient_is_allowed() -> None:
+    limits = Limits()
+    args = torch.zeros(4096, 4096, requires_grad=True), torch.zeros(4096, 4096)
+    limits.check_before(torch.matmul, args, {})
+    for _ in range(10):
+        limits.check_before(torch.logsumexp, (args[0], [0, 1]), {})
 
 
 def node(op: str, name: str, target: str, *args: Any, **kwargs: Any) -> CustomLossNode:
