@@ -8,7 +8,8 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import pytest
 from engine_process import EngineProcess, running_engine
@@ -17,6 +18,9 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from blocks.processes import local_prefect_server
 from flows.monitoring.drain import deliver_events
+
+if TYPE_CHECKING:
+    from prefect.flow_engine import FlowRunEngine
 
 # Fixtures that start a server. Other tests that start a process carry the mark themselves.
 PROCESS_FIXTURES = {"engine", "prefect_server", "s3", "own_engine", "server_url"}
@@ -97,14 +101,20 @@ def engine_url(engine: EngineProcess) -> str:
     return engine.url
 
 
+@contextmanager
+def _one_heartbeat(engine: FlowRunEngine[..., object], join_on_exit: bool = True) -> Iterator[None]:
+    engine._emit_flow_run_heartbeat(*engine._build_heartbeat_event_template())
+    yield
+
+
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """API URL of a real Prefect server for the whole test run, active in this process.
 
-    Flows of this process send no heartbeats: each would wait up to a second for Prefect's heartbeat thread to end.
+    Flows of this process send one heartbeat: they would wait up to a second for Prefect's heartbeat thread to end.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("prefect.flow_engine._send_heartbeats", lambda engine, join_on_exit=True: nullcontext())
+        patch.setattr("prefect.flow_engine._send_heartbeats", _one_heartbeat)
         patch.setenv("TINKER_FLOWS_HOME", str(tmp_path_factory.mktemp("prefect-home")))
         with local_prefect_server() as url, temporary_settings({PREFECT_API_URL: url}):
             yield url

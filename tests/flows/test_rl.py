@@ -30,8 +30,7 @@ from flows.runs.result import TrainResult
 from tasks.rl import rollout_source
 from tasks.rl.group_rollout import Group
 from tasks.rl.health import REWARD
-from tasks.rl.trajectories import count_tokens
-from tasks.training.batch_source import SampledTokens
+from tasks.rl.trajectories import compute_group_metrics
 from tasks.training.checkpoints import read_records, step_of
 
 NUM_STEPS = 4
@@ -343,14 +342,14 @@ def test_post_kl_is_that_of_the_saved_weights(
     _, config, _ = run
     sampled: list[list[Transition]] = []
 
-    def record(groups: Sequence[Group]) -> SampledTokens:
+    def record(groups: Sequence[Group]) -> dict[str, float]:
         trajectories = [
             trajectory for group in groups if group.trajectories for trajectory in group.trajectories.trajectories_G
         ]
         sampled.append([turn for trajectory in trajectories for turn in trajectory.transitions])
-        return count_tokens(groups)
+        return compute_group_metrics(groups)
 
-    monkeypatch.setattr(rollout_source, "count_tokens", record)
+    monkeypatch.setattr(rollout_source, "compute_group_metrics", record)
     score, firsts = rollout_source.score_sequences, list[int]()
 
     def score_ends(sampler: Any, sequences: Any, action: str, first_logprobs: Any) -> Any:

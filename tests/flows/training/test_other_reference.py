@@ -80,7 +80,7 @@ def test_penalty_and_term_read_the_other_model(
     tmp_path: Path, models: Engine, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampled: list[tuple[list[int], list[int]]] = []
-    count = rollout_source.count_tokens
+    compute = rollout_source.compute_group_metrics
 
     def record(groups: Any) -> Any:
         sampled.extend(
@@ -89,9 +89,9 @@ def test_penalty_and_term_read_the_other_model(
             for trajectory in group.trajectories.trajectories_G
             for turn in trajectory.transitions
         )
-        return count(groups)
+        return compute(groups)
 
-    monkeypatch.setattr(rollout_source, "count_tokens", record)
+    monkeypatch.setattr(rollout_source, "compute_group_metrics", record)
     fields = rl_fields(tmp_path, "other", mlflow_uri, models.url) | {"num_steps": 1, "eval_every": 0}
     fields |= {"reference": models.other, "advantage": {"kl_coefficient": 0.1}}
     fields["objective"] = {"base_loss": "importance_sampling", "regularizers": [{"name": "kl", "weight": 0.1}]}
