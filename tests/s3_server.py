@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import subprocess
 import sys
 import time
@@ -14,8 +16,10 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 
 import fsspec
-from server_ports import server_ports
 
+# Below the range from which Linux takes the ports of outgoing connections (net.ipv4.ip_local_port_range, from 32,768):
+# a connection of another process could otherwise take the port of a server that is down.
+PORTS = range(20_000, 32_000)
 ACCESS_KEY = "test-access"
 SECRET_KEY = "test-secret"
 
@@ -69,6 +73,22 @@ def _start_responsive(folder: Path) -> S3Server:
             return server
         server.kill()
     raise AssertionError(f"the S3 server did not start: {(folder / 's3.log').read_text(errors='replace')[-2000:]}")
+
+
+def server_ports(count: int) -> list[int]:
+    """Return different ports that were free on the loopback interface at the time of the call."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        if len(ports) == count:
+            break
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        ports.append(port)
+    return ports
 
 
 def s3_ports() -> dict[str, int]:

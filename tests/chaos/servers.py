@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fsspec
-from s3_server import ACCESS_KEY, SECRET_KEY, s3_command, s3_ports
-from server_ports import server_ports
+from s3_server import ACCESS_KEY, SECRET_KEY, s3_command, s3_ports, server_ports
 
 from blocks import supervise
 from blocks.errors import ServiceError
