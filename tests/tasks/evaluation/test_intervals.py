@@ -99,7 +99,7 @@ def draw_differences(kind: str, effect: float, shape: tuple[int, ...], generator
 
 
 @pytest.mark.parametrize("kind", ["binary", "continuous"])
-@pytest.mark.parametrize("num_problems", [8, 30])
+@pytest.mark.parametrize("num_problems", [8, pytest.param(30, marks=pytest.mark.slow)])
 def test_the_detectable_difference_is_found_with_a_probability_of_80_percent(kind: str, num_problems: int) -> None:
     """The mean of the differences that comparisons of equal policies state, against the power by brute force."""
     generator = np.random.default_rng(3)
