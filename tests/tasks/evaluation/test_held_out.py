@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import tinker
@@ -12,6 +13,7 @@ from tinker_cookbook.renderers import Message, get_renderer
 from tinker_cookbook.supervised.data import conversation_to_datum
 from tinker_cookbook.supervised.nll_evaluator import SamplerNLLEvaluator
 from tinker_cookbook.supervised.types import SupervisedDataset
+from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from tasks.evaluation.evaluators import HeldOutNLL
 from tasks.evaluation.grading_metrics import GradedMetrics
@@ -30,21 +32,30 @@ class OneBatch(SupervisedDataset):
         return 1
 
 
-def test_metrics_of_examples_of_different_lengths(engine_url: str) -> None:
-    """Weights are normalized per example, and each answer ends with a special token."""
+def open_client(engine_url: str) -> tinker.TrainingClient:
     service = tinker.ServiceClient(base_url=engine_url, api_key=API_KEY)
-    client = service.create_lora_training_client("tiny", rank=1).result()
-    tokenizer = client.get_tokenizer()
+    return service.create_lora_training_client("tiny", rank=1).result()
+
+
+def datums_of(tokenizer: Tokenizer, **options: Any) -> list[tinker.Datum]:
+    """Each answer to one question as a datum."""
     renderer = get_renderer("qwen3_instruct", tokenizer)
-    datums = [
+    return [
         conversation_to_datum(
             [Message(role="user", content="2 + 2?"), Message(role="assistant", content=answer)],
             renderer,
             max_length=None,
-            reduction="mean",
+            **options,
         )
         for answer in ANSWERS
     ]
+
+
+def test_metrics_of_examples_of_different_lengths(engine_url: str) -> None:
+    """Weights are normalized per example, and each answer ends with a special token."""
+    client = open_client(engine_url)
+    tokenizer = client.get_tokenizer()
+    datums = datums_of(tokenizer, reduction="mean")
     assert [float(datum.loss_fn_inputs["weights"].to_torch().sum()) for datum in datums] == pytest.approx([1.0] * 3)
     held_out = HeldOutNLL(OneBatch(datums), tokenizer)
     sampler = client.save_weights_and_get_sampling_client().result()
@@ -70,16 +81,9 @@ def test_metrics_of_examples_of_different_lengths(engine_url: str) -> None:
 
 def test_scores_of_unequal_weights_average_to_the_metric(engine_url: str) -> None:
     """Long answers weigh more, and other data has another digest."""
-    service = tinker.ServiceClient(base_url=engine_url, api_key=API_KEY)
-    client = service.create_lora_training_client("tiny", rank=1).result()
+    client = open_client(engine_url)
     tokenizer = client.get_tokenizer()
-    renderer = get_renderer("qwen3_instruct", tokenizer)
-    datums = [
-        conversation_to_datum(
-            [Message(role="user", content="2 + 2?"), Message(role="assistant", content=answer)], renderer, None
-        )
-        for answer in ANSWERS
-    ]
+    datums = datums_of(tokenizer)
     measured = [asyncio.run(HeldOutNLL(OneBatch(rows), tokenizer)(client)) for rows in (datums, datums[:2], datums)]
     assert all(isinstance(metrics, GradedMetrics) for metrics in measured)
     first, fewer, again = measured
