@@ -98,12 +98,14 @@ def open_mlflow_run(  # noqa: PLR0913 - three of a run, four of its record
 def _restore_status(client: MlflowClient, run_id: str, opening: str) -> None:
     """Restore the status of a run that another process has opened since, and perhaps ended."""
     last_status = None
-    while (tags := client.get_run(run_id).data.tags)[_OPENING_TAG] != opening:
-        current = tags.get(f"{_ENDED_TAG}.{tags[_OPENING_TAG]}", "RUNNING")
-        if current == last_status:  # the other process has not ended it in the meantime
+    while True:
+        tags = client.get_run(run_id).data.tags
+        newest = tags.get(_OPENING_TAG, opening)  # a user may have removed the tag
+        current = tags.get(f"{_ENDED_TAG}.{newest}", "RUNNING")
+        if newest == opening or current == last_status:
             return
         client.update_run(run_id, status=current)
-        last_status = current
+        last_status = current  # read again, because the other process may have ended the run in the meantime
 
 
 def open_log(
