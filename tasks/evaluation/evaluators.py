@@ -174,7 +174,7 @@ class EvaluationResult:
     Attributes:
         metrics: numbers by the name under which MLflow stores them (`safe_name`).
         texts: metrics that are strings, by such a name.
-        scores: score of each problem by such a name, for metrics of graded answers.
+        scores: score of each problem by such a name, for metrics that have one.
         skipped: errors of the evaluators that were skipped, by their `key`.
     """
 

@@ -1,4 +1,4 @@
-"""Metrics of graded answers."""
+"""Metrics of graded answers, and scores of each problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of an objective's terms and scores of graded answers on held-out data."""
+"""Values of an objective's terms and scores of each problem on held-out data."""
 
 from __future__ import annotations
 
