@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -194,6 +194,7 @@ class RolloutSource(BatchSource):
         # All tokens of rollouts so far, and those that belong to trained steps.
         self._counter, self._counted = TokenCounter(), SampledTokens()
         self._is_checked = False
+        self._is_closed = False
         self._has_scored = False
         self._first_step = 0
         self._warnings: dict[str, str] = {}
@@ -341,7 +342,10 @@ class RolloutSource(BatchSource):
 
         Raises:
             ConfigError: see `pack_groups` and `check_errors`.
+            concurrent.futures.CancelledError: the source is closed, and so the groups are not complete.
         """
+        if self._is_closed:
+            raise CancelledError("the run is closed")
         if step == self._first_step:
             check_errors(groups, self.settings.distribution)
         self._has_several_turns = self._has_several_turns or has_several_turns(groups)
@@ -498,6 +502,7 @@ class RolloutSource(BatchSource):
         return unused
 
     def close(self) -> None:
+        self._is_closed = True
         for oversampling in self._oversampled.values():
             oversampling.close()
         self._threads.close()

@@ -17,5 +17,5 @@ def faked_clock(offset: Path) -> dict[str, str]:
         "LD_PRELOAD": str(library),
         "FAKETIME_TIMESTAMP_FILE": str(offset),
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_CACHE_DURATION": "1",  # seconds; without the cache, every reading of any clock opens the file
     }

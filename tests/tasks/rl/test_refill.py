@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -37,6 +38,18 @@ SETTINGS = RolloutSettings(
     AdvantageSettings(drop_constant=True),
     refill_rounds=2,
 )
+
+
+class Polled(threading.Event):
+    """Event that knows whether someone has asked for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_polled = threading.Event()
+
+    def is_set(self) -> bool:
+        self.is_polled.set()
+        return super().is_set()
 
 
 @dataclass(frozen=True)
@@ -159,6 +172,19 @@ def test_minibatches_take_the_same_groups_whichever_finish_first(snapshots: Any)
         steps = [take(source, step, snapshots) for step in range(3)]
     assert delayed == steps[0].numbers
     assert [step.numbers for step in steps] == expected_steps(DATA, 3, 2, [2, 2])
+
+
+def test_closed_source_builds_no_batch_of_groups_that_end_later(snapshots: Any) -> None:
+    """It would start a task while the process ends, when Prefect cannot record it."""
+    release = Polled()
+    dataset = replace(DATA, delayed=dict.fromkeys(range(4), release))
+    with closing(open_source(dataset, replace(SETTINGS, refill_rounds=0))) as source:
+        source.begin(0, 1, {})
+        (pending,) = source.load(0, snapshots)
+        assert release.is_polled.wait(60), "the groups start"
+    release.set()
+    with pytest.raises(CancelledError, match="the run is closed"):
+        pending.result()
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2])
