@@ -1,9 +1,9 @@
 """Sampling through the SDK and the engine, against `transformers.generate` on the same prompts as one batch.
 
-Both sample 32 tokens per prompt at temperature 1 from SmolLM2 in float32 with the same number of threads. Our side
-sends separate requests that the engine batches; the peer receives one batch. Each repetition has other prompts, so that
-the engine's prefix cache does not have them. Another row has a single request. Two more
-rows compare an engine with `--deterministic`, whose samples do not depend on concurrent requests, with the default one.
+Both sample equally many tokens per prompt at temperature 1 from SmolLM2 in the same dtype with the same number of
+threads. Our side sends separate requests that the engine batches; the peer receives one batch. Each repetition has
+other prompts, so that the engine's prefix cache does not have them. Another row has a single request. Two more rows
+compare an engine with `--deterministic`, whose samples do not depend on concurrent requests, with the default one.
 """
 
 from __future__ import annotations
@@ -23,16 +23,21 @@ from benchmarks.rows import Row, on_device
 from benchmarks.scratch import GSM8K, scratch_home
 from blocks.home import home
 from blocks.processes import local_engine
-from engine.models import resolve_model
+from engine.models import DtypeName, resolve_model
 from examples.gsm8k import read_problems
 
-NUM_TOKENS = 32
 Prompts = Sequence[list[int]]
 Generate = Callable[[Prompts], float]
 
 
 def measure(
-    *, model: str = "smollm2-135m", repetitions: int = 3, num_prompts: int = 64, device: str = "cpu"
+    *,
+    model: str = "smollm2-135m",
+    repetitions: int = 3,
+    num_prompts: int = 64,
+    device: str = "cpu",
+    dtype: DtypeName = "float32",
+    num_tokens: int = 32,
 ) -> list[Row]:
     """Return a row for concurrent prompts, one for a single prompt, and on a CPU the same two for determinism."""
     with scratch_home():
@@ -42,10 +47,11 @@ def measure(
         batches = _fresh_batches(questions)
         threads = torch.get_num_threads()
         with (
-            local_engine(model=model, dtype="float32", threads=threads, device=device) as service,
+            local_engine(model=model, dtype=dtype, threads=threads, device=device) as service,
             service.get_client() as session,
         ):
-            sides = (_sdk(session.create_sampling_client(base_model=model).result()), _transformers(path, device))
+            sampler = session.create_sampling_client(base_model=model).result()
+            sides = (_sdk(sampler, num_tokens), _transformers(path, device, dtype, num_tokens))
             rows = []
             for size in (num_prompts, 1):
                 for side in sides:
@@ -55,21 +61,21 @@ def measure(
                     batch = next(batches)[:size]
                     ours.append(sides[0](batch))
                     peer.append(sides[1](batch))
-                name = f"{model}{on_device(device)}"
-                rows.append(_row(name, size, ours, peer, "transformers.generate, one batch, float32"))
+                name = f"{model}{on_device(device, dtype)}"
+                rows.append(_row(name, size, num_tokens, ours, peer, f"transformers.generate, one batch, {dtype}"))
             if device != "cpu":
                 return rows
             plain = sides[0]
             with (
-                local_engine(model=model, dtype="float32", threads=threads, deterministic=True) as other,
+                local_engine(model=model, dtype=dtype, threads=threads, deterministic=True) as other,
                 other.get_client() as other_session,
             ):
-                exact = _sdk(other_session.create_sampling_client(base_model=model).result())
+                exact = _sdk(other_session.create_sampling_client(base_model=model).result(), num_tokens)
                 for size in (num_prompts, 1):
                     exact(next(batches)[: min(size, 2)])
                     pairs = [(exact(batch[:size]), plain(batch[:size])) for batch in islice(batches, repetitions)]
                     ours, peer = ([pair[side] for pair in pairs] for side in (0, 1))
-                    rows.append(_row(f"{model}, --deterministic", size, ours, peer, "the default engine"))
+                    rows.append(_row(f"{model}, --deterministic", size, num_tokens, ours, peer, "the default engine"))
     return rows
 
 
@@ -79,27 +85,29 @@ def _fresh_batches(questions: Prompts) -> Iterator[Prompts]:
         yield [question[first : first + 96] for question in questions]
 
 
-def _row(engine: str, num_prompts: int, ours: Sequence[float], peer: Sequence[float], peer_name: str) -> Row:
+def _row(
+    engine: str, num_prompts: int, num_tokens: int, ours: Sequence[float], peer: Sequence[float], peer_name: str
+) -> Row:
     requests = "1 request" if num_prompts == 1 else f"{num_prompts} concurrent requests"
     return Row(
-        f"engine_sampling: {requests} of {NUM_TOKENS} tokens, {engine}", "tokens/s", ours, peer, peer_name=peer_name
+        f"engine_sampling: {requests} of {num_tokens} tokens, {engine}", "tokens/s", ours, peer, peer_name=peer_name
     )
 
 
-def _sdk(client: tinker.SamplingClient) -> Generate:
-    params = types.SamplingParams(max_tokens=NUM_TOKENS, stop=[], temperature=1.0)
+def _sdk(client: tinker.SamplingClient, num_tokens: int) -> Generate:
+    params = types.SamplingParams(max_tokens=num_tokens, stop=[], temperature=1.0)
 
     def generate(prompts: Prompts) -> float:
         started = perf_counter()
         futures = [client.sample(types.ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
-        num_tokens = sum(len(future.result().sequences[0].tokens) for future in futures)
-        return num_tokens / (perf_counter() - started)
+        num_sampled = sum(len(future.result().sequences[0].tokens) for future in futures)
+        return num_sampled / (perf_counter() - started)
 
     return generate
 
 
-def _transformers(path: str, device: str) -> Generate:
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def _transformers(path: str, device: str, dtype: DtypeName, num_tokens: int) -> Generate:
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model.to(device)
 
     def generate(prompts: Prompts) -> float:
@@ -111,8 +119,8 @@ def _transformers(path: str, device: str) -> Generate:
             output = model.generate(
                 input_ids=padded,
                 attention_mask=mask,
-                min_new_tokens=NUM_TOKENS,
-                max_new_tokens=NUM_TOKENS,
+                min_new_tokens=num_tokens,
+                max_new_tokens=num_tokens,
                 do_sample=True,
                 temperature=1.0,
                 top_k=0,

@@ -1,7 +1,8 @@
 """Training step on the local engine, against a plain loop with torch and peft.
 
-Both train a LoRA adapter of rank 8 on the same padded batch of the same model, in float32, with the same number of
-threads. Our step goes through the SDK, HTTP and the engine process; the peer is a loop as written in a notebook.
+Both train a LoRA adapter of rank 8 on the same padded batch of the same model, with weights of the same dtype and with
+the same number of threads. Our step goes through the SDK, HTTP and the engine process; the peer is a loop as written in
+a notebook.
 """
 
 from __future__ import annotations
@@ -22,31 +23,39 @@ from benchmarks.rows import Row, on_device
 from benchmarks.scratch import scratch_home, solutions
 from blocks.home import home
 from blocks.processes import local_engine
-from engine.models import resolve_model
+from engine.models import DtypeName, resolve_model
 
 RANK, ALPHA = 8, 32
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 RAGGED = [16, 24, 32, 48, 64, 96, 160, 320]  # mean 95
+TOLERANCES: dict[DtypeName, float] = {"float32": 1e-4, "bfloat16": 2e-2}  # of the initial loss, relative
 ADAM = tinker.AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
 
 Step = Callable[[], float]
 
 
-def measure(*, repetitions: int = 7, steps: int = 10, with_smollm: bool = True, device: str = "cpu") -> list[Row]:
+def measure(
+    *,
+    repetitions: int = 7,
+    steps: int = 10,
+    with_smollm: bool = True,
+    device: str = "cpu",
+    dtype: DtypeName = "float32",
+) -> list[Row]:
     """Return a row for the tiny model and two for SmolLM2, whose repetitions are single steps.
 
-    The second SmolLM2 row has a batch of mixed lengths, which the peer pads to the longest and the engine sorts.
+    The second SmolLM2 row has a batch of mixed lengths, which the peer pads to the longest and the engine sorts. On a
+    GPU a third one has a batch of 8,192 tokens.
     """
+    shapes = [[128] * 8, RAGGED, *([[128] * 64] if device != "cpu" else [])]
     with scratch_home():
-        rows = [_measure("tiny", [128] * 16, repetitions, steps, device)]
+        rows = [_measure("tiny", [128] * 16, repetitions, steps, device, dtype)]
         if with_smollm:
-            rows += [
-                _measure("smollm2-135m", lengths, min(repetitions, 3), 1, device) for lengths in ([128] * 8, RAGGED)
-            ]
+            rows += [_measure("smollm2-135m", lengths, min(repetitions, 3), 1, device, dtype) for lengths in shapes]
     return rows
 
 
-def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int, device: str) -> Row:
+def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int, device: str, dtype: DtypeName) -> Row:
     path = resolve_model(model, home() / "cache")
     tokenizer = AutoTokenizer.from_pretrained(path)
     batch = [datum for length in lengths for datum in solutions(tokenizer, num_datums=1, num_tokens=length)]
@@ -55,13 +64,13 @@ def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int, d
     torch.set_num_threads(threads)
     try:
         with (
-            local_engine(model=model, dtype="float32", threads=threads, device=device) as service,
+            local_engine(model=model, dtype=dtype, threads=threads, device=device) as service,
             service.get_client() as session,
         ):
             client = session.create_lora_training_client(model, rank=RANK, seed=0).result()
-            sides = (_sdk_step(client, batch), _torch_step(str(path), batch, device))
+            sides = (_sdk_step(client, batch), _torch_step(str(path), batch, device, dtype))
             first, expected = (step() for step in sides)  # also the warm-up
-            if not math.isclose(first, expected, rel_tol=1e-4):
+            if not math.isclose(first, expected, rel_tol=TOLERANCES[dtype]):
                 raise RuntimeError(f"The first loss of {model} is {first} here but {expected} in plain torch.")
             ours, peer = [], []
             for _ in tqdm(range(repetitions), desc=f"engine_vs_torch: {model}"):
@@ -76,11 +85,11 @@ def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int, d
     )
     ours, peer = ([sum(lengths) / (ms / 1000) for ms in side] for side in (ours, peer))
     return Row(
-        f"engine_vs_torch: forward_backward + optim_step, {model}, {shape} tokens{on_device(device)}",
+        f"engine_vs_torch: forward_backward + optim_step, {model}, {shape} tokens{on_device(device, dtype)}",
         "tokens/s",
         ours,
         peer,
-        peer_name="torch + peft + AdamW, float32",
+        peer_name=f"torch + peft + AdamW, {dtype}",
         note=f"{threads} thread{'s' if threads > 1 else ''}; the initial loss of both is {first:.4f}",
     )
 
@@ -104,8 +113,8 @@ def _sdk_step(client: tinker.TrainingClient, batch: list[tinker.Datum]) -> Step:
     return step
 
 
-def _torch_step(path: str, batch: Sequence[tinker.Datum], device: str) -> Step:
-    base: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def _torch_step(path: str, batch: Sequence[tinker.Datum], device: str, dtype: DtypeName) -> Step:
+    base: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model = get_peft_model(base.to(device), LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LAYERS))
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adam = torch.optim.AdamW(weights, lr=ADAM.learning_rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True)
@@ -118,7 +127,9 @@ def _torch_step(path: str, batch: Sequence[tinker.Datum], device: str) -> Step:
 
     def step() -> float:
         logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
-        losses = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
+        losses = torch.nn.functional.cross_entropy(
+            logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none"
+        )
         loss = (losses * weights_BT.flatten()).sum()
         loss.backward()
         adam.step()

@@ -83,17 +83,17 @@ def hardware() -> str:
     return f"{os.cpu_count()} cores, {_processor()}"
 
 
-def on_device(device: str) -> str:
-    """Return the part of a row's name that names a GPU; empty for the CPU, which `hardware` describes.
+def on_device(device: str, dtype: str) -> str:
+    """Return the part of a row's name that names a GPU and the dtype; empty for the CPU, which `hardware` describes.
 
-    >>> on_device("cpu")
+    >>> on_device("cpu", "float32")
     ''
     """
     if device == "cpu":
         return ""
     import torch
 
-    return f", on {torch.cuda.get_device_name(device)}"
+    return f", {dtype}, on {torch.cuda.get_device_name(device)}"
 
 
 def _three_digits(figure: float) -> str:

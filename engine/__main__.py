@@ -97,7 +97,7 @@ def _arguments() -> argparse.ArgumentParser:
         type=_megabytes,
         metavar="MB",
         help="memory for adapters, optimizer moments and snapshots; the least recently used are moved to disk "
-        "(default: half of the machine's memory)",
+        "(default: half of the machine's memory, or a quarter of the GPU's)",
     )
 
     behaviour = parser.add_argument_group("behaviour")
@@ -161,7 +161,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         deterministic=options.deterministic,
         api_key=key,
         retrieve_futures=options.retrieve_futures,
-        memory_limit_bytes=options.memory_limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2,
+        memory_limit_bytes=options.memory_limit,
         clock_cycle_s=options.clock_cycle,
         log_requests=options.log_requests,
     )

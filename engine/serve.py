@@ -79,6 +79,8 @@ def start_worker(num_threads: int) -> Worker:
 
 def _load_models(settings: Settings) -> dict[str, BaseModel]:
     disable_progress_bar()  # progress bars clutter the log
+    # cuDNN plans the attention of each new length, which takes longer than the attention itself.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if settings.deterministic:
         _check_settings(settings)
     bases = {}

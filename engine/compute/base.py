@@ -53,6 +53,19 @@ class BaseModel:
         return self.loaded.model.num_parameters()
 
     @property
+    def num_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.loaded.model.parameters())
+
+    @property
+    def bytes_per_trained_token(self) -> int:
+        """Estimate of the memory that one token of a pass with gradients takes, by the model's configuration."""
+        config = self.loaded.model.config.get_text_config()
+        size = self.loaded.model.dtype.itemsize
+        # Of each layer: inputs of the seven products and of the activation, both norms in float32, and rotated heads.
+        per_layer = size * (10 * config.hidden_size + 6 * config.intermediate_size) + 4 * 4 * config.hidden_size
+        return config.num_hidden_layers * per_layer + (size + 8) * self.loaded.vocab_size
+
+    @property
     def keys_depend_on_length(self) -> bool:
         """True if the keys of a token depend on the length of its sequence: its position is encoded accordingly."""
         parameters = getattr(self.loaded.model.config.get_text_config(), "rope_parameters", None) or {}

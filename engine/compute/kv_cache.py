@@ -1,7 +1,8 @@
 """Key-value cache of all rows in generation, and the attention that reads it.
 
 Each row has its own buffer, filled from the left, so a token's position is its index in the buffer. Buffers grow
-ahead of time: a decoding step writes one token per row and layer, and copies nothing.
+ahead of time: a decoding step writes one token per row and layer, and copies nothing. On a GPU they also grow by many
+rows at once, because decoding steps are captured for fixed buffers.
 """
 
 from __future__ import annotations
@@ -35,12 +36,24 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 class KVCache(Cache):
     """Keys and values per layer, ``(rows, heads, tokens, width)``; only the first `num_rows` rows are in use.
 
-    A forward pass computes the new tokens that were selected last: one per row (`select_rows`), or all that a new row
-    does not have yet (`select_new_tokens`).
+    A forward pass computes the new tokens that were selected last: one per row (`select_rows`, `select_slots`), or all
+    that a new row does not have yet (`select_new_tokens`).
+
+    Attributes:
+        num_allocations: how often the buffers were replaced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int, slots_per_growth: int = 1) -> None:
+        """Create an empty cache.
+
+        Args:
+            max_tokens: maximum capacity in tokens, beyond which buffers grow by single rows.
+            slots_per_growth: number of rows by which buffers grow.
+        """
         super().__init__(layers=[])
+        self._max_tokens = max_tokens
+        self._slots_per_growth = slots_per_growth
+        self.num_allocations = 0
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._lengths_R = torch.empty(0, dtype=torch.int64)
@@ -57,9 +70,19 @@ class KVCache(Cache):
         return len(self._lengths_R)
 
     @property
+    def num_slots(self) -> int:
+        """Number of rows for which the buffers have memory."""
+        return self._keys[0].shape[0] if self._keys else 0
+
+    @property
     def capacity(self) -> int:
         """Number of tokens for which the buffers have memory."""
-        return self._keys[0].shape[0] * self._keys[0].shape[2] if self._keys else 0
+        return self.num_slots * self._keys[0].shape[2] if self._keys else 0
+
+    @property
+    def last_positions_R(self) -> Tensor:
+        """Position of the last token of each row, int64 on the CPU."""
+        return self._lengths_R - 1
 
     @property
     def per_layer(self) -> Layers:
@@ -146,6 +169,24 @@ class KVCache(Cache):
         self._masks = {}
         return self._positions_RT, self.mask(None)
 
+    def select_slots(self, positions_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Select the token at ``positions_S[s]`` of the first ``S`` slots, whether or not a row uses them.
+
+        The attention is as wide as the buffers, and nothing depends on values on the host, so the pass can be captured
+        as a CUDA graph and repeated with other positions in the same tensor.
+
+        Returns:
+            Positions ``(S, 1)`` of the new tokens, and the attention mask of the pass.
+        """
+        self._written_rows_N = torch.arange(len(positions_S), device=positions_S.device)
+        self._written_positions_N = positions_S
+        self._positions_RT = positions_S[:, None]
+        self._real_N = None
+        self._width = self._keys[0].shape[2]
+        self._read_rows = slice(len(positions_S))
+        self._masks = {}
+        return self._positions_RT, self.mask(None)
+
     def select_new_tokens(self, first: int, starts_R: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
         """Select the tokens from position ``starts_R[r]`` on of row ``first + r``, right-padded, for the next pass.
 
@@ -206,6 +247,7 @@ class KVCache(Cache):
             buffer[start:end, :, :length] = 0
         if not self.num_rows:
             self._keys, self._values = [], []
+            self.num_allocations += 1
 
     def _make_room(self) -> None:
         rows, tokens = self.num_rows, int(self._lengths_R.max())
@@ -213,6 +255,9 @@ class KVCache(Cache):
         if rows <= old_rows and tokens <= old_tokens:
             return
         tokens = round_up(tokens)
+        rounded_rows = -(-rows // self._slots_per_growth) * self._slots_per_growth
+        rows = max(rows, min(rounded_rows, self._max_tokens // tokens))
+        self.num_allocations += 1
         copied_rows, copied_tokens = min(rows, old_rows), min(tokens, old_tokens)
         for buffers in (self._keys, self._values):
             for layer, old in enumerate(buffers):

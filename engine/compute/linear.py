@@ -45,8 +45,8 @@ def lora_linear(x: Tensor, layer: nn.Linear, a: Tensor, b: Tensor, scale: float)
         scale: applied to x A', the smaller tensor.
     """
     if not _uses_onednn(x, layer.weight):
-        down = nn.functional.linear(x, a.to(x.dtype)) * scale
-        return layer(x) + nn.functional.linear(down, b.to(x.dtype))
+        y, down = layer(x), nn.functional.linear(x, a.to(x.dtype))
+        return y.flatten(0, -2).addmm(down.flatten(0, -2), b.to(x.dtype).t(), alpha=scale).view(y.shape)
     y: Any = _LoraLinear.apply(x, a, b, layer, scale)
     return y
 

@@ -37,7 +37,7 @@ class Optimizer:
             if params.grad_clip_norm > 0:
                 norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), params.grad_clip_norm))
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-            if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            if not bool(torch.nn.utils.get_total_norm(gradients, norm_type=math.inf).isfinite()):
                 raise RequestError(
                     "The gradient is not finite, so it was dropped and the weights are unchanged: "
                     "check the loss, or lower the learning rate."

@@ -20,6 +20,7 @@ from engine.compute.kv_cache import GROWTH, KVCache, layers_of, round_up
 from engine.compute.lora import Adapter
 from engine.sampling.batch_groups import RowGroup, group_all, uniform_groups
 from engine.sampling.choose import RowSamplingParams, choose_tokens
+from engine.sampling.cuda_graphs import SLOTS_PER_GRAPH, DecodingGraphs
 from engine.sampling.job import TopTokens
 from engine.sampling.prefix_cache import BLOCK, PrefixCache, block_keys, num_shared
 from engine.sampling.request import Row, ends_with_stop
@@ -63,8 +64,10 @@ class Batch:
         self._max_tokens = cache_bytes // bytes_per_token(base)
         self._prefill_tokens = 0 if deterministic else prefill_tokens
         self._deterministic = deterministic
-        self._kv_cache = KVCache()
+        has_graphs = base.device.type == "cuda" and not deterministic
+        self._kv_cache = KVCache(self._max_tokens, SLOTS_PER_GRAPH if has_graphs else 1)
         self._prefix_cache = PrefixCache()
+        self._graphs = DecodingGraphs(base, self._kv_cache) if has_graphs else None
         # A prefill that continues cached tokens may have other bits than one of all tokens.
         self._caches_prefixes = not deterministic and not base.keys_depend_on_length
         self._params: RowSamplingParams | None = None
@@ -174,6 +177,11 @@ class Batch:
     def _step_group(self, group: RowGroup) -> None:
         rows = [self.rows[index] for index in group.rows_G.tolist()]
         assert self._params is not None
+        if self._graphs and group.has_one_adapter:
+            adapter = rows[0].request.adapter
+            logits_RV = self._graphs.logits([row.tokens[-1] for row in rows], adapter)
+            self._choose(rows, logits_RV, slice(None), self._params)
+            return
         with self.base.using_rows(group.adapters):
             positions_R1, mask = self._kv_cache.select_rows(group.rows_G, group.width, self.base.device)
             hidden_R1H = self.base.decoder(
@@ -185,7 +193,8 @@ class Batch:
                 kv_cache=self._kv_cache,
             ).last_hidden_state
             real = slice(group.num_rows)
-            self._choose(rows[real], hidden_R1H[:, 0], real, self._params.select(group.rows_G[real]))
+            logits_RV = self.base.logits(hidden_R1H[:, 0])
+            self._choose(rows[real], logits_RV, real, self._params.select(group.rows_G[real]))
 
     def remove(self, predicate: Callable[[Row], bool]) -> None:
         """Remove the rows for which ``predicate`` is True."""
@@ -259,7 +268,7 @@ class Batch:
         prompt_of_R = torch.tensor([index for index, prompt in enumerate(prompts) for _ in prompt.rows])
         last_B = [len(prompt.tokens_T) - 1 - start for prompt, start in zip(prompts, starts_B, strict=True)]
         last_BH = hidden_BTH[torch.arange(len(prompts)), torch.tensor(last_B)]
-        self._choose(rows, last_BH, prompt_of_R, _params_of(rows, self.base.device))
+        self._choose(rows, self.base.logits(last_BH), prompt_of_R, _params_of(rows, self.base.device))
         unfinished = [index for index, row in enumerate(rows) if not row.done]
         self.rows = [*self.rows, *(rows[index] for index in unfinished)]
         return prompt_of_R[unfinished].tolist()
@@ -278,11 +287,10 @@ class Batch:
                     row.request.prompt = prompt
 
     def _choose(
-        self, rows: Sequence[Row], hidden_NH: Tensor, hidden_of_R: Tensor | slice, params: RowSamplingParams
+        self, rows: Sequence[Row], logits_NV: Tensor, logits_of_R: Tensor | slice, params: RowSamplingParams
     ) -> None:
-        """Choose the next token of each row; ``hidden_of_R`` selects each row's hidden state from ``hidden_NH``."""
-        logits_NV = self.base.logits(hidden_NH)
-        logits_RV, normalizer_R = logits_NV[hidden_of_R], logits_NV.logsumexp(dim=1)[hidden_of_R]
+        """Choose the next token of each row; ``logits_of_R`` selects each row's logits from ``logits_NV``."""
+        logits_RV, normalizer_R = logits_NV[logits_of_R], logits_NV.logsumexp(dim=1)[logits_of_R]
         uniform_R = torch.tensor([row.random.random() for row in rows], dtype=torch.float64)
         tokens_R = choose_tokens(logits_RV, params, uniform_R.to(self.base.device))
         logprobs_R = logits_RV.gather(1, tokens_R[:, None])[:, 0] - normalizer_R
@@ -299,6 +307,8 @@ class Batch:
         """Update the sampling parameters and the adapter assignment of all rows."""
         self._params = _params_of(self.rows, self.base.device)
         self._group_of_all = group_all(self.rows, self.base.device)
+        if self._graphs and not self.rows:
+            self._graphs.clear()
 
 
 def bytes_per_token(base: BaseModel) -> int:

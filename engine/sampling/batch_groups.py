@@ -34,6 +34,11 @@ class RowGroup(NamedTuple):
     width: int | None
     adapters: Sequence[AdapterRows]
 
+    @property
+    def has_one_adapter(self) -> bool:
+        """True if all rows have the same adapter, or none."""
+        return all(rows_S is None for _, rows_S in self.adapters)
+
 
 def group_all(rows: Sequence[Row], device: torch.device) -> RowGroup:
     """Put all rows into one group."""

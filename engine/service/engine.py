@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from engine.checkpoints.checkpoint import Checkpoint
@@ -20,6 +21,7 @@ from engine.hub_files import hub_names
 from engine.listen import is_loopback
 from engine.models import LoadedModel
 from engine.service.adapter_store import AdapterStore
+from engine.service.capacity import max_adapter_bytes, max_pass_tokens
 from engine.service.custom_losses import CustomLossStore
 from engine.service.futures import Futures
 from engine.service.history import ModelJournal, SessionHistory
@@ -58,7 +60,7 @@ class Engine:
         self.runs = RunStore(settings.state)
         self.custom_losses = CustomLossStore(settings.state)
         self.checkpoints.remove_stale()
-        self.memory = MemoryBudget(settings.memory_limit_bytes, settings.state / "evicted")
+        self.memory = MemoryBudget(max_adapter_bytes(settings, next(iter(bases.values()))), settings.state / "evicted")
         self.metrics = Metrics(self.gauges)
         self.clock = Clock(settings.clock_cycle_s)
         self.sessions: dict[str, Session] = {}
@@ -75,7 +77,7 @@ class Engine:
             checkpoints=self.checkpoints,
             runs=self.runs,
             memory=self.memory,
-            max_pass_tokens=settings.max_pass_tokens,
+            max_pass_tokens=partial(max_pass_tokens, settings),
             check_session=self._check_session,
             max_request_s=settings.max_request_s,
         )

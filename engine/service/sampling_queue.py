@@ -14,6 +14,7 @@ from engine.errors import BusyError
 from engine.sampling.batch import Batch
 from engine.sampling.job import SampleJob, SampleResult
 from engine.sampling.request import Row, SamplingRequest
+from engine.service.capacity import max_cache_bytes, max_pass_tokens
 from engine.service.settings import Settings
 from engine.service.worker import Worker
 
@@ -29,7 +30,7 @@ class SamplingQueue:
         self._worker = worker
         self._owner = f"sampling:{base.loaded.name}"
         self._settings = settings
-        self._pass_tokens = settings.max_pass_tokens(base.num_parameters)
+        self._pass_tokens = max_pass_tokens(settings, base)
         self._batch = self._new_batch()
         self._waiting: dict[str, deque[Row]] = {}
         self._num_reserved = 0
@@ -43,7 +44,7 @@ class SamplingQueue:
         settings = self._settings
         return Batch(
             self.base,
-            settings.sampling_cache_bytes,
+            max_cache_bytes(settings, self.base),
             self._pass_tokens,
             deterministic=settings.deterministic,
         )

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.models import DtypeName
 
-SMALL_MODEL = 10_000_000  # parameters
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -22,8 +20,9 @@ class Settings:
         cache: folder that stores the weights of the built-in models.
         threads: number of torch threads; None leaves the choice to torch.
         api_key: key that clients must send; None accepts all clients and is allowed only for loopback addresses.
-        micro_batch_tokens: maximum size of a forward pass in tokens, including padding; bounds memory. None depends on
-            the model (`max_pass_tokens`).
+        micro_batch_tokens: maximum size of a forward pass in tokens, including padding; bounds memory. None
+            depends on the model and the device, as for `memory_limit_bytes` and `sampling_cache_bytes`: see
+            `engine.service.capacity`.
         max_body_bytes: maximum size of a request body after decompression.
         max_sessions: maximum number of open sessions.
         max_models: maximum number of models in training.
@@ -55,14 +54,10 @@ class Settings:
     max_models: int = 256
     max_request_s: float = 3600.0
     max_waiting_requests: int = 1024
-    memory_limit_bytes: int = 2 * 2**30
+    memory_limit_bytes: int | None = None
     clock_cycle_s: float = 0.0
     log_requests: bool = False
     max_waiting_samples: int = 4096
-    sampling_cache_bytes: int = 2 * 2**30
+    sampling_cache_bytes: int | None = None
     deterministic: bool = False
     retrieve_futures: bool = False
-
-    def max_pass_tokens(self, num_parameters: int) -> int:
-        """Return the maximum size of a forward pass for a model: a small model takes longer to call than to compute."""
-        return self.micro_batch_tokens or (2048 if num_parameters < SMALL_MODEL else 1024)

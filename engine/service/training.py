@@ -36,7 +36,7 @@ class TrainingServices:
     """Services shared by all training models.
 
     Attributes:
-        max_pass_tokens: returns the maximum size of a forward pass in tokens for a number of parameters.
+        max_pass_tokens: returns the maximum size of a forward pass of a model in tokens.
         check_session: raises an EngineError if the session of a model has ended, or its client is gone.
         max_request_s: maximum compute time of a pass.
     """
@@ -48,7 +48,7 @@ class TrainingServices:
     checkpoints: CheckpointStore
     runs: RunStore
     memory: MemoryBudget
-    max_pass_tokens: Callable[[int], int]
+    max_pass_tokens: Callable[[BaseModel], int]
     check_session: Callable[[str], None]
     max_request_s: float
 
@@ -239,7 +239,7 @@ class TrainingModel:
     def _new_store(self, origin: Origin) -> TrainerStore:
         def make() -> Trainer:
             base = self._services.find_base(origin.base_model)
-            pass_tokens = self._services.max_pass_tokens(base.num_parameters)
+            pass_tokens = self._services.max_pass_tokens(base)
             return origin.make_trainer(base, self._services.checkpoints, pass_tokens)
 
         return TrainerStore(make, self._services.memory, lambda: self.queue.running is not None)

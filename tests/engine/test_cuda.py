@@ -17,7 +17,7 @@ from test_engine_losses import CASES
 from tinker import types
 from torch import Tensor
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks import engine_sampling, engine_vs_torch, history
 from benchmarks.rows import table
@@ -27,7 +27,7 @@ from engine.compute.lora import Adapter, LoraSpec
 from engine.compute.loss import bind_loss
 from engine.compute.train import exhaust, iterate_loss
 from engine.compute.trainer import Trainer
-from engine.models import DtypeName, load_model
+from engine.models import DtypeName, load_model, resolve_model
 from engine.sampling.batch import Batch
 from engine.sampling.prefix_cache import BLOCK
 from engine.sampling.request import SamplingRequest
@@ -213,6 +213,54 @@ def test_samples(device_base: BaseModel, peer: Peer, dtype: DtypeName) -> None:
         ]
 
 
+def test_graphs_give_the_samples_of_single_kernels(device_base: BaseModel, dtype: DtypeName) -> None:
+    """Rows join and leave, so that graphs of several sizes and adapters replace each other, as do the buffers."""
+    adapters = [None, make_adapter(device_base, 1)]
+    results = []
+    for with_graphs in (True, False):
+        batch = Batch(device_base, 2**26, 4096)
+        if not with_graphs:
+            batch._graphs = None
+        jobs = [make_job(seed, length=20 + 9 * seed, max_tokens=10 + 17 * seed, temperature=0.0) for seed in range(9)]
+        requests = [SamplingRequest(job, adapters[seed // 5]) for seed, job in enumerate(jobs)]
+        for request in requests:
+            batch.add(request.rows)
+            for _ in range(7):
+                batch.step()
+        while batch.rows:
+            batch.step()
+        results.append([request.result().sequences[0] for request in requests])
+    for captured, plain in zip(*results, strict=True):
+        if dtype == "float32":
+            assert captured.tokens == plain.tokens
+        num_equal = next(
+            (i for i, pair in enumerate(zip(captured.tokens, plain.tokens, strict=True)) if len(set(pair)) > 1),
+            len(plain.tokens),
+        )
+        logprobs = torch.tensor([captured.logprobs[:num_equal], plain.logprobs[:num_equal]])
+        torch.testing.assert_close(logprobs[0], logprobs[1], atol=TOLERANCES[dtype][0], rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(4, 512, 2048, 32000), (16, 1024, 3072, 8000)], ids=["head", "layers"])
+def test_memory_of_a_pass(tmp_path: Path, dtype: DtypeName, shape: tuple[int, int, int, int]) -> None:
+    """The estimate, by which passes are limited, is an upper bound, and less than three times the memory taken."""
+    layers, hidden, intermediate, vocab = shape
+    sizes: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": layers}
+    config = LlamaConfig(**sizes, hidden_size=hidden, intermediate_size=intermediate, vocab_size=vocab)
+    loaded = load_model(resolve_model("tiny", tmp_path), DEVICE, dtype, "tiny")
+    model: Any = LlamaForCausalLM(config)
+    model.to(DEVICE, loaded.model.dtype).requires_grad_(False)
+    base = BaseModel(replace(loaded, model=model, vocab_size=vocab))
+    adapter = base.new_adapter(LoraSpec(rank=8, seed=1))
+    loss = bind_loss("cross_entropy", {})
+    data = [loss.prepare(make_datum(512, seed, ["weights"]), 0) for seed in range(8)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    exhaust(iterate_loss(base, adapter, data, loss, max_tokens=8 * 512, backward=True))
+    taken = (torch.cuda.max_memory_allocated() - before) / (8 * 512)
+    assert taken < base.bytes_per_trained_token < 3 * taken
+
+
 @pytest.mark.process
 def test_training_and_sampling_through_the_sdk(tmp_path: Path, dtype: DtypeName) -> None:
     """The loss falls, and the sampler of the trained weights has the logprobs of a forward pass."""
@@ -238,7 +286,15 @@ def test_training_and_sampling_through_the_sdk(tmp_path: Path, dtype: DtypeName)
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_speed() -> None:
-    """Training steps against torch and peft, and samples against `generate`; the ratios go to `benchmarks/results`."""
-    rows = [*engine_vs_torch.measure(device=DEVICE), *engine_sampling.measure(device=DEVICE)]
+    """Training steps against torch and peft, and samples against `generate`; the ratios are saved."""
+    rows = [
+        row
+        for dtype in TOLERANCES
+        for row in (
+            *engine_vs_torch.measure(device=DEVICE, dtype=dtype),
+            *engine_sampling.measure(device=DEVICE, dtype=dtype, num_tokens=256),
+        )
+    ]
     Console(width=120).print(table(rows))
-    print(f"saved to {history.save(rows)}")
+    path = history.save(rows, history.FOLDER / "cuda")
+    print(f"saved to {path}")

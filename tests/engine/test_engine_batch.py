@@ -176,7 +176,7 @@ def test_activations_give_a_row_the_same_bits_in_any_batch(activation: nn.Module
 
 def test_a_row_never_sees_what_its_slot_held_before() -> None:
     """The NaN of a removed row would reach the next row in its slot, in spite of the weight 0."""
-    cache = KVCache()
+    cache = KVCache(2**20)
     cache.add(layers_of(prefill_of(float("nan"), num_rows=2, num_tokens=9)), [0, 1], [9, 5])
     cache.add(layers_of(prefill_of(1.0, num_rows=1, num_tokens=4)), [0], [4])
     assert cache.drop([0, 1]) == [2]

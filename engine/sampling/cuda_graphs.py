@@ -1,0 +1,96 @@
+"""CUDA graphs of decoding steps. A step of a small model takes longer to launch, kernel by kernel, than to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.compute.base import BaseModel
+from engine.compute.kv_cache import KVCache
+from engine.compute.lora import Adapter, AdapterRows, Factors
+
+SLOTS_PER_GRAPH = 64  # a GPU computes so many rows in about the time of one, in which it reads the weights
+
+
+@dataclass(slots=True)
+class _Step:
+    """Decoding step of the first ``S`` slots: its inputs at fixed addresses and, once captured, its logits."""
+
+    adapters: Sequence[AdapterRows]
+    tokens_S1: Tensor
+    positions_S: Tensor
+    graph: torch.cuda.CUDAGraph | None = None
+    logits_SV: Tensor | None = None
+
+
+class DecodingGraphs:
+    """Decoding steps of a batch whose rows have one adapter, captured at their second use.
+
+    There is a graph for each adapter and each multiple of `SLOTS_PER_GRAPH` rows, and one for a single row. All graphs
+    are dropped when the buffers of keys and values are replaced, because a graph has their addresses.
+    """
+
+    def __init__(self, base: BaseModel, kv_cache: KVCache) -> None:
+        self._base = base
+        self._kv_cache = kv_cache
+        self._steps: dict[tuple[int, Adapter | None], _Step] = {}
+        self._num_allocations = kv_cache.num_allocations
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def logits(self, tokens_R: Sequence[int], adapter: Adapter | None) -> Tensor:
+        """Compute the logits ``(R, V)`` after the last token of each row; the next call overwrites them.
+
+        A graph may have more rows than ``R``. The others write to slots that no row uses, and the next row in such a
+        slot overwrites what they wrote.
+        """
+        if self._num_allocations != self._kv_cache.num_allocations:
+            self.clear()
+            self._num_allocations = self._kv_cache.num_allocations
+        num_rows = len(tokens_R)
+        rounded = -(-num_rows // SLOTS_PER_GRAPH) * SLOTS_PER_GRAPH
+        num_slots = min(self._kv_cache.num_slots, rounded) if num_rows > 1 else 1
+        step = self._steps.get((num_slots, adapter))
+        is_new = step is None
+        if step is None:
+            zeros_S = torch.zeros(num_slots, dtype=torch.int64, device=self._base.device)
+            assignments = [AdapterRows(self._cast(adapter), None)] if adapter else []
+            step = self._steps[num_slots, adapter] = _Step(assignments, zeros_S[:, None].clone(), zeros_S)
+        step.tokens_S1[:num_rows, 0] = torch.tensor(tokens_R).to(self._base.device)
+        step.positions_S.zero_()
+        step.positions_S[:num_rows] = self._kv_cache.last_positions_R.to(self._base.device)
+        if is_new:  # libraries allocate their workspaces at the first use, which a graph must not contain
+            return self._compute(step)[:num_rows]
+        if step.graph is None:
+            step.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(step.graph, pool=self._pool, capture_error_mode="thread_local"):
+                step.logits_SV = self._compute(step)
+        step.graph.replay()
+        assert step.logits_SV is not None
+        return step.logits_SV[:num_rows]
+
+    def clear(self) -> None:
+        """Drop all graphs, and with them their adapters."""
+        self._steps.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # that of dropped graphs cannot be used again
+
+    def _cast(self, adapter: Adapter) -> Adapter:
+        """Return the adapter in the dtype of the model, so that no step has to cast it."""
+        dtype = self._base.loaded.model.dtype
+        factors = {name: Factors(a.to(dtype), b.to(dtype)) for name, (a, b) in adapter.factors.items()}
+        return Adapter(adapter.spec, factors)
+
+    def _compute(self, step: _Step) -> Tensor:
+        with self._base.using_rows(step.adapters):
+            positions_S1, mask = self._kv_cache.select_slots(step.positions_S)
+            hidden_S1H = self._base.decoder(
+                input_ids=step.tokens_S1,
+                attention_mask=mask,
+                position_ids=positions_S1,
+                past_key_values=self._kv_cache,
+                use_cache=True,
+                kv_cache=self._kv_cache,
+            ).last_hidden_state
+            return self._base.logits(hidden_S1H[:, 0])

@@ -1,0 +1,48 @@
+"""Sizes of an engine that by default depend on the model and on the memory of the device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from engine.compute.base import BaseModel
+from engine.service.settings import Settings
+
+SMALL_MODEL = 10_000_000  # parameters
+MAX_PASS_TOKENS = 16_384  # on a GPU, which larger passes do not make faster
+_CPU_CACHE_BYTES = 2 * 2**30
+
+
+def max_pass_tokens(settings: Settings, base: BaseModel) -> int:
+    """Return the maximum size of a forward pass in tokens, including padding.
+
+    On a CPU, a small model takes longer to call than to compute, and larger passes of other models gain nothing. On a
+    GPU, the activations of a pass with gradients take at most a quarter of the memory, by an estimate.
+    """
+    if settings.micro_batch_tokens:
+        return settings.micro_batch_tokens
+    if base.device.type != "cuda":
+        return 2048 if base.num_parameters < SMALL_MODEL else 1024
+    return max(1024, min(MAX_PASS_TOKENS, _quarter(base) // base.bytes_per_trained_token))
+
+
+def max_cache_bytes(settings: Settings, base: BaseModel) -> int:
+    """Return the memory for keys and values of one model: on a GPU, the models share a quarter of it."""
+    if settings.sampling_cache_bytes:
+        return settings.sampling_cache_bytes
+    return _CPU_CACHE_BYTES if base.device.type != "cuda" else _quarter(base) // len(settings.models)
+
+
+def max_adapter_bytes(settings: Settings, base: BaseModel) -> int:
+    """Return the memory for adapters and moments: half of the machine's, or a quarter of the GPU's."""
+    if settings.memory_limit_bytes:
+        return settings.memory_limit_bytes
+    if base.device.type != "cuda":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return _quarter(base)
+
+
+def _quarter(base: BaseModel) -> int:
+    """Return a quarter of the memory of the model's GPU, without its weights."""
+    return (torch.cuda.get_device_properties(base.device).total_memory - base.num_bytes) // 4
