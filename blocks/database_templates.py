@@ -68,10 +68,10 @@ class DatabaseTemplate:
                 template.execute("VACUUM")
 
 
-PREFECT = DatabaseTemplate(
+PREFECT_TEMPLATE = DatabaseTemplate(
     "prefect", frozenset({"alembic_version", "block_type", "block_schema", "block_schema_reference"})
 )
-MLFLOW = DatabaseTemplate("mlflow", frozenset({"alembic_version", "workspaces"}))
+MLFLOW_TEMPLATE = DatabaseTemplate("mlflow", frozenset({"alembic_version", "workspaces"}))
 
 
 def is_missing(database: Path) -> bool:

@@ -23,7 +23,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blocks.database_templates import PREFECT, is_missing
+from blocks.database_templates import PREFECT_TEMPLATE, is_missing
 from blocks.errors import ServiceError, ServiceLostError, storage_error
 from blocks.home import file_lock, home, private_folder
 from blocks.logins import USER, Login, password_file, server_login
@@ -214,7 +214,7 @@ def _starting_prefect_server(login: Login | None) -> Iterator[_StartingPrefectSe
             def wait() -> None:
                 _wait_until_healthy(process, f"{url}/health", log)
                 if is_new:
-                    PREFECT.save(prefect_database())
+                    PREFECT_TEMPLATE.save(prefect_database())
                 lock.close()
 
             yield _StartingPrefectServer(url, log, wait)
@@ -254,7 +254,7 @@ def prepare_prefect_database() -> dict[str, str]:
 
     The caller holds the lock `.prefect.lock` of the project home until the server has started.
     """
-    is_current = PREFECT.prepare(prefect_database())
+    is_current = PREFECT_TEMPLATE.prepare(prefect_database())
     return prefect_server_env() | ({"PREFECT_API_DATABASE_MIGRATE_ON_START": "false"} if is_current else {})
 
 

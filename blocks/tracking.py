@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from prefect.blocks.core import Block
 from pydantic import Field
 
-from blocks.database_templates import MLFLOW, is_missing
+from blocks.database_templates import MLFLOW_TEMPLATE, is_missing
 from blocks.errors import ServiceError, TinkerFlowsError, reason
 from blocks.home import file_lock, home, open_private, private_folder
 from blocks.urls import check_no_credentials, check_reachable, hide_credentials
@@ -80,7 +80,8 @@ class MLflowTracking(Block):
         """Return a client for this server; create the experiment if missing.
 
         Raises:
-            ServiceError: the server does not respond or rejects the request, or MLflow does not support the URI.
+            ServiceError: the server does not respond or rejects the request, the experiment is deleted, or MLflow does
+                not support the URI.
             ConfigError: the URL of a server has a user name or password.
         """
         from mlflow import MlflowClient
@@ -91,11 +92,12 @@ class MLflowTracking(Block):
             check_no_credentials(uri, "The MLflow URL", fix)
             check_reachable(f"The MLflow server at {uri}", f"{uri.rstrip('/')}/health", _FIRST_RESPONSE_S, _REMEDY)
         with self.failures(), _sqlite_lock(uri) as database:
-            is_new = database is not None and is_missing(database) and not MLFLOW.prepare(database)
+            # A missing database is copied from the template; if there is none, MLflow creates it, and it becomes one.
+            needs_template = database is not None and is_missing(database) and not MLFLOW_TEMPLATE.prepare(database)
             client = MlflowClient(tracking_uri=uri)
             self._experiment_id(client)
-            if database is not None and is_new:
-                MLFLOW.save(database)
+            if database is not None and needs_template:
+                MLFLOW_TEMPLATE.save(database)
             return client
 
     def experiment_id(self, client: MlflowClient) -> str:
@@ -114,7 +116,7 @@ class MLflowTracking(Block):
         metrics is kept, or else the oldest; other runs without metrics are deleted.
 
         Raises:
-            ServiceError: the server does not respond.
+            ServiceError: the experiment is deleted, or the server does not respond.
         """
         with self.failures():
             experiment = self._experiment_id(client)

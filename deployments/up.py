@@ -23,7 +23,7 @@ from typing import TextIO
 from rich.console import Console
 
 from blocks.console import TextConsole
-from blocks.database_templates import MLFLOW, PREFECT, is_missing
+from blocks.database_templates import MLFLOW_TEMPLATE, PREFECT_TEMPLATE, is_missing
 from blocks.errors import storage_error
 from blocks.home import file_lock, home, open_private
 from blocks.logins import Login, server_login
@@ -134,7 +134,7 @@ def _start_all(
             engine = _start_engine(starter, models, key)
             servers.append(engine)
             exports |= {"TINKER_BASE_URL": engine.url, "TINKER_API_KEY": key}
-        databases = {PREFECT: prefect_database(), MLFLOW: mlflow_database()}
+        databases = {PREFECT_TEMPLATE: prefect_database(), MLFLOW_TEMPLATE: mlflow_database()}
         created = [template for template, database in databases.items() if is_missing(database)]
         prefect, mlflow = _start_prefect(starter, login), _start_mlflow(starter, login)
         servers += [prefect, mlflow]
@@ -177,7 +177,7 @@ def _start_prefect(starter: _Starter, login: Login) -> Service:
 
 def _start_mlflow(starter: _Starter, login: Login) -> Service:
     """Start MLflow on the same files as runs without a server; its clients are local and write artifacts directly."""
-    MLFLOW.prepare(mlflow_database())
+    MLFLOW_TEMPLATE.prepare(mlflow_database())
     port = choose_port(5000)
     command = ["mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{mlflow_database()}"]

@@ -1,4 +1,4 @@
-"""Data of the examples `fairness`, `knowledge`, `simulation` and `odds`, and the simulator of the third.
+"""Data of the examples `fairness`, `knowledge`, `simulation` and `odds`, and the simulator that `simulation` uses.
 
 python -m examples.term_data        writes the files in examples/data again
 
@@ -37,10 +37,13 @@ _THROW = re.compile(r"reach (\d+) m, throw at (\d+) degrees with (\d+(?:\.\d+)?)
 
 
 def loans(count: int, generator: random.Random) -> Iterator[dict[str, Any]]:
-    """Loan applications with the decisions of a biased clerk, who wants twice as much income from the young.
+    """Loan applications with the decisions of a biased clerk.
 
-    The label `group` is on all rows. The label `accepted` is the group of accepted applications only, so that a gap
-    between its groups is one of opportunity: accepted applications should be equally likely to be accepted.
+    From the young, the clerk demands twice as much income after debts.
+
+    The label `group` is on all rows. The label `accepted` is the group too, but only on rows that the clerk accepted. A
+    term on it therefore measures equal opportunity: among these applications, the model should say yes equally often
+    for both groups.
     """
     for _ in range(count):
         group, income, debt = generator.choice((OLD, YOUNG)), generator.randint(10, 60), generator.randint(0, 20)
@@ -108,7 +111,10 @@ def land(angle: float, speed: float) -> float:
 
 
 def miss(text: str) -> float:
-    """Score the throw that a text describes: its error relative to the distance, at most 1; 1 without a throw.
+    """Score the throw that a text describes: its error relative to the distance, at most 1.
+
+    A text without a throw has the score 1, and so have a distance of 0 and a speed above 1000 m/s, for which the time
+    step of the simulation is too long.
 
     >>> round(miss("To reach 30 m, throw at 45 degrees with 5.0 m/s."), 2), miss("Throw it hard.")
     (0.92, 1.0)

@@ -69,10 +69,11 @@ def leave_none_unset(schema: JsonSchemaValue) -> None:
 
 
 def optional_group(model: type[BaseModel]) -> Callable[[JsonSchemaValue], None]:
-    """Return an adapter of an optional group of fields, which is unset as long as all of its fields are empty.
+    """Return a function that adapts the schema of an optional group of fields to Prefect's form.
 
-    Prefect's form submits defaults, and with them the group, so the descriptions of its fields say the defaults
-    instead. Its fields are part of the schema, because Prefect's server rejects null for a reference.
+    The form submits every default, so a field with a default would set a group that nobody filled in. The defaults are
+    therefore moved into the descriptions. The group's fields are written inline instead of as a reference, for which
+    Prefect's server rejects null.
     """
 
     def inline(field: JsonSchemaValue) -> None:
@@ -130,13 +131,13 @@ def choose_term(schema: JsonSchemaValue) -> None:
 
 
 def choose_base_loss(schema: JsonSchemaValue) -> None:
-    """Make an objective's base loss a choice of the known losses, and no balancing the first rule."""
+    """Make the base loss a choice of the known losses, and add `off` as the default choice of `balance`."""
     form_fields(schema)
     text, *others = schema["properties"]["base_loss"]["anyOf"]
     losses = {"title": "Loss", "type": "string", "enum": sorted(BASE_LOSSES)}
     schema["properties"]["base_loss"]["anyOf"] = [losses, {**text, "title": "Term"}, *others]
     balance = schema["properties"]["balance"]
-    # Without a choice that is selected, the form would submit the defaults of the first rule.
+    # Without a default choice, the form would select the first balancing rule and submit its defaults.
     off = {"title": "Off", "type": "string", "enum": [OFF]}
     balance |= {"anyOf": [off, *balance["anyOf"]], "default": OFF}
 

@@ -240,8 +240,8 @@ class TrainConfig(RunConfig):
         default=1e-4,
         gt=0,
         title="Learning rate",
-        description="Learning rate at the first step. `auto`: the published LoRA rate for the model's family and "
-        "hidden size; the run records the number.",
+        description="Learning rate at the first step, or the word `auto`: the published LoRA rate for the model's "
+        "family and hidden size; the run records the number.",
         json_schema_extra=_or_auto,
     )
     lr_schedule: LRSchedule = Field(
@@ -287,8 +287,9 @@ class TrainConfig(RunConfig):
     granularity: Granularity = Field(
         default="task",
         title="Granularity",
-        description="Work that one Prefect task run covers. `task`: a single task of a step. `step`: a whole step. "
-        "`segment`: `checkpoint_every` steps. Use `step` or `segment` for runs of more than a few thousand steps.",
+        description="Work that one Prefect task run covers. `task`: one operation of a step, such as evaluating a term "
+        "or sending an update. `step`: a whole step. `segment`: `checkpoint_every` steps. Larger units cost less time "
+        "and fewer rows in Prefect: use `step` or `segment` for runs of more than a few thousand steps.",
     )
     guards: GuardConfig = Field(
         default=GuardConfig(), title="Guards", description="Policies for steps with a bad loss."

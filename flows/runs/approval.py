@@ -100,7 +100,9 @@ def read_approval(directory: RunDirectory, request: ApprovalRequest) -> Approval
 
 
 def decide(request: ApprovalRequest, config: RunConfig) -> Approval | None:
-    """Return the decision of a person on a request, and record it; None if there is nobody to ask.
+    """Return the decision of a person on a request, and record it.
+
+    None means that there is nobody to ask, or that the person answered `later`.
 
     Raises:
         Pause: The flow run is suspended until a person decides in the Prefect UI.

@@ -33,7 +33,8 @@ class TrainResult:
     Attributes:
         run_name: Name of the run.
         num_steps: Number of updates in the final weights.
-        resumed_from: First step after the last start; 0 for an uninterrupted run.
+        resumed_from: First step of the last start; 0 for an uninterrupted run, the step of the checkpoint for an
+            uninterrupted fork.
         state_path: tinker:// path of the final weights and optimizer state.
         sampler_path: tinker:// path of the final weights for sampling; empty if the run stopped early.
         directory: Location of the run's record.
@@ -69,12 +70,12 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class EndReasons:
-    """Reasons why a run stopped early or was not promoted, one sentence each; empty if it did not.
+    """How a run ended, other than finished and registered. A reason is one sentence, or empty if it does not apply.
 
     Attributes:
         stopped: Reason why the budget stopped the run before its last step.
         not_promoted: Reason why no checkpoint was registered.
-        approval_request: Question that a person has to answer before the registration.
+        approval_request: Question that a person has to answer before the registration; None without one.
     """
 
     stopped: str = ""
@@ -90,7 +91,12 @@ def finish(
     reasons: EndReasons,
     targets: Mapping[str, TargetSpec],
 ) -> TrainResult:
-    """Write the report, report the targets of terms and return the result of a run.
+    """Write the report, store how the targets ended as tags of the MLflow run, and return the result of a run.
+
+    Args:
+        last: Last checkpoint record.
+        first: First step of the last start.
+        targets: Targets of terms and rewards by the prefix of their metrics.
 
     Raises:
         StorageError: The last record is not that of a finished run.
@@ -141,7 +147,7 @@ R = TypeVar("R", bound=_FlowResult)
 
 
 def as_state(result: R) -> R:
-    """Return the result from a flow, in a named Prefect state if the budget stopped it or it was not promoted."""
+    """Wrap a flow's result in the Prefect state BudgetSpent or NotPromoted if its run ended so."""
     if result.stopped:
         return cast(R, Completed(name="BudgetSpent", message=result.stopped, data=result))
     if result.not_promoted:

@@ -1,4 +1,4 @@
-"""Base losses that every service has by name, so that a step takes one pass without an upload."""
+"""Base losses that the service knows by name: a step takes one pass, and no custom loss has to be uploaded."""
 
 from __future__ import annotations
 

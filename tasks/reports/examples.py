@@ -11,7 +11,7 @@ from tasks.training.examples import Example, TermFlag
 
 _INTRO = (
     "Held-out prompts with completions before and after training. A term objects to the marked parts; the reason is in "
-    "the list below them. Scores of terms are minimized."
+    "the list below them. For the score of a term, lower is better."
 )
 
 

@@ -2,8 +2,9 @@
 
 Members of a group that send the same prompt at the same time, as all do in their first turn, share one request for
 several samples, so that the service processes the prompt once. Merging does not change the seeds: a member's seed is
-its group's seed plus its index, and the engine gives sample n of a request the request's seed plus n. A request ends
-with its longest sample, so members of several turns have requests of their own.
+its group's seed plus its index, and the engine gives sample n of a request the request's seed plus n. A merged
+request returns only when its longest sample is done, so in rollouts of several turns each member has its own request
+and does not wait for the others.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class SnapshotCompleter(TokenCompleter):
         return [_Member(requests, index) for index in range(num_members)]
 
     def _seed_of_member(self, attempt: int, member: int, prompt: tinker.ModelInput) -> int:
+        # A custom completer gets one seed, at its first turn; only the number and the prompt of the turn matter here.
         return self.seed(attempt, _Turn(0, self.max_tokens, [], prompt)) + member
 
     def seed(self, attempt: int, turn: _Turn) -> int:
@@ -99,7 +101,7 @@ class _Member(TokenCompleter):
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
-        limit = self.requests.policy.max_tokens
+        limit = self.requests.completer.max_tokens
         if max_tokens is not None:
             limit = min(limit, max_tokens)
         return await self.requests.enqueue(self.index, _Turn(next(self.turns), limit, stop, model_input))
@@ -108,8 +110,8 @@ class _Member(TokenCompleter):
 class _Requests:
     """Requests of a group in one attempt."""
 
-    def __init__(self, policy: SnapshotCompleter, attempt: int) -> None:
-        self.policy = policy
+    def __init__(self, completer: SnapshotCompleter, attempt: int) -> None:
+        self.completer = completer
         self._attempt = attempt
         self._waiting: list[_Waiter] = []
         self._running: set[asyncio.Task[None]] = set()
@@ -126,7 +128,7 @@ class _Requests:
         """Send the waiting turns; equal ones of consecutive members share a request if the completer merges them."""
         batches: list[list[_Waiter]] = []
         for waiter in sorted(self._waiting, key=lambda waiter: waiter.member):
-            last = batches[-1][-1] if batches and self.policy.merges else None
+            last = batches[-1][-1] if batches and self.completer.merges else None
             if last and last.member + 1 == waiter.member and last.turn == waiter.turn:
                 batches[-1].append(waiter)
             else:
@@ -143,15 +145,15 @@ class _Requests:
 
     async def _sample(self, batch: Sequence[_Waiter]) -> None:
         first, turn, _ = batch[0]
-        distribution, seed = self.policy.distribution, self.policy.seed(self._attempt, turn) + first
+        distribution, seed = self.completer.distribution, self.completer.seed(self._attempt, turn) + first
         params = distribution.params(max_tokens=turn.max_tokens, seed=seed, stop=turn.stop)
-        progress, request = self.policy.progress, (len(batch), turn.prompt.length, turn.max_tokens)
+        progress, request = self.completer.progress, (len(batch), turn.prompt.length, turn.max_tokens)
         progress.start_request(*request)
         sampled: SampledTokens | None = None
         began = perf_counter()
         try:
             with service_errors("sample a rollout"):
-                response = await self.policy.sampler.sample(
+                response = await self.completer.sampler.sample(
                     turn.prompt, len(batch), params, topk_sample_logprobs=distribution.num_requested
                 )
             # The service bills the prompts of all samples but the first as cache hits.

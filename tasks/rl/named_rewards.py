@@ -95,8 +95,8 @@ def reward_parts(
 ) -> dict[str, Tensor]:
     """Return each reward's weighted part of the advantages by name, ``(T,)``.
 
-    The parts are those before a division by the deviation of the sum, which `scale` and the last normalization of
-    ``"decoupled"`` make.
+    The parts are not divided by the standard deviation of the sum: `scale` does this later within the group, and
+    ``"decoupled"`` over the batch.
     """
     alone = replace(settings, scale=mix.normalization == "decoupled")
     return {
@@ -179,9 +179,10 @@ class NamedRewards:
         self._reported = set(state.get("reported", ()))
 
     def start(self, step: int) -> None:
-        """Fix the weights of a step, by the rewards of all steps before it."""
+        """Set the weights of a step from the rewards of all earlier steps."""
         self._observe(step)
         weights = {
+            # The multiplier of a target is the weight of a minimized value. + 0.0 turns -0.0 into 0.0.
             name: -self._targets.weight_of(name) + 0.0 if spec.target else spec.weight_at(step, self._num_steps)
             for name, spec in self._specs.items()
         }
@@ -192,8 +193,8 @@ class NamedRewards:
         """Return the weights of a step that has started and whose metrics are not computed yet."""
         return self._weights[step]
 
-    def take(self, step: int, groups: Sequence[Group]) -> RewardWeights:
-        """Note the rewards of a minibatch of a step, and return the weights of the step."""
+    def record(self, step: int, groups: Sequence[Group]) -> RewardWeights:
+        """Record the rewards of a minibatch, and return the weights of its step."""
         completed = [group.trajectories for group in groups if group.trajectories is not None]
         values = {
             name: [reward for group in completed for reward in _weighted(group, {name: 1.0}).get_total_rewards()]
@@ -216,8 +217,8 @@ class NamedRewards:
             self._is_checked = True
             reported = ", ".join(sorted(self._reported))
             return {
-                name: f"rewards names {name!r}, which no completion has reported so far: it counts 0 until one does. "
-                f"If it is misspelled, use one of {reported}."
+                name: f"The field rewards names {name!r}, which no completion has reported so far: it counts 0 until "
+                f"one does. If it is misspelled, use one of {reported}."
                 for name in self._specs
                 if name not in self._reported
             }
@@ -229,8 +230,9 @@ class NamedRewards:
 
         ``rewards/sum`` is the mean weighted sum of a completion, and ``rewards/constant`` the share of groups whose
         members all have the same advantage. ``value`` is the mean reward, ``weight`` the weight of the step. ``share``
-        and the cosines compare each reward's weighted part of the advantages over the sampled tokens: the gradient of a
-        policy loss by the logprobs of its samples, while the policy is that which sampled them.
+        and the cosines compare the vectors of the rewards' weighted advantages, with one entry per sampled token. Up to
+        sign and scale, this is the gradient of the policy loss with respect to the logprobs of the samples, as long as
+        the policy is the one that sampled them.
         """
         self._observe(step + 1)
         mix, names = self._weights.pop(step), list(self._specs)
@@ -268,12 +270,12 @@ class NamedRewards:
             return {"targets": dict(self._targets.state()), "reported": sorted(self._reported & self._specs.keys())}
 
     def _observe(self, before: int) -> None:
-        """Update the targets with the rewards of all steps before a step that they have not seen yet."""
+        """Pass to the targets the rewards of all steps before ``before`` that were not passed yet."""
         with self._lock:
             for step in sorted(step for step in self._values if step < before):
                 values = self._values.pop(step)
                 means = {f"term/{name}/value": _mean(values, name) for name in self._specs}
-                figures = means | self._targets.observe(step, means)
+                figures = means | self._targets.observe(step, means)  # `Targets` names metrics term/<name>/...
                 self._observed[step] = {key.replace("term/", "reward/", 1): value for key, value in figures.items()}
 
 

@@ -349,7 +349,7 @@ class RolloutSource(BatchSource):
         if step == self._first_step:
             check_errors(groups, self.settings.distribution)
         self._has_several_turns = self._has_several_turns or has_several_turns(groups)
-        mix = self.rewards.take(step, groups) if self.rewards else None
+        mix = self.rewards.record(step, groups) if self.rewards else None
         settings = self.settings
         return call(gather, opaque_argument(groups), settings.shape, self.tokenizer, mix, settings.mask_truncated)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from blocks.database_templates import MLFLOW, PREFECT, DatabaseTemplate, is_missing
+from blocks.database_templates import MLFLOW_TEMPLATE, PREFECT_TEMPLATE, DatabaseTemplate, is_missing
 from blocks.processes import local_prefect_server, prefect_database, prepare_prefect_database
 from blocks.tracking import MLflowTracking
 
@@ -67,17 +67,17 @@ def test_an_existing_database_is_kept_and_migrated_if_it_has_another_revision(tm
 
 @pytest.mark.parametrize("content", [b"", b"torn", b"SQLite format 3\0torn"])
 def test_a_broken_template_means_a_migration(tmp_path: Path, content: bytes) -> None:
-    PREFECT.path.parent.mkdir(parents=True)
-    PREFECT.path.write_bytes(content)
-    assert not PREFECT.prepare(small_database(tmp_path / "mine.db", "1"))
-    assert not PREFECT.prepare(tmp_path / "new.db")
+    PREFECT_TEMPLATE.path.parent.mkdir(parents=True)
+    PREFECT_TEMPLATE.path.write_bytes(content)
+    assert not PREFECT_TEMPLATE.prepare(small_database(tmp_path / "mine.db", "1"))
+    assert not PREFECT_TEMPLATE.prepare(tmp_path / "new.db")
     assert is_missing(tmp_path / "new.db")
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, cache: Path) -> None:
     cache.write_text("a file")
-    PREFECT.save(small_database(tmp_path / "mine.db", "1"))
-    assert not PREFECT.prepare(tmp_path / "other.db")
+    PREFECT_TEMPLATE.save(small_database(tmp_path / "mine.db", "1"))
+    assert not PREFECT_TEMPLATE.prepare(tmp_path / "other.db")
 
 
 @pytest.mark.process
@@ -86,7 +86,7 @@ def test_prefect_serves_a_copy_without_migrations(tmp_path: Path, monkeypatch: p
     with local_prefect_server():
         pass
     migrated = prefect_database()
-    assert PREFECT.path.exists()
+    assert PREFECT_TEMPLATE.path.exists()
     monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "other"))
     assert prepare_prefect_database()[MIGRATE] == "false"
     assert schema(prefect_database()) == schema(migrated)
@@ -101,7 +101,7 @@ def test_mlflow_opens_a_copy_as_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     names = ("migrated", "copy")
     stores = {name: MLflowTracking(tracking_uri=f"sqlite:///{tmp_path / name}.db") for name in names}
     clients = {name: store.get_client() for name, store in stores.items()}
-    assert MLFLOW.path.exists()
+    assert MLFLOW_TEMPLATE.path.exists()
     assert schema(tmp_path / "copy.db") == schema(tmp_path / "migrated.db")
     for name, client in clients.items():
         assert {experiment.name for experiment in client.search_experiments()} == {"Default", "tinker-flows"}

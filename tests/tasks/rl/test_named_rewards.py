@@ -137,7 +137,7 @@ def run_step(
     """Weights and metrics of one step."""
     rewards.start(step)
     parts = [[Group((), group, ()) for group in minibatch] for minibatch in minibatches]
-    mixes = [rewards.take(step, part) for part in parts]
+    mixes = [rewards.record(step, part) for part in parts]
     assert all(mix == mixes[0] for mix in mixes)
     return mixes[0].weights, rewards.metrics(step, parts, AdvantageSettings())
 
@@ -232,7 +232,7 @@ def test_metrics_have_names_that_mlflow_accepts() -> None:
     rewards = NamedRewards({"acc (%)": RewardSpec()}, "sum")
     rewards.begin(9, {})
     rewards.start(0)
-    rewards.take(0, completed)
+    rewards.record(0, completed)
     metrics = compute_group_metrics(completed) | rewards.metrics(0, [completed], AdvantageSettings())
     assert metrics["env/all/acc -x28--x25--x29-"] == 1.0
     assert "env/tag-x40-1/reward/total" in metrics
