@@ -18,6 +18,15 @@ def escape_terminal(text: str) -> str:
     return _CONTROL.sub(lambda match: ascii(match.group())[1:-1], text)
 
 
+def escape_json(text: str) -> str:
+    r"""Replace the characters in JSON that `escape_terminal` replaces, so that its meaning stays the same.
+
+    >>> escape_json('"ab"')
+    '"a\\u009bb"'
+    """
+    return _CONTROL.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+
+
 def print_notice(text: str) -> None:
     """Print a text to standard error, with control characters escaped."""
     print(escape_terminal(text), file=sys.stderr, flush=True)

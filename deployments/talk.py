@@ -14,6 +14,7 @@ import tinker
 from tinker_cookbook.renderers import Message, Renderer
 
 from blocks.console import TextConsole
+from blocks.terminal import escape_json
 from deployments.run_lookup import find_run
 from flows.config.base import BASE, SERVICE_PATH, WeightsConfig
 from flows.config.loader import field_values, validate_fields
@@ -99,7 +100,7 @@ def show_samples(weights: Weights, prompts: Sequence[str], system: str, sampling
             for prompt, answers in zip(prompts, answers_PG, strict=True)
             for answer in answers
         ]
-        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        print(escape_json(json.dumps(rows, indent=2, ensure_ascii=False)))
         return
     console = TextConsole()
     for prompt, answers in zip(prompts, answers_PG, strict=True):

@@ -80,7 +80,12 @@ def resolve_model(name: str, cache: Path) -> Path:
         version, write = BUILTINS[name]
         directory = _check_path(cache / f"{name}-{version}")
         return make_once(directory, write)
-    directory = Path(name).expanduser()
+    try:
+        directory = Path(name).expanduser()
+    except RuntimeError as error:  # ~name of an unknown user
+        raise ModelError(
+            f"The home directory in {name!r} does not exist: use a model directory, {_alternatives()}."
+        ) from error
     if directory.is_dir():
         if not (directory / "config.json").is_file():
             raise ModelError(

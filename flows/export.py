@@ -20,6 +20,7 @@ from pydantic import Field
 from blocks import TinkerService
 from blocks.console import TextConsole
 from blocks.errors import ConfigError
+from blocks.paths import path_of
 from flows.config.base import CHECKPOINT, CHECKPOINT_HELP, WeightsConfig
 from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import find_checkpoint, with_model
@@ -77,7 +78,10 @@ def export(config: ExportConfig) -> ExportResult:
     if not chosen.path:
         raise ConfigError("checkpoint is `base`, which has no adapter to export: set it to a run or a tinker:// path.")
     config = with_model(config, chosen)
-    output = Path(config.output).expanduser().resolve()
+    output = path_of(config.output)
+    if output is None:
+        raise ConfigError(f"output is {config.output!r}, which cannot be a path: set it to a directory.")
+    output = output.resolve()
     folders = {kind: str(output / kind) for kind in ("adapter", "merged") if config.form in (kind, "both")}
     with open_service(config) as service, tempfile.TemporaryDirectory(prefix="tinker-flows-export-") as temporary:
         base_model = config.base_model or _base_model(service, config.model)

@@ -1,8 +1,8 @@
 """Content that a run depends on: recorded as digests with each checkpoint, and compared when the run resumes.
 
 The config names data, code and models; its fields are compared by `config_record`. The digests notice that what these
-names stand for has changed. A builder may write to a folder that it names, so of all folders only those of models are
-digested; a change in a folder of data is noticed by the last batch.
+names stand for has changed. Of a folder of data, each file of a known format is digested on its own, because a builder
+may also write to a folder that it names: a file that is new or gone is noticed by the last batch only.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ _KINDS = {
     "environment": "environment",
     "rollout": "environment",
 }
+
+# Formats of the data files of a folder; subfolders are not searched.
+_DATA_SUFFIXES = frozenset({".arrow", ".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt"})
 
 Digests = dict[str, dict[str, str]]
 
@@ -160,6 +163,8 @@ def digest_contents(config: RunConfig, objective: Objective, tokenizer: Tokenize
                 folders.add(text)
             elif digest := _digest_of_name(text):
                 digests.setdefault(kind, {})[text] = digest
+            elif files := _data_files(text):
+                digests.setdefault(kind, {}).update({str(file): digest_file(file) for file in files})
     terms = [*objective.regularizers, *([objective.base] if objective.base else [])]
     for term in terms:
         functions = [function for function in (term.term.evaluate, term.term.prepare) if function]
@@ -219,6 +224,15 @@ def _is_model_folder(text: str) -> bool:
         path = path_of(text) if text else None
         return bool(path and (path / "config.json").is_file() and any(path.glob("*.safetensors")))
     return False
+
+
+def _data_files(text: str) -> list[Path]:
+    """Return the files with data in the folder that a text names; empty if it names none."""
+    with suppress(OSError):
+        path = path_of(text) if text else None
+        if path and path.is_dir():
+            return sorted(file for file in path.iterdir() if file.suffix in _DATA_SUFFIXES and file.is_file())
+    return []
 
 
 def _texts(value: Any) -> Iterator[str]:

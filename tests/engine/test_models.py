@@ -320,6 +320,7 @@ def test_directory_is_used_directly(tiny_copy: Path, tmp_path: Path, monkeypatch
         ("{tmp}", r"has no config\.json, so it is not a Hugging Face model"),
         ("{tmp}/absent", r"The directory .*/absent does not exist: use .* \(tiny, smollm2-135m\)\."),
         ("./absent", r"The directory absent does not exist"),
+        ("~no-such-user/model", r"The home directory in '~no-such-user/model' does not exist"),
         ("a/b/c/d", r"'a/b/c/d' is not the name of a model .* set TINKER_API_KEY"),
         ("", r"has no config\.json"),
         ("two words", r"'two words' is not the name of a model .* set TINKER_API_KEY"),

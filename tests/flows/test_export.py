@@ -130,13 +130,15 @@ def test_merge_of_a_model_with_tied_embeddings(
         ({"checkpoint": "tinker://gone/weights/x", "model": "tiny"}, r"could not send tinker://gone/weights/x \("),
         ({"checkpoint": "tinker://gone/weights/x"}, "The model of the weights is unknown"),
         ({"base_model": "/nowhere"}, "base model '/nowhere' is not a directory and could not be downloaded"),
+        ({"output": "~no-such-user/out"}, "output is '~no-such-user/out', which cannot be a path"),
         ({"output": "OUT"}, "adapter already exists: choose another output"),
     ],
 )
 def test_invalid_exports(
     exported: ExportResult, fields: dict[str, Any], tmp_path: Path, changes: dict[str, str], expected: str
 ) -> None:
-    output = Path(exported.adapter).parent if changes.pop("output", "") else tmp_path / "out"
+    chosen = changes.pop("output", "")
+    output = Path(exported.adapter).parent if chosen == "OUT" else Path(chosen or tmp_path / "out")
     with pytest.raises((ConfigError, ServiceError, StorageError), match=expected):
         export(config(fields, output, **changes))
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

@@ -255,13 +255,12 @@ def test_noise_in_the_weights_and_permuted_token_ids_are_noticed(tmp_path: Path)
 
 
 def test_folders_of_other_models_are_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """References, teachers and the models of judges; a folder of data, to which a builder may write, is not."""
-    for name in ("reference", "teacher", "judge", "rows"):
+    """References, teachers and the models of judges."""
+    for name in ("reference", "teacher", "judge"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-        if name != "rows":
-            (tmp_path / name / "model.safetensors").write_bytes(b"a")
-    judge = {"model": str(tmp_path / "judge"), "rows": str(tmp_path / "rows")}
+        (tmp_path / name / "model.safetensors").write_bytes(b"a")
+    judge = {"model": str(tmp_path / "judge")}
     sft_config = SftConfig.model_validate(
         sft_fields(tmp_path / "runs", "others", "")
         | {
@@ -279,12 +278,29 @@ def test_folders_of_other_models_are_digested(tmp_path: Path, monkeypatch: pytes
     for config, names in ((sft_config, ["judge", "reference"]), (distill_config, ["teacher"])):
         with Objective() as objective:
             before = digest_contents(config, objective, cast(Any, byte_tokenizer()))
-            for name in ("rows", *names):
+            for name in names:
                 (tmp_path / name / "model.safetensors.index.json").write_text("{}")
             after = digest_contents(config, objective, cast(Any, byte_tokenizer()))
         paths = [str(tmp_path / name) for name in names]
         assert sorted(before["model"]) == paths
         assert changed_contents(before, after) == {"model": paths}
+
+
+def test_changed_files_of_a_folder_of_data_are_named(tmp_path: Path) -> None:
+    """A builder may write other files to the folder, such as a cache or a log."""
+    (folder := tmp_path / "rows").mkdir()
+    for name in ("a.jsonl", "b.jsonl", "c.parquet"):
+        (folder / name).write_text("1")
+    fields = sft_fields(tmp_path / "runs", "folders", "")
+    fields["data"]["params"] = {"path": str(folder)}
+    config = SftConfig.model_validate(fields)
+    with Objective() as objective:
+        before = digest_contents(config, objective, cast(Any, byte_tokenizer()))
+        for name in ("b.jsonl", "new.jsonl", "log.out"):
+            (folder / name).write_text("2")
+        after = digest_contents(config, objective, cast(Any, byte_tokenizer()))
+    assert set(before["data"]) >= {str(folder / name) for name in ("a.jsonl", "b.jsonl", "c.parquet")}
+    assert changed_contents(before, after) == {"data": [str(folder / "b.jsonl")]}
 
 
 def test_code_of_rewards_and_hooks_belongs_to_the_environment(tmp_path: Path) -> None:
