@@ -61,10 +61,15 @@ class Adapter:
 
 
 class AdapterRows(NamedTuple):
-    """Rows of a batch computed under one adapter; `rows_S` are int64 row indices, None means all rows."""
+    """Rows of a batch computed under one adapter.
+
+    Attributes:
+        rows: int64 row indices; or a float mask of all rows, for which CUDA graphs need not be captured again when the
+            number of ones changes; or None for all rows.
+    """
 
     adapter: Adapter
-    rows_S: Tensor | None
+    rows: Tensor | None
 
 
 class ActiveAdapters:
@@ -84,18 +89,23 @@ class ActiveAdapters:
     def apply(self, layer: nn.Linear, name: str, x: Tensor) -> Tensor:
         """Compute the output of the frozen layer ``name``, plus the outputs of the adapters that adapt it."""
         adapted = [
-            (adapter.factors[name], adapter.scale, rows_S)
-            for adapter, rows_S in self.assignments
+            (adapter.factors[name], adapter.scale, rows)
+            for adapter, rows in self.assignments
             if name in adapter.factors
         ]
         if len(adapted) == 1 and adapted[0][2] is None:
             factors, scale, _ = adapted[0]
             return lora_linear(x, layer, factors.a, factors.b, scale)
         y = frozen_linear(x, layer)
-        for factors, scale, rows_S in adapted:
-            assert rows_S is not None, "an adapter of all rows is the only one"
-            down = linear(x[rows_S], factors.a.to(x.dtype)) * scale
-            y.index_add_(0, rows_S, linear(down, factors.b.to(x.dtype)).to(y.dtype))
+        for factors, scale, rows in adapted:
+            assert rows is not None, "an adapter of all rows is the only one"
+            if rows.is_floating_point():
+                mask = rows.to(x.dtype).view(-1, *[1] * (x.dim() - 1))
+                down = linear(x, factors.a.to(x.dtype)) * (scale * mask)
+                y += linear(down, factors.b.to(x.dtype)).to(y.dtype)
+            else:
+                down = linear(x[rows], factors.a.to(x.dtype)) * scale
+                y.index_add_(0, rows, linear(down, factors.b.to(x.dtype)).to(y.dtype))
         return y
 
 

@@ -20,7 +20,7 @@ from engine.compute.kv_cache import GROWTH, KVCache, layers_of, round_up
 from engine.compute.lora import Adapter
 from engine.sampling.batch_groups import RowGroup, group_all, uniform_groups
 from engine.sampling.choose import RowSamplingParams, choose_tokens
-from engine.sampling.cuda_graphs import SLOTS_PER_GRAPH, DecodingGraphs
+from engine.sampling.cuda_graphs import MAX_ADAPTERS, SLOTS_PER_GRAPH, DecodingGraphs
 from engine.sampling.job import TopTokens
 from engine.sampling.prefix_cache import BLOCK, PrefixCache, block_keys, num_shared
 from engine.sampling.request import Row, ends_with_stop
@@ -177,9 +177,9 @@ class Batch:
     def _step_group(self, group: RowGroup) -> None:
         rows = [self.rows[index] for index in group.rows_G.tolist()]
         assert self._params is not None
-        if self._graphs and group.has_one_adapter:
-            adapter = rows[0].request.adapter
-            logits_RV = self._graphs.logits([row.tokens[-1] for row in rows], adapter)
+        if self._graphs and len(group.adapters) <= MAX_ADAPTERS:
+            tokens_R, adapters_R = zip(*((row.tokens[-1], row.request.adapter) for row in rows), strict=True)
+            logits_RV = self._graphs.logits(tokens_R, adapters_R)
             self._choose(rows, logits_RV, slice(None), self._params)
             return
         with self.base.using_rows(group.adapters):

@@ -34,11 +34,6 @@ class RowGroup(NamedTuple):
     width: int | None
     adapters: Sequence[AdapterRows]
 
-    @property
-    def has_one_adapter(self) -> bool:
-        """True if all rows have the same adapter, or none."""
-        return all(rows_S is None for _, rows_S in self.adapters)
-
 
 def group_all(rows: Sequence[Row], device: torch.device) -> RowGroup:
     """Put all rows into one group."""
@@ -47,8 +42,8 @@ def group_all(rows: Sequence[Row], device: torch.device) -> RowGroup:
     for adapter in dict.fromkeys(adapters):
         if adapter is not None:
             indices = [index for index, other in enumerate(adapters) if other is adapter]
-            rows_S = None if len(indices) == len(adapters) else torch.tensor(indices, device=device)
-            assignments.append(AdapterRows(adapter, rows_S))
+            indices_S = None if len(indices) == len(adapters) else torch.tensor(indices, device=device)
+            assignments.append(AdapterRows(adapter, indices_S))
     return RowGroup(torch.arange(len(rows)), len(rows), None, assignments)
 
 

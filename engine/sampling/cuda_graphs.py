@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +13,20 @@ from engine.compute.base import BaseModel
 from engine.compute.kv_cache import KVCache
 from engine.compute.lora import Adapter, AdapterRows, Factors
 
+MAX_ADAPTERS = 8  # in one graph; each is computed for all rows
 SLOTS_PER_GRAPH = 64  # a GPU computes so many rows in about the time of one, in which it reads the weights
 
 
 @dataclass(slots=True)
 class _Step:
-    """Decoding step of the first ``S`` slots: its inputs at fixed addresses and, once captured, its logits."""
+    """Decoding step of the first ``S`` slots: its inputs at fixed addresses and, once captured, its logits.
+
+    Attributes:
+        masks_S: mask of the rows of each adapter; empty if all rows have the same one, or none.
+    """
 
     adapters: Sequence[AdapterRows]
+    masks_S: Mapping[Adapter, Tensor]
     tokens_S1: Tensor
     positions_S: Tensor
     graph: torch.cuda.CUDAGraph | None = None
@@ -27,20 +34,20 @@ class _Step:
 
 
 class DecodingGraphs:
-    """Decoding steps of a batch whose rows have one adapter, captured at their second use.
+    """Decoding steps of a batch, captured at their second use.
 
-    There is a graph for each adapter and each multiple of `SLOTS_PER_GRAPH` rows, and one for a single row. All graphs
-    are dropped when the buffers of keys and values are replaced, because a graph has their addresses.
+    There is a graph for each set of adapters and each multiple of `SLOTS_PER_GRAPH` rows, and one for a single row. All
+    graphs are dropped when the buffers of keys and values are replaced, because a graph has their addresses.
     """
 
     def __init__(self, base: BaseModel, kv_cache: KVCache) -> None:
         self._base = base
         self._kv_cache = kv_cache
-        self._steps: dict[tuple[int, Adapter | None], _Step] = {}
+        self._steps: dict[tuple[int, frozenset[Adapter | None]], _Step] = {}
         self._num_allocations = kv_cache.num_allocations
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
 
-    def logits(self, tokens_R: Sequence[int], adapter: Adapter | None) -> Tensor:
+    def logits(self, tokens_R: Sequence[int], adapters_R: Sequence[Adapter | None]) -> Tensor:
         """Compute the logits ``(R, V)`` after the last token of each row; the next call overwrites them.
 
         A graph may have more rows than ``R``. The others write to slots that no row uses, and the next row in such a
@@ -52,12 +59,14 @@ class DecodingGraphs:
         num_rows = len(tokens_R)
         rounded = -(-num_rows // SLOTS_PER_GRAPH) * SLOTS_PER_GRAPH
         num_slots = min(self._kv_cache.num_slots, rounded) if num_rows > 1 else 1
-        step = self._steps.get((num_slots, adapter))
+        key = (num_slots, frozenset(adapters_R))
+        step = self._steps.get(key)
         is_new = step is None
         if step is None:
-            zeros_S = torch.zeros(num_slots, dtype=torch.int64, device=self._base.device)
-            assignments = [AdapterRows(self._cast(adapter), None)] if adapter else []
-            step = self._steps[num_slots, adapter] = _Step(assignments, zeros_S[:, None].clone(), zeros_S)
+            step = self._steps[key] = self._new_step(num_slots, [*dict.fromkeys(adapters_R)])
+        for adapter, mask_S in step.masks_S.items():
+            mask_S.zero_()
+            mask_S[:num_rows] = torch.tensor([float(other is adapter) for other in adapters_R]).to(mask_S.device)
         step.tokens_S1[:num_rows, 0] = torch.tensor(tokens_R).to(self._base.device)
         step.positions_S.zero_()
         step.positions_S[:num_rows] = self._kv_cache.last_positions_R.to(self._base.device)
@@ -65,6 +74,7 @@ class DecodingGraphs:
             return self._compute(step)[:num_rows]
         if step.graph is None:
             step.graph = torch.cuda.CUDAGraph()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
             with torch.cuda.graph(step.graph, pool=self._pool, capture_error_mode="thread_local"):
                 step.logits_SV = self._compute(step)
         step.graph.replay()
@@ -74,7 +84,15 @@ class DecodingGraphs:
     def clear(self) -> None:
         """Drop all graphs, and with them their adapters."""
         self._steps.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # that of dropped graphs cannot be used again
+        self._pool = None  # that of dropped graphs cannot be used again
+
+    def _new_step(self, num_slots: int, adapters: Sequence[Adapter | None]) -> _Step:
+        tokens_S = torch.zeros(num_slots, dtype=torch.int64, device=self._base.device)
+        masks_S: dict[Adapter, Tensor] = {}
+        if len(adapters) > 1:
+            masks_S = {adapter: tokens_S.float() for adapter in adapters if adapter}
+        assignments = [AdapterRows(self._cast(adapter), masks_S.get(adapter)) for adapter in adapters if adapter]
+        return _Step(assignments, masks_S, tokens_S[:, None], torch.zeros_like(tokens_S))
 
     def _cast(self, adapter: Adapter) -> Adapter:
         """Return the adapter in the dtype of the model, so that no step has to cast it."""

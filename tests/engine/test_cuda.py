@@ -213,16 +213,17 @@ def test_samples(device_base: BaseModel, peer: Peer, dtype: DtypeName) -> None:
         ]
 
 
-def test_graphs_give_the_samples_of_single_kernels(device_base: BaseModel, dtype: DtypeName) -> None:
+@pytest.mark.parametrize("num_adapters", [1, 2, 3])
+def test_graphs_give_the_samples_of_single_kernels(device_base: BaseModel, dtype: DtypeName, num_adapters: int) -> None:
     """Rows join and leave, so that graphs of several sizes and adapters replace each other, as do the buffers."""
-    adapters = [None, make_adapter(device_base, 1)]
+    adapters = [None, make_adapter(device_base, 1), make_adapter(device_base, 2)]
     results = []
     for with_graphs in (True, False):
         batch = Batch(device_base, 2**26, 4096)
         if not with_graphs:
             batch._graphs = None
         jobs = [make_job(seed, length=20 + 9 * seed, max_tokens=10 + 17 * seed, temperature=0.0) for seed in range(9)]
-        requests = [SamplingRequest(job, adapters[seed // 5]) for seed, job in enumerate(jobs)]
+        requests = [SamplingRequest(job, adapters[seed % num_adapters]) for seed, job in enumerate(jobs)]
         for request in requests:
             batch.add(request.rows)
             for _ in range(7):

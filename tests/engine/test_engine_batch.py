@@ -20,6 +20,7 @@ from engine.compute.lora import Adapter, LoraSpec
 from engine.listen import bind
 from engine.models import ModelError, load_model
 from engine.sampling.batch import Batch, bytes_per_token
+from engine.sampling.cuda_graphs import DecodingGraphs
 from engine.sampling.job import Completion
 from engine.sampling.request import Row, SamplingRequest
 from engine.serve import serve
@@ -135,6 +136,30 @@ def test_other_rows_change_no_bit_of_a_deterministic_batch(
         assert run(1) == run(24)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("num_adapters", [1, 2, 3])
+def test_decoding_steps_of_graphs_equal_a_pass_over_all_tokens(
+    base: BaseModel, adapters: list[Adapter | None], num_adapters: int
+) -> None:
+    """Of the first use, which captures no graph and so needs no GPU, with more slots than rows."""
+    batch = Batch(base, CACHE, 1024)
+    batch._kv_cache = KVCache(2**16, slots_per_growth=5)
+    requests = [
+        SamplingRequest(make_job(seed, length=9 + 5 * seed), adapters[-1 - seed % num_adapters]) for seed in range(4)
+    ]
+    batch.add([row for request in requests for row in request.rows])
+    batch.step()
+    batch.remove(lambda row: row is requests[1].rows[0])  # the last row moves into its slot
+    graphs = DecodingGraphs(base, batch._kv_cache)
+    with torch.inference_mode():
+        batch._kv_cache.begin_step()
+        tokens_R = [row.tokens[-1] for row in batch.rows]
+        logits_RV = graphs.logits(tokens_R, [row.request.adapter for row in batch.rows])
+        for row, logits_V in zip(batch.rows, logits_RV, strict=True):
+            with base.using(row.request.adapter):
+                expected_V = base.logits(base.hidden(row.context_T()[None])[0, -1:])[0]
+            torch.testing.assert_close(logits_V, expected_V, atol=2e-5, rtol=1e-4)
 
 
 def test_deterministic_engine_checks_the_products_of_this_machine(
