@@ -10,7 +10,7 @@ from engine.compute.base import BaseModel
 from engine.service.settings import Settings
 
 SMALL_MODEL = 10_000_000  # parameters
-MAX_PASS_TOKENS = 16_384  # on a GPU, which larger passes do not make faster
+MAX_PASS_TOKENS = 16_384  # on a GPU: other clients wait for the end of a pass
 _CPU_CACHE_BYTES = 2 * 2**30
 
 
