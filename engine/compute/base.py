@@ -53,6 +53,11 @@ class BaseModel:
         return self.loaded.model.num_parameters()
 
     @property
+    def has_experts(self) -> bool:
+        """True for a mixture of experts, whose operations depend on values: a CUDA graph cannot contain them."""
+        return any(name.endswith("experts") for name, _ in self.loaded.model.named_modules())
+
+    @property
     def num_bytes(self) -> int:
         return sum(weight.nbytes for weight in self.loaded.model.parameters())
 

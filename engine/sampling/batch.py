@@ -64,7 +64,7 @@ class Batch:
         self._max_tokens = cache_bytes // bytes_per_token(base)
         self._prefill_tokens = 0 if deterministic else prefill_tokens
         self._deterministic = deterministic
-        has_graphs = base.device.type == "cuda" and not deterministic
+        has_graphs = base.device.type == "cuda" and not (deterministic or base.has_experts)
         self._kv_cache = KVCache(self._max_tokens, SLOTS_PER_GRAPH if has_graphs else 1)
         self._prefix_cache = PrefixCache()
         self._graphs = DecodingGraphs(base, self._kv_cache) if has_graphs else None

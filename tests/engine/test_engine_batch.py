@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling_jobs import finish_in_random_order, make_job
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from engine.compute.base import BaseModel, RowwiseActivation
 from engine.compute.kv_cache import KVCache, layers_of
@@ -160,6 +169,22 @@ def test_decoding_steps_of_graphs_equal_a_pass_over_all_tokens(
             with base.using(row.request.adapter):
                 expected_V = base.logits(base.hidden(row.context_T()[None])[0, -1:])[0]
             torch.testing.assert_close(logits_V, expected_V, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LlamaConfig(), False),
+        (MixtralConfig(num_local_experts=2), True),
+        (Qwen3MoeConfig(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8), True),
+    ],
+    ids=["llama", "mixtral", "qwen3_moe"],
+)
+def test_mixtures_of_experts_are_not_captured(base: BaseModel, config: PreTrainedConfig, expected: bool) -> None:
+    config.update(dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 8))
+    config.update({"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8})
+    model = AutoModelForCausalLM.from_config(config)
+    assert BaseModel(replace(base.loaded, model=model)).has_experts == expected
 
 
 def test_deterministic_engine_checks_the_products_of_this_machine(
