@@ -32,7 +32,7 @@ _POSITION_FIELDS = ("name", "batch", "epoch", "final", "step")
 _GROUP = re.compile(r"<b>Group \d+ letter_(.)</b>(: failed)?")
 # Metrics that a step of the kind `served` lacks, or has in addition, if the grades of a group were lost. A step whose
 # rewards are all equal has no explained variance.
-_OF_GRADES = ("env/letter_", "test/env/letter_", "rollout_errors/", "explained_variance")
+_OF_GRADES = ("env/letter_", "test/env/letter_", "rollout_errors/", "test/rollout_errors/", "explained_variance")
 
 Points = Mapping[tuple[str, int], float | None]
 
