@@ -52,9 +52,11 @@ def main(overrides: list[str]) -> None:
     result = run(sft, next_run(overrides))
     show_result(result, None if overrides else read_control())
     if overrides:
-        print("control      stored for the demo without overrides only; `make demo` compares with it")
-    again = "run_name=mine objective.regularizers.logic.weight=20"
-    print(f"next         tinker-flows run sft --config {os.path.relpath(CONFIG)} {again}")
+        print("control      none: the values without the terms are stored for the whole demo only, `make demo`")
+    changes = " ".join(["run_name=mine", *overrides, "objective.regularizers.logic.weight=20"])
+    print("next         see one term dominate: train with a logic weight of 20 instead of 5, and compare both reports")
+    print(f"             tinker-flows run sft --config {os.path.relpath(CONFIG)} {changes}")
+    print(f"             tinker-flows report {result.run_name} mine")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class Progress:
         self._run_name, self._num_steps, self._done = run_name, num_steps, first
         if first:
             tqdm.write(escape_terminal(f"Resumed {run_name} at step {first} of {num_steps}."), file=sys.stderr)
-        self._began, self._first, self._wrote_at = perf_counter(), first, perf_counter()
+        self._seconds, self._first, self._wrote_at = 0.0, first, perf_counter()
         self._output = ExitStack()
         self._bar: tqdm[NoReturn] | None = None
         if sys.stderr.isatty():
@@ -107,11 +107,14 @@ class Progress:
             )
 
     def advance(self, metrics: Mapping[str, float]) -> None:
-        """Count a finished step."""
+        """Count a finished step. The pace is that of the steps without their evaluations."""
         self._page.advance(metrics)
         self._done += 1
+        evaluation = metrics.get("time/evaluation", 0.0)
+        self._seconds += metrics.get("time/step", 0.0) - evaluation
         figures = method_figures(metrics)  # a skipped step has none
         if self._bar is not None:
+            self._bar.last_print_t += evaluation
             self._bar.set_postfix_str(_fitting(figures, self._bar), refresh=False)
             self._bar.update()
         elif self._is_line_due():
@@ -124,7 +127,7 @@ class Progress:
 
     def _write_line(self, figures: Sequence[str]) -> None:
         self._wrote_at = perf_counter()
-        pace = (self._wrote_at - self._began) / (self._done - self._first)
+        pace = self._seconds / (self._done - self._first)
         remaining = f"{pace:.3g} s/step, {timedelta(seconds=round(pace * (self._num_steps - self._done)))} left"
         line = f"{self._run_name}: step {self._done} of {self._num_steps}, {', '.join([*figures, remaining])}"
         print_notice(line)

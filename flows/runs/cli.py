@@ -114,7 +114,7 @@ def exit_on_error(action: Callable[[], None]) -> None:
             print_notice(traceback.format_exc())
         sys.exit(escape_terminal(f"error: {error}"))
     except (KeyboardInterrupt, CancelledRun):
-        print_notice("Stopped. Run the same command again to resume from the last checkpoint.")
+        print_notice("Stopped. To resume from the last checkpoint, run the same command again, or tinker-flows resume.")
         sys.exit(130)
 
 

@@ -29,7 +29,7 @@ def show_result(result: TrainResult, control: Mapping[str, Control] | None = Non
         control: held-out values of a run without the terms, to print beside those of this run.
     """
     console = TextConsole()
-    title = f"{result.run_name}: {result.num_steps} steps"
+    title = f"{result.run_name}: {result.num_steps} steps; terms on the last batch"
     console.print(_table(title, COLUMNS, [format_row(row) for row in term_rows(result.metrics)]))
     held_out = [row for row in result.held_out if not is_bookkeeping(row.metric)]
     if held_out:

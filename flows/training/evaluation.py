@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import cast
 
 from tinker_cookbook.eval.evaluators import Evaluator
 
+from blocks.terminal import print_notice
 from flows.config.promotion import check_measured
 from flows.config.train import TrainConfig
 from flows.monitoring.run_tags import note_evaluation, note_warning
@@ -69,6 +71,9 @@ class Evaluation:
         often, rarely = self._schedule.evaluates_often_before(step), self._schedule.evaluates_rarely_before(step)
         if not (often or rarely):
             return {}
+        began = perf_counter()
+        when = f"after step {step}" if step else "before the first step"
+        print_notice(f"{self._config.run_name}: evaluating the weights {when}")
         self._ledger.add(self.num_tokens(step))
         due = [
             entry
@@ -84,7 +89,7 @@ class Evaluation:
         note_evaluation(self._run.log, result, step=step)
         terms = self._measure_held_out(step) if often else HeldOutTerms()
         append_batch_values(self._run.directory, step, terms.by_batch, result.scores)
-        metrics = result.metrics | terms.metrics
+        metrics = result.metrics | terms.metrics | {"time/evaluation": perf_counter() - began}
         if not result.skipped and often and (rarely or not self._schedule.evaluates_rarely):
             check_measured(self._config.promote_if, metrics)
         return metrics

@@ -343,7 +343,7 @@ def plan_lines(
     duration = "time unknown"
     if pace:
         run = "its own pace" if pace.run_name == config.run_name else f"the pace of {pace.run_name}"
-        duration = f"about {format_hours(pace.hours(total))} at {run}"
+        duration = f"steps of about {format_hours(pace.hours(total))} at {run}, and the evaluations"
     return [
         f"{method} of {config.model}{on_data}, steps {steps.start + 1} to {steps.stop}, learning rate "
         f"{config.learning_rate:g}",

@@ -604,6 +604,8 @@ class Trainer:
             call(log_metrics, self.run.log, step, opaque_argument(metrics | self.ledger.metrics()))
             warn_of_metrics(self.run.log, self.config.run_name, "health", self.source.observe(step, metrics))
             warn_of_metrics(self.run.log, self.config.run_name, "alert", self.alerts.observe(step, metrics))
+            self.objective.watch.end(step)
+            warn_of_terms(self.run.log, self.config.run_name, self.objective.watch.pop_warnings())
             for condition in self.alerts.unmeasured():
                 text = f"The alert {condition} had no effect, because no step reported this metric: check its name."
                 note_warning(self.run.log, f"alert.{safe_name(condition)}", text)

@@ -101,6 +101,19 @@ class Watch:
                     self._check_collapse(name, {key: v for key, v in values.items() if v is not None}, step)
         return averages
 
+    def end(self, num_steps: int) -> None:
+        """Warn of terms that were idle in each step of a run that is shorter than the patience."""
+        if not _MIN_STEPS <= num_steps < self._spec.patience:
+            return
+        for key, duration in self._durations.items():
+            kind, _, name = key.partition(".")
+            if kind == "idle" and duration == num_steps:
+                text = (
+                    f"Term {name!r} has trained next to nothing in each of the {num_steps} steps; check what it "
+                    "scores, and whether its values differ between completions or are all within its limits."
+                )
+                self._warnings.append(TermWarning("idle", (name,), num_steps - 1, 0.0, text))
+
     def pop_warnings(self) -> list[TermWarning]:
         """Return the warnings since the last call."""
         warnings, self._warnings = self._warnings, []
@@ -205,6 +218,8 @@ def _has_target(name: str, metrics: Mapping[str, float]) -> bool:
 # Metrics of every preference loss (`objectives.terms.group.preferences`).
 PREFERENCE_METRICS = ("accuracy", "margin", "length_correlation")
 
+# A run of fewer steps is a trial, in which an idle term says little.
+_MIN_STEPS = 3
 # The gradient of the sigmoid at this margin is 3e-7.
 _MAX_MARGIN = 15.0
 _MIN_ACCURACY = 0.55

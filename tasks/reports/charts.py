@@ -143,7 +143,9 @@ def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limi
     if "effect" in drawn:
         figure.add_hline(0, line_width=1, line_color=NEUTRAL, row=len(drawn), col=1)  # pyright: ignore[reportArgumentType]
     figure.update_xaxes(title_text="step", row=len(drawn), col=1)
-    reading = "Thin: each training batch; thick: their running mean; points: held-out data with its 95 % interval."
+    is_smoothed = any(len(run.history.get(keys["value"], ())) >= _FEWEST_TO_SMOOTH for run in runs)
+    lines = "Thin: each training batch; thick: their running mean;" if is_smoothed else "Line: each training batch;"
+    reading = f"{lines} points: held-out data with its 95 % interval."
     if len(weights) == 1 and not is_held:
         reading += f" Weight {weights.pop():g}."
     if "effect" in drawn:

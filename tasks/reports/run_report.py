@@ -291,6 +291,7 @@ def _sections(
         html_charts(draw(run, names) for draw in (draw_shares, draw_cosines, draw_conflicts) if len(names) > 1),
         "<h3>Last step of each term</h3>",
         html_table(COLUMNS, [format_row(row) for row in rows]),
+        intro="Terms are minimized: lower is better, except for a term with a lower limit as its target.",
     )
     yield html_section(
         "Targets",

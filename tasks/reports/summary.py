@@ -28,7 +28,7 @@ _NOTES = {
 DATA_TAG = "tinker_flows.first_batch"
 DATA_PARAMS = ("data.builder", "environment.builder", "comparisons.builder", "questions.builder", "data.path")
 _UNITS = {
-    "num_train_tokens": "tokens trained",
+    "num_train_tokens": "tokens in training passes",
     "num_prefill_tokens": "prompt tokens",
     "num_sample_tokens": "tokens sampled",
 }
@@ -92,7 +92,7 @@ def describe_cost(metrics: Mapping[str, float]) -> str:
     """Describe time, tokens and price of a run by its cost metrics.
 
     >>> describe_cost({"cost/hours": 0.1859, "cost/num_train_tokens": 56851.0, "cost/usd": 0.0})
-    '11.2 min, 56,851 tokens trained, $0'
+    '11.2 min, 56,851 tokens in training passes, $0'
     """
     return ", ".join(filter(None, _cost_parts(metrics)))
 

@@ -67,6 +67,15 @@ def test_a_file_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nll=6.168, loss=6.902, $0.0123" in lines[-1]
 
 
+def test_the_pace_leaves_the_evaluations_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    with Progress("demo", 0, 10, LOG) as progress:
+        progress.advance(SFT | {"time/step": 372.0, "time/evaluation": 370.0})
+        progress.advance(SFT | {"time/step": 4.0})
+    lines = stream.getvalue().splitlines()
+    assert [line.partition("$0.0123, ")[2] for line in lines] == ["2 s/step, 0:00:18 left", "3 s/step, 0:00:24 left"]
+
+
 def test_parts_of_a_reward_follow_it() -> None:
     assert method_figures(RL) == ["reward=0.0149", "short=0.25", "loss=0.02"]
     assert method_figures({}) == []

@@ -324,7 +324,7 @@ def test_stop_saves_the_current_step_and_leaves_no_processes(
             client.set_flow_run_state(flow_run_of(run_name).id, Cancelling())
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output.decode()
-    assert "Run the same command again to resume from the last checkpoint." in output.decode()
+    assert "To resume from the last checkpoint, run the same command again" in output.decode()
     assert "Traceback" not in output.decode()
     assert f"Continue with: tinker-flows resume {run_name} --storage {tmp_path / 'runs'}" in output.decode()
     (run,) = find_run(run_name, mlflow_uri)

@@ -111,4 +111,8 @@ def test_plan_names_the_pace_of_an_earlier_run(
     sft(SftConfig.model_validate(fields))
     assert re.search(r"^earlier: .*, time unknown$", capsys.readouterr().err, re.MULTILINE)
     sft(SftConfig.model_validate(fields | {"run_name": "later"}))
-    assert re.search(r"^later: .*, about 0\.\d min at the pace of earlier$", capsys.readouterr().err, re.MULTILINE)
+    assert re.search(
+        r"^later: .*, steps of about 0\.\d min at the pace of earlier, and the evaluations$",
+        capsys.readouterr().err,
+        re.MULTILINE,
+    )

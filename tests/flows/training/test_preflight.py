@@ -69,9 +69,9 @@ def test_the_plan_names_what_will_be_trained_and_the_price() -> None:
         "$0.5 per pass, time unknown",
     ]
     paced = plan_lines(config, "sft", range(8, 24), 1000, 0.5, Pace("earlier", tokens_per_s=20.0))[2]
-    assert paced.endswith("$0.5 per pass, about 13.3 min at the pace of earlier")
+    assert paced.endswith("$0.5 per pass, steps of about 13.3 min at the pace of earlier, and the evaluations")
     resumed = plan_lines(config, "sft", range(8, 24), 1000, 0.5, Pace(config.run_name, tokens_per_s=20.0))[2]
-    assert resumed.endswith("about 13.3 min at its own pace")
+    assert resumed.endswith("steps of about 13.3 min at its own pace, and the evaluations")
     timed = config.model_copy(update={"checkpoint_every": 4, "checkpoint_every_seconds": 600.0})
     line = plan_lines(timed, "sft", range(24), 10, None)[2]
     assert line.endswith("price unknown, time unknown")

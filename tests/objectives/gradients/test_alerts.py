@@ -111,6 +111,23 @@ def test_a_weighted_term_without_gradient_is_idle():
     assert collect_warnings(Watch(WatchSpec(patience=2)), monitors) == []
 
 
+@pytest.mark.parametrize(
+    ("shares", "patience", "expected"),
+    [
+        ([0.0, 0.0, 0.0], 20, ["idle.a"]),
+        ([0.0, 0.1, 0.0], 20, []),
+        ([0.0, 0.0], 20, []),  # a trial of two steps
+        ([0.0, 0.0, 0.0], 3, ["idle.a"]),  # from the step, and not once more at the end
+    ],
+)
+def test_a_term_that_is_idle_in_all_steps_of_a_short_run(shares: list[float], patience: int, expected: list[str]):
+    watch = Watch(WatchSpec(patience=patience))
+    for step, share in enumerate(shares):
+        watch.observe(step, {"term/a/grad_share": share, "term/a/weight": 1.0})
+    watch.end(len(shares))
+    assert [warning.key for warning in watch.pop_warnings()] == expected
+
+
 def test_a_step_without_the_term_does_not_change_the_count():
     assert collect_warnings(Watch(WatchSpec(patience=2)), [metrics(0.9), {}, metrics(0.9)]) == [(2, "dominance.a")]
 

@@ -52,7 +52,11 @@ def test_finished_run(directory: RunDirectory, tmp_path: Path) -> None:
     result = summary(directory)
     assert result.verdict == "No warning; nll on held-out data went from 1.548 to 1.061."
     facts = dict(result.facts)
-    assert (facts["time"], facts["tokens"], facts["cost"]) == ("30.0 min", "1,234 tokens trained", "price unknown")
+    assert (facts["time"], facts["tokens"], facts["cost"]) == (
+        "30.0 min",
+        "1,234 tokens in training passes",
+        "price unknown",
+    )
     assert facts["learning rate"] == "0.001, linear"
     assert (facts["method"], facts["data"], facts["steps"]) == ("sft", "a:B", "24")
     assert result.weights == "tinker://a/weights/24"
