@@ -240,7 +240,7 @@ class TrainConfig(RunConfig):
         default=1e-4,
         gt=0,
         title="Learning rate",
-        description="Learning rate at the first step, or the word `auto`: the published LoRA rate for the model's "
+        description="Learning rate at the first step, or `auto`. `auto` is the published LoRA rate for the model's "
         "family and hidden size; the run records the number.",
         json_schema_extra=_or_auto,
     )

@@ -62,7 +62,7 @@ def test_methods_resolve_to_flow_and_config(method: str) -> None:
 def test_run_fields_lists_config_fields(capsys: pytest.CaptureFixture[str]) -> None:
     code, shown, _ = run_command(capsys, "run", "sft", "--fields")
     assert code == 0
-    assert "  learning_rate=0.0001  Learning rate at the first step." in shown
+    assert "  learning_rate=0.0001  Learning rate at the first step, or `auto`." in shown
 
 
 @pytest.mark.parametrize("method", ["dpo", "rl", "on_policy_distillation"])
