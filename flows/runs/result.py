@@ -70,7 +70,7 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class EndReasons:
-    """How a run ended, other than finished and registered. A reason is one sentence, or empty if it does not apply.
+    """Reasons why a run did not finish or was not registered: one sentence each, empty if it does not apply.
 
     Attributes:
         stopped: Reason why the budget stopped the run before its last step.

@@ -151,7 +151,7 @@ def test_other_rows_change_no_bit_of_a_deterministic_batch(
 def test_decoding_steps_of_graphs_equal_a_pass_over_all_tokens(
     base: BaseModel, adapters: list[Adapter | None], num_adapters: int
 ) -> None:
-    """Of the first use, which captures no graph and so needs no GPU, with more slots than rows."""
+    """The first use captures no graph and so needs no GPU; there are more slots than rows."""
     batch = Batch(base, CACHE, 1024)
     batch._kv_cache = KVCache(2**16, slots_per_growth=5)
     requests = [
