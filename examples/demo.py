@@ -54,7 +54,7 @@ def main(overrides: list[str]) -> None:
     if overrides:
         print("control      none: the values without the terms are stored for the whole demo only, `make demo`")
     changes = " ".join(["run_name=mine", *overrides, "objective.regularizers.logic.weight=20"])
-    print("next         see one term dominate: train with a logic weight of 20 instead of 5, and compare both reports")
+    print("next         see one term dominate: train with a weight of 20 for logic, and compare both runs")
     print(f"             tinker-flows run sft --config {os.path.relpath(CONFIG)} {changes}")
     print(f"             tinker-flows report {result.run_name} mine")
 

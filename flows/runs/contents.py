@@ -158,12 +158,12 @@ def digest_contents(config: RunConfig, objective: Objective, tokenizer: Tokenize
         if field in (MAY_CHANGE | {"model", "engine"}) - _KINDS.keys():
             continue
         kind = _KINDS.get(field, "data")
-        for text in _texts(value):
+        for text, may_be_folder in _texts(value):
             if _is_model_folder(text):
                 folders.add(text)
             elif digest := _digest_of_name(text):
                 digests.setdefault(kind, {})[text] = digest
-            elif files := _data_files(text):
+            elif may_be_folder and (files := _data_files(text)):
                 digests.setdefault(kind, {}).update({str(file): digest_file(file) for file in files})
     terms = [*objective.regularizers, *([objective.base] if objective.base else [])]
     for term in terms:
@@ -235,16 +235,19 @@ def _data_files(text: str) -> list[Path]:
     return []
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Yield all strings of a config value."""
+def _texts(value: Any, may_be_folder: bool = False) -> Iterator[tuple[str, bool]]:
+    """Yield all strings of a config value, each with whether it may name a folder of data.
+
+    Only a parameter or a path may: words such as the name of a term can also be the name of a folder.
+    """
     if isinstance(value, str):
-        yield value
+        yield value, may_be_folder
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _texts(item)
+        for key, item in value.items():
+            yield from _texts(item, may_be_folder or key in ("params", "path"))
     elif isinstance(value, Sequence):
         for item in value:
-            yield from _texts(item)
+            yield from _texts(item, may_be_folder)
 
 
 def _functions_in(params: Mapping[str, object]) -> Iterator[ImportedFunction]:

@@ -286,8 +286,11 @@ def test_folders_of_other_models_are_digested(tmp_path: Path, monkeypatch: pytes
         assert changed_contents(before, after) == {"model": paths}
 
 
-def test_changed_files_of_a_folder_of_data_are_named(tmp_path: Path) -> None:
-    """A builder may write other files to the folder, such as a cache or a log."""
+def test_changed_files_of_a_folder_of_data_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder may write other files to the folder, such as a cache or a log; a term's name names no folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "topology").mkdir()
+    (tmp_path / "topology" / "results.json").write_text("1")
     (folder := tmp_path / "rows").mkdir()
     for name in ("a.jsonl", "b.jsonl", "c.parquet"):
         (folder / name).write_text("1")
@@ -296,6 +299,7 @@ def test_changed_files_of_a_folder_of_data_are_named(tmp_path: Path) -> None:
     config = SftConfig.model_validate(fields)
     with Objective() as objective:
         before = digest_contents(config, objective, cast(Any, byte_tokenizer()))
+        (tmp_path / "topology" / "results.json").write_text("2")
         for name in ("b.jsonl", "new.jsonl", "log.out"):
             (folder / name).write_text("2")
         after = digest_contents(config, objective, cast(Any, byte_tokenizer()))
