@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from engine.compute.kv_cache import register_cached_attention
+from engine.compute.kv_cache import KVCache, register_cached_attention
 from engine.compute.linear import keeps_bits
 from engine.compute.lora import ActiveAdapters, Adapter, AdapterRows, LoraSpec, new_adapter, wrap_linears
 from engine.models import LoadedModel, ModelError
@@ -103,6 +103,17 @@ class BaseModel:
     def hidden(self, tokens_BT: Tensor) -> Tensor:
         """Compute the last hidden states ``(B, T, H)`` of right-padded token ids."""
         return self.decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
+
+    def hidden_with_cache(self, tokens_RT: Tensor, positions_RT: Tensor, mask: Tensor, kv_cache: KVCache) -> Tensor:
+        """Compute the last hidden states ``(R, T, H)`` of the tokens that were selected in a cache, and cache them."""
+        return self.decoder(
+            input_ids=tokens_RT,
+            attention_mask=mask,
+            position_ids=positions_RT,
+            past_key_values=kv_cache,
+            use_cache=True,
+            kv_cache=kv_cache,
+        ).last_hidden_state
 
     @property
     def head(self) -> nn.Linear:

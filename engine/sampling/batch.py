@@ -184,14 +184,8 @@ class Batch:
             return
         with self.base.using_rows(group.adapters):
             positions_R1, mask = self._kv_cache.select_rows(group.rows_G, group.width, self.base.device)
-            hidden_R1H = self.base.decoder(
-                input_ids=torch.tensor([[row.tokens[-1]] for row in rows], device=self.base.device),
-                attention_mask=mask,
-                position_ids=positions_R1,
-                past_key_values=self._kv_cache,
-                use_cache=True,
-                kv_cache=self._kv_cache,
-            ).last_hidden_state
+            tokens_R1 = torch.tensor([[row.tokens[-1]] for row in rows], device=self.base.device)
+            hidden_R1H = self.base.hidden_with_cache(tokens_R1, positions_R1, mask, self._kv_cache)
             real = slice(group.num_rows)
             logits_RV = self.base.logits(hidden_R1H[:, 0])
             self._choose(rows[real], logits_RV, real, self._params.select(group.rows_G[real]))
@@ -240,14 +234,8 @@ class Batch:
         )
         positions_BT, mask = self._kv_cache.select_new_tokens(first, starts, self.base.device)
         new_tokens = [prompt.tokens_T[start:] for prompt, start in prompts]
-        hidden_BTH = self.base.decoder(
-            input_ids=pad_right(new_tokens)[0].to(self.base.device),
-            attention_mask=mask,
-            position_ids=positions_BT,
-            past_key_values=self._kv_cache,
-            use_cache=True,
-            kv_cache=self._kv_cache,
-        ).last_hidden_state
+        tokens_BT = pad_right(new_tokens)[0].to(self.base.device)
+        hidden_BTH = self.base.hidden_with_cache(tokens_BT, positions_BT, mask, self._kv_cache)
         for row, (prompt, _) in enumerate(prompts, first):
             self._prefix_cache.put(adapter, prompt.keys, self._kv_cache.per_layer, row)
         prompts_U = self._start(hidden_BTH, starts, [prompt for prompt, _ in prompts])

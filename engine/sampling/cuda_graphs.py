@@ -103,12 +103,5 @@ class DecodingGraphs:
     def _compute(self, step: _Step) -> Tensor:
         with self._base.using_rows(step.adapters):
             positions_S1, mask = self._kv_cache.select_slots(step.positions_S)
-            hidden_S1H = self._base.decoder(
-                input_ids=step.tokens_S1,
-                attention_mask=mask,
-                position_ids=positions_S1,
-                past_key_values=self._kv_cache,
-                use_cache=True,
-                kv_cache=self._kv_cache,
-            ).last_hidden_state
+            hidden_S1H = self._base.hidden_with_cache(step.tokens_S1, positions_S1, mask, self._kv_cache)
             return self._base.logits(hidden_S1H[:, 0])
