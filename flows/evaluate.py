@@ -9,16 +9,19 @@ if __name__ == "__main__":  # first, so that --help does not wait for the import
     main("flows.evaluate:evaluate", "flows.evaluate:EvaluateConfig", __doc__, show="flows.evaluate:show_evaluation")
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Self, cast
 
 import tinker
 from prefect import flow
 from prefect.runtime import flow_run
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationInfo, field_validator, model_validator
 from rich.table import Table
 from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
@@ -37,6 +40,7 @@ from flows.config.base import (
 )
 from flows.config.promotion import (
     PromoteIf,
+    check_approval,
     check_confidence,
     check_measured,
     check_model_name,
@@ -44,7 +48,15 @@ from flows.config.promotion import (
 )
 from flows.config.train import BudgetConfig
 from flows.monitoring.events import emit
-from flows.monitoring.run_tags import note_end, note_evaluation, note_rejection
+from flows.monitoring.run_tags import (
+    APPROVAL_TAG,
+    forget_rejection,
+    note_end,
+    note_evaluation,
+    note_pending_approval,
+    note_rejection,
+)
+from flows.runs.approval import Answer, Question, ask
 from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import NamedCheckpoint, find_checkpoint, find_steps, with_model
 from flows.runs.mlflow_run import open_measurement
@@ -53,6 +65,7 @@ from flows.runs.result import as_state
 from flows.runs.rights import apply_rights
 from flows.runs.run import open_builder_arguments
 from flows.training.budget import EvaluationLedger
+from tasks.common.digests import digest_text
 from tasks.common.sampling import open_sampler, open_training_client
 from tasks.common.service_errors import service_errors
 from tasks.evaluation.evaluators import (
@@ -65,6 +78,7 @@ from tasks.evaluation.evaluators import (
 from tasks.evaluation.evaluators import evaluate as evaluate_trainer
 from tasks.evaluation.intervals import compare_scores
 from tasks.reports.evaluation_page import write_curves
+from tasks.reports.html import markdown_table
 from tasks.reports.tables import write_table
 from tasks.supervised.dataset import build_dataset
 from tasks.training.batch_source import SampledTokens
@@ -73,6 +87,9 @@ from tasks.training.metrics import MetricsLog
 from tasks.training.model_registry import Promotion, promote_from
 from tasks.training.reference import scored_tokens
 from tasks.training.token_meter import TokenMeter
+
+# Artifact of the MLflow run: the result of a flow run that waits for a person.
+UNAPPROVED = "unapproved_result.json"
 
 
 class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
@@ -130,6 +147,13 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
         "does not hold for a checkpoint that was chosen on the same problems, as by `keep_best`. Only for `test/nll` "
         "and the metrics of evaluators that grade answers. Unset: compare the two values and ignore their uncertainty.",
     )
+    needs_approval: bool = Field(
+        default=False,
+        title="Needs approval",
+        description="Ask a person before the checkpoint is registered, once `promote_if` holds. An evaluation of a "
+        "deployment is suspended until someone submits the form in the Prefect UI; one from a terminal asks in the "
+        "terminal.",
+    )
 
     @field_validator("register_as")
     @classmethod
@@ -148,6 +172,11 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
         check_confidence(self.promote_if, self.promote_confidence)
         return self
 
+    @field_validator("needs_approval")
+    @classmethod
+    def _check_needs_approval(cls, value: bool, info: ValidationInfo) -> bool:
+        return check_approval(value, info.data.get("register_as"))
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluateResult:
@@ -160,7 +189,7 @@ class EvaluateResult:
         baseline: Metrics of the baseline; empty without one.
         differences: Differences between both, with intervals, for metrics that have a score for each problem.
         stopped: Sentence that says where and why the budget stopped the evaluation; empty if it did not.
-        not_promoted: Reason why the checkpoint is not promoted; empty if it is, or without a condition.
+        not_promoted: Reason why `promote_if` or a person prevented registration; empty if neither did.
         version: Version of the registered model; empty if the checkpoint was not registered.
     """
 
@@ -188,63 +217,86 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
     with open_service(config) as service:
         service.check_model(config.model)
         tags = {"tinker.checkpoint": chosen.path or config.model, "tinker.base_model": config.model}
-        with open_measurement(config, config.run_name, service.resolved_url, tags) as log, service.session() as session:
-            meter = TokenMeter()
-            resources = {"session": session, "base_model": config.model, "token_meter": meter}
-            ledger = EvaluationLedger(log, meter, config)
-            evaluators = build_evaluators(config.evaluators, resources=resources)
-            measure = partial(_measure, session, config, evaluators, ledger, meter)
-            held_out = HeldOutNLL.scored_metrics if config.data else ()
-            check_scores(config.promote_if, config.promote_confidence, evaluators, held_out)
-            of_baseline = measure(baseline) if baseline else EvaluationResult()
-            note_evaluation(log, of_baseline, "baseline/")
-            by_step: dict[int, EvaluationResult] = {}
-            for other in others:
-                if ledger.stopped:
-                    break
-                by_step[other.step] = measure(other)
-                note_evaluation(log, by_step[other.step], f"{other.step}/", other.step)
-                log.log(other.step, by_step[other.step].metrics)
-            measured = EvaluationResult() if ledger.stopped else measure(chosen)
-            _note_stop(config, log, chosen.step, ledger)
-            metrics = measured.metrics
-            differences = _differences(measured.scores, of_baseline.scores)
-            note_evaluation(log, measured)
-            if not (measured.skipped or ledger.stopped):
-                check_measured(config.promote_if, metrics)
-            with_prefix = {f"baseline/{key}": value for key, value in of_baseline.metrics.items()}
-            cost = ledger.metrics()
-            log.log(chosen.step, metrics | with_prefix | differences | cost)
-            log.flush()
-            rejection = _rejection(config, ledger.stopped, measured, of_baseline)
-            if rejection:
-                note_rejection(log, config.run_name, config.register_as or "", rejection)
-            version = "" if rejection or not config.register_as else _register(session, config, chosen, log)
-            steps = {step: result.metrics for step, result in by_step.items()}
-            columns = ("metric", *_columns(steps, config.checkpoint, config.baseline))
-            rows = _rows(*steps.values(), metrics | differences, *([of_baseline.metrics] if baseline else []))
-            write_table(log, "evaluation", config.run_name, columns, rows, ledger.stopped)
-            if by_step:
-                if measured.metrics:
-                    by_step[chosen.step] = measured
-                scores = {step: result.scores for step, result in by_step.items()}
-                curves = {step: result.metrics for step, result in by_step.items()}
-                write_curves(log, config.run_name, curves, scores, of_baseline.metrics, ledger.stopped)
-        result = EvaluateResult(
-            run_name=config.run_name,
-            metrics=metrics,
-            cost=cost,
-            by_step=steps,
-            baseline=of_baseline.metrics,
-            differences=differences,
-            stopped=ledger.stopped,
-            not_promoted=rejection,
-            version=version,
-            flow_run_id=flow_run.get_id() or "",
-            tracking_uri=hide_credentials(log.client.tracking_uri),
-            mlflow_run_id=log.run_id,
-        )
+        open_log = partial(open_measurement, config, config.run_name, service.resolved_url, tags)
+        with open_log() as log, service.session() as session:
+            subject = [weights.path for weights in (chosen, baseline) if weights]
+            result = _read_unapproved(log, subject) or _evaluate(session, config, chosen, others, baseline, log)
+            waits = config.needs_approval and not result.not_promoted
+            if waits:
+                _store_unapproved(log, subject, result)
+                note_pending_approval(log, _waiting(config))
+            elif config.register_as and not result.not_promoted:
+                result = replace(result, version=_register(session, config, chosen, log))
+        if waits:  # outside of the MLflow run, which has ended when the flow run is suspended
+            answer = ask(_question(config, subject, result))
+            if answer is None:
+                result = replace(result, not_promoted=_waiting(config))
+            else:
+                with open_log() as log, service.session() as session:
+                    result = _conclude(session, config, chosen, log, result, answer)
     return as_state(result)
+
+
+def _evaluate(
+    session: tinker.ServiceClient,
+    config: EvaluateConfig,
+    chosen: NamedCheckpoint,
+    others: Sequence[NamedCheckpoint],
+    baseline: NamedCheckpoint | None,
+    log: MetricsLog,
+) -> EvaluateResult:
+    """Measure all weights, log the metrics and write the tables; the result has no version yet."""
+    meter = TokenMeter()
+    resources = {"session": session, "base_model": config.model, "token_meter": meter}
+    ledger = EvaluationLedger(log, meter, config)
+    evaluators = build_evaluators(config.evaluators, resources=resources)
+    measure = partial(_measure, session, config, evaluators, ledger, meter)
+    held_out = HeldOutNLL.scored_metrics if config.data else ()
+    check_scores(config.promote_if, config.promote_confidence, evaluators, held_out)
+    of_baseline = measure(baseline) if baseline else EvaluationResult()
+    note_evaluation(log, of_baseline, "baseline/")
+    by_step: dict[int, EvaluationResult] = {}
+    for other in others:
+        if ledger.stopped:
+            break
+        by_step[other.step] = measure(other)
+        note_evaluation(log, by_step[other.step], f"{other.step}/", other.step)
+        log.log(other.step, by_step[other.step].metrics)
+    measured = EvaluationResult() if ledger.stopped else measure(chosen)
+    _note_stop(config, log, chosen.step, ledger)
+    differences = _differences(measured.scores, of_baseline.scores)
+    note_evaluation(log, measured)
+    if not (measured.skipped or ledger.stopped):
+        check_measured(config.promote_if, measured.metrics)
+    with_prefix = {f"baseline/{key}": value for key, value in of_baseline.metrics.items()}
+    cost = ledger.metrics()
+    log.log(chosen.step, measured.metrics | with_prefix | differences | cost)
+    log.flush()
+    rejection = _rejection(config, ledger.stopped, measured, of_baseline)
+    if rejection:
+        note_rejection(log, config.run_name, config.register_as or "", rejection)
+    result = EvaluateResult(
+        run_name=config.run_name,
+        metrics=measured.metrics,
+        cost=cost,
+        by_step={step: result.metrics for step, result in by_step.items()},
+        baseline=of_baseline.metrics,
+        differences=differences,
+        stopped=ledger.stopped,
+        not_promoted=rejection,
+        version="",
+        flow_run_id=flow_run.get_id() or "",
+        tracking_uri=hide_credentials(log.client.tracking_uri),
+        mlflow_run_id=log.run_id,
+    )
+    write_table(log, "evaluation", config.run_name, *_table(config, result), ledger.stopped)
+    if by_step:
+        if measured.metrics:
+            by_step[chosen.step] = measured
+        scores = {step: result.scores for step, result in by_step.items()}
+        curves = {step: result.metrics for step, result in by_step.items()}
+        write_curves(log, config.run_name, curves, scores, of_baseline.metrics, ledger.stopped)
+    return result
 
 
 def find_weights(config: EvaluateConfig) -> tuple[NamedCheckpoint, list[NamedCheckpoint], NamedCheckpoint | None]:
@@ -384,6 +436,69 @@ def _register(
     assert config.register_as
     promoted = Promotion(alias, checkpoint.step, checkpoint.path, lineage)
     return promote_from(checkpoint.key, log, config.register_as, promoted, save_for_sampling)
+
+
+def _read_unapproved(log: MetricsLog, subject: Sequence[str]) -> EvaluateResult | None:
+    """Return the result that this flow run stored before it was suspended; None if it has none about these weights."""
+    if UNAPPROVED not in [file.path for file in log.client.list_artifacts(log.run_id)]:
+        return None
+    with TemporaryDirectory() as folder:
+        path = log.client.download_artifacts(log.run_id, UNAPPROVED, folder)
+        stored = json.loads(Path(path).read_text())
+    # A name such as RUN@best may mean another checkpoint by now.
+    return TypeAdapter(EvaluateResult).validate_python(stored["result"]) if stored["subject"] == subject else None
+
+
+def _store_unapproved(log: MetricsLog, subject: Sequence[str], result: EvaluateResult) -> None:
+    """Store the result, so that the flow run need not evaluate again after it was suspended."""
+    log.client.log_text(log.run_id, json.dumps({"subject": subject, "result": asdict(result)}), UNAPPROVED)
+
+
+def _waiting(config: EvaluateConfig) -> str:
+    return (
+        f"{config.checkpoint} is not promoted, because it waits for approval: submit the form of the suspended flow run "
+        "in the Prefect UI, or run this evaluation again in a terminal."
+    )
+
+
+def _question(config: EvaluateConfig, subject: Sequence[str], result: EvaluateResult) -> Question:
+    question = f"Register {config.checkpoint} as a version of {config.register_as}?"
+    columns, rows = _table(config, result)
+    cells = [[name, *("" if value is None else f"{value:.6g}" for value in values)] for name, *values in rows]
+    lines = [
+        f"{name}: " + ", ".join(f"{column} {value}" for column, value in zip(columns[1:], values, strict=True) if value)
+        for name, *values in cells
+    ]
+    key = f"approval-{digest_text(repr(subject))}"
+    return Question(key, question, markdown_table(columns, cells), lines)
+
+
+def _conclude(
+    session: tinker.ServiceClient,
+    config: EvaluateConfig,
+    checkpoint: NamedCheckpoint,
+    log: MetricsLog,
+    result: EvaluateResult,
+    answer: Answer,
+) -> EvaluateResult:
+    """Register the checkpoint if a person has approved it; otherwise report the refusal."""
+    log.tag(APPROVAL_TAG, answer.describe())
+    if answer.decision == "approve":
+        version = _register(session, config, checkpoint, log)
+        forget_rejection(log)
+        return replace(result, version=version)
+    refusal = f"{config.checkpoint} is not promoted: {answer.describe_refusal()}."
+    note_rejection(log, config.run_name, config.register_as or "", refusal)
+    return replace(result, not_promoted=refusal)
+
+
+def _table(
+    config: EvaluateConfig, result: EvaluateResult
+) -> tuple[list[str], list[tuple[str, *tuple[float | None, ...]]]]:
+    """Return the columns and rows of the table of all metrics."""
+    columns = ["metric", *_columns(result.by_step, config.checkpoint, config.baseline)]
+    baseline = [result.baseline] if config.baseline else []
+    return columns, _rows(*result.by_step.values(), result.metrics | result.differences, *baseline)
 
 
 def _columns(steps: Iterable[int], checkpoint: str, baseline: str | None) -> list[str]:

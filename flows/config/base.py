@@ -14,7 +14,7 @@ from tinker import types
 from blocks.errors import CredentialsError
 from blocks.urls import contains_credentials, has_credentials, hide_credentials
 from flows.config.json_values import check_json_values
-from flows.config.promotion import check_confidence, check_model_name, check_promote_if
+from flows.config.promotion import check_approval, check_confidence, check_model_name, check_promote_if
 from objectives.aliases import with_current_paths
 from objectives.json_schema import form_fields, optional_group, put_first
 
@@ -436,9 +436,7 @@ class RunConfig(TrackedConfig, NamedConfig):
     @field_validator("needs_approval")
     @classmethod
     def _check_needs_approval(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and not info.data.get("register_as"):
-            raise ValueError("it needs register_as: set the name of the registered model")
-        return value
+        return check_approval(value, info.data.get("register_as"))
 
     @field_validator("init_from")
     @classmethod

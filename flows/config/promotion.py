@@ -110,6 +110,17 @@ def check_model_name(name: str | None) -> str | None:
     return name
 
 
+def check_approval(needs_approval: bool, register_as: str | None) -> bool:
+    """Return `needs_approval`; it is an error without a registered model.
+
+    Raises:
+        ValueError: Nothing is registered.
+    """
+    if needs_approval and not register_as:
+        raise ValueError("it needs register_as: set the name of the registered model")
+    return needs_approval
+
+
 def check_confidence(promote_if: str | None, confidence: float | None) -> None:
     """Validate the config field `promote_confidence`.
 

@@ -1,6 +1,6 @@
 """Decision of a person about a checkpoint: in the form of a suspended flow run, or in the terminal.
 
-The decision is recorded in the run's directory, so that each question is asked once.
+The decision about a training run is recorded in its directory, so that each question is asked once.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Literal
@@ -15,6 +16,7 @@ from typing import Literal
 from prefect.context import FlowRunContext
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
+from prefect.runtime import flow_run
 from pydantic import Field
 
 from blocks.storage import RunDirectory
@@ -35,8 +37,48 @@ class ApprovalForm(RunInput):
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """Question to a person about a checkpoint.
+
+    Attributes:
+        key: Name of the question within its flow run, in lower-case letters, digits and dashes.
+        table: Markdown table of what the decision is based on.
+        lines: The same as plain text.
+    """
+
+    key: str
+    text: str
+    table: str
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer of a person: `approve` or `refuse`, and the reason, which may be empty."""
+
+    decision: str
+    reason: str
+
+    def describe(self) -> str:
+        """Return the decision and its reason.
+
+        >>> Answer("refuse", "too long").describe()
+        'refuse: too long'
+        """
+        return f"{self.decision}: {self.reason}" if self.reason else self.decision
+
+    def describe_refusal(self) -> str:
+        """Return the reason not to promote a checkpoint that was refused.
+
+        >>> Answer("refuse", "too long").describe_refusal()
+        'a person refused it (too long)'
+        """
+        return "a person refused it" + (f" ({self.reason})" if self.reason else "")
+
+
+@dataclass(frozen=True, slots=True)
 class ApprovalRequest:
-    """Question to a person about the checkpoint of a run.
+    """Question to a person about the checkpoint of a training run.
 
     Attributes:
         step: Number of updates in the checkpoint's weights.
@@ -50,24 +92,16 @@ class ApprovalRequest:
     question: str
     rows: tuple[HeldOutRow, ...]
 
-    @property
-    def key(self) -> str:
-        """Name of the request within its flow run, in the characters that Prefect allows."""
-        return f"approval-{self.step}-" + re.sub(r"[^a-z0-9]+", "-", self.run_name.lower())
-
-    def as_markdown(self) -> str:
-        """Return the question and a table of the metrics."""
+    def as_question(self) -> Question:
+        """Return the question with the held-out metrics."""
+        key = f"approval-{self.step}-" + re.sub(r"[^a-z0-9]+", "-", self.run_name.lower())
         table = markdown_table(*held_out_table(self.rows)) if self.rows else "The run has no held-out metrics."
-        return f"{escape_markdown(self.question)}\n\n{table}"
-
-    def as_text(self) -> str:
-        """Return a sentence about each metric, and the question."""
-        return "\n".join([*(row.describe_change() for row in self.rows), self.question])
+        return Question(key, self.question, table, [row.describe_change() for row in self.rows])
 
 
 @dataclass(frozen=True, slots=True)
-class Approval:
-    """Recorded decision.
+class Approval(Answer):
+    """Recorded answer to an `ApprovalRequest`.
 
     Attributes:
         flow_run_id: Flow run in which the person decided.
@@ -76,17 +110,7 @@ class Approval:
     step: int
     state_path: str
     question: str
-    decision: str
-    reason: str
     flow_run_id: str
-
-    def describe(self) -> str:
-        """Return the decision and its reason.
-
-        >>> Approval(8, "tinker://a/weights/8", "Register it?", "refuse", "too long", "").describe()
-        'refuse: too long'
-        """
-        return f"{self.decision}: {self.reason}" if self.reason else self.decision
 
 
 def read_approval(directory: RunDirectory, request: ApprovalRequest) -> Approval | None:
@@ -111,30 +135,43 @@ def decide(request: ApprovalRequest, config: RunConfig) -> Approval | None:
     directory = storage_of(config).run_directory(request.run_name)
     if approval := read_approval(directory, request):
         return approval
-    context = FlowRunContext.get()
-    assert context is not None
-    assert context.flow_run is not None
-    # Prefect does not suspend flow runs that another flow run has started.
-    if context.flow_run.deployment_id and not context.flow_run.parent_task_run_id:
-        form = ApprovalForm.with_initial_data(description=request.as_markdown())
-        answer = suspend_flow_run(wait_for_input=form, key=request.key)
-        assert answer is not None
-        decision, reason = answer.decision, answer.reason
-    elif sys.stdin.isatty():
-        decision, reason = _ask(request), ""
-        if decision == "later":
-            return None
-    else:
+    answer = ask(request.as_question())
+    if answer is None:
         return None
-    approval = Approval(request.step, request.state_path, request.question, decision, reason, str(context.flow_run.id))
+    subject = {"step": request.step, "state_path": request.state_path, "question": request.question}
+    approval = Approval(**asdict(answer), **subject, flow_run_id=flow_run.get_id() or "")
     with directory:
         directory.write_bytes(APPROVAL, json.dumps(asdict(approval)).encode())
     return approval
 
 
-def _ask(request: ApprovalRequest) -> str:
+def ask(question: Question) -> Answer | None:
+    """Return the answer of a person to a question of the current flow run.
+
+    None means that there is nobody to ask, or that the person answered `later`. After its suspension, the flow run
+    starts anew and receives the answer from the same call.
+
+    Raises:
+        Pause: The flow run is suspended until a person decides in the Prefect UI.
+    """
+    context = FlowRunContext.get()
+    assert context is not None
+    assert context.flow_run is not None
+    # Prefect does not suspend flow runs that another flow run has started.
+    if context.flow_run.deployment_id and not context.flow_run.parent_task_run_id:
+        form = ApprovalForm.with_initial_data(description=f"{escape_markdown(question.text)}\n\n{question.table}")
+        answer = suspend_flow_run(wait_for_input=form, key=question.key)
+        assert answer is not None
+        return Answer(answer.decision, answer.reason)
+    if not sys.stdin.isatty():
+        return None
+    decision = _ask_in_terminal(question)
+    return None if decision == "later" else Answer(decision, "")
+
+
+def _ask_in_terminal(question: Question) -> str:
     """Ask in the terminal; return `approve`, `refuse` or `later`."""
-    print_notice(request.as_text())
+    print_notice("\n".join([*question.lines, question.text]))
     while True:
         try:
             answer = input("What do you want to do? [approve, refuse, later]: ").strip()

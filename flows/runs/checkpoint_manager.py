@@ -267,8 +267,7 @@ class Checkpoints:
         self._run.log.tag(APPROVAL_TAG, approval.describe())
         if approval.decision == "approve":
             return ""
-        why = f" ({approval.reason})" if approval.reason else ""
-        return f"The checkpoint at step {step} is not promoted: a person refused it{why}."
+        return f"The checkpoint at step {step} is not promoted: {approval.describe_refusal()}."
 
     def _parent(self) -> dict[str, Any]:
         """Return the origin of a fork, from its first record; empty for other runs."""

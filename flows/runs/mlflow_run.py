@@ -136,11 +136,14 @@ def open_log(
 def open_measurement(
     config: TrackedConfig, run_name: str, service_url: str, tags: Mapping[str, str]
 ) -> AbstractContextManager[MetricsLog]:
-    """Open a new MLflow run for a flow that evaluates weights without training them."""
+    """Open the MLflow run of a flow that evaluates weights without training them.
+
+    It is a new one, unless the flow run was suspended or retried: then it is the one that it opened before.
+    """
     return open_mlflow_run(
         tracking_of(config),
         run_name,
-        uuid4().hex,
+        flow_run.get_id() or uuid4().hex,
         params=changed_fields_of(config),
         tags={**origin_tags(service_url), **tags},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ from blocks.errors import ConfigError
 from flows.compare import CompareConfig, CompareResult, compare
 from flows.config.train import SftConfig
 from flows.evaluate import EvaluateConfig, EvaluateResult, evaluate, show_evaluation
+from flows.monitoring.run_tags import APPROVAL_TAG, REJECTED_TAG
 from flows.runs.result import TrainResult
 from flows.sft import sft
 from tasks.common.sampling import Answer
@@ -114,6 +116,50 @@ def test_evaluation_equals_the_metrics_of_the_run(
         "test/code_tests_pass_at_2_high",
     } < evaluated.metrics.keys()
     assert 0 <= evaluated.metrics["test/exact_match"] <= 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_person_decides_about_the_registration(
+    fields: dict[str, Any], mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    gate = {
+        "run_name": "asked",
+        "register_as": "asked",
+        "needs_approval": True,
+        "promote_if": "test/nll < baseline",
+        "baseline": "base",
+    }
+    client = MlflowClient(mlflow_uri)
+    waits = evaluation(fields, **gate)
+    assert waits.not_promoted == (
+        "trained@final is not promoted, because it waits for approval: submit the form of the suspended flow run in the "
+        "Prefect UI, or run this evaluation again in a terminal."
+    )
+    assert client.get_run(waits.mlflow_run_id).data.tags[REJECTED_TAG] == waits.not_promoted
+    monkeypatch.setattr("sys.stdin", Terminal("refuse\n"))
+    refused = evaluation(fields, **gate)
+    assert refused.not_promoted == "trained@final is not promoted: a person refused it."
+    assert client.search_model_versions("name = 'asked'") == []
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", Terminal("approve\n"))
+    approved = evaluation(fields, **gate)
+    shown = capsys.readouterr().err
+    nll = (f"{metrics['test/nll']:.6g}" for metrics in (approved.metrics, approved.baseline))
+    assert "test/nll: trained@final {}, base {}".format(*nll) in shown
+    assert "Register trained@final as a version of asked?" in shown
+    assert (approved.not_promoted, approved.version) == ("", "1")
+    tags = client.get_run(approved.mlflow_run_id).data.tags
+    assert tags[APPROVAL_TAG] == "approve"
+    assert REJECTED_TAG not in tags
+    monkeypatch.setattr("sys.stdin", Terminal(""))
+    assert "promote_if requires" in evaluation(fields, **gate | {"promote_if": "test/nll < 0.01"}).not_promoted
+    with pytest.raises(ValidationError, match="it needs register_as"):
+        evaluation(fields, needs_approval=True)
 
 
 def test_metrics_are_in_mlflow_and_in_a_table(evaluated: EvaluateResult, mlflow_uri: str) -> None:

@@ -47,6 +47,13 @@ def short_fields(folder: Path, run_name: str, tracking: str, base_url: str = "lo
     return sft_fields(folder, run_name, tracking, base_url) | short
 
 
+def evaluation_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of an evaluation that registers the checkpoint of a run after approval."""
+    places = {key: fields[key] for key in ("base_url", "storage", "tracking", "data")}
+    own = {"run_name": "evaluated", "register_as": "evaluated", "needs_approval": True}
+    return places | own | {"checkpoint": f"{fields['run_name']}@2"}
+
+
 def versions(tracking: str, name: str) -> list[Any]:
     return MlflowClient(tracking).search_model_versions(f"name = '{name}'")
 
@@ -196,12 +203,14 @@ def test_suspended_run_survives_a_restart_of_server_and_worker(tmp_path: Path, m
     fields = short_fields(tmp_path, "held", tracking) | {"max_restarts": 0}
     staged = rlhf_fields(tmp_path, "staged", tracking) | {"needs_approval": True, "judge": None}
     with local_prefect_server() as api, temporary_settings({PREFECT_API_URL: api}):
-        for name in ("sft", "rlhf"):
+        for name in ("sft", "rlhf", "evaluate"):
             deploy(api, "--name", name)
         with process_worker(api, tmp_path / "home", log):
             first, stages = start("sft", fields), start("rlhf", staged)
             run = wait_for(lambda: suspended(first), "a suspended run", 240)
             wait_for(lambda: suspended(stages), "a suspended rlhf", 240)
+            evaluation = start("evaluate", evaluation_fields(fields))
+            wait_for(lambda: suspended(evaluation), "a suspended evaluation", 240)
         assert run.state is not None
         with get_client(sync_client=True) as client:
             key = keyset_from_paused_state(run.state)["description"]
@@ -215,13 +224,20 @@ def test_suspended_run_survives_a_restart_of_server_and_worker(tmp_path: Path, m
             answer(first)
         answer(first, decision="approve", reason="better")
         answer(stages, decision="refuse", reason="too early")
+        answer(evaluation, decision="approve", reason="measured")
         with process_worker(api, tmp_path / "home", log):
-            ended = [wait_for_end(flow_run_id, 240).state for flow_run_id in (first, stages)]
-    assert [state and state.name for state in ended] == ["Completed", "NotPromoted"], log.read_text()[-3000:]
+            ended = [wait_for_end(flow_run_id, 240).state for flow_run_id in (first, stages, evaluation)]
+    states = [state and state.name for state in ended]
+    assert states == ["Completed", "NotPromoted", "Completed"], log.read_text()[-3000:]
     assert ended[1] is not None
     assert ended[1].message == "staged-sft ends the flow: a person decided 'refuse: too early'."
     (version,) = versions(tracking, "held")
     assert MlflowClient(tracking).get_run(version.run_id).data.tags[APPROVAL_TAG] == "approve: better"
+    (version,) = versions(tracking, "evaluated")
+    client = MlflowClient(tracking)
+    assert client.get_run(version.run_id).data.tags[APPROVAL_TAG] == "approve: measured"
+    # It was evaluated once, before it was suspended.
+    assert len(client.get_metric_history(version.run_id, "test/nll")) == 1
 
 
 def answer_in_ui(driver: WebDriver, ui: str, flow_run_id: UUID, decision: str, reason: str) -> str:
