@@ -456,7 +456,7 @@ def _store_unapproved(log: MetricsLog, subject: Sequence[str], result: EvaluateR
 
 def _waiting(config: EvaluateConfig) -> str:
     return (
-        f"{config.checkpoint} is not promoted, because it waits for approval: submit the form of the suspended flow run "
+        f"{config.checkpoint} is not promoted, because it waits for approval: submit the form of the suspended run "
         "in the Prefect UI, or run this evaluation again in a terminal."
     )
 

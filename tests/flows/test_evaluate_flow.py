@@ -137,7 +137,7 @@ def test_a_person_decides_about_the_registration(
     client = MlflowClient(mlflow_uri)
     waits = evaluation(fields, **gate)
     assert waits.not_promoted == (
-        "trained@final is not promoted, because it waits for approval: submit the form of the suspended flow run in the "
+        "trained@final is not promoted, because it waits for approval: submit the form of the suspended run in the "
         "Prefect UI, or run this evaluation again in a terminal."
     )
     assert client.get_run(waits.mlflow_run_id).data.tags[REJECTED_TAG] == waits.not_promoted
