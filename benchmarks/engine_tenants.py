@@ -35,12 +35,17 @@ def measure(*, model: str = "smollm2-135m", repetitions: int = 3) -> list[Row]:
         threads = torch.get_num_threads()
         with local_engine(model=model, dtype="float32", threads=threads) as service, service.get_client() as session:
             (engine,) = (child for child in psutil.Process().children() if child not in before)
-            one, *others = (
-                session.create_lora_training_client(model, rank=RANK, seed=n).result() for n in range(NUM_CLIENTS)
-            )
-            _tokens_per_s([one] * 2, batch)
+
+            def open_client(seed: int) -> tinker.TrainingClient:
+                """Open a client whose adapter and optimizer state have been allocated by a step."""
+                client = session.create_lora_training_client(model, rank=RANK, seed=seed).result()
+                _tokens_per_s([client], batch)
+                return client
+
+            one = open_client(0)
+            _tokens_per_s([one], batch)
             alone_bytes = engine.memory_info().rss
-            _tokens_per_s(others, batch)
+            others = [open_client(seed) for seed in range(1, NUM_CLIENTS)]
             client_bytes = (engine.memory_info().rss - alone_bytes) / len(others)
             ours, peer = [], []
             for _ in tqdm(range(repetitions), desc="engine_tenants"):

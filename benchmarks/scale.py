@@ -183,16 +183,16 @@ def _loads_table(windows: Sequence[Window]) -> Table:
     for header in ("setup", "runs", "step", *PARTS, "events", "task runs", "points"):
         table.add_column(header)
     for window in windows:
-        cells = [window.name, str(window.num_runs), f"{window.period_s:.1f} s"]
+        cells = [window.name, str(window.num_runs), f"{window.step_s:.1f} s"]
         for part in PARTS:
             cores = f"{window.cores[part]:.3f}" if part in window.cores else "-"
             is_predicted = window.name in CHECKED and part in MODELLED
-            predicted = f" ({loads[part].cores(window.num_runs, window.period_s):.3f})" if is_predicted else ""
+            predicted = f" ({loads[part].cores(window.num_runs, window.step_s):.3f})" if is_predicted else ""
             cells.append(cores + predicted)
         lags = (window.event_lag_s, window.task_run_lag_s, window.point_lag_s) if window.num_runs else ()
         table.add_row(*cells, *(f"{median:.1f} / {worst:.1f}" for median, worst in lags))
     costs = "; ".join(
-        f"{part} {load.idle:.3f} cores idle, {load.per_run * 1000:.2f} mcores per run, {load.step_s * 1000:.1f} ms "
+        f"{part} {load.idle:.3f} cores idle, {load.per_run * 1000:.2f} mcores per run, {load.cpu_s * 1000:.1f} ms "
         f"per step, one core at {load.max_runs(10.0):.0f} runs with steps of 10 s"
         for part, load in loads.items()
         if part in MODELLED

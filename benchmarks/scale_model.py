@@ -42,7 +42,7 @@ class Window:
     """Measurements of one window.
 
     Attributes:
-        period_s: mean seconds of a step of a run; 0 without runs.
+        step_s: mean seconds of a step of a run; 0 without runs.
         num_checkpoints: saved checkpoints of all runs.
         cores: cores in use, by process: the servers, `service`, and `flows` for all runs.
         counts: growth of each counter per step of a run.
@@ -53,7 +53,7 @@ class Window:
 
     name: str
     num_runs: int
-    period_s: float
+    step_s: float
     num_steps: int
     num_checkpoints: int
     cores: Mapping[str, float]
@@ -70,20 +70,20 @@ class Load:
     Attributes:
         idle: cores in use without a run.
         per_run: cores in use for every open run, whatever the duration of its steps.
-        step_s: processor seconds of a step.
+        cpu_s: processor seconds of a step.
     """
 
     idle: float
     per_run: float
-    step_s: float
+    cpu_s: float
 
-    def cores(self, num_runs: float, period_s: float) -> float:
-        """Return the cores in use by runs whose steps take `period_s` seconds."""
-        return self.idle + num_runs * (self.per_run + self.step_s / period_s)
+    def cores(self, num_runs: float, step_s: float) -> float:
+        """Return the cores in use by runs whose steps take `step_s` seconds."""
+        return self.idle + num_runs * (self.per_run + self.cpu_s / step_s)
 
-    def max_runs(self, period_s: float, cores: float = 1.0) -> float:
+    def max_runs(self, step_s: float, cores: float = 1.0) -> float:
         """Return the number of runs that use all the cores; infinite if a run uses none."""
-        per_run = self.cores(1, period_s) - self.idle
+        per_run = self.cores(1, step_s) - self.idle
         return (cores - self.idle) / per_run if per_run > 0 else float("inf")
 
 
@@ -101,8 +101,8 @@ def fit_load(idle: float, fast: tuple[float, float], slow: tuple[float, float]) 
     (fast_s, fast_cores), (slow_s, slow_cores) = fast, slow
     if slow_s <= fast_s:
         raise ValueError(f"the slow steps take {slow_s:g} s, the fast ones {fast_s:g} s: measure longer slow steps")
-    step_s = max(0.0, (fast_cores - slow_cores) / (1 / fast_s - 1 / slow_s))
-    return Load(idle, max(0.0, slow_cores - idle - step_s / slow_s), step_s)
+    cpu_s = max(0.0, (fast_cores - slow_cores) / (1 / fast_s - 1 / slow_s))
+    return Load(idle, max(0.0, slow_cores - idle - cpu_s / slow_s), cpu_s)
 
 
 def fit_servers(windows: Sequence[Window]) -> dict[str, Load]:
@@ -110,7 +110,7 @@ def fit_servers(windows: Sequence[Window]) -> dict[str, Load]:
     by_name = {window.name: window for window in windows}
     idle, fast, slow = by_name["idle"], by_name["fast"], by_name["1"]
     return {
-        part: fit_load(idle.cores.get(part, 0.0), (fast.period_s, fast.cores[part]), (slow.period_s, slow.cores[part]))
+        part: fit_load(idle.cores.get(part, 0.0), (fast.step_s, fast.cores[part]), (slow.step_s, slow.cores[part]))
         for part in slow.cores
     }
 

@@ -104,11 +104,11 @@ def draw(drawing: Drawing, results: Mapping[str, TrainResult], path: Path) -> No
     """Draw the panels as PNG; curves of held-out metrics have dots."""
     figure = Figure(figsize=(8, 3), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(drawing.panels), squeeze=False)[0]
-    for panel, (measured, metrics) in zip(panels, drawing.panels.items(), strict=True):
+    for panel, (axis_label, metrics) in zip(panels, drawing.panels.items(), strict=True):
         for label, points in curves(metrics, results).items():
             style = "o--" if label.startswith("test/") else "-"
             panel.plot(*zip(*points, strict=True), style, markersize=4, label=label)
-        panel.set(xlabel="step", ylabel=measured)
+        panel.set(xlabel="step", ylabel=axis_label)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False, fontsize="small")
     figure.savefig(path)

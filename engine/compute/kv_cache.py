@@ -36,8 +36,8 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 class KVCache(Cache):
     """Keys and values per layer, ``(rows, heads, tokens, width)``; only the first `num_rows` rows are in use.
 
-    A forward pass computes the new tokens that were selected last: one per row (`select_rows`, `select_slots`), or all
-    that a new row does not have yet (`select_new_tokens`).
+    A forward pass computes the new tokens that were selected last: one per row (`select_rows`, `select_slots`), or, for
+    new rows, all of their tokens that are not in the cache yet (`select_new_tokens`).
 
     Attributes:
         num_allocations: how often the buffers were replaced.
@@ -47,7 +47,7 @@ class KVCache(Cache):
         """Create an empty cache.
 
         Args:
-            max_tokens: maximum capacity in tokens, beyond which buffers grow by single rows.
+            max_tokens: capacity in tokens up to which buffers get spare rows; beyond it, they have only rows in use.
             slots_per_growth: number of rows by which buffers grow.
         """
         super().__init__(layers=[])
@@ -57,13 +57,15 @@ class KVCache(Cache):
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._lengths_R = torch.empty(0, dtype=torch.int64)
+        # Of the selected forward pass: masks by window, rows and width that attention reads, positions of its tokens,
+        # flat indices of those that are not padding (None without padding), and where the keys and values are written.
         self._masks: dict[int | None, Tensor] = {}
         self._read_rows: Tensor | slice = slice(0)
-        self._written_rows_N = self._lengths_R
-        self._written_positions_N = self._lengths_R
+        self._width = 0
         self._positions_RT = self._lengths_R[:, None]
         self._real_N: Tensor | None = None
-        self._width = 0
+        self._written_rows_N = self._lengths_R
+        self._written_positions_N = self._lengths_R
 
     @property
     def num_rows(self) -> int:
@@ -153,7 +155,8 @@ class KVCache(Cache):
         """Select the last token of each row for the next forward pass.
 
         Args:
-            rows_R: int64 row indices; repeated indices are padding. All rows in order need no copy.
+            rows_R: int64 row indices; repeated indices are padding. If these are all rows in order, attention reads the
+                buffers instead of a copy.
             width: number of tokens of each buffer to attend to; None is the length of the longest row.
 
         Returns:
@@ -241,7 +244,7 @@ class KVCache(Cache):
     def _clear(self, start: int, end: int, length: int) -> None:
         """Clear the freed slots from ``start`` to ``end``, or free the buffers if no row is left.
 
-        A masked position has the weight 0, but 0 times NaN would reach the next row.
+        A masked position has the weight 0, but a NaN there, times 0, would reach the row that uses the slot next.
         """
         for buffer in (*self._keys, *self._values):
             buffer[start:end, :, :length] = 0
@@ -250,6 +253,10 @@ class KVCache(Cache):
             self.num_allocations += 1
 
     def _make_room(self) -> None:
+        """Replace the buffers if the rows or their tokens do not fit.
+
+        The new buffers fit the present rows and lengths: they may have fewer rows or fewer tokens per row than before.
+        """
         rows, tokens = self.num_rows, int(self._lengths_R.max())
         old_rows, _, old_tokens, _ = self._keys[0].shape
         if rows <= old_rows and tokens <= old_tokens:
@@ -308,8 +315,8 @@ def _attention(
     query = query.reshape(num_rows, key.shape[1], -1, width)
     scale = kwargs.get("scaling") or width**-0.5
     if query.dtype == torch.float32:
-        # The flash kernel works in one buffer per thread, whose alignment decides the last bits, so they depend on the
-        # number of rows. Those of one product per row and head do not; for a single token it is as fast.
+        # The last bits of the flash kernel's result depend on the number of rows, because it works in buffers of
+        # varying alignment. One product per row and head always gives the same bits, and is as fast for one token.
         scores = (query * scale) @ key.transpose(2, 3)
         mixed = scores.masked_fill_(~mask, -torch.inf).softmax(dim=-1) @ value
     else:

@@ -43,7 +43,10 @@ CLIENT_TIMEOUT_S = 600.0  # a session without any request for this long is close
 
 
 class Engine:
-    """State that requests use. Methods run on the event loop; torch runs on the worker's thread."""
+    """Sessions, models, samplers and stores of the engine, which the request handlers use.
+
+    Methods run on the event loop; torch runs on the worker's thread.
+    """
 
     def __init__(self, settings: Settings, bases: dict[str, BaseModel], worker: Worker) -> None:
         """Open the state folder and restore the unfinished sessions.
@@ -60,6 +63,7 @@ class Engine:
         self.runs = RunStore(settings.state)
         self.custom_losses = CustomLossStore(settings.state)
         self.checkpoints.remove_stale()
+        # One budget for the adapters of all models; on a GPU, it is what the first model leaves.
         self.memory = MemoryBudget(max_adapter_bytes(settings, next(iter(bases.values()))), settings.state / "evicted")
         self.metrics = Metrics(self.gauges)
         self.clock = Clock(settings.clock_cycle_s)
@@ -150,11 +154,11 @@ class Engine:
             raise NotFoundError(f"The session {session_id} has ended, so its running request was cancelled.")
 
     def session(self, session_id: str) -> Session:
-        """Return an open session; raises a NotFoundError for sessions that ended or were lost in a restart."""
+        """Return an open session; raises a NotFoundError if there is none."""
         if (session := self.sessions.get(session_id)) is None:
             raise NotFoundError(
-                f"The engine has no open session {session_id}: the session was finished, or the engine was restarted; "
-                "create a new service client."
+                f"The engine has no open session {session_id}: it was finished, was closed after {CLIENT_TIMEOUT_S:g} "
+                "s without requests, or belongs to another state folder; create a new service client."
             )
         session.last_seen = time.monotonic()
         self._close_idle_sessions()
@@ -202,15 +206,21 @@ class Engine:
         model = session.models.get(model_id) if session else None
         if model is None:
             raise NotFoundError(
-                f"The engine has no model {model_id}: its session ended, or the engine was restarted; "
-                "create a training client from the last checkpoint."
+                f"The engine has no model {model_id}: its session was finished, was closed after {CLIENT_TIMEOUT_S:g} "
+                "s without requests, or belongs to another state folder; create a training client from the last "
+                "checkpoint."
             )
         model.last_request = datetime.now(UTC)
         self.keep_alive(model_id)
         return model
 
     def new_sampler(self, session_id: str, seq_id: int, base_model: str | None, model_path: str | None) -> Sampler:
-        """Create a sampler for a checkpoint or a base model."""
+        """Return sampler ``seq_id`` of a session, created on the first call for a checkpoint or a base model.
+
+        Raises:
+            NotFoundError: There is no such session or checkpoint.
+            RequestError: Neither a checkpoint nor a base model is given.
+        """
         session = self.session(session_id)
         checkpoint = self.checkpoints.find(parse_path(model_path)) if model_path else None
         name = checkpoint.base_model if checkpoint else base_model

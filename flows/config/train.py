@@ -257,7 +257,7 @@ class TrainConfig(RunConfig):
         default=None,
         ge=1,
         title="Steps",
-        description="Number of steps to train for. Unset: all steps of the epochs.",
+        description="Maximum number of steps. Unset: all steps of the epochs.",
     )
     eval_every: int = Field(
         default=10,

@@ -64,7 +64,7 @@ class PruneConfig(Config):
 
     rule: Literal["median", "successive_halving"] = Field(
         title="Rule",
-        description="`median`: stop if the best value so far is worse than the median of the finished trials at that "
+        description="`median`: stop if the best value so far is worse than the median of the completed trials at that "
         "step. `successive_halving`: at each rung, only the best 1/`factor` of the trials continue.",
     )
     min_steps: int = Field(default=1, ge=1, title="Steps", description="First step at which a trial may stop.")

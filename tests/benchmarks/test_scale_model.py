@@ -22,29 +22,29 @@ from benchmarks.scale_model import (
 def test_fit_recovers_a_load_from_two_step_durations() -> None:
     # 0.05 cores idle, 2 ms per second and run, 80 ms per step: 0.132 cores at 1 s, 0.06 cores at 10 s.
     load = fit_load(0.05, (1.0, 0.132), (10.0, 0.060))
-    assert (load.idle, load.per_run, load.step_s) == pytest.approx((0.05, 0.002, 0.08))
+    assert (load.idle, load.per_run, load.cpu_s) == pytest.approx((0.05, 0.002, 0.08))
 
 
 def test_load_adds_up_run_by_run() -> None:
-    load = Load(idle=0.05, per_run=0.002, step_s=0.08)
+    load = Load(idle=0.05, per_run=0.002, cpu_s=0.08)
     assert load.cores(0, 10.0) == 0.05
     assert load.cores(100, 10.0) == pytest.approx(0.05 + sum(0.002 + 0.08 / 10 for _ in range(100)))
 
 
 @pytest.mark.parametrize("cores", [1.0, 4.0])
 def test_the_largest_number_of_runs_uses_all_cores(cores: float) -> None:
-    load = Load(idle=0.05, per_run=0.002, step_s=0.08)
+    load = Load(idle=0.05, per_run=0.002, cpu_s=0.08)
     assert load.cores(load.max_runs(10.0, cores), 10.0) == pytest.approx(cores)
     assert load.max_runs(20.0, cores) > load.max_runs(10.0, cores)
 
 
 def test_runs_without_load_have_no_limit() -> None:
-    assert math.isinf(Load(idle=0.01, per_run=0.0, step_s=0.0).max_runs(10.0))
+    assert math.isinf(Load(idle=0.01, per_run=0.0, cpu_s=0.0).max_runs(10.0))
 
 
 def test_noise_never_fits_a_negative_load() -> None:
     load = fit_load(0.05, (1.0, 0.04), (10.0, 0.045))
-    assert load.per_run == load.step_s == 0
+    assert load.per_run == load.cpu_s == 0
 
 
 def test_fit_rejects_equal_step_durations() -> None:
@@ -59,7 +59,7 @@ def test_servers_are_fitted_to_their_own_cores() -> None:
         Window("1", 1, 10.0, 6, 0, {"prefect": 0.060, "flows": 0.03}),
     ]
     loads = fit_servers(windows)
-    assert loads["prefect"].step_s == pytest.approx(0.08)
+    assert loads["prefect"].cpu_s == pytest.approx(0.08)
     assert loads["flows"].idle == 0
     assert loads["flows"].cores(1, 1.0) == pytest.approx(0.3)
 
