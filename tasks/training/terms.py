@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast
 
 from prefect import Task
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
+from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
+from prefect.states import Crashed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from blocks.errors import ConfigError, first_line
@@ -25,6 +30,7 @@ from objectives.gradients.linearize import Linearized, WeightedTerm
 from objectives.objective import Objective
 from objectives.scale import Scale
 from objectives.term import Regularizer
+from tasks.common.service_errors import TRANSIENT_ERRORS
 from tasks.common.task import Pending, call, opaque_argument, retried_task, step_task, submit
 
 P = ParamSpec("P")
@@ -181,7 +187,9 @@ class TaskTermExecutor:
         def run(doing: str, regularizer: Regularizer, *arguments: object) -> Any:
             encoded = encode_call(doing, regularizer, arguments)
             try:
-                return pickle.loads(workers.submit(task, {"term": regularizer.name, "encoded": encoded}).result())
+                future = workers.submit(task, {"term": regularizer.name, "encoded": encoded})
+                with _lost_worker_reported(future):
+                    return pickle.loads(future.result())
             except ObjectiveError:
                 raise
             except BrokenExecutor as error:
@@ -201,6 +209,19 @@ class TaskTermExecutor:
     def _start(self, threads: ThreadPoolExecutor, function: Callable[[], R]) -> Callable[[], R]:
         future: Future[R] = threads.submit(copy_context().run, function)
         return future.result
+
+
+@contextmanager
+def _lost_worker_reported(future: PrefectFuture[Any]) -> Iterator[None]:
+    """Set a task run to Crashed if its worker ended without a state; Prefect would show it as Running for ever."""
+    try:
+        yield
+    except (Exception, CancelledError) as error:
+        with suppress(ObjectNotFound, *TRANSIENT_ERRORS), get_client(sync_client=True) as client:
+            if not future.state.is_final():
+                state = Crashed(message=f"The worker did not finish it: {first_line(error)}")
+                client.set_task_run_state(future.task_run_id, state, force=True)
+        raise
 
 
 def _with_retries(task: Task[P, R], regularizer: Regularizer) -> Task[P, R]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 import tinker
 from library_internals import ROOT, imported_names, importers, missing_internal
+from prefect.context import SettingsContext, serialize_context
 from prefect.events.worker import EventsWorker
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Failed
 
 from blocks.tinker_internals import SAMPLING_METHOD
-from tasks.common.prefect_internals import WORKER_ATTRIBUTES, state_error
+from tasks.common.prefect_internals import WORKER_ATTRIBUTES, settings_serialized_once, state_error
 
 PACKAGES = ("blocks", "tasks", "flows", "deployments")
 PREFECT_ADAPTER = "tasks/common/prefect_internals.py"
@@ -68,6 +71,25 @@ def test_prefect_events_worker_has_the_attribute(name: str) -> None:
         pytest.fail(
             f"prefect {version('prefect')} has no EventsWorker.{name}: update tasks/common/prefect_internals.py."
         )
+
+
+def test_settings_are_serialized_once_for_all_submitted_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = serialize_context()["settings_context"]
+    calls: list[object] = []
+    original = SettingsContext.serialize
+
+    def serialize(self: SettingsContext, include_secrets: bool = True) -> dict[str, Any]:
+        calls.append(self)
+        return original(self, include_secrets)
+
+    monkeypatch.setattr(SettingsContext, "serialize", serialize)
+    with settings_serialized_once():
+        submitted = [serialize_context()["settings_context"] for _ in range(3)]
+        with temporary_settings({PREFECT_API_URL: "http://elsewhere/api"}):
+            changed = serialize_context()["settings_context"]
+    assert submitted == [expected] * 3
+    assert changed["settings"]["api"]["url"] == "http://elsewhere/api"
+    assert len(calls) == 2
 
 
 def test_sampling_client_has_the_method() -> None:
