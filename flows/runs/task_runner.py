@@ -26,6 +26,7 @@ from flows.runs.local_dask import LocalDask
 from objectives.execution.process import START_S, python_path
 from objectives.execution.respond import end_with_parent
 from objectives.import_policy import is_restricted
+from tasks.common.prefect_internals import settings_serialized_once
 
 
 @contextmanager
@@ -48,6 +49,8 @@ def open_task_runner(config: TaskRunnerConfig | None) -> Iterator[TaskRunner[Any
             threads = stack.enter_context(ThreadPoolTaskRunner())
         if threads is not context.task_runner:
             stack.enter_context(context.model_copy(update={"task_runner": threads}))
+        if runner is not threads:
+            stack.enter_context(settings_serialized_once())
         yield runner
 
 
