@@ -115,7 +115,8 @@ def open_dask(config: TaskRunnerConfig) -> Iterator[Any]:
         runner = prefect_dask.DaskTaskRunner(address=address, client_kwargs=client_options)
         try:
             stack.enter_context(runner)
-            runner.client.wait_for_workers(1, timeout=START_S)
+            # An adaptive cluster may have no workers until it has work.
+            runner.client.submit(os.getpid, pure=False).result(timeout=START_S)
         except Exception as error:
             if client_options:
                 raise ConfigError(

@@ -279,6 +279,20 @@ def test_a_dask_cluster_at_an_address_receives_the_terms_of_a_flow_and_keeps_run
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prefect_server")
+def test_an_adaptive_dask_cluster_starts_its_first_worker_for_the_terms():
+    require("dask")
+    import distributed
+
+    with distributed.LocalCluster(
+        n_workers=0, threads_per_worker=1, protocol="tcp", dashboard_address=None, host="127.0.0.1"
+    ) as cluster:
+        cluster.adapt(minimum=0, maximum=1)
+        with open_dask(TaskRunnerConfig(kind="dask", address=cluster.scheduler_address)) as runner:
+            assert runner.client.submit(os.getpid, pure=False).result(60) != os.getpid()
+
+
+@pytest.mark.slow
 def test_a_dask_cluster_that_cannot_be_reached_raises():
     require("dask")
     with pytest.raises(ConfigError, match=r"Dask cluster at tcp://127.0.0.1:9 cannot be reached or has no workers"):
