@@ -21,11 +21,10 @@ from tasks.evaluation.policy_metrics import (
     NGRAMS,
     Estimate,
     distinct,
-    entropy_per_token,
     estimate,
     kl_per_answer,
     kl_per_token,
-    perplexity,
+    ratio_scores,
     vendi,
 )
 from tasks.preference.judges import Judge, record_verdicts
@@ -71,15 +70,20 @@ async def compare_policies(
     with service_errors("sample from the compared policies"):
         conversations = [[Message(role="user", content=row["question"])] for row in rows]
         answers_PG, others_PG = [await sample_answers(policy, renderer, conversations, sampling) for policy in policies]
-        figures = await _figures(policies, answers_PG, others_PG, score)
-        figures |= await _perplexities(policies, renderer, rows, score)
-    questions = [_by_question(answers) for answers in (answers_PG, others_PG)]
-    for name, answers, values in zip(NAMES, (answers_PG, others_PG), questions, strict=True):
+        figures, entropies = await _figures(policies, answers_PG, others_PG, score)
+        nlls = await _reference_scores(policies, renderer, rows, score)
+    scores_by_policy = [
+        entropies[index] | nlls[index] | _by_question(answers) for index, answers in enumerate((answers_PG, others_PG))
+    ]
+    for name, answers, scores in zip(NAMES, (answers_PG, others_PG), scores_by_policy, strict=True):
         figures |= {(f"distinct_{n}", name): _distinct(n, answers) for n in NGRAMS}
-        figures |= {(key, name): estimate(values_P).mean for key, values_P in values.items()}
+        figures |= {(key, name): estimate(scores_P).mean for key, scores_P in scores.items()}
+        if "nll_per_token" in scores:
+            figures[("perplexity", name)] = math.exp(figures[("nll_per_token", name)])
     shared: dict[str, float] = {}
-    for key, values_P in questions[0].items():
-        shared |= compare_scores([a - b for a, b in zip(values_P, questions[1][key], strict=True)]).metrics(key)
+    for key, scores_P in scores_by_policy[0].items():
+        differences = [a - b for a, b in zip(scores_P, scores_by_policy[1][key], strict=True)]
+        shared |= compare_scores(differences).metrics(key)
     with record_verdicts() as record:
         verdicts_PG = await _verdicts(judge, rows, answers_PG, others_PG) if judge else []
     if judge:
@@ -105,9 +109,10 @@ async def _figures(
     answers_PG: Sequence[Sequence[Answer]],
     others_PG: Sequence[Sequence[Answer]],
     score: Score,
-) -> dict[tuple[str, str], float]:
-    """KL to the other policy and entropy of each policy, on its own answers."""
+) -> tuple[dict[tuple[str, str], float], list[dict[str, list[float]]]]:
+    """Return each policy's KL to the other one, and its entropy by question, on its own answers."""
     figures: dict[tuple[str, str], float] = {}
+    entropies: list[dict[str, list[float]]] = []
     for name, own, other, own_PG in (
         (NAMES[0], policies[0], policies[1], answers_PG),
         (NAMES[1], policies[1], policies[0], others_PG),
@@ -117,21 +122,28 @@ async def _figures(
         problems = [p for p, answers_G in enumerate(own_PG) for answer in answers_G if answer.tokens]
         per_token, per_answer = kl_per_token(own_D, other_D, problems), kl_per_answer(own_D, other_D, problems)
         figures |= _with_error("kl_per_token", name, per_token) | _with_error("kl_per_answer", name, per_answer)
-        figures[("entropy_per_token", name)] = entropy_per_token(own_D)
-    return figures
+        entropies.append({"entropy_per_token": _nll_scores(own_D, problems, len(own_PG))})
+    return figures, entropies
 
 
-async def _perplexities(
+async def _reference_scores(
     policies: Policies, renderer: Renderer, rows: Sequence[Row], score: Score
-) -> dict[tuple[str, str], float]:
-    """Perplexity of the reference answers under each policy; empty without reference answers."""
+) -> list[dict[str, list[float]]]:
+    """Return the NLL of each reference answer under each policy; empty dicts without reference answers."""
     references = [_reference_answer(renderer, row) for row in rows if row.get("answer")]
     if not references:
-        return {}
-    return {
-        ("perplexity", name): perplexity(await score(policy, references))
-        for name, policy in zip(NAMES, policies, strict=True)
-    }
+        return [{} for _ in policies]
+    problems = range(len(references))
+    return [
+        {"nll_per_token": _nll_scores(await score(policy, references), problems, len(references))}
+        for policy in policies
+    ]
+
+
+def _nll_scores(logprobs_D: Sequence[Sequence[float]], problems_D: Sequence[int], num_problems: int) -> list[float]:
+    """Return scores by problem whose mean is the negative logprob per token of all answers."""
+    sums_D, sizes_D = [-sum(logprobs) for logprobs in logprobs_D], [len(logprobs) for logprobs in logprobs_D]
+    return ratio_scores(sums_D, sizes_D, problems_D, num_problems)
 
 
 def _reference_answer(renderer: Renderer, row: Row) -> Answer:

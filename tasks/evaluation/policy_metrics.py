@@ -34,23 +34,35 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(float(np.mean(values)), error)
 
 
-def clustered(sums_D: Sequence[float], sizes_D: Sequence[float], problems_D: Sequence[int]) -> Estimate:
-    """Ratio of the totals of sums and sizes, with its standard error if answers to one problem are alike.
+def ratio_scores(
+    sums_D: Sequence[float], sizes_D: Sequence[float], problems_D: Sequence[int], num_problems: int
+) -> list[float]:
+    """Scores of problems whose mean is the ratio of the totals of sums and sizes.
 
-    The error is that of a ratio estimator over clusters.
+    Their standard error is that of a ratio estimator over clusters. The differences of two policies' scores of the same
+    problems have the difference of the ratios as their mean, and its standard error.
 
     Source: Cochran 1977, "Sampling Techniques", chapters 6 and 9.
+
+    Args:
+        problems_D: number of the problem of each answer, below `num_problems`; some problems may have no answer.
+
+    >>> ratio_scores([1.0, 3.0, 8.0], [1, 1, 2], [0, 0, 1], 2)  # the ratio of the totals is 3
+    [2.0, 4.0]
+    """
+    sums_P, sizes_P = (np.bincount(problems_D, values, num_problems) for values in (sums_D, sizes_D))
+    ratio = sums_P.sum() / sizes_P.sum()
+    return (ratio + (sums_P - ratio * sizes_P) / sizes_P.mean()).tolist()
+
+
+def clustered(sums_D: Sequence[float], sizes_D: Sequence[float], problems_D: Sequence[int]) -> Estimate:
+    """Ratio of the totals of sums and sizes, with its standard error if answers to one problem are alike.
 
     >>> clustered([1.0, 3.0], [1, 1], [0, 1])
     Estimate(mean=2.0, error=1.0)
     """
     problems, index_D = np.unique(np.asarray(problems_D), return_inverse=True)
-    sums_P, sizes_P = (np.bincount(index_D, values) for values in (sums_D, sizes_D))
-    mean, num = float(sums_P.sum() / sizes_P.sum()), len(problems)
-    if num < 2:
-        return Estimate(mean, math.nan)
-    residuals_P = (sums_P - mean * sizes_P) / sizes_P.mean()
-    return Estimate(mean, float(np.std(residuals_P, ddof=1)) / math.sqrt(num))
+    return estimate(ratio_scores(sums_D, sizes_D, index_D.tolist(), len(problems)))
 
 
 def kl_per_token(
@@ -85,24 +97,6 @@ def kl_per_answer(
     """
     sums_D = [sum(own) - sum(other) for own, other in zip(own_D, other_D, strict=True)]
     return clustered(sums_D, [1.0] * len(sums_D), problems_D)
-
-
-def entropy_per_token(own_D: Sequence[Sequence[float]]) -> float:
-    """Entropy of the next-token distribution in nats, estimated as the mean of -logprob on a policy's own answers.
-
-    >>> entropy_per_token([[-1.0, -2.0], [-3.0]])
-    2.0
-    """
-    return -float(np.mean([value for own in own_D for value in own]))
-
-
-def perplexity(logprobs_D: Sequence[Sequence[float]]) -> float:
-    """Exponential of the mean negative logprob per token.
-
-    >>> perplexity([[math.log(0.5)], [math.log(0.5), math.log(0.5)]])
-    2.0
-    """
-    return math.exp(entropy_per_token(logprobs_D))
 
 
 def distinct(n: int, texts: Sequence[str]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
@@ -229,8 +230,10 @@ def test_comparison_metrics(compared: CompareResult, mlflow_uri: str) -> None:
     interval = ttest_rel(own_P, others_P).confidence_interval(0.95)
     assert metrics["difference/vendi"] == pytest.approx(metrics["vendi/checkpoint"] - metrics["vendi/against"])
     assert (metrics["difference/vendi_low"], metrics["difference/vendi_high"]) == pytest.approx(tuple(interval))
-    difference = metrics["tokens/checkpoint"] - metrics["tokens/against"]
-    assert metrics["difference/tokens"] == pytest.approx(difference)
+    for key in ("tokens", "entropy_per_token", "nll_per_token"):
+        difference = metrics[f"{key}/checkpoint"] - metrics[f"{key}/against"]
+        assert metrics[f"difference/{key}"] == pytest.approx(difference)
+    assert metrics["perplexity/against"] == pytest.approx(math.exp(metrics["nll_per_token/against"]))
     assert (
         MlflowClient(mlflow_uri).get_run(compared.mlflow_run_id).data.metrics["vendi/against"]
         == metrics["vendi/against"]

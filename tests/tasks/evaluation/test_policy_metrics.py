@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import sem
+from scipy.stats import bootstrap, sem
 from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.preference.types import Comparison, PreferenceModel, PreferenceModelBuilder
 from tinker_cookbook.renderers import Message, get_text_content
 
 from blocks.errors import ConfigError
-from tasks.evaluation.policy_metrics import clustered, distinct, entropy_per_token, kl_per_answer, kl_per_token, vendi
+from tasks.evaluation.intervals import compare_scores
+from tasks.evaluation.policy_metrics import clustered, distinct, kl_per_answer, kl_per_token, ratio_scores, vendi
 from tasks.preference.judges import build_judge, by_answer
 
 ROW = {"question": "2 + 2?", "answer": "#### 4"}
@@ -33,7 +34,9 @@ def test_sampled_kl_and_entropy_converge_to_the_exact_values() -> None:
         for estimate, truth in ((per_token, exact), (per_answer, 3 * exact)):
             assert 0 < estimate.error < 0.1 * truth
             assert abs(estimate.mean - truth) < 5 * estimate.error
-        assert entropy_per_token(own_D) == pytest.approx(-float((own * np.log(own)).sum()), rel=0.05)
+        sums_D = [-sum(own) for own in own_D]
+        entropy = np.mean(ratio_scores(sums_D, [3.0] * 4000, problems_D, 4000))
+        assert entropy == pytest.approx(-float((own * np.log(own)).sum()), rel=0.05)
 
 
 def test_errors_cover_answers_that_are_alike() -> None:
@@ -58,6 +61,33 @@ def test_error_of_a_ratio_is_that_of_the_jackknife() -> None:
     ratio = clustered([*sums_D], [*sizes_D], [*problems_D])
     assert ratio.mean == pytest.approx(float(sums_D.sum() / sizes_D.sum()))
     assert ratio.error == pytest.approx(jackknife, rel=0.03)
+
+
+def test_difference_of_ratios_agrees_with_the_bootstrap_over_problems() -> None:
+    """Two policies whose answers to a problem are alike; one problem has no answer of the second policy."""
+    generator = np.random.default_rng(2)
+    common_P = generator.normal(1, 0.3, 80)
+    problems_D = generator.integers(0, 80, 400)
+    totals: list[Any] = []
+    for kept, shift in ((problems_D, 0.0), (problems_D[problems_D != 7], 0.05)):
+        sizes_D = generator.integers(1, 30, len(kept)).astype(float)
+        sums_D = sizes_D * (common_P[kept] + shift + generator.normal(0, 0.2, len(kept)))
+        totals.append((sums_D, sizes_D, kept))
+    scores = [ratio_scores([*sums], [*sizes], [*kept], 80) for sums, sizes, kept in totals]
+    by_problem = [np.bincount(kept, values, 80) for sums, sizes, kept in totals for values in (sums, sizes)]
+
+    def difference(sums: Any, sizes: Any, other_sums: Any, other_sizes: Any, axis: int) -> Any:
+        return sums.sum(axis) / sizes.sum(axis) - other_sums.sum(axis) / other_sizes.sum(axis)
+
+    result = compare_scores([a - b for a, b in zip(*scores, strict=True)])
+    assert result.mean == pytest.approx(difference(*by_problem, axis=0))
+    truth = bootstrap(by_problem, difference, paired=True, method="basic", rng=np.random.default_rng(0))
+    assert result.interval is not None
+    width = result.interval.high - result.interval.low
+    expected = truth.confidence_interval.high - truth.confidence_interval.low
+    assert width == pytest.approx(expected, rel=0.1)
+    unpaired = math.hypot(*(float(sem(scores_P)) for scores_P in scores))
+    assert width < 0.8 * 2 * 1.99 * unpaired, "answers to the same problem are alike"
 
 
 def test_diversity_metrics() -> None:
