@@ -21,7 +21,7 @@ from objectives.targets import TargetSpec
 from tasks.common.assets import asset_key, materialize
 from tasks.reports.run_report import write_report
 from tasks.reports.summary import run_warnings
-from tasks.reports.tables import HeldOutRow, held_out_rows, target_rows
+from tasks.reports.tables import HeldOutRow, TermRow, held_out_rows, recent_term_rows, target_rows
 from tasks.training.checkpoints import step_of
 from tasks.training.held_out import read_batch_values
 
@@ -42,6 +42,7 @@ class TrainResult:
         flow_run_id: Prefect flow run of the last start.
         tracking_uri, experiment_id, mlflow_run_id: MLflow run.
         metrics: Last value of every metric.
+        terms_title, terms: Means of each term's figures over the last quarter of the steps.
         warnings: Sentences about warnings, guards, skipped evaluations and restarts.
         held_out: Metrics of the held-out data at the first and the last evaluation.
         stopped: Reason why the budget stopped the run before its last step; empty if it did not.
@@ -61,6 +62,8 @@ class TrainResult:
     experiment_id: str
     mlflow_run_id: str
     metrics: dict[str, float]
+    terms_title: str = ""
+    terms: tuple[TermRow, ...] = ()
     warnings: tuple[str, ...] = ()
     held_out: tuple[HeldOutRow, ...] = ()
     stopped: str = ""
@@ -112,6 +115,7 @@ def finish(
     note_targets(run.log, rows)
     mlflow_run = run.log.client.get_run(run.log.run_id)
     location = run.directory.location
+    title, terms = recent_term_rows(history)
     key, checkpoint = asset_key(f"{location}/report.html"), Asset(key=checkpoint_key(location, last.name))
     report = materialize(write_report, key, [checkpoint], lambda _: {"mlflow_run_id": run.log.run_id})
     return TrainResult(
@@ -127,6 +131,8 @@ def finish(
         experiment_id=mlflow_run.info.experiment_id,
         mlflow_run_id=run.log.run_id,
         metrics={key: points[-1][1] for key, points in history.items()},
+        terms_title=title,
+        terms=tuple(terms),
         warnings=run_warnings(mlflow_run.data.tags, history),
         held_out=tuple(held_out_rows(history, read_batch_values(run.directory))),
         stopped=reasons.stopped,

@@ -16,7 +16,7 @@ from blocks.urls import hide_credentials
 from flows.monitoring.progress import method_figures
 from flows.runs.result import TrainResult
 from tasks.reports.summary import describe_cost, storage_option
-from tasks.reports.tables import COLUMNS, Control, format_row, held_out_table, is_bookkeeping, term_rows
+from tasks.reports.tables import COLUMNS, Control, format_row, held_out_table, is_bookkeeping
 
 # Serves the databases of the project home, with a login.
 _UP = "tinker-flows up --no-engine"
@@ -29,8 +29,8 @@ def show_result(result: TrainResult, control: Mapping[str, Control] | None = Non
         control: held-out values of a run without the terms, to print beside those of this run.
     """
     console = TextConsole()
-    title = f"{result.run_name}: {result.num_steps} steps; terms on the last batch"
-    console.print(_table(title, COLUMNS, [format_row(row) for row in term_rows(result.metrics)]))
+    title = f"{result.run_name}: {result.num_steps} steps; {result.terms_title}"
+    console.print(_table(title, COLUMNS, [format_row(row) for row in result.terms]))
     held_out = [row for row in result.held_out if not is_bookkeeping(row.metric)]
     if held_out:
         console.print(_table("", *held_out_table(held_out, control)))
@@ -77,7 +77,8 @@ def _prefect_ui(result: TrainResult) -> str:
     page = f"/runs/flow-run/{result.flow_run_id}"
     if api := PREFECT_API_URL.value():
         return hide_credentials(api).removesuffix("/api") + page
-    return f"{_UP}\n             then open http://127.0.0.1:4200{page}"
+    ui = "http://127.0.0.1:4200"
+    return f"{_UP}\n             then log in at {ui} and open {ui}{page}"
 
 
 def _mlflow_ui(result: TrainResult) -> str:

@@ -130,6 +130,7 @@ class Evaluation:
         try:
             inputs = example_inputs(evaluated)
             if self._examples:
+                print_notice(f"{self._config.run_name}: sampling {num} examples for the report")
                 prompts = first_prompts(evaluated, num)
                 samples = self._sample(step, self._examples, prompts)
                 inputs = example_inputs(samples, [text for batch in prompts for text in batch.texts_D])

@@ -59,9 +59,9 @@ class Watch:
     - Adverse: the updates raise the value of a weighted term (``term/<name>/effect``), which is minimized. The base
       loss is exempt, and so are terms with a target, whose values may rise up to it.
     - Target: a term misses its target although its multiplier is at its bound.
-    - Conflict: the cosine of two gradients, including the base loss's, is below a threshold, and one of the two has a
-      share of the gradient that matters. Terms of weight 0 are exempt, and so are those with a target: a limit that
-      needs a multiplier is in conflict with another term.
+    - Conflict: the cosine of two gradients, including the base loss's, is below a threshold, and both have at least 5 %
+      of the gradient: a smaller share hardly changes the update. Terms of weight 0 are exempt, and so are those with a
+      target: a limit that needs a multiplier is in conflict with another term.
     - Collapse of a preference loss: its margin explodes, its accuracy stays at chance, or its rewards correlate with
       the lengths of completions.
 
@@ -176,7 +176,7 @@ class Watch:
     def _check_conflict(self, first: str, second: str, cosine: float, metrics: Mapping[str, float], step: int) -> None:
         if any(_has_target(name, metrics) or metrics.get(f"term/{name}/weight") == 0 for name in (first, second)):
             return
-        share = max(metrics.get(f"term/{name}/grad_share", 1.0) for name in (first, second))
+        share = min(metrics.get(f"term/{name}/grad_share", 1.0) for name in (first, second))
         is_conflict = cosine < self._spec.conflict_below and abs(cosine) >= _ROUNDING and share >= _MIN_SHARE
         if self._persists(f"conflict.{first}.{second}", is_conflict):
             problem = f"The gradients of {first!r} and {second!r} have been in conflict (cosine {cosine:.2f})"

@@ -63,9 +63,9 @@ class Difference:
     Attributes:
         mean: the mean difference.
         interval: interval of Student's t over problems; None if all differences are equal.
-        p_value: p-value of `sign_flip_p_value`.
-        detectable: smallest true difference that such a comparison finds (`detectable_difference`); None if there are
-            too few problems, or if all differences are 0.
+        p_value: two-sided p-value of the sign flips: the probability that equal policies differ at least this much.
+        detectable: smallest true difference that this test finds at the 5 % level (`detectable_difference`); None if
+            there are too few problems, or if all differences are 0.
     """
 
     mean: float
@@ -86,14 +86,16 @@ class Difference:
 def compare_scores(differences_P: Sequence[float]) -> Difference:
     """Compare two policies by their differences of scores, one per problem.
 
-    >>> compare_scores([1.0, 1.0, 1.0, 1.0]).p_value  # one of 16 sign flips
-    0.0625
+    >>> compare_scores([-1.0, -1.0, -1.0, -1.0]).p_value  # two of 16 sign flips
+    0.125
     """
+    level = LEVEL / 2  # of the tests towards each side
+    one_sided = [sign_flip_p_value([sign * value for value in differences_P], level) for sign in (1, -1)]
     return Difference(
         float(np.mean(differences_P)),
         difference_interval(differences_P),
-        sign_flip_p_value(differences_P),
-        detectable_difference(differences_P),
+        min(2 * min(one_sided), 1.0),
+        detectable_difference(differences_P, level),
     )
 
 

@@ -149,7 +149,9 @@ def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limi
     if len(weights) == 1 and not is_held:
         reading += f" Weight {weights.pop():g}."
     if "effect" in drawn:
-        reading += " Effect: how much an update changes the term on the batch that it trained on."
+        reading += (
+            " Effect: how much an update of all terms together changes this term on its batch; below 0 is better."
+        )
     return Chart(name, reading, _styled(figure, _HEIGHT_PX + _ROW_PX * (len(drawn) - 1)))
 
 

@@ -14,7 +14,7 @@ from tasks.reports.examples import example_rows
 from tasks.reports.html import html_charts, html_list, html_page, html_section, html_table, page_script
 from tasks.reports.run_report import CHART_HINT, metric_sections
 from tasks.reports.summary import RunSummary, summarize
-from tasks.reports.tables import Control, Estimate, HeldOutRow, History, term_rows
+from tasks.reports.tables import COLUMNS, Control, Estimate, HeldOutRow, History, format_row, recent_term_rows
 from tasks.training.examples import read_examples
 from tasks.training.held_out import read_batch_values
 
@@ -120,11 +120,19 @@ def _charts(first: ReportedRun, second: ReportedRun) -> Iterator[str]:
     from tasks.reports.charts import DrawnRun, draw_term  # Plotly takes long to import
 
     runs = [DrawnRun(run.history, read_batch_values(run.directory), run.name) for run in (first, second)]
-    last = [{key: points[-1][1] for key, points in run.history.items()} for run in (first, second)]
-    names = dict.fromkeys(row.name for metrics in last for row in term_rows(metrics) if row.name != BASE)
+    tables = [recent_term_rows(run.history) for run in (first, second)]
+    names = dict.fromkeys(row.name for _, rows in tables for row in rows if row.name != BASE)
     yield CHART_HINT
     yield from metric_sections(runs)
-    yield html_section("What did each term do?", html_charts(draw_term(runs, name) for name in names))
+    yield html_section(
+        "What did each term do?",
+        html_charts(draw_term(runs, name) for name in names),
+        *(
+            f"<h3>{html.escape(run.name)}: {title}</h3>" + html_table(COLUMNS, [format_row(row) for row in rows])
+            for run, (title, rows) in zip((first, second), tables, strict=True)
+            if rows
+        ),
+    )
 
 
 def _examples(first: ReportedRun, second: ReportedRun) -> list[str]:

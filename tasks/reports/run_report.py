@@ -45,8 +45,8 @@ from tasks.reports.tables import (
     format_row,
     held_out_table,
     is_headline,
+    recent_term_rows,
     reward_parts,
-    term_rows,
 )
 from tasks.training.examples import read_examples
 from tasks.training.held_out import read_batch_values
@@ -66,8 +66,8 @@ SENSITIVITY_COLUMNS = (
 )
 SENSITIVITY_NOTE = (
     "Effect of changing one term's weight while all other weights stay the same: medians over the last "
-    f"{WINDOW} steps, and in brackets the range of the share and of the factor. Steps at which a term has no gradient "
-    "count for its share now only."
+    f"{WINDOW} steps, and in brackets the range of the share and of the factor. Steps at which the term has no "
+    "gradient are left out."
 )
 _MAX_PARTS = 12
 
@@ -218,9 +218,10 @@ def _description(summary: RunSummary, note: str, location: str) -> str:
 
 def report_markdown(summary: RunSummary, note: str, history: History, targets: Sequence[TargetRow]) -> str:
     """Verdict, warnings, tables and commands of a run in Markdown, for the page of its flow run."""
-    rows = term_rows({key: points[-1][1] for key, points in history.items()})
+    title, rows = recent_term_rows(history)
     tables = _facts_and_results(summary)
-    tables.append(markdown_table(COLUMNS, [format_row(row) for row in rows]))
+    if rows:
+        tables += [f"{title.capitalize()}:", markdown_table(COLUMNS, [format_row(row) for row in rows])]
     tables += [markdown_table(TARGET_COLUMNS, [row.format() for row in targets])] if targets else []
     if sensitivity := sensitivity_cells(history, [row.name for row in rows]):
         tables += [SENSITIVITY_NOTE, markdown_table(SENSITIVITY_COLUMNS, sensitivity)]
@@ -278,7 +279,7 @@ def _sections(
     )
 
     run = DrawnRun(history, read_batch_values(directory))
-    rows = term_rows({key: points[-1][1] for key, points in history.items()})
+    title, rows = recent_term_rows(history)
     names = order_by_share(run, [row.name for row in rows])
     yield CHART_HINT
     yield from metric_sections([run])
@@ -289,7 +290,7 @@ def _sections(
         html_list(_changes_of_terms(summary)),
         html_charts(draw_term([run], name, colors[name], limits.get(name)) for name in names if name != BASE),
         html_charts(draw(run, names) for draw in (draw_shares, draw_cosines, draw_conflicts) if len(names) > 1),
-        "<h3>Last step of each term</h3>",
+        f"<h3>{title.capitalize()}</h3>",
         html_table(COLUMNS, [format_row(row) for row in rows]),
         intro="Terms are minimized: lower is better, except for a term with a lower limit as its target.",
     )
@@ -385,7 +386,7 @@ def sensitivity_cells(history: History, names: Sequence[str]) -> list[tuple[str,
         trained = [gradient for gradient in gradients if gradient.weighted_norms[index] > 0]
         if name == BASE or not trained:
             continue
-        shares_now = [respond(gradient, name, 1.0).share for gradient in gradients]
+        shares_now = [respond(gradient, name, 1.0).share for gradient in trained]
         responses = [[respond(gradient, name, factor) for gradient in trained] for factor in FACTORS]
         halves = [factor_of_half(gradient, name) for gradient in trained]
         rows.append(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Self
 
 import numpy as np
@@ -44,7 +46,7 @@ def _by_column(columns: Sequence[str], rows: Rows) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class TermRow:
-    """Metrics of one term at the last step that evaluated it; `grad_share` is its share of the gradient norms."""
+    """Metrics of one term; `grad_share` is its share of the gradient norms. NaN is an unknown figure."""
 
     name: str
     value: float
@@ -54,6 +56,7 @@ class TermRow:
     cosine_to_base: float
 
 
+_FIELDS = ("value", "weight", "contribution", "grad_share", "cosine_to_base")
 COLUMNS = ("term", "value", "weight", "contribution", "share of gradient", "cosine to base")
 
 
@@ -61,20 +64,35 @@ def term_rows(metrics: Mapping[str, float]) -> list[TermRow]:
     """Rows of the terms in `term/<name>/...` metrics, the base loss first."""
     names = sorted({key.split("/")[1] for key in metrics if key.startswith("term/") and key.endswith("/weight")})
     names.sort(key=lambda name: name != "base")
-    fields = ("value", "weight", "contribution", "grad_share", "cosine_to_base")
-    return [TermRow(name, *(metrics.get(f"term/{name}/{field}", float("nan")) for field in fields)) for name in names]
+    return [TermRow(name, *(metrics.get(f"term/{name}/{field}", math.nan) for field in _FIELDS)) for name in names]
+
+
+def recent_term_rows(history: History) -> tuple[str, list[TermRow]]:
+    """Rows of the terms with their means over the last quarter of the steps, and a title that says so.
+
+    A single batch says little about a term: its scores may be equal on all of its completions. The mean cosine is over
+    the steps at which the term has a gradient.
+    """
+    points = {key: dict(steps) for key, steps in history.items() if key.startswith("term/")}
+    steps = sorted({step for key, values in points.items() if key.endswith("/weight") for step in values})
+    recent = steps[-max(1, len(steps) // 4) :]
+    metrics: dict[str, float] = {}
+    for key, values in points.items():
+        name, _, field = key.removeprefix("term/").rpartition("/")
+        shares = points.get(f"term/{name}/grad_share", {})
+        used = [step for step in recent if step in values and (field != "cosine_to_base" or shares.get(step) != 0)]
+        if used and field in _FIELDS:
+            metrics[key] = fmean(values[step] for step in used)
+    title = f"terms, means over the last {len(recent)} steps" if len(recent) > 1 else "terms at the last step"
+    return title, term_rows(metrics)
 
 
 def format_row(row: TermRow) -> tuple[str, ...]:
     """Text cells of a row, in the order of `COLUMNS`."""
-    return (
-        row.name,
-        f"{row.value:.4g}",
-        f"{row.weight:.4g}",
-        f"{row.contribution:.4g}",
-        f"{row.grad_share:.1%}",
-        f"{row.cosine_to_base:+.3f}",
-    )
+    figures = (row.value, row.weight, row.contribution, row.grad_share, row.cosine_to_base)
+    formats = (".4g", ".4g", ".4g", ".1%", "+.3f")
+    cells = ("-" if math.isnan(figure) else f"{figure:{form}}" for figure, form in zip(figures, formats, strict=True))
+    return (row.name, *cells)
 
 
 def cosine_key(first: str, second: str) -> str:

@@ -441,7 +441,7 @@ def test_promotion_needs_a_difference_that_is_not_chance(
     good, doubtful = run(5), run(4)
     assert good.not_promoted == ""
     assert good.differences["difference/test/fixed"] == pytest.approx(5 / 8)
-    assert good.differences["difference/test/fixed_p_value"] == pytest.approx(1 / 32)
+    assert good.differences["difference/test/fixed_p_value"] == pytest.approx(2 / 32)
     logged = MlflowClient(mlflow_uri).get_run(good.mlflow_run_id).data.metrics
     assert good.differences.items() <= logged.items()
     assert "by 0.5 on 8 problems, which happens by chance with a probability of 0.0625" in doubtful.not_promoted

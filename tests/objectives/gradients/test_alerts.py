@@ -86,7 +86,9 @@ def test_conflicts_with_the_base_and_between_terms():
 def test_two_terms_without_a_share_of_the_gradient_are_in_no_conflict_that_matters():
     step = metrics(0.01, cosine=0.5, between=-0.9) | {"term/b/grad_share": 0.02}
     assert collect_warnings(Watch(WatchSpec(patience=1)), [step]) == []
-    assert collect_warnings(Watch(WatchSpec(patience=1)), [step | {"term/b/grad_share": 0.2}]) == [(0, "conflict.a.b")]
+    assert collect_warnings(Watch(WatchSpec(patience=1)), [step | {"term/b/grad_share": 0.2}]) == []
+    both = {"term/a/grad_share": 0.1, "term/b/grad_share": 0.2}
+    assert collect_warnings(Watch(WatchSpec(patience=1)), [step | both]) == [(0, "conflict.a.b")]
 
 
 def test_a_cosine_of_0_up_to_rounding_is_no_conflict():

@@ -155,7 +155,7 @@ def test_sensitivity_is_the_median_over_the_last_steps() -> None:
         "term/a/cosine_to_base": [(step, 0.0) for step in range(len(norms))],
     }
     (row,) = sensitivity_cells(history, ("base", "a"))
-    assert row[:2] == ("a", "25.0% (0.0% to 50.0%)")
+    assert row[:2] == ("a", "25.0% (25.0% to 50.0%)")
     assert row[-1] == "x3 (x1 to x3)"
 
 
