@@ -32,6 +32,8 @@ from objectives.import_path import ImportedFunction
 from objectives.objective import Objective
 from objectives.term import Term
 from tasks.common.digests import (
+    Digests,
+    changed_contents,
     digest_batch,
     digest_code,
     digest_file,
@@ -39,10 +41,8 @@ from tasks.common.digests import (
     digest_text,
     digest_tokenizer,
 )
-from tasks.training.checkpoints import step_of
+from tasks.training.checkpoints import CONTENTS_KEY, step_of
 
-# Key of a checkpoint's record.
-CONTENTS_KEY = "contents"
 # Format of the digests. 1, or missing: imports inside functions counted only once they had run.
 _FORMAT = 2
 _PACKAGES = ("tinker-flows", "tinker", "torch", "tinker-cookbook")
@@ -57,8 +57,6 @@ _KINDS = {
 
 # Formats of the data files of a folder; subfolders are not searched.
 _DATA_SUFFIXES = frozenset({".arrow", ".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt"})
-
-Digests = dict[str, dict[str, str]]
 
 
 @runtime_checkable
@@ -178,16 +176,6 @@ def digest_contents(config: RunConfig, objective: Objective, tokenizer: Tokenize
             digests["model"] = {folder: digest_folder(Path(folder).expanduser()) for folder in sorted(folders)}
     digests["tokenizer"] = {"tokenizer": digest_tokenizer(tokenizer), **_renderers(config, tokenizer)}
     return digests
-
-
-def changed_contents(before: Mapping[str, Mapping[str, str]], now: Digests) -> dict[str, list[str]]:
-    """Return the names whose digests differ, by kind; names on one side only come from a change of config."""
-    changed: dict[str, list[str]] = {}
-    for kind, digests in now.items():
-        names = [name for name, digest in digests.items() if before.get(kind, {}).get(name, digest) != digest]
-        if names:
-            changed[kind] = sorted(names)
-    return changed
 
 
 def _without_code(digests: Digests) -> Digests:

@@ -36,7 +36,7 @@ from flows.monitoring.progress import Progress, call_step_callback
 from flows.monitoring.run_tags import forget_end, note_end, note_warning, warn_of_metrics, warn_of_terms
 from flows.runs.checkpoint_manager import Checkpoints
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, FORMAT_OF_SCALES, recorded_format
-from flows.runs.contents import CONTENTS_KEY, open_contents
+from flows.runs.contents import open_contents
 from flows.runs.lineage import data_assets, log_datasets
 from flows.runs.prompts import register_prompts
 from flows.runs.result import EndReasons, TrainResult, finish
@@ -72,7 +72,7 @@ from tasks.evaluation.evaluators import ConfiguredEvaluator
 from tasks.reports.summary import storage_option
 from tasks.training.batch_source import BatchSource, SampledTokens, TrainedBatch
 from tasks.training.candidates import CandidateSampler
-from tasks.training.checkpoints import PendingCheckpoint, step_of
+from tasks.training.checkpoints import CONTENTS_KEY, PendingCheckpoint, step_of
 from tasks.training.datums import digest_batch
 from tasks.training.forward_backward import (
     PendingOutput,

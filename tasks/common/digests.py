@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
@@ -21,9 +21,24 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from objectives.batch import Batch
 from objectives.term import definition_of
 
+# Digests of the content of a run by kind, such as `data`, and by name, such as a path.
+Digests = dict[str, dict[str, str]]
+
 _LENGTH = 16
 _PROJECT = Path(__file__).parents[2]
 _OWN_PACKAGES = frozenset({"blocks", "deployments", "engine", "flows", "objectives", "tasks", "tinker_flows"})
+
+
+def changed_contents(
+    before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
+) -> dict[str, list[str]]:
+    """Return the names whose digests differ, by kind; names on one side only come from a change of config."""
+    changed: dict[str, list[str]] = {}
+    for kind, digests in now.items():
+        names = [name for name, digest in digests.items() if before.get(kind, {}).get(name, digest) != digest]
+        if names:
+            changed[kind] = sorted(names)
+    return changed
 
 
 def digest_text(text: str) -> str:

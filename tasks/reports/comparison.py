@@ -10,11 +10,13 @@ from mlflow.entities import Run as MlflowRun
 
 from blocks.storage import RunDirectory
 from objectives.term import BASE
+from tasks.common.digests import Digests, changed_contents
 from tasks.reports.examples import example_rows
 from tasks.reports.html import html_charts, html_list, html_page, html_section, html_table, page_script
 from tasks.reports.run_report import CHART_HINT, metric_sections
 from tasks.reports.summary import RunSummary, summarize
 from tasks.reports.tables import COLUMNS, Control, Estimate, HeldOutRow, History, format_row, recent_term_rows
+from tasks.training.checkpoints import CONTENTS_KEY, resumable
 from tasks.training.examples import read_examples
 from tasks.training.held_out import read_batch_values
 
@@ -83,6 +85,7 @@ def comparison_page(first: ReportedRun, second: ReportedRun) -> str:
             "Settings that differ",
             html_table(("field", first.name, second.name), rows) if (rows := _changed_settings(*params)) else "",
         ),
+        html_section("Content that differs", html_list(_changed_contents(first, second))),
         *_charts(first, second),
         html_section("Examples after training", *_examples(first, second)),
         page_script(has_charts=True),
@@ -108,6 +111,19 @@ def _side_by_side(first: Mapping[str, str], second: Mapping[str, str]) -> list[t
 def _changed_settings(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[str, str, str]]:
     rows = _side_by_side(dict(sorted(first.items())), dict(sorted(second.items())))
     return [row for row in rows if row[1] != row[2] and row[0] != "run_name"]
+
+
+def _changed_contents(first: ReportedRun, second: ReportedRun) -> list[str]:
+    """Return a sentence about each kind of content, such as the code of terms, that has the same name in both runs."""
+    digests: list[Digests] = []
+    for run in (first, second):
+        records = resumable(run.directory)
+        contents = records[0].get(CONTENTS_KEY, None) if records else None
+        digests.append((contents or {}).get("digests", {}))
+    return [
+        f"The content of {kind} differs between the runs: {', '.join(names)}. Compare its metrics with care."
+        for kind, names in changed_contents(*digests).items()
+    ]
 
 
 def _warnings(run: ReportedRun, summary: RunSummary) -> str:

@@ -81,6 +81,8 @@ def recent_term_rows(history: History) -> tuple[str, list[TermRow]]:
         name, _, field = key.removeprefix("term/").rpartition("/")
         shares = points.get(f"term/{name}/grad_share", {})
         used = [step for step in recent if step in values and (field != "cosine_to_base" or shares.get(step) != 0)]
+        if field == "weight":
+            used = used or [max(values)]  # a term that was skipped in these steps keeps its row
         if used and field in _FIELDS:
             metrics[key] = fmean(values[step] for step in used)
     title = f"terms, means over the last {len(recent)} steps" if len(recent) > 1 else "terms at the last step"

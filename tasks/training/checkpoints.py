@@ -28,6 +28,9 @@ from tasks.common.task import step_task
 from tasks.training.logged_models import MODEL_ID, log_model
 from tasks.training.metrics import MetricsLog
 
+# Key of a record for the digests of the content that the run depends on.
+CONTENTS_KEY = "contents"
+
 # Content of a checkpoint, as tinker-cookbook's `save_checkpoint` names it.
 Kind = Literal["state", "sampler", "both"]
 

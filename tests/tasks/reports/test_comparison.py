@@ -31,7 +31,9 @@ def stored(folder: Path, name: str, rate: str) -> ReportedRun:
     with RunStorage(url=str(folder)).run_directory(name) as directory:
         append_batch_values(directory, 6, {"logic": BatchValues(values, [2] * 3)}, {})
         append_examples(directory, 6, [Example("prompt", f"completion of {name}")])
+        digests = {"terms": {"logic": f"code of {name}", "topology": "same"}, "data": {f"{name}.jsonl": "1"}}
         record = {"name": "6", "batch": 6, "epoch": 0, "final": True, "state_path": "tinker://a/weights/final"}
+        record |= {"contents": {"digests": digests}}
         directory.append_line("checkpoints.jsonl", json.dumps(record))
         return ReportedRun(name, Run(info, RunData(params=params, tags=tags)), directory, history)
 
@@ -54,6 +56,8 @@ def test_the_page_has_both_runs_and_only_the_settings_that_differ(runs: tuple[Re
     assert "nll on held-out data: 1 (step 6) in first, 0.5 (step 6) in second, difference -0.5." in page
     assert "<tr><td>learning_rate<td>0.001<td>0.002" in page
     assert "<tr><td>run_name" not in page
+    assert "The content of terms differs between the runs: logic. Compare" in page
+    assert "first: terms" in page
     assert "Warnings of first" in page
     assert "completion of first" in page
     assert "completion of second" in page

@@ -13,7 +13,7 @@ from scipy.stats import ttest_rel
 
 from blocks.storage import RunDirectory, RunStorage
 from tasks.reports.summary import RunSummary, run_warnings, summarize
-from tasks.reports.tables import Control, Estimate, held_out_rows, held_out_table
+from tasks.reports.tables import Control, Estimate, format_row, held_out_rows, held_out_table, recent_term_rows
 from tasks.training.held_out import BatchValues
 
 HISTORY = {
@@ -109,6 +109,21 @@ def test_a_control_adds_two_columns() -> None:
     columns, cells = held_out_table(rows, {"logic": Control(Estimate(0.0755))})
     assert columns[3:] == ["without the terms", "effect of the terms"]
     assert [line[3:] for line in cells] == [["", ""], ["0.0755", "-0.0014"]]
+
+
+def test_terms_have_means_over_the_last_quarter_of_the_steps() -> None:
+    values = [9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 1.0, 3.0]
+    history = {
+        "term/logic/weight": [(step, 2.0) for step in range(8)],
+        "term/logic/value": list(enumerate(values)),
+        "term/logic/grad_share": [(6, 0.0), (7, 0.4)],
+        "term/logic/cosine_to_base": [(6, 0.0), (7, -0.5)],  # without a gradient at step 6
+        "term/base/weight": [(0, 1.0)],
+    }
+    title, (base, logic) = recent_term_rows(history)
+    assert title == "terms, means over the last 2 steps"
+    assert format_row(logic) == ("logic", "2", "2", "-", "20.0%", "-0.500")
+    assert format_row(base) == ("base", "-", "1", "-", "-", "-")
 
 
 def test_a_metric_of_another_step_than_its_column_names_its_step() -> None:
