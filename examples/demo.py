@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -53,8 +54,17 @@ def main(overrides: list[str]) -> None:
     show_result(result, None if overrides else read_control())
     if overrides:
         print("control      none: the values without the terms are stored for the whole demo only, `make demo`")
+    else:
+        print(
+            "control      a stored run with the same seed and the weight 0 for all terms; effect: after minus control"
+        )
+        print("             logic, topology, confidence: lower is better; a term may also change another one's value")
+        print("             nll rises: half of the held-out solutions are corrupted, and the terms make them unlikely")
+    if shutil.which("tinker-flows") is None:
+        command = os.path.relpath(Path(sys.executable).with_name("activate"))
+        print(f"shell        source {command}   # finds the command tinker-flows")
     changes = " ".join(["run_name=mine", *overrides, "objective.regularizers.logic.weight=20"])
-    print("next         see one term dominate: train with a weight of 20 for logic, and compare both runs")
+    print("next         give logic four times the weight, and compare both runs: its effect and share of the gradient")
     print(f"             tinker-flows run sft --config {os.path.relpath(CONFIG)} {changes}")
     print(f"             tinker-flows report {result.run_name} mine")
 

@@ -86,12 +86,23 @@ def weighted_datums(batch: Batch, tokenizer: Tokenizer) -> list[WeightedDatum]:
 
 
 def first_group(batch: Batch, datums: Sequence[WeightedDatum]) -> list[WeightedDatum]:
-    """Return the datums to print: those of the first pair, the rollouts of the first prompt, or the first datum."""
-    for label, is_grouped in ((_PAIR, True), (PROMPT, batch.advantages_DT is not None)):
-        if is_grouped and label in batch.labels_D:
-            labels = batch.labels_D[label].tolist()
-            return [datum for datum, value in zip(datums, labels, strict=True) if value == labels[0]]
+    """Return the datums to print: the first pair, two rollouts of the first prompt, or the first datum.
+
+    The two rollouts are those with the greatest and the smallest advantage of a token.
+    """
+    if _PAIR in batch.labels_D:
+        return _with_first_label(batch, datums, _PAIR)
+    if PROMPT in batch.labels_D and batch.advantages_DT is not None:
+        rollouts = _with_first_label(batch, datums, PROMPT)
+        best = max(rollouts, key=lambda datum: max(datum.weights))
+        worst = min(rollouts, key=lambda datum: min(datum.weights))
+        return [best] if best is worst else [best, worst]
     return list(datums[:1])
+
+
+def _with_first_label(batch: Batch, datums: Sequence[WeightedDatum], label: str) -> list[WeightedDatum]:
+    labels = batch.labels_D[label].tolist()
+    return [datum for datum, value in zip(datums, labels, strict=True) if value == labels[0]]
 
 
 def print_datums(run_name: str, datums: Sequence[WeightedDatum], tokenizer: Tokenizer, file: TextIO) -> None:
@@ -99,7 +110,9 @@ def print_datums(run_name: str, datums: Sequence[WeightedDatum], tokenizer: Toke
     console = TextConsole(file=file)
     for datum in datums:
         title, num_tokens, num_trained, low, high = datum.cells()
-        weights = f"weights from {low} to {high}" if low else "all weights are 0"
+        weights = f"loss weights from {low} to {high}" if low else "all loss weights are 0"
+        if low and low == high:
+            weights = f"each with the loss weight {low}"
         console.print(f"First batch of {run_name}: {title}, {num_trained} of {num_tokens} tokens trained, {weights}")
         console.print(styled_text(datum, tokenizer))
 

@@ -148,7 +148,7 @@ class HealthWatch:
             bound = limits.entropy_below * fmean(self._first["optim/entropy"])
             share = f"{limits.entropy_below:.0%} of its first values"
             problem = f"The entropy of samples has been below {share} (now {entropy:.3g})"
-            fix = "lower the learning rate, or add the regularizer negative_entropy or kl"
+            fix = "lower the learning rate, or add the regularizer negative_entropy or kl or raise its weight"
             yield _Check("entropy", entropy, entropy < bound, problem, fix)
         for name, key, limit, subject, fix in (
             (

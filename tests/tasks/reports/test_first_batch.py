@@ -6,6 +6,7 @@ import html
 import io
 import re
 import unicodedata
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -117,6 +118,16 @@ def test_rollouts_of_the_first_prompt_are_colored_by_their_advantages(monkeypatc
     assert [weighted.title for weighted in first_group(batch, shown)] == ["prompt 0, rollout 0", "prompt 0, rollout 1"]
 
 
+def test_the_best_and_the_worst_rollout_of_a_prompt_are_printed() -> None:
+    batch = replace(
+        pack_datums([datum("ab", [0, 1])] * 5, letters()),
+        advantages_DT=torch.tensor([0.1, -0.5, 0.4, 0.0, 9.0]),
+        labels_D={PROMPT: torch.tensor([0, 0, 0, 0, 1]), MEMBER: torch.tensor([0, 1, 2, 3, 0])},
+    )
+    printed = first_group(batch, weighted_datums(batch, letters()))
+    assert [max(weighted.weights, key=abs) for weighted in printed] == pytest.approx([0.4, -0.5])
+
+
 def test_pairs_show_chosen_and_rejected() -> None:
     pairs = [(4, 1), (4, 0), (7, 1), (7, 0)]
     examples = [
@@ -157,7 +168,9 @@ def test_escape_codes_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     plain, colored = io.StringIO(), Terminal()
     print_datums("run", shown, letters(), plain)
     print_datums("run", shown, letters(), colored)
-    assert plain.getvalue() == ("First batch of run: example 0, 1 of 3 tokens trained, weights from 1 to 1\na\\x1bb\n")
+    assert plain.getvalue() == (
+        "First batch of run: example 0, 1 of 3 tokens trained, each with the loss weight 1\na\\x1bb\n"
+    )
     assert "\x1b[32mb" in colored.getvalue()
     assert re.sub(r"\x1b\[[0-9;]*m", "", colored.getvalue()) == plain.getvalue()
 
