@@ -11,7 +11,12 @@ from tasks.training.examples import Example, TermFlag
 
 _INTRO = (
     "Held-out prompts with completions before and after training. A term objects to the marked parts; the reason is in "
-    "the list below them. For the score of a term, lower is better."
+    "the list below them. For the score of a term, lower is better; 0 can mean that a text has nothing that the term "
+    "checks, such as annotations."
+)
+_PAIRS_INTRO = (
+    "Held-out prompts with the chosen and the rejected completion of the data. The margin is the reward of the chosen "
+    "completion under the loss minus that of the rejected one: higher is better."
 )
 
 
@@ -20,7 +25,8 @@ def examples_section(examples: Mapping[int, Sequence[Example]]) -> str:
     if not examples:
         return ""
     columns = [(f"step {step}", examples[step]) for step in sorted({min(examples), max(examples)})]
-    return html_section("Examples before and after", *example_rows(columns), intro=_INTRO)
+    is_pairs = any(example.other_title == "rejected" for _, shown in columns for example in shown)
+    return html_section("Examples before and after", *example_rows(columns), intro=_PAIRS_INTRO if is_pairs else _INTRO)
 
 
 def example_rows(columns: Sequence[tuple[str, Sequence[Example]]]) -> list[str]:

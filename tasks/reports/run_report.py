@@ -95,7 +95,7 @@ _RESULTS = (
     MetricChart(
         "Accuracy",
         "share of pairs",
-        "Pairs whose chosen completion is preferred; 0.5 is chance.",
+        "Pairs whose chosen completion is preferred; 0.5 is chance. Ties, as before the first step, count as wrong.",
         "accuracy",
         "test/accuracy",
     ),
