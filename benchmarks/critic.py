@@ -1,19 +1,18 @@
-"""Baselines of several turns: group means, a ridge regression on the history, and the exact values.
+"""Baselines of several turns: group means, the critic of `flows.rl`, and the exact values.
 
 The tiny model plays games of three turns on the engine. The first token of a turn chooses one of three classes, and the
 prompt of the next turn names the classes chosen so far, so that all games can be enumerated: the engine returns the
 model's probability of every token after every history. Values, advantages and the gradient of the expected reward by
 the logits of the classes are exact.
 
-For the policies before, during and after training, the first table has the error of the advantages and the spread and
-bias of the gradient by baseline. The second has the exact reward after training with each baseline on equally many
-sampled tokens.
+For the policies before and during training, the table has the error of the advantages and the spread and bias of the
+gradient by baseline, and the exact reward after training with some of the baselines on equally many sampled tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import product
 from statistics import fmean, stdev
 
@@ -21,16 +20,20 @@ import tinker
 import torch
 from rich.table import Table
 from tinker import types
+from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
 from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.scratch import KEY, bench_engine, scratch_home
-from objectives.advantages import centre_by_group, compute_gae, discounted_returns, leave_one_out
+from objectives.advantages import compute_gae
+from tasks.rl.advantages import AdvantageSettings, compute_token_advantages, fit_critic
+from tasks.rl.critic import Critic, turn_features
 
 NUM_PROBLEMS, NUM_TURNS, NUM_CLASSES, GROUP_SIZE = 4, 3, 3, 8
 SEEDS = (0, 1, 2)
-# Earlier steps on which the critic is fitted, and its penalty.
-WINDOW, PENALTY = 4, 1.0
+# Steps on which a critic is fitted before it is judged.
+NUM_WARM_UP = 12
 CODES = torch.randint(NUM_CLASSES, (NUM_PROBLEMS, NUM_TURNS), generator=torch.Generator().manual_seed(0))
 REWARDS = ("each turn", "all turns")
 HISTORIES = [history for length in range(NUM_TURNS) for history in product(range(NUM_CLASSES), repeat=length)]
@@ -131,98 +134,71 @@ def play(truth: Truth, kind: str, num_groups: int, generator: torch.Generator) -
     return Games(problems_D, classes_DT, rewards_of(problems_D, classes_DT, kind), groups_D)
 
 
-class Ridge:
-    """Ridge regression of the return after a history on its problem, its turn and, per problem, its classes."""
-
-    def __init__(self, games: Sequence[Games]) -> None:
-        width = NUM_PROBLEMS * NUM_TURNS * (1 + NUM_CLASSES)
-        self._weights = torch.zeros(width, dtype=torch.float64)
-        if games:
-            inputs = torch.cat([_features(part).flatten(0, 1) for part in games])
-            targets = torch.cat([_returns(part).flatten() for part in games]).double()
-            gram = inputs.T @ inputs + PENALTY * torch.eye(width, dtype=torch.float64)
-            self._weights = torch.linalg.solve(gram, inputs.T @ targets)
-
-    def values(self, games: Games) -> Tensor:
-        """Estimated return before each turn, ``(D, T)``."""
-        return (_features(games) @ self._weights).float()
+def groups_of(games: Games) -> list[TrajectoryGroup]:
+    """Return games as groups of trajectories whose turns sample one token each."""
+    groups: dict[int, list[Trajectory]] = {}
+    columns = (games.groups_D, games.problems_D, games.classes_DT, games.rewards_DT)
+    for group, problem, classes, rewards in zip(*(column.tolist() for column in columns), strict=True):
+        prompts = [types.ModelInput.from_ints(_prompt(problem, tuple(classes[:turn]))) for turn in range(NUM_TURNS)]
+        turns = [
+            Transition(prompt, TokensWithLogprobs([choice], [0.0]), reward, episode_done=False)
+            for prompt, choice, reward in zip(prompts, classes, rewards, strict=True)
+        ]
+        groups.setdefault(group, []).append(Trajectory(turns, types.ModelInput.empty()))
+    return [TrajectoryGroup(group, [0.0] * len(group), [{} for _ in group]) for group in groups.values()]
 
 
-def _features(games: Games) -> Tensor:
-    """One-hot features of the history before each turn, ``(D, T, F)``."""
-    num_games = len(games.problems_D)
-    features = torch.zeros(num_games, NUM_TURNS, NUM_PROBLEMS, NUM_TURNS, 1 + NUM_CLASSES, dtype=torch.float64)
-    rows = torch.arange(num_games)
-    for turn in range(NUM_TURNS):
-        features[rows, turn, games.problems_D, turn, 0] = 1.0
-        for earlier in range(turn):
-            features[rows, turn, games.problems_D, earlier, 1 + games.classes_DT[:, earlier]] = 1.0
-    return features.flatten(2)
+def game_features(prompt: tinker.ModelInput, history: Sequence[Transition]) -> list[float]:
+    """One-hot features of the problem and the turn, and of the problem and the class of each earlier turn."""
+    problem, classes = bytes(prompt.to_ints()).decode()[1:].split(":")
+    places = [(len(classes), 0), *((turn, 1 + int(choice)) for turn, choice in enumerate(classes))]
+    features = [0.0] * (NUM_PROBLEMS * NUM_TURNS * (1 + NUM_CLASSES))
+    for turn, column in places:
+        features[(int(problem) * NUM_TURNS + turn) * (1 + NUM_CLASSES) + column] = 1.0
+    return features
 
 
-def _returns(games: Games) -> Tensor:
-    return games.rewards_DT.flip(1).cumsum(1).flip(1)
+class Estimator:
+    """Estimator of `flows.rl`; its critic, if it has one, learns from each step after it has judged the step."""
+
+    def __init__(self, settings: AdvantageSettings) -> None:
+        self._settings = settings
+
+    def __call__(self, games: Games, truth: Truth | None = None) -> Tensor:
+        """Estimate the advantages of a step, ``(D, T)``."""
+        groups, settings = groups_of(games), self._settings
+        if settings.critic:
+            self._settings = replace(settings, critic=fit_critic(groups, settings, settings.critic))
+        return compute_token_advantages(groups, settings).advantages_T.view(-1, NUM_TURNS)
 
 
-def _gae(games: Games, values_DT: Tensor, decay: float) -> Tensor:
-    num_games = len(games.problems_D)
-    mask, offsets = torch.ones(num_games * NUM_TURNS, dtype=torch.bool), NUM_TURNS * torch.arange(num_games + 1)
-    advantages = compute_gae(games.rewards_DT.flatten(), values_DT.flatten(), mask, offsets, decay=decay)
-    return advantages.view(num_games, NUM_TURNS)
+class ExactEstimator(Estimator):
+    """Generalized advantage estimation with the exact values of the policy."""
 
-
-def _group_values(games: Games) -> Tensor:
-    """Mean total reward of the other games of the group, for all turns."""
-    totals_D = games.rewards_DT.sum(1)
-    return (totals_D - leave_one_out(totals_D, games.groups_D))[:, None].expand(-1, NUM_TURNS)
-
-
-def _discounted(games: Games) -> Tensor:
-    """Return from each turn on minus the mean return of the group, the estimator `discounted` of `flows.rl`."""
-    num_games = len(games.problems_D)
-    mask, offsets = torch.ones(num_games * NUM_TURNS, dtype=torch.bool), NUM_TURNS * torch.arange(num_games + 1)
-    returns_DT = discounted_returns(games.rewards_DT.flatten(), mask, offsets).view(num_games, NUM_TURNS)
-    totals_D = returns_DT[:, 0]
-    return returns_DT - (totals_D - centre_by_group(totals_D, games.groups_D))[:, None]
-
-
-def _per_turn(games: Games) -> Tensor:
-    """Return from each turn on minus the mean of the other games of the group at the same turn."""
-    return torch.stack([leave_one_out(column_D, games.groups_D) for column_D in _returns(games).T], 1)
-
-
-# Advantages of games, from the games of the preceding steps and the exact figures of the policy.
-Estimator = Callable[[Games, Sequence[Games], Truth | None], Tensor]
-
-
-def _ridge(decay: float) -> Estimator:
-    return lambda games, window, truth: _gae(games, Ridge(window).values(games), decay)
-
-
-def _exact(decay: float) -> Estimator:
-    def estimate(games: Games, window: Sequence[Games], truth: Truth | None) -> Tensor:
+    def __call__(self, games: Games, truth: Truth | None = None) -> Tensor:
         assert truth is not None
-        return _gae(games, truth.values_PH[games.problems_D[:, None], games.histories_DT].float(), decay)
-
-    return estimate
-
-
-def _every_turn(advantages_D: Tensor) -> Tensor:
-    return advantages_D[:, None].expand(-1, NUM_TURNS)
+        values_DT = truth.values_PH[games.problems_D[:, None], games.histories_DT].float()
+        mask, offsets = torch.ones(values_DT.numel(), dtype=torch.bool), NUM_TURNS * torch.arange(len(values_DT) + 1)
+        decay = self._settings.decay
+        advantages = compute_gae(games.rewards_DT.flatten(), values_DT.flatten(), mask, offsets, decay=decay)
+        return advantages.view(-1, NUM_TURNS)
 
 
-ESTIMATORS: Mapping[str, Estimator] = {
-    "group_mean": lambda games, *_: _every_turn(centre_by_group(games.rewards_DT.sum(1), games.groups_D)),
-    "leave_one_out": lambda games, *_: _every_turn(leave_one_out(games.rewards_DT.sum(1), games.groups_D)),
-    "per_turn": lambda games, *_: _per_turn(games),
-    "discounted": lambda games, *_: _discounted(games),
-    "gae, decay 0.95": lambda games, *_: _gae(games, _group_values(games), 0.95),
-    "ridge critic, decay 1": _ridge(1.0),
-    "ridge critic, decay 0.95": _ridge(0.95),
-    "exact critic, decay 1": _exact(1.0),
-    "exact critic, decay 0.95": _exact(0.95),
+BUILT_IN, OF_GAMES = Critic("built-in", turn_features), Critic("of the games", game_features)
+ESTIMATORS: Mapping[str, Callable[[], Estimator]] = {
+    "group_mean": lambda: Estimator(AdvantageSettings()),
+    "leave_one_out": lambda: Estimator(AdvantageSettings("leave_one_out")),
+    "per_turn": lambda: Estimator(AdvantageSettings("per_turn")),
+    "discounted": lambda: Estimator(AdvantageSettings("discounted")),
+    "gae, decay 0.95": lambda: Estimator(AdvantageSettings("gae")),
+    "critic, decay 1": lambda: Estimator(AdvantageSettings("gae", decay=1.0, critic=BUILT_IN)),
+    "critic, decay 0.95": lambda: Estimator(AdvantageSettings("gae", critic=BUILT_IN)),
+    "critic of the games, decay 1": lambda: Estimator(AdvantageSettings("gae", decay=1.0, critic=OF_GAMES)),
+    "critic of the games, decay 0.95": lambda: Estimator(AdvantageSettings("gae", critic=OF_GAMES)),
+    "exact values, decay 1": lambda: ExactEstimator(AdvantageSettings(decay=1.0)),
+    "exact values, decay 0.95": lambda: ExactEstimator(AdvantageSettings()),
 }
-TRAINED = ("leave_one_out", "per_turn", "ridge critic, decay 0.95")
+TRAINED = ("leave_one_out", "per_turn", "critic, decay 0.95", "critic of the games, decay 0.95")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +221,12 @@ class Quality:
 def judge(estimator: Estimator, truth: Truth, kind: str, num_steps: int, seed: int) -> Quality:
     """Measure an estimator on steps of one group per problem; the critic knows the preceding steps."""
     generator = torch.Generator().manual_seed(seed)
-    window = [play(truth, kind, NUM_PROBLEMS, generator) for _ in range(WINDOW)]
+    for _ in range(NUM_WARM_UP):
+        estimator(play(truth, kind, NUM_PROBLEMS, generator), truth)
     gradients, errors, squares = list[Tensor](), 0.0, 0.0
     for _ in range(num_steps):
         games = play(truth, kind, NUM_PROBLEMS, generator)
-        advantages_DT = estimator(games, window, truth).double()
+        advantages_DT = estimator(games, truth).double()
         place = (games.problems_D[:, None].expand(-1, NUM_TURNS), games.histories_DT, games.classes_DT)
         exact_DT = truth.advantages_PHA[place]
         errors += float((advantages_DT - exact_DT).square().sum())
@@ -259,7 +236,6 @@ def judge(estimator: Estimator, truth: Truth, kind: str, num_steps: int, seed: i
         scores_DTA = advantages_DT[:, :, None] * truth.probabilities_PHA[place[0], place[1]]
         gradient_PHA.index_put_(place[:2], -scores_DTA, accumulate=True)
         gradients.append(gradient_PHA.flatten() / len(games.problems_D))
-        window = [*window[1:], games]
     by_step, exact = torch.stack(gradients), truth.gradient_PHA.flatten()
     mean, norm = by_step.mean(0), exact.norm()
     return Quality(
@@ -308,11 +284,11 @@ class Player:
         assert torch.allclose(sums, torch.ones_like(sums), atol=1e-3), "the engine returned all tokens"
         return enumerate_games(probabilities_PHA / sums[:, :, None], self._kind)
 
-    def train(self, estimator: Estimator, num_steps: int, window: list[Games], learning_rate: float) -> None:
-        """Train on steps of one group per problem; `window` has the games of the last steps."""
+    def train(self, estimator: Estimator, num_steps: int, learning_rate: float) -> None:
+        """Train on steps of one group per problem."""
         for _ in range(num_steps):
             games, tokens_DT, logprobs_DT = self._play()
-            advantages_DT = estimator(games, window, None)
+            advantages_DT = estimator(games)
             data = [
                 _datum(_prompt(int(games.problems_D[row]), tuple(games.classes_DT[row, :turn].tolist())), *values)
                 for row in range(len(games.problems_D))
@@ -322,7 +298,6 @@ class Player:
             self._client.forward_backward(data, "importance_sampling")
             self._client.optim_step(types.AdamParams(learning_rate=learning_rate)).result()
             self._sampler = self._client.save_weights_and_get_sampling_client().result()
-            window[:] = [*window[-WINDOW + 1 :], games]
             self._step += 1
 
     def _play(self) -> tuple[Games, list[list[int]], list[list[float]]]:
@@ -393,16 +368,16 @@ def _add_rows(
     truths: dict[str, list[Truth]] = {"untrained": [], "half trained": []}
     rewards: dict[str, list[float]] = {name: [] for name in TRAINED}
     for name, seed in tqdm(list(product(TRAINED, SEEDS)), desc=f"critic: reward for {kind}"):
-        player, window = Player(session, kind, seed), list[Games]()
+        player, estimator = Player(session, kind, seed), ESTIMATORS[name]()
         for policy in truths:
             if name == TRAINED[0]:
                 truths[policy].append(player.truth())
-            player.train(ESTIMATORS[name], num_steps // 2, window, rate)
+            player.train(estimator, num_steps // 2, rate)
         rewards[name].append(player.truth().reward)
     for policy, of_policy in truths.items():
-        for name, estimator in ESTIMATORS.items():
+        for name, make in ESTIMATORS.items():
             pairs = zip(SEEDS, of_policy, strict=True)
-            qualities = [judge(estimator, truth, kind, num_judged, seed) for seed, truth in pairs]
+            qualities = [judge(make(), truth, kind, num_judged, seed) for seed, truth in pairs]
             figures = [f"{fmean(column):.2f}" for column in zip(*map(astuple, qualities), strict=True)]
             reached = rewards.get(name, []) if policy == "half trained" else []
             reward = f"{fmean(reached):.3f} ± {stdev(reached):.3f}" if reached else ""

@@ -33,7 +33,6 @@ from objectives.losses.policy.correction import CORRECTABLE
 from objectives.objective import Objective
 from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import build_evaluators
-from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.async_rollout_source import AsyncRolloutSource
 from tasks.rl.hang_watch import FIX, HangWatch
 from tasks.rl.health import HealthLimits, HealthWatch, mismatch_limit
@@ -60,7 +59,7 @@ AVAILABLE_INPUTS = ("ref_logprobs", "sampling_logprobs", "advantages", "values",
 @flow(name="rl", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def rl(config: RlConfig) -> TrainResult:
     """Train a model on the rewards of environments, or resume the run from its last checkpoint."""
-    settings = config.rollout.settings(config.seed, AdvantageSettings(**config.advantage.model_dump()))
+    settings = config.rollout.settings(config.seed, config.advantage.settings())
     with Objective.from_spec(config.objective, config.seed) as objective:
         objective.check_needs(AVAILABLE_INPUTS)
         if objective.base is None:
@@ -85,6 +84,12 @@ def rl(config: RlConfig) -> TrainResult:
                 correction = describe_correction(config, objective, started_with)
                 get_run_logger().info("Correction between sampler and trainer: %s.", correction)
                 run.log.tag("tinker_flows.correction", correction)
+                if config.advantage.critic:
+                    get_run_logger().info(
+                        "Critic: ridge regression on %s and the group's mean return, fitted after each step. As long "
+                        "as critic/num_turns is 0, the group's mean return is the baseline.",
+                        config.advantage.critic.features,
+                    )
 
                 evaluators = build_evaluators(config.evaluators, config.infrequent_evaluators, run.builder_arguments)
                 reference = None

@@ -17,8 +17,9 @@ from objectives.errors import ObjectiveError
 
 ALLOWED_MODULES = "TINKER_FLOWS_ALLOWED_MODULES"
 COMMANDS = "TINKER_FLOWS_COMMANDS"
-# Modules whose functions are made for the fields that name a function: scorers, graders, extractors and constraints.
-FUNCTION_MODULES = ("examples", "objectives", "tasks.common.graders", "tasks.preference.judges")
+# Modules whose functions are made for the fields that name a function: scorers, graders, extractors, constraints and
+# features.
+FUNCTION_MODULES = ("examples", "objectives", "tasks.common.graders", "tasks.preference.judges", "tasks.rl.critic")
 OWN_MODULES = ("examples", "flows", "objectives", "tasks", "tinker_cookbook", "tinker_flows")
 # Modules of tinker-cookbook whose classes import the code that their parameters name.
 _CODE_LOADERS = (

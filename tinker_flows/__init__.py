@@ -46,7 +46,15 @@ if TYPE_CHECKING:
     )
     from flows.config.dpo import DpoConfig, VerdictConfig
     from flows.config.loader import load_config
-    from flows.config.rl import AdvantageConfig, CorrectionConfig, HealthConfig, ModeConfig, NamedRewardConfig, RlConfig
+    from flows.config.rl import (
+        AdvantageConfig,
+        CorrectionConfig,
+        CriticConfig,
+        HealthConfig,
+        ModeConfig,
+        NamedRewardConfig,
+        RlConfig,
+    )
     from flows.config.rlhf import PolicyConfig, RewardConfig, RlhfConfig
     from flows.config.rollout import OverlongConfig, RolloutConfig, TerminationConfig
     from flows.config.train import (
@@ -119,6 +127,7 @@ if TYPE_CHECKING:
     from tasks.evaluation.sampled import CodeTests, ExactMatch, SampledEvaluator
     from tasks.preference.judges import by_answer
     from tasks.preference.preference_models import JudgeBuilder, PairwiseBuilder, PromptedJudgeBuilder
+    from tasks.rl.critic import turn_features
     from tasks.rl.environments.groups import Group, Groups, GroupsBuilder
     from tasks.rl.environments.gsm8k import Gsm8kBuilder
     from tasks.rl.environments.humaneval import HumanEvalBuilder
@@ -154,6 +163,7 @@ __all__ = [
     "Constant",
     "CorrectionConfig",
     "Cosine",
+    "CriticConfig",
     "DpoConfig",
     "EngineConfig",
     "Estimate",
@@ -303,6 +313,7 @@ __all__ = [
     "sum_by_datum",
     "sweep",
     "trained_datums",
+    "turn_features",
     "unpack",
     "with_labels",
 ]
@@ -349,6 +360,7 @@ _MODULES = {
     "load_config": "flows.config.loader",
     "AdvantageConfig": "flows.config.rl",
     "CorrectionConfig": "flows.config.rl",
+    "CriticConfig": "flows.config.rl",
     "HealthConfig": "flows.config.rl",
     "ModeConfig": "flows.config.rl",
     "NamedRewardConfig": "flows.config.rl",
@@ -464,6 +476,7 @@ _MODULES = {
     "JudgeBuilder": "tasks.preference.preference_models",
     "PairwiseBuilder": "tasks.preference.preference_models",
     "HookAction": "tasks.rl.hooks",
+    "turn_features": "tasks.rl.critic",
     "Group": "tasks.rl.environments.groups",
     "Groups": "tasks.rl.environments.groups",
     "GroupsBuilder": "tasks.rl.environments.groups",

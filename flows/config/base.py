@@ -297,8 +297,8 @@ class RunConfig(TrackedConfig, NamedConfig):
         default=(),
         title="Accept changes",
         description="Kinds of content that may have changed since the last checkpoint when the run resumes: `data`, "
-        "`terms`, `evaluators`, `environment` (with its rewards, hooks and completers), `model` or `tokenizer` (with "
-        "the renderer). Each accepted change is recorded. A change of any other kind is an error.",
+        "`terms`, `evaluators`, `environment` (with its rewards, hooks, completers and critic), `model` or `tokenizer` "
+        "(with the renderer). Each accepted change is recorded. A change of any other kind is an error.",
     )
     init_from: str = Field(
         default=BASE,

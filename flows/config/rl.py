@@ -15,12 +15,40 @@ from objectives.losses.policy.correction import CORRECTABLE, Bound, Correction, 
 from objectives.schedule import Weight
 from objectives.spec import ObjectiveSpec
 from objectives.targets import TargetSpec, check_weight, unset_weight
+from tasks.rl.advantages import AdvantageSettings
+from tasks.rl.critic import Critic
 from tasks.rl.named_rewards import NamedRewards, Normalization, RewardSpec
 
 # Corrections of `auto` in the modes `stream` and `async`, chosen by `python -m benchmarks off_policy`: of losses that
 # bound their own ratios, and of importance_sampling, whose ratios are unbounded.
 BOUNDED_CORRECTION = Correction(off_policy_above=0.05)
 UNBOUNDED_CORRECTION = Correction(ratio="token", high=2.0, off_policy_above=0.05)
+
+
+class CriticConfig(Config):
+    """Critic of turns: a ridge regression of the return from a turn on, fitted on earlier steps."""
+
+    features: str = Field(
+        default="tinker_flows:turn_features",
+        title="Features",
+        description="Import path of a function of the prompt of a turn and the list of the turns before it, which "
+        "returns a list of numbers. The default returns the number of the turn, the rewards so far and the length of "
+        "the prompt.",
+    )
+    ridge: float = Field(
+        default=1.0,
+        gt=0,
+        title="Ridge",
+        description="Penalty of the squared weights of the regression. The larger it is, the closer the critic stays "
+        "to the mean return of the group's other rollouts.",
+    )
+    steps: int = Field(
+        default=4,
+        ge=1,
+        title="Steps",
+        description="Number of steps that the regression remembers: it weighs the turns of a step `1 - 1 / steps` "
+        "times as much as those of the next step.",
+    )
 
 
 class AdvantageConfig(Config):
@@ -33,7 +61,8 @@ class AdvantageConfig(Config):
         "the group's mean reward. `leave_one_out`: total reward minus the mean reward of the group's other rollouts. "
         "`per_turn`: sum of the rewards from the token's turn onwards minus the mean of this sum over the group's "
         "other rollouts. `discounted`: discounted return at the token minus the group's mean return. `gae`: "
-        "generalized advantage estimation with the mean reward of the group's other rollouts as critic.",
+        "generalized advantage estimation with the mean reward of the group's other rollouts as the value of each "
+        "token, or over turns with `critic`.",
     )
     scale: bool = Field(
         default=False,
@@ -46,9 +75,17 @@ class AdvantageConfig(Config):
         gt=0,
         le=1,
         title="Discount",
-        description="Discount factor per token, for `discounted` and `gae`.",
+        description="Discount factor per token, for `discounted` and `gae`; per turn with `critic`.",
     )
     decay: float = Field(default=0.95, ge=0, le=1, title="Decay", description="Lambda, for `gae`.")
+    critic: CriticConfig | None = Field(
+        default=None,
+        json_schema_extra=optional_group(CriticConfig),
+        title="Critic",
+        description="Learned baseline for `gae`, fitted on earlier steps: the expected return from a turn on, given "
+        "its prompt and the turns before it. All tokens of a turn get the advantage of the turn. `{}`: a critic with "
+        "the defaults. Unset: no critic.",
+    )
     drop_constant: bool = Field(
         default=False,
         title="Drop constant groups",
@@ -81,9 +118,28 @@ class AdvantageConfig(Config):
             )
         if self.decay != type(self).model_fields["decay"].default and self.estimator != "gae":
             raise ValueError("decay requires the estimator gae: remove decay, or change the estimator")
+        if self.critic and self.estimator != "gae":
+            raise ValueError(
+                f"critic requires the estimator gae, but estimator is {self.estimator}: change the estimator, or "
+                "remove critic"
+            )
+        if self.critic and self.drop_constant:
+            raise ValueError(
+                "drop_constant drops groups whose advantages are all zero, which hardly exist with a critic: remove "
+                "one of them"
+            )
         if self.kl_discount_factor and not self.kl_coefficient:
             raise ValueError("kl_discount_factor requires a KL penalty: set kl_coefficient above 0")
         return self
+
+    def settings(self) -> AdvantageSettings:
+        """Return the settings of advantages.
+
+        Raises:
+            ConfigError: the features of the critic cannot be imported.
+        """
+        critic = Critic.load(**self.critic.model_dump()) if self.critic else None
+        return AdvantageSettings(**self.model_dump(exclude={"critic"}), critic=critic)
 
 
 class NamedRewardConfig(Config):

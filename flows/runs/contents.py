@@ -53,6 +53,7 @@ _KINDS = {
     "infrequent_evaluators": "evaluators",
     "environment": "environment",
     "rollout": "environment",
+    "advantage": "environment",
 }
 
 # Formats of the data files of a folder; subfolders are not searched.

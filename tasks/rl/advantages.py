@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
 from torch import Tensor
 
 from objectives.advantages import centre_by_group, compute_gae, discounted_returns, leave_one_out
+from tasks.rl.critic import Critic, TurnStart
 
+# Trajectory and final reward of a member of a group.
+_Member = tuple[Trajectory, float]
 # Relative to the rewards; a return is a float32 sum.
 _ROUNDING = 1e-6
 
@@ -22,8 +26,9 @@ class AdvantageSettings:
     Attributes:
         estimator: `group_mean`, `leave_one_out`, `per_turn`, `discounted` or `gae`.
         scale: divide advantages by the group's standard deviation; for `group_mean`.
-        discount: discount per token; for `discounted` and `gae`.
+        discount: discount per token, or per turn with a critic; for `discounted` and `gae`.
         decay: lambda of `gae`.
+        critic: critic of `gae`, whose advantages are then those of turns; None for none.
         drop_constant: drop groups whose members all have the same advantage; see `has_no_advantages`.
         kl_coefficient: penalty per nat of KL from the reference.
         kl_discount_factor: discount per token of the penalties of later tokens; 0 to leave them out.
@@ -33,6 +38,7 @@ class AdvantageSettings:
     scale: bool = False
     discount: float = 1.0
     decay: float = 0.95
+    critic: Critic | None = None
     drop_constant: bool = False
     kl_coefficient: float = 0.0
     kl_discount_factor: float = 0.0
@@ -64,13 +70,13 @@ def compute_token_advantages(groups: Sequence[TrajectoryGroup], settings: Advant
     - `per_turn`: return from the token's turn on minus the mean return of the other members from the same turn on; the
       return of members that have ended is 0;
     - `discounted`: discounted return of the token minus the group's mean of the returns of first tokens;
-    - `gae`: generalized advantage estimation with the values above.
+    - `gae`: generalized advantage estimation with the values above; with a critic, over turns instead of tokens.
     """
-    members = [member for group in groups for member in _members(group)]
+    if settings.critic:
+        return _compute_with_critic(groups, settings, settings.critic)
+    members, group_D = _members_of(groups)
     rewards_T = torch.cat([_rewards(trajectory, final) for trajectory, final in members])
     lengths = torch.tensor([_num_tokens(trajectory) for trajectory, _ in members])
-    sizes = torch.tensor([len(group.trajectories_G) for group in groups])
-    group_D = torch.repeat_interleave(torch.arange(len(groups)), sizes)
     totals_D = torch.tensor([total for group in groups for total in group.get_total_rewards()])
     offsets_D = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     all_T = torch.ones(len(rewards_T), dtype=torch.bool)
@@ -86,7 +92,8 @@ def compute_token_advantages(groups: Sequence[TrajectoryGroup], settings: Advant
             mean_D = first_D - centre_by_group(first_D, group_D)
             advantages_T = returns_T - mean_D.repeat_interleave(lengths)
         case "per_turn":
-            advantages_T = _compare_turns(members, group_D)
+            turns = _compare_turns(members, group_D)
+            advantages_T = _expand_turns(turns.advantages_DT, members, turns.exists_DT)
         case "leave_one_out":
             advantages_T = leave_one_out(totals_D, group_D).repeat_interleave(lengths)
         case _:
@@ -109,28 +116,93 @@ def _turn_rewards(trajectory: Trajectory, total: float) -> tuple[float, ...]:
     return total, *(turn.reward for turn in trajectory.transitions)
 
 
-def _compare_turns(members: Sequence[tuple[Trajectory, float]], group_D: Tensor) -> Tensor:
-    """Compute for each token the reward from its turn on, minus the mean of the same of the group's other members."""
-    num_turns = max(1, *(len(trajectory.transitions) for trajectory, _ in members))
-    rewards_DT = torch.zeros(len(members), num_turns)
+class _Turns(NamedTuple):
+    """Turns of trajectories, one row per trajectory, padded to the longest one.
+
+    Attributes:
+        rewards_DT: reward of each turn; that of the last one includes the group's final reward.
+        returns_DT: discounted return from each turn on; 0 after the last turn.
+        advantages_DT: return minus the mean return of the group's other members from the same turn on.
+        exists_DT: mask of the turns that were taken.
+    """
+
+    rewards_DT: Tensor
+    returns_DT: Tensor
+    advantages_DT: Tensor
+    exists_DT: Tensor
+
+
+def _compare_turns(members: Sequence[_Member], group_D: Tensor, discount: float = 1.0) -> _Turns:
+    lengths_D = torch.tensor([len(trajectory.transitions) for trajectory, _ in members])
+    rewards_DT = torch.zeros(len(members), max(1, int(lengths_D.max())))
     for row, (trajectory, final) in enumerate(members):
         for index, turn in enumerate(trajectory.transitions):
             rewards_DT[row, index] = turn.reward
         rewards_DT[row, max(len(trajectory.transitions) - 1, 0)] += final
-    returns_DT = rewards_DT.flip(1).cumsum(1).flip(1)
+    returns_DT = rewards_DT.clone()
+    for turn in reversed(range(returns_DT.shape[1] - 1)):
+        returns_DT[:, turn] += discount * returns_DT[:, turn + 1]
     advantages_DT = torch.stack([leave_one_out(returns_D, group_D) for returns_D in returns_DT.T], 1)
-    places = [
-        (row, index)
-        for row, (trajectory, _) in enumerate(members)
+    exists_DT = torch.arange(returns_DT.shape[1]) < lengths_D[:, None]
+    return _Turns(rewards_DT, returns_DT, advantages_DT, exists_DT)
+
+
+def _expand_turns(values_DT: Tensor, members: Sequence[_Member], exists_DT: Tensor) -> Tensor:
+    """Give the value of each turn to its sampled tokens."""
+    sizes = [len(turn.ac.tokens) for trajectory, _ in members for turn in trajectory.transitions]
+    return values_DT[exists_DT].repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
+
+
+def fit_critic(groups: Sequence[TrajectoryGroup], settings: AdvantageSettings, critic: Critic) -> Critic:
+    """Return a critic that is also fitted on the groups of a further step.
+
+    Raises:
+        ConfigError: the critic's features are invalid.
+    """
+    members, group_D = _members_of(groups)
+    turns = _compare_turns(members, group_D, settings.discount)
+    exists_DT, baselines_DT = turns.exists_DT, _baselines(turns, group_D)
+    return critic.learn(_turn_starts(members), baselines_DT[exists_DT], turns.returns_DT[exists_DT])
+
+
+def _compute_with_critic(
+    groups: Sequence[TrajectoryGroup], settings: AdvantageSettings, critic: Critic
+) -> TokenAdvantages:
+    """Generalized advantage estimation over turns: each turn is one action, and all its tokens share its advantage."""
+    members, group_D = _members_of(groups)
+    turns = _compare_turns(members, group_D, settings.discount)
+    values_DT, exists_DT = _baselines(turns, group_D), turns.exists_DT
+    values_DT[exists_DT] = critic.values(_turn_starts(members), values_DT[exists_DT]).float()
+    advantages_DT = compute_gae(
+        turns.rewards_DT.flatten(),
+        values_DT.flatten(),
+        exists_DT.flatten(),
+        exists_DT.shape[1] * torch.arange(len(members) + 1),
+        discount=settings.discount,
+        decay=settings.decay,
+    ).view_as(values_DT)
+    columns = (advantages_DT, values_DT, turns.returns_DT)
+    return TokenAdvantages(*(_expand_turns(column_DT, members, exists_DT) for column_DT in columns))
+
+
+def _baselines(turns: _Turns, group_D: Tensor) -> Tensor:
+    """Mean return of the group's other members from the same turn on; 0 in a group of one."""
+    return (turns.returns_DT - turns.advantages_DT).where(_has_others(group_D)[:, None], 0.0)
+
+
+def _turn_starts(members: Sequence[_Member]) -> list[TurnStart]:
+    return [
+        (turn.ob, trajectory.transitions[:index])
+        for trajectory, _ in members
         for index, turn in enumerate(trajectory.transitions)
-        for _ in turn.ac.tokens
     ]
-    rows, turns = torch.tensor(places, dtype=torch.int64).view(-1, 2).T
-    return advantages_DT[rows, turns]
 
 
-def _members(group: TrajectoryGroup) -> list[tuple[Trajectory, float]]:
-    return list(zip(group.trajectories_G, group.final_rewards_G, strict=True))
+def _members_of(groups: Sequence[TrajectoryGroup]) -> tuple[list[_Member], Tensor]:
+    """Members of all groups with their final rewards, and the index of the group of each."""
+    members = [member for group in groups for member in zip(group.trajectories_G, group.final_rewards_G, strict=True)]
+    sizes = torch.tensor([len(group.trajectories_G) for group in groups])
+    return members, torch.repeat_interleave(torch.arange(len(groups)), sizes)
 
 
 def _num_tokens(trajectory: Trajectory) -> int:

@@ -121,7 +121,7 @@ class AsyncRolloutSource(RolloutSource):
 
     def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
         """Take a snapshot for further rollouts, and start building the minibatches of a step as its groups complete."""
-        self.start_rewards(step)
+        self.start_step(step)
         snapshot = self.take_snapshot(step, client)
         with self._changed:
             self._step = step
@@ -151,6 +151,7 @@ class AsyncRolloutSource(RolloutSource):
             discarded, self._discarded = self._discarded, []
             stale, self._stale = self._stale, []
             num_ready, num_running = len(self._completed), len(self._running)
+        self.fit_critic(step)  # on the groups that the step has trained on
         self._groups[step].append([*failed, *discarded])
         self.count(count_tokens(stale))
         return super().metrics(step, trained, terms) | {

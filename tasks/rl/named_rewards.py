@@ -76,7 +76,7 @@ def combine_advantages(
     Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization" (arXiv:2601.05242),
     section 3.1. The weights enter after the group's normalization.
     """
-    weighted = [_weighted(group, mix.weights) for group in groups]
+    weighted = weighted_groups(groups, mix)
     totals = compute_token_advantages(weighted, settings)
     if mix.normalization == "sum":
         return totals
@@ -88,6 +88,11 @@ def combine_advantages(
     sums_D = sums_T[ends - 1]  # all tokens of a trajectory have the same advantage
     spread = sums_D.std(correction=1) if len(sums_D) > 1 else torch.zeros(())
     return replace(totals, advantages_T=(sums_T - sums_D.mean()) / (spread + _LEAST_SPREAD))
+
+
+def weighted_groups(groups: Sequence[TrajectoryGroup], mix: RewardWeights) -> list[TrajectoryGroup]:
+    """Return groups whose rewards are the weighted sums of the named ones."""
+    return [_weighted(group, mix.weights) for group in groups]
 
 
 def reward_parts(

@@ -34,8 +34,9 @@ from tasks.common.prompt_scores import supports_last_n
 from tasks.common.sampling import wait_for_snapshot
 from tasks.common.task import Pending, call, opaque_argument, retried_task, step_task
 from tasks.evaluation.grading_metrics import GradedMetrics, digest_problems
-from tasks.rl.advantages import AdvantageSettings
+from tasks.rl.advantages import AdvantageSettings, fit_critic
 from tasks.rl.completer import SnapshotCompleter
+from tasks.rl.critic import Critic
 from tasks.rl.custom_completer import CompleterSpec
 from tasks.rl.group_batches import GroupBatches, split
 from tasks.rl.group_progress import GroupProgress, TokenCounter
@@ -50,7 +51,7 @@ from tasks.rl.group_rollout import (
 from tasks.rl.hang_watch import HangWatch
 from tasks.rl.health import REWARD, HealthWatch
 from tasks.rl.mismatch import compute_mismatch_metrics
-from tasks.rl.named_rewards import NamedRewards, RewardWeights
+from tasks.rl.named_rewards import NamedRewards, RewardWeights, weighted_groups
 from tasks.rl.oversampling import Oversampling, OversamplingRecord, compute_oversampling_metrics
 from tasks.rl.rollout_log import Transcript, make_transcript
 from tasks.rl.sampling_distribution import MAX_MEAN_ERROR, SamplingDistribution, check_service
@@ -200,6 +201,8 @@ class RolloutSource(BatchSource):
         self._warnings: dict[str, str] = {}
         # True once a rollout has taken several turns.
         self._has_several_turns = False
+        # Critic of the newest steps, each fitted on the steps before; empty without one.
+        self._critics: dict[int, Critic] = {}
         # Newest step that is loaded, and the number of groups that refills took before it.
         self._refilled_before = (-1, 0)
         # Client of the run, and the newest snapshot with the step that starts from its weights.
@@ -218,6 +221,8 @@ class RolloutSource(BatchSource):
             self.rewards.begin(num_steps, state.get("rewards", {}))
         if self.health:
             self.health.restore(state.get("health", {}))
+        if critic := self.settings.shape.critic:
+            self._critics = {step: critic.restored(state.get("critic", {}))}
 
     def state(self, step: int) -> dict[str, Any]:
         loaded, num_refilled = self._refilled_before
@@ -225,6 +230,7 @@ class RolloutSource(BatchSource):
         return (
             ({"rewards": self.rewards.state(step)} if self.rewards else {})
             | ({"health": self.health.state()} if self.health else {})
+            | ({"critic": critic.state()} if (critic := self._critic_at(step)) else {})
             | (refilled if self.settings.refill_rounds else {})
             | ({"has_several_turns": True} if self._has_several_turns else {})
         )
@@ -237,7 +243,7 @@ class RolloutSource(BatchSource):
 
         Minibatches have fixed groups, independent of the order of completion, so that a resumed run repeats them.
         """
-        self.start_rewards(step)
+        self.start_step(step)
         snapshot = self.take_snapshot(step, client)
         self._refilled_before = (step, self.problems.num_refilled)
         builders = self.problems.at(step)
@@ -303,10 +309,26 @@ class RolloutSource(BatchSource):
         self._is_checked = True
         return sampler
 
-    def start_rewards(self, step: int) -> None:
-        """Fix the weights of the named rewards of a step; the groups of the step before are complete."""
+    def start_step(self, step: int) -> None:
+        """Fix the critic and the weights of the named rewards of a step; the groups of the step before are complete."""
+        self.fit_critic(step - 1)
         if self.rewards:
             self.rewards.start(step)
+
+    def fit_critic(self, step: int) -> None:
+        """Fit the critic of the next step, unless it is fitted, on the groups of a step, which are complete."""
+        critic = self._critic_at(step)
+        if critic is None or step not in self._groups or step + 1 in self._critics:
+            return
+        groups = [group.trajectories for part in self._groups[step] for group in part if group.trajectories is not None]
+        weighted = weighted_groups(groups, self.rewards.weights_at(step)) if self.rewards else groups
+        self._critics = {step: critic, step + 1: fit_critic(weighted, self.settings.shape, critic)}
+
+    def _critic_at(self, step: int) -> Critic | None:
+        """Critic that is fitted on the steps before a step; None without one."""
+        # The steps between have been skipped.
+        newest = max((known for known in self._critics if known <= step), default=None)
+        return None if newest is None else self._critics[newest]
 
     def start_gathering(self, step: int, waits: Sequence[Callable[[], list[Group]]]) -> list[Pending[Batch]]:
         """Start to build the minibatches of a step, each from the groups that one of `waits` returns.
@@ -350,8 +372,9 @@ class RolloutSource(BatchSource):
             check_errors(groups, self.settings.distribution)
         self._has_several_turns = self._has_several_turns or has_several_turns(groups)
         mix = self.rewards.record(step, groups) if self.rewards else None
-        settings = self.settings
-        return call(gather, opaque_argument(groups), settings.shape, self.tokenizer, mix, settings.mask_truncated)
+        shape = replace(self.settings.shape, critic=self._critic_at(step))
+        masks = self.settings.mask_truncated
+        return call(gather, opaque_argument(groups), opaque_argument(shape), self.tokenizer, mix, masks)
 
     def _score(self, step: int, batch: Batch) -> tuple[Batch, Tensor]:
         """Return a minibatch with the reference's logprobs."""
@@ -369,6 +392,7 @@ class RolloutSource(BatchSource):
         ]
 
     def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
+        self.fit_critic(step)
         parts = self._groups.pop(step)
         groups = [group for part in parts for group in part]
         self.count(count_tokens(groups))
@@ -379,6 +403,7 @@ class RolloutSource(BatchSource):
             compute_group_metrics(groups)
             | self._cancelled_metrics(step, groups)
             | self._use_metrics(step, groups)
+            | ({"critic/num_turns": critic.num_turns} if (critic := self._critic_at(step)) else {})
             | self.policy_metrics(trained, terms)
             | (self.rewards.metrics(step, parts, self.settings.shape) if self.rewards else {})
             | ({"kl_policy_base": fsum(distances) / len(distances)} if distances else {})

@@ -262,7 +262,7 @@ def test_refills_require_that_constant_groups_are_dropped() -> None:
     with pytest.raises(ValueError, match=r"replaces the groups that advantage\.drop_constant drops: set drop_constant"):
         RlConfig.model_validate(fields)
     config = RlConfig.model_validate(fields | {"advantage": {"drop_constant": True}})
-    settings = config.rollout.settings(0, AdvantageSettings(**config.advantage.model_dump()))
+    settings = config.rollout.settings(0, config.advantage.settings())
     assert settings.refill_rounds == 2
 
 
