@@ -31,7 +31,7 @@ from tasks.rl.advantages import AdvantageSettings, compute_token_advantages, fit
 from tasks.rl.critic import Critic, turn_features
 
 NUM_PROBLEMS, NUM_TURNS, NUM_CLASSES, GROUP_SIZE = 4, 3, 3, 8
-SEEDS = (0, 1, 2)
+SEEDS, NUM_JUDGED_SEEDS = range(10), 3
 # Steps on which a critic is fitted before it is judged.
 NUM_WARM_UP = 12
 CODES = torch.randint(NUM_CLASSES, (NUM_PROBLEMS, NUM_TURNS), generator=torch.Generator().manual_seed(0))
@@ -347,7 +347,8 @@ def measure(*, num_steps: int = 20, num_judged: int = 300, learning_rate: float 
         num_judged: steps from which the quality is measured, per seed and policy.
     """
     num_tokens = num_steps * NUM_PROBLEMS * GROUP_SIZE * NUM_TURNS
-    table = Table(title=f"Baselines of games of {NUM_TURNS} turns, mean of {len(SEEDS)} seeds", title_justify="left")
+    title = f"Baselines of games of {NUM_TURNS} turns, mean of {NUM_JUDGED_SEEDS} seeds, rewards of {len(SEEDS)}"
+    table = Table(title=title, title_justify="left")
     for column in ("reward for", "policy", "baseline"):
         table.add_column(column)
     for column in ("error", "cosine", "ratio of norms", "spread", f"reward after {num_tokens:,} tokens"):
@@ -370,14 +371,13 @@ def _add_rows(
     for name, seed in tqdm(list(product(TRAINED, SEEDS)), desc=f"critic: reward for {kind}"):
         player, estimator = Player(session, kind, seed), ESTIMATORS[name]()
         for policy in truths:
-            if name == TRAINED[0]:
+            if name == TRAINED[0] and seed < NUM_JUDGED_SEEDS:
                 truths[policy].append(player.truth())
             player.train(estimator, num_steps // 2, rate)
         rewards[name].append(player.truth().reward)
     for policy, of_policy in truths.items():
         for name, make in ESTIMATORS.items():
-            pairs = zip(SEEDS, of_policy, strict=True)
-            qualities = [judge(make(), truth, kind, num_judged, seed) for seed, truth in pairs]
+            qualities = [judge(make(), truth, kind, num_judged, seed) for seed, truth in enumerate(of_policy)]
             figures = [f"{fmean(column):.2f}" for column in zip(*map(astuple, qualities), strict=True)]
             reached = rewards.get(name, []) if policy == "half trained" else []
             reward = f"{fmean(reached):.3f} ± {stdev(reached):.3f}" if reached else ""

@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from tinker import types
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState
-from tinker_cookbook.rl.types import Action, ActionExtra, Env, Metrics, RLDataset, StepResult, Trajectory
+from tinker_cookbook.rl.types import Action, ActionExtra, Env, Metrics, RLDataset, StepResult, Trajectory, Transition
 
 from examples.letters import LetterEnv, LetterGroup, Letters, LettersBuilder
 from tinker_flows import HookAction
@@ -222,3 +222,13 @@ class SilentLettersBuilder(LettersBuilder):
             silent = LetterGroup(env, last.group_size)
         letters = Letters([*groups, silent], self.num_batches)
         return (train, letters) if self.is_held_out else (letters, None)
+
+
+def describe_prompt(prompt: types.ModelInput, history: Sequence[Transition]) -> list[float]:
+    """Features of a critic: the last letter of the prompt's question."""
+    return [float(prompt.to_ints()[5]), float(len(history))]
+
+
+def describe_badly(prompt: types.ModelInput, history: Sequence[Transition]) -> list[float]:
+    """Features of a critic that are no numbers."""
+    return [float("nan")]

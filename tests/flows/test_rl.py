@@ -409,6 +409,32 @@ def test_completer_and_hook_of_the_user(run: tuple[Path, dict[str, Any], TrainRe
     assert curve(charged, "hook/even/stopped") == [0.0] * 2
 
 
+@pytest.mark.parametrize("schedule", [{}, {"mode": "stream", "num_minibatches": 2}, {"mode": "async"}])
+def test_a_critic_judges_before_it_learns(
+    run: tuple[Path, dict[str, Any], TrainResult], schedule: dict[str, Any]
+) -> None:
+    _, config, _ = run
+    advantage = {"estimator": "gae", "critic": {"features": "rollout_parts:describe_prompt", "steps": 2}}
+    name = f"critic-{schedule.get('mode', 'sync')}"
+    fields = config | {"run_name": name, "schedule": schedule, "advantage": advantage, "eval_every": 0}
+    result = rl(RlConfig.model_validate(fields))
+    turns = curve(result, "critic/num_turns")
+    # Two groups of four members with one turn each, of which a step forgets half.
+    assert turns == [0.0, 8.0, 12.0, 14.0]
+    assert len(curve(result, "value_loss")) == len(turns)
+    directory = RunStorage(url=config["storage"]).run_directory(name)
+    last = read_records(directory).checkpoints[0].extra["source"]["critic"]
+    assert last["features"] == "rollout_parts:describe_prompt"
+    assert last["gram"][0][0] == 15.0
+
+
+def test_invalid_features_of_a_critic_end_the_run(run: tuple[Path, dict[str, Any], TrainResult]) -> None:
+    _, config, _ = run
+    advantage = {"estimator": "gae", "critic": {"features": "rollout_parts:describe_badly"}}
+    with pytest.raises(ConfigError, match="returned the feature nan: return finite numbers"):
+        rl(RlConfig.model_validate(config | {"run_name": "nan", "advantage": advantage}))
+
+
 def test_rewards_of_a_hook_and_a_reward_that_is_not_reported(
     run: tuple[Path, dict[str, Any], TrainResult], mlflow_uri: str
 ) -> None:

@@ -123,6 +123,7 @@ EXACT = {"engine": {"threads": 1, "deterministic": True}, "transcripts_every": 1
 STREAM = {"schedule": {"mode": "stream", "num_minibatches": 2}}
 PENALIZED = {"compute_post_kl": True, "advantage": {"kl_coefficient": 0.05, "kl_discount_factor": 0.9}}
 REFILLED = {"rollout": {"max_tokens": 8, "refill_rounds": 2}, "advantage": {"drop_constant": True}}
+CRITIC = {"advantage": {"estimator": "gae", "decay": 0.9, "critic": {"steps": 3}}}
 REWARDS = {
     "rewards": {"num_letters": {"target": {"at_least": 4.0}}, "total": {"weight": 0.5}},
     "reward_normalization": "decoupled",
@@ -155,6 +156,8 @@ METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
     "rl": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT),
     "rl targets": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM | REWARDS),
     "rl stream": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM),
+    "rl critic": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | CRITIC),
+    "rl critic stream": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM | CRITIC),
     "rl refill": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | REFILLED),
     "rl refill stream": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | STREAM | REFILLED),
     "rl oversampled": ("rl", lambda *arguments: rl_fields(*arguments) | EXACT | OVERSAMPLED),
@@ -179,6 +182,8 @@ METHODS: dict[str, tuple[str, Callable[[Path, str, str], dict[str, Any]]]] = {
         pytest.param("dpo", 2, marks=pytest.mark.slow),
         pytest.param("rl", 3, marks=pytest.mark.slow),
         pytest.param("rl stream", 2, marks=pytest.mark.slow),
+        pytest.param("rl critic", 3, marks=pytest.mark.slow),
+        pytest.param("rl critic stream", 2, marks=pytest.mark.slow),
         pytest.param("rl refill", 2, marks=pytest.mark.slow),
         pytest.param("rl refill stream", 2, marks=pytest.mark.slow),
         pytest.param("rl oversampled", 2, marks=pytest.mark.slow),
