@@ -408,6 +408,7 @@ class Trainer:
             checked = list(checked)
             if step in self.guard.skipped_steps:
                 checked = []  # sent alone, the first minibatch would leave its gradient to the next update
+                self.source.skip(step)
         num_minibatches = self.source.num_minibatches + sum(minibatch.supervised is not None for minibatch in prepared)
         for number, (minibatch, linearized) in enumerate(checked, start=1):
             # Without a gradient, an optimizer step would still move the weights by its momentum.

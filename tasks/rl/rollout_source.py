@@ -324,9 +324,13 @@ class RolloutSource(BatchSource):
         weighted = weighted_groups(groups, self.rewards.weights_at(step)) if self.rewards else groups
         self._critics = {step: critic, step + 1: fit_critic(weighted, self.settings.shape, critic)}
 
+    def skip(self, step: int) -> None:
+        if critic := self._critic_at(step):
+            self._critics = {step: critic, step + 1: critic}
+
     def _critic_at(self, step: int) -> Critic | None:
         """Critic that is fitted on the steps before a step; None without one."""
-        # The steps between have been skipped.
+        # Steps that are skipped after a restart are not loaded.
         newest = max((known for known in self._critics if known <= step), default=None)
         return None if newest is None else self._critics[newest]
 

@@ -109,6 +109,10 @@ class BatchSource(ABC):
         """Return whether the base loss has a gradient on the loaded batch of a step; if not, its update is skipped."""
         return True
 
+    def skip(self, step: int) -> None:
+        """Note that the update of a loaded step is skipped, as it will be after a restart without being loaded."""
+        return
+
     def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:
         """Return the source's metrics for a step; called once per step.
 

@@ -21,12 +21,15 @@ from mlflow import MlflowClient
 from rl_config import rl_fields
 from tinker import types
 from tinker_cookbook.rl.types import Transition
+from torch import Tensor
 
 from blocks import RunStorage
 from blocks.errors import ConfigError
 from flows.config.rl import RlConfig
 from flows.rl import rl
 from flows.runs.result import TrainResult
+from objectives.batch import Batch, Outputs
+from objectives.term import regularizer
 from tasks.rl import rollout_source
 from tasks.rl.group_rollout import Group
 from tasks.rl.health import REWARD
@@ -426,6 +429,22 @@ def test_a_critic_judges_before_it_learns(
     last = read_records(directory).checkpoints[0].extra["source"]["critic"]
     assert last["features"] == "rollout_parts:describe_prompt"
     assert last["gram"][0][0] == 15.0
+
+
+def test_a_critic_does_not_learn_from_a_skipped_step(run: tuple[Path, dict[str, Any], TrainResult]) -> None:
+    """A restarted run does not sample the groups of the step again."""
+    _, config, _ = run
+    values = iter([1.0, float("nan"), 1.0, 1.0])
+
+    @regularizer("test_nan_once")
+    def nan_once(outputs: Outputs, batch: Batch) -> Tensor:
+        return outputs.logprobs_DT * next(values)
+
+    fields = config | {"run_name": "skipped", "advantage": {"estimator": "gae", "critic": {}}, "eval_every": 0}
+    fields |= {"guards": {"not_finite": "skip"}}
+    fields |= {"objective": {"base_loss": "importance_sampling", "regularizers": [{"name": "test_nan_once"}]}}
+    result = rl(RlConfig.model_validate(fields))
+    assert curve(result, "critic/num_turns") == [0.0, 8.0, 14.0]
 
 
 def test_invalid_features_of_a_critic_end_the_run(run: tuple[Path, dict[str, Any], TrainResult]) -> None:

@@ -307,13 +307,17 @@ def test_changed_files_of_a_folder_of_data_are_named(tmp_path: Path, monkeypatch
     assert changed_contents(before, after) == {"data": [str(folder / "b.jsonl")]}
 
 
-def test_code_of_rewards_and_hooks_belongs_to_the_environment(tmp_path: Path) -> None:
+def test_code_of_rewards_hooks_and_critics_belongs_to_the_environment(tmp_path: Path) -> None:
     for module in ("examples.letters", "rollout_parts"):
         import_module(module)  # as a run imports what it uses
-    fields = rl_fields(tmp_path, "hooked", "") | {"rollout": {"hook": {"builder": "rollout_parts:charge_even_tokens"}}}
+    hook, features = "rollout_parts:charge_even_tokens", "rollout_parts:describe_prompt"
+    fields = rl_fields(tmp_path, "hooked", "") | {
+        "rollout": {"hook": {"builder": hook}},
+        "advantage": {"estimator": "gae", "critic": {"features": features}},
+    }
     with Objective() as objective:
         digests = digest_contents(RlConfig.model_validate(fields), objective, cast(Any, byte_tokenizer()))
-    assert set(digests["environment"]) == {"examples.letters:LettersBuilder", "rollout_parts:charge_even_tokens"}
+    assert set(digests["environment"]) == {"examples.letters:LettersBuilder", hook, features}
 
 
 def test_code_is_the_module_and_what_it_imports_from_the_project(project: Path) -> None:

@@ -344,3 +344,10 @@ def test_invalid_settings_are_named() -> None:
     ):
         with pytest.raises(ConfigError, match=f"advantage.critic.features is '{path}', which {message}"):
             read(critic={"features": path}).settings()
+
+
+def test_a_run_of_a_deployment_may_use_the_built_in_features_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "restricted")
+    assert Critic.load("tinker_flows:turn_features", 1.0, 4).features is turn_features
+    with pytest.raises(ConfigError, match="A run of a deployment may not import 'rollout_parts:describe_prompt'"):
+        Critic.load("rollout_parts:describe_prompt", 1.0, 4)
