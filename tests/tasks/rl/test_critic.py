@@ -146,6 +146,15 @@ def test_a_group_of_one_has_the_critic_alone() -> None:
     assert torch.corrcoef(torch.stack([values, returns]))[0, 1] > 0.9
 
 
+def test_members_without_a_turn_have_no_advantages() -> None:
+    prompt = types.ModelInput.from_ints([5])
+    empty = TrajectoryGroup([Trajectory([], prompt), Trajectory([], prompt)], [1.0, 0.0], [{}, {}])
+    fitted = fit_critic(ragged_groups(0), settings(), CRITIC)
+    for critic in (CRITIC, fitted):
+        assert compute_token_advantages([empty], settings(critic)).advantages_T.tolist() == []
+    assert fit_critic([empty], settings(), fitted) is fitted
+
+
 @pytest.mark.parametrize(("concentration", "bound"), [(0.3, 1.0), (1e6, 0.9)])
 def test_single_turns_have_no_more_variance_than_with_the_group_mean(concentration: float, bound: float) -> None:
     """Problems of one turn, whose chance of the reward 1 is drawn from a symmetric beta distribution."""
