@@ -211,6 +211,12 @@ class NamedRewards:
             self._values.setdefault(step, []).append(values)
         return self._weights[step]
 
+    def skip(self, step: int) -> None:
+        """Forget the rewards of a step whose update is skipped: the targets do not observe them."""
+        with self._lock:
+            self._values.pop(step, None)
+            self._weights.pop(step, None)
+
     def pop_warnings(self) -> dict[str, str]:
         """Return a warning by name for each reward that no completion has reported by the end of the first step.
 

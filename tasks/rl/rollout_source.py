@@ -327,6 +327,8 @@ class RolloutSource(BatchSource):
     def skip(self, step: int) -> None:
         if critic := self._critic_at(step):
             self._critics = {step: critic, step + 1: critic}
+        if self.rewards:
+            self.rewards.skip(step)
 
     def _critic_at(self, step: int) -> Critic | None:
         """Critic that is fitted on the steps before a step; None without one."""

@@ -200,6 +200,20 @@ def test_a_target_raises_the_weight_of_a_reward_that_is_too_low() -> None:
         assert [run_step(resumed, step, [groups()]) for step in range(3, 6)] == history[3:]
 
 
+def test_targets_do_not_observe_a_skipped_step() -> None:
+    """A restarted run does not sample the groups of the step again."""
+    specs = {"correct": RewardSpec(target=TargetSpec(at_least=2.0))}
+    rewards, restarted = NamedRewards(specs, "sum"), NamedRewards(specs, "sum")
+    for part in (rewards, restarted):
+        part.begin(9, {})
+        run_step(part, 0, [groups()])
+    rewards.start(1)
+    rewards.record(1, [Group((), group, ()) for group in groups()])
+    rewards.skip(1)
+    assert rewards.state(2)["targets"] == restarted.state(2)["targets"]
+    assert run_step(rewards, 2, [groups()]) == run_step(restarted, 2, [groups()])
+
+
 def test_a_reward_that_few_completions_report_counts_zero_until_then() -> None:
     """It is announced once, and not again in a resumed run that has seen it before."""
     specs = {"correct": RewardSpec(), "rare": RewardSpec(2.0)}
