@@ -107,12 +107,12 @@ def compare(config: CompareConfig) -> CompareResult:
             second, _ = open_sampler(session, against.path, config.model)
             renderer = open_renderer(config.renderer_name, tokenizer)
             judge = build_judge(config.judge.builder, config.judge.params) if config.judge else None
-            # A synchronous flow cannot call an async task directly, so submit it.
             can_score_last_n = supports_last_n(first)
             if not can_score_last_n:
                 get_run_logger().warning(
                     "The service does not know prompt_logprobs_last_n, so answers are scored with their prompts."
                 )
+            # Submitted: a synchronous flow cannot call an async task directly.
             pending = compare_policies.submit((first, second), questions, renderer, sampling, judge, can_score_last_n)
             compared = cast(PolicyComparison, pending.result())
             log.log(chosen.step, compared.metrics)

@@ -57,7 +57,7 @@ from tasks.training.batch_source import BatchSource, MetricWarning
 
 __getattr__ = partial(renamed_attribute, "flows.distill")  # names of release 0.1
 
-# Only `train_on_rewards` trains on the advantages of rewards.
+# Distillation has no settings for advantages of rewards: only `train_on_rewards` uses them, with the default estimator.
 NO_REWARD = AdvantageSettings()
 HEALTH = HealthLimits()
 SourceAndEvaluators = tuple[BatchSource, Sequence[Evaluator]]
@@ -160,7 +160,8 @@ def _on_policy(
     mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
     tests = [(teacher, test) for teacher, (_, test) in zip(teachers, built, strict=True) if test is not None]
     hindsight = _open_hindsight(config, tokenizer)
-    if hindsight:  # without a context, the teacher is no better than the student
+    if hindsight:
+        # An evaluation gives the teacher no hindsight, so the KL to the teacher would not measure progress.
         held_out = [HeldOutEnvironments(test, settings, tokenizer) for _, test in tests]
     else:
         held_out = [TeacherKL(tests, tokenizer, settings)] if tests else []
@@ -198,6 +199,7 @@ def _off_policy(
     built = [open_teacher_data(tokenizer, run.builder_arguments, dataset) for dataset in datasets]
     weights = [dataset.weight for dataset in datasets]
     mixture = Mixture([train for train, _ in built], weights, config.batch_size, config.seed)
+    # The stored teacher data of a run is reused if all of these are the same.
     ingredients = [config.seed, config.rollout, config.top_k, *datasets, *(teacher.name for teacher in teachers)]
     key = hashlib.sha256(repr(ingredients).encode()).hexdigest()[:16]
     # Training on a teacher's samples reads no logprobs of the sampler.
@@ -216,7 +218,7 @@ def _build_groups(run: Run, config: BuilderConfig) -> tuple[RLDataset, RLDataset
 
 
 def open_teacher_data(tokenizer: Tokenizer, resources: Mapping[str, Any], config: TeacherDataConfig) -> tuple[Any, Any]:
-    """Build the training and held-out data of a dataset; the latter may be None."""
+    """Build the training and held-out data of a dataset; the held-out data may be None."""
     if config.environment:
         return build_environments(config.environment.builder, config.environment.params, tokenizer, resources)
     assert config.data is not None

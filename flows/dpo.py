@@ -62,7 +62,7 @@ def preference_loss(objective: Objective) -> Regularizer:
     """Return the base loss of a preference objective.
 
     Raises:
-        ConfigError: The base loss is no preference loss.
+        ConfigError: The base loss is cross_entropy, which is no preference loss.
     """
     if objective.base is None:
         raise ConfigError(
@@ -86,6 +86,7 @@ def open_pairs(
     data, test = build_comparisons(config.comparisons.builder, config.comparisons.params, tokenizer, resources)
     renderer = open_renderer(config.renderer_name or renderer_of(config.model, tokenizer), tokenizer)
     verdict = Verdict(**config.verdict.model_dump()) if config.verdict else None
-    pairs = PairBatches(data, Rendering(renderer, config.max_length, verdict), tokenizer, loss.term.name == "kto")
+    rendering = Rendering(renderer, config.max_length, verdict)
+    pairs = PairBatches(data, rendering, tokenizer, unrelated=loss.term.name == "kto")
     source = PairSource(pairs, config.batch_size, config.seed, loss.term.name)
     return source, replace(pairs, comparisons=test) if test else None

@@ -187,7 +187,8 @@ class EvaluateResult:
         cost: Tokens of the whole evaluation and, with a known price, dollars, by the names of a training run's metrics.
         by_step: Metrics of the other checkpoints of the run, by step.
         baseline: Metrics of the baseline; empty without one.
-        differences: Differences between both, with intervals, for metrics that have a score for each problem.
+        differences: Differences between checkpoint and baseline, with intervals, for metrics that have a score for each
+            problem.
         stopped: Sentence that says where and why the budget stopped the evaluation; empty if it did not.
         not_promoted: Reason why `promote_if` or a person prevented registration; empty if neither did.
         version: Version of the registered model; empty if the checkpoint was not registered.
@@ -300,7 +301,7 @@ def _evaluate(
 
 
 def find_weights(config: EvaluateConfig) -> tuple[NamedCheckpoint, list[NamedCheckpoint], NamedCheckpoint | None]:
-    """Look up the checkpoint, those of further steps, and the baseline.
+    """Look up the checkpoint, the checkpoints at further steps, and the baseline; the baseline may be None.
 
     Raises:
         ConfigError: A checkpoint does not exist, or there is nothing to measure.
@@ -343,8 +344,8 @@ def _measure(
     meter: TokenMeter,
     checkpoint: NamedCheckpoint,
 ) -> EvaluationResult:
-    """Evaluate weights within the budget; count the tokens in the ledger, those of judges included."""
-    trainer = open_training_client(session, checkpoint.path, config.model)
+    """Evaluate a checkpoint within the budget; the ledger counts all tokens, including those of judges."""
+    trainer = open_training_client(session, checkpoint.path, config.model)  # None for sampler weights
     if trainer:
         sampler, tokenizer = None, trainer.get_tokenizer()
     else:
@@ -361,7 +362,7 @@ def _measure(
             scored = SampledTokens() if trainer else scored_tokens(entry.num_tokens, entry.num_datums)
             return ledger.begin("the held-out data", checkpoint.name, num_train_tokens, scored)
 
-        # Submitted, because a synchronous flow never runs a directly called async task.
+        # Submitted: a synchronous flow cannot call an async task directly.
         if trainer:
             submitted = evaluate_trainer.submit(trainer, due, checkpoint.step, meter, begin)
         else:
@@ -439,7 +440,7 @@ def _register(
 
 
 def _read_unapproved(log: MetricsLog, subject: Sequence[str]) -> EvaluateResult | None:
-    """Return the result that this flow run stored before it was suspended; None if it has none about these weights."""
+    """Return the result that this flow run stored before it was suspended; None if it stored none for these weights."""
     if UNAPPROVED not in [file.path for file in log.client.list_artifacts(log.run_id)]:
         return None
     with TemporaryDirectory() as folder:

@@ -68,7 +68,6 @@ def rl(config: RlConfig) -> TrainResult:
                 "importance_sampling, ppo, grpo or another loss that reads advantages."
             )
 
-        # Importance corrections for samples of older weights.
         objective.correct(config.base_correction())
 
         def attempt(restarts: Sequence[str]) -> TrainResult:
@@ -132,7 +131,7 @@ def _health_limits(config: RlConfig, health: HealthConfig) -> HealthLimits:
 
 
 def _watch_hangs(config: RlConfig, run: Run) -> AbstractContextManager[HangWatch | None]:
-    """Warn of groups that no longer respond, unless the config disables the warnings of health."""
+    """Watch for groups that no longer respond, and warn of them; yield None if `health` is null."""
     if config.health is None:
         return nullcontext()
 

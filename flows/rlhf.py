@@ -75,7 +75,7 @@ def _run_stages(config: RlhfConfig) -> TrainResult:
 
 
 def within_budget(stage: C, budget: BudgetConfig, finished: Sequence[TrainResult]) -> C:
-    """Give a stage what the finished stages have left of the common budget, or keep its own if there is no common one.
+    """Return a stage whose budget is the rest of the common one; without a common budget, return the stage unchanged.
 
     Raises:
         ConfigError: The finished stages have spent the budget, or their cost in dollars is unknown.
@@ -106,7 +106,7 @@ def within_budget(stage: C, budget: BudgetConfig, finished: Sequence[TrainResult
 def _with_approval(
     config: RlhfConfig, stage: RunConfig, run_stage: Callable[[], TrainResult], *, is_last: bool = False
 ) -> TrainResult:
-    """Run a stage; ask a person before it registers its checkpoint and before the next stage, if the config says so.
+    """Run a stage; if needed, ask a person to approve its registration and the start of the next stage.
 
     Raises:
         Pause: The flow run is suspended until a person decides in the Prefect UI.
@@ -117,7 +117,8 @@ def _with_approval(
     if result.approval_request:
         # The repeated stage reads the recorded decision, and registers the checkpoint or refuses.
         return run_stage() if decide(result.approval_request, stage) is not None else result
-    # A stage that needs approval itself has asked before it registered its checkpoint; that answer counts here, too.
+    # A stage that needs approval itself has asked before registering its checkpoint. That answer also allows the next
+    # stage.
     if not config.needs_approval or _is_final(result) or is_last or stage.needs_approval:
         return result
     rows = tuple(row for row in result.held_out if not is_bookkeeping(row.metric))

@@ -31,7 +31,7 @@ from tasks.supervised.dataset import build_dataset
 __getattr__ = partial(renamed_attribute, "flows.sft")  # names that release 0.1 had here
 
 # Inputs that this flow provides to the terms, in addition to the current logprobs.
-AVAILABLE_INPUTS = ("ref_logprobs", TOPK)  # the latter if the data has K targets per position
+AVAILABLE_INPUTS = ("ref_logprobs", TOPK)  # TOPK if the data has K targets per position
 
 
 @flow(name="sft", flow_run_name="{config.run_name}", on_running=[apply_rights])

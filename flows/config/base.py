@@ -34,13 +34,14 @@ CHECKPOINT_HELP = (
 )
 
 
+# How to pass credentials to the server that a field names.
 _CREDENTIALS_OF = {
     "base_url": "set TINKER_API_KEY, or name a Tinker Service block",
     "storage": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a Run Storage block",
     "tracking": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI for a database",
 }
 _CREDENTIALS_OF_OTHERS = "read it from the environment where it is used"
-# Fields that a form shows first: what is trained, on what, by which objective and for how long.
+# Fields that a form shows first: model, data, objective and length of the training.
 BASICS = (
     *("run_name", "model", "checkpoint", "baseline", "against", "flow", "base", "space"),
     *("data", "comparisons", "environment", "teachers", "teacher", "questions", "renderer_name"),
@@ -170,8 +171,8 @@ class AdamConfig(Config):
     def params(self, learning_rate: float) -> types.AdamParams:
         """Return the service's optimizer parameters for one step.
 
-        A service reports the norm of the gradient only if it may be clipped, so no clipping is a norm that is never
-        reached.
+        A service reports the gradient norm only if clipping is enabled. So a `grad_clip_norm` of 0, which disables
+        clipping, is sent as a norm that no gradient reaches.
         """
         fields = self.model_dump() | {"grad_clip_norm": self.grad_clip_norm or _NEVER_CLIPS}
         return types.AdamParams(learning_rate=learning_rate, **fields)

@@ -27,8 +27,8 @@ class TeacherConfig(Config):
     model: str = Field(
         default="",
         title="Model",
-        description="Name of the teacher's base model on the service. Empty: the model of the checkpoint's run, or "
-        "the trained model.",
+        description="Name of the teacher's base model on the service. Empty: the model of the checkpoint's run if "
+        "`checkpoint` names a run, otherwise the trained model.",
     )
     checkpoint: str = Field(
         default=BASE,
@@ -188,7 +188,7 @@ class SamplingConfig(DistillConfig):
 
     @model_validator(mode="after")
     def _check_sync(self) -> Self:
-        if self.num_steps is not None and self.teacher_sync_every >= max(self.num_steps, 1):
+        if self.num_steps is not None and self.teacher_sync_every >= self.num_steps:
             raise ValueError(
                 f"teacher_sync_every={self.teacher_sync_every} is not reached within num_steps={self.num_steps}: lower "
                 "it, or set it to 0"
@@ -205,8 +205,9 @@ class TeacherTargetsConfig(DistillConfig):
         ge=0,
         le=64,
         title="Top K",
-        description="Number of target tokens per position, weighted by the teacher's probabilities: the teacher's "
-        "most likely tokens, and the sampled token. 0: train on the sampled token only.",
+        description="Number K of target tokens per position. If the teacher samples at temperature 1, these are its K "
+        "- 1 most likely tokens, weighted by its probabilities, and the sampled token. Otherwise, they are its K most "
+        "likely tokens, with probabilities normalized to 1. 0: train on the sampled token only.",
     )
 
     @model_validator(mode="after")
@@ -217,7 +218,7 @@ class TeacherTargetsConfig(DistillConfig):
 
 
 class HindsightConfig(Config):
-    """Context of the teacher in SDPO (Hübotter et al. 2026, arXiv:2601.20802), after the user's message."""
+    """Context after the user's message in the teacher's prompt, as in SDPO (Hübotter et al. 2026, arXiv:2601.20802)."""
 
     success_reward: float = Field(
         default=1.0,

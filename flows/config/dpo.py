@@ -9,7 +9,7 @@ from flows.config.train import TrainConfig
 from objectives.json_schema import optional_group
 from objectives.spec import ObjectiveSpec
 
-# The weights that the run starts from.
+# Value of `reference` for the weights that the run starts from.
 START = "start"
 
 
@@ -62,7 +62,7 @@ class DpoConfig(TrainConfig):
         default=START,
         title="Reference",
         description="Frozen model with which the policy is compared. `start`: the weights at the start of the run, "
-        "which are those that `resume` or `init_from` names, or else the base model. `base`: the base model. A "
+        "as named by `resume` or `init_from`, by default the base model. `base`: the base model. A "
         "`tinker://` path: a checkpoint or sampler weights. Any other value: the name of another base model with the "
         "same tokenizer. The run computes the reference's log-probabilities once per completion, at the price of "
         "prompt tokens.",

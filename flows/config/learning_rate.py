@@ -26,7 +26,7 @@ _KNOWN: Mapping[str, tuple[tuple[str, int], tuple[str, int]]] = {
 
 
 def recommended_rate(model: str) -> float:
-    """``5e-4 * (2000 / hidden size) ** k``, where ``k`` is 0.781 for Llama and 0.0775 for Qwen.
+    """Return ``5e-4 * (2000 / hidden size) ** k``, where ``k`` is 0.781 for Llama and 0.0775 for Qwen.
 
     The local engine's `tiny` and `smollm2-135m` are Llama models. A model directory declares its architecture and
     hidden size in its config.json.
@@ -53,7 +53,7 @@ def is_local(model: str) -> bool:
 
 
 def _read(model: str) -> tuple[str, int] | None:
-    """Return the family and hidden size of a model directory; None if the model is no directory."""
+    """Return the family and hidden size in a model directory's config.json; None without a readable config.json."""
     try:
         config = json.loads((Path(model) / "config.json").read_text())
     except (OSError, ValueError):

@@ -168,9 +168,11 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _set(fields: Any, path: Sequence[str], value: Any, key: str) -> None:
+    """Set the field at a path below `fields`, in place; `key` is the whole path for error messages."""
     head, *rest = path
     if isinstance(fields, list):
         names = [str(item.get("name")) if isinstance(item, Mapping) else "" for item in fields]
+        # The first of several entries with one name counts, and an index counts before a name.
         entries = {name: index for index, name in reversed([*enumerate(names)])}
         entries |= {str(index): index for index in range(len(fields))}
         if head not in entries:

@@ -2,8 +2,8 @@
 
     METRIC < | <= | > | >= NUMBER | [NUMBER *] baseline
 
-The metric is an evaluation metric at the checkpoint's step. The baseline is the same metric in the run's first
-evaluation, before training.
+The metric is an evaluation metric at the checkpoint's step. For a training run, the baseline is the same metric in the
+run's first evaluation, before training; for `evaluate`, it is the same metric of the weights in the field `baseline`.
 """
 
 from __future__ import annotations
@@ -125,13 +125,13 @@ def check_confidence(promote_if: str | None, confidence: float | None) -> None:
     """Validate the config field `promote_confidence`.
 
     Raises:
-        ValueError: The condition is none for which two sets of scores can be compared.
+        ValueError: The field is set, but the condition does not compare the metric with the unscaled baseline.
     """
     gate = PromoteIf.parse(promote_if) if promote_if else None
     if confidence is not None and (gate is None or not gate.of_baseline or gate.factor != 1):
         raise ValueError(
-            "promote_confidence requires a condition such as test/NAME > baseline, because it tests if both have "
-            "equal scores: change promote_if, or remove it"
+            "promote_confidence requires a condition such as test/NAME > baseline, because it tests whether "
+            "checkpoint and baseline have equal scores: change promote_if, or remove promote_confidence"
         )
 
 
@@ -139,7 +139,7 @@ def check_measured(promote_if: str | None, metrics: Mapping[str, float]) -> None
     """Check that the evaluations measure the metric of `promote_if`.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: No evaluation measures the metric.
     """
     if promote_if and (metric := PromoteIf.parse(promote_if).metric) not in metrics:
         raise ConfigError(

@@ -19,8 +19,8 @@ from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.critic import Critic
 from tasks.rl.named_rewards import NamedRewards, Normalization, RewardSpec
 
-# Corrections of `auto` in the modes `stream` and `async`, chosen by `python -m benchmarks off_policy`: of losses that
-# bound their own ratios, and of importance_sampling, whose ratios are unbounded.
+# Corrections that `auto` selects in the modes `stream` and `async`, chosen by `python -m benchmarks off_policy`. The
+# first is for losses that bound their own ratios, the second for importance_sampling, whose ratios are unbounded.
 BOUNDED_CORRECTION = Correction(off_policy_above=0.05)
 UNBOUNDED_CORRECTION = Correction(ratio="token", high=2.0, off_policy_above=0.05)
 
@@ -221,7 +221,7 @@ class ModeConfig(Config):
 class CorrectionConfig(Config):
     """Correction of the base loss for samples of other weights, or of another engine, than the trainer's.
 
-    With ``r`` for the ratio of the trainer's probability of a token to the sampler's.
+    In the descriptions, ``r`` is the trainer's probability of a token divided by the sampler's.
     """
 
     ratio: RatioOf = Field(
@@ -456,7 +456,8 @@ class RlConfig(TrainConfig):
                     return None
                 automatic = UNBOUNDED_CORRECTION if name == "importance_sampling" else BOUNDED_CORRECTION
                 if self.rollout.completer:
-                    # Its logprobs are those of its own distribution, whose distance from the weights is no staleness.
+                    # A completer may sample from a distribution of its own, whose distance from the weights is not
+                    # caused by their age.
                     automatic = replace(automatic, off_policy_above=None)
                 return automatic if automatic.changes() else None
         return None

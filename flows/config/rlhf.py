@@ -148,7 +148,7 @@ class RlhfConfig(TrackedConfig, NamedConfig):
         return self
 
     def stages(self) -> list[SftConfig | DpoConfig | RlConfig]:
-        """Return the configs of all stages in order; that of the policy has no paths of the earlier stages' weights."""
+        """Return the configs of all stages in order, with empty paths in place of the earlier stages' weights."""
         warm_start = [self.warm_start_stage()] if self.warm_start else []
         reward = [self.reward_stage()] if self.judge is None else []
         return [*warm_start, *reward, self.policy_stage("", "")]
@@ -201,7 +201,7 @@ class RlhfConfig(TrackedConfig, NamedConfig):
             params |= self._renderer("policy_renderer_name")
         environment = {"builder": builder, "params": params}
         fields: dict[str, Any] = self._shared("policy", self.policy.training)
-        if start:
+        if start:  # the stage may name another reference, but no other initial weights
             fields = {"reference": start} | fields | {"init_from": start}
         advantage = {"kl_coefficient": self.policy.kl_coefficient} | fields.get("advantage", {})
         return validate_fields(RlConfig, fields | {"environment": environment, "advantage": advantage})
@@ -219,7 +219,8 @@ class RlhfConfig(TrackedConfig, NamedConfig):
         own_tags = fields.get("mlflow_tags", {})
         approval = {"needs_approval": True} if self.needs_approval and fields.get("register_as") else {}
         shared = self.model_dump(include=_SHARED) | {"run_name": f"{self.run_name}-{stage}"}
-        all_tags = tags | own_tags if isinstance(own_tags, dict) else own_tags  # the stage's config rejects the latter
+        # If `mlflow_tags` is no mapping, the validation of the stage's config rejects it.
+        all_tags = tags | own_tags if isinstance(own_tags, dict) else own_tags
         return shared | approval | dict(fields) | {"mlflow_tags": all_tags}
 
 

@@ -57,7 +57,10 @@ class TerminationConfig(Config):
     @model_validator(mode="after")
     def _check_effect(self) -> Self:
         if not self.zero_reward_on_limit and self.limit_stop_reasons != tuple(DEFAULT_LIMIT_STOP_REASONS):
-            raise ValueError("limit_stop_reasons has no effect without zero_reward_on_limit: set it, or remove both")
+            raise ValueError(
+                "limit_stop_reasons has no effect without zero_reward_on_limit: set zero_reward_on_limit to true, or "
+                "remove limit_stop_reasons"
+            )
         counts = self.zero_reward_on_limit and StopReason.ROLLOUT_TIMEOUT in self.limit_stop_reasons
         if self.skip_grading_on_timeout and not counts:
             raise ValueError(

@@ -83,7 +83,7 @@ class GuardConfig(Config):
         default="stop",
         title="Nothing to train",
         description="Policy for batches with no token or no pair left to train on, for example because `max_length` "
-        "is too small. They are found before the first step, except in a dataset that streams.",
+        "is too small. Such batches are found before the first step, except in a dataset that streams.",
     )
     max_in_a_row: int = Field(
         default=3,
@@ -288,8 +288,9 @@ class TrainConfig(RunConfig):
         default="task",
         title="Granularity",
         description="Work that one Prefect task run covers. `task`: one operation of a step, such as evaluating a term "
-        "or sending an update. `step`: a whole step. `segment`: `checkpoint_every` steps. Larger units cost less time "
-        "and fewer rows in Prefect: use `step` or `segment` for runs of more than a few thousand steps.",
+        "or sending an update. `step`: a whole step. `segment`: `checkpoint_every` steps, or all steps if it is 0. "
+        "Larger units cost less time and fewer rows in Prefect: use `step` or `segment` for runs of more than a few "
+        "thousand steps.",
     )
     guards: GuardConfig = Field(
         default=GuardConfig(), title="Guards", description="Policies for steps with a bad loss."

@@ -38,8 +38,8 @@ def parse_yaml(content: str | bytes, source: str) -> Any:
         source: start of the error message, such as ``The config file sft.yaml``.
 
     Raises:
-        ConfigError: it is not valid YAML, repeats a key, is nested too deeply, is too large once its aliases are
-            expanded, or has an integer of more than 64 bits.
+        ConfigError: the document is not valid YAML, repeats a key, is nested too deeply, is too large once its aliases
+            are expanded, or has an integer of more than 64 bits.
 
     >>> parse_yaml("[1, {a: b}]", "The list")
     [1, {'a': 'b'}]
@@ -82,7 +82,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def _check(node: yaml.Node, source: str, depth: int, num_nodes: int) -> int:
-    """Check a node and all below it; return the number of nodes so far, with aliases replaced by what they name."""
+    """Check a node and all nodes below it; return `num_nodes` plus their number, with every alias expanded."""
     num_nodes += 1
     if depth > MAX_DEPTH:
         raise ConfigError(f"{source} is nested more than {MAX_DEPTH} levels deep, or an alias contains itself: fix it.")
