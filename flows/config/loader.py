@@ -124,7 +124,7 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
     errors = error.errors(include_url=False)
     first = next((entry for entry in errors if entry["type"] == "extra_forbidden"), errors[0])
     parts: list[str] = []
-    for part in first["loc"]:
+    for part in first["loc"]:  # descend in `fields`
         if isinstance(fields, list) and isinstance(part, int) and part < len(fields):
             fields = fields[part]
             parts.append(str(fields.get("name", part)) if isinstance(fields, dict) else str(part))
@@ -191,5 +191,6 @@ def _set(fields: Any, path: Sequence[str], value: Any, key: str) -> None:
             fields[head] = value
     else:
         raise ConfigError(
-            f"The argument {key}=... sets {head!r} below {hide_credentials(repr(fields))}, which is a plain value."
+            f"The argument {key}=... sets {head!r} below {hide_credentials(repr(fields))}, which is a plain value: "
+            "name a field of a mapping or an entry of a list."
         )

@@ -1,1 +1,1 @@
-"""Estimates of the methods that sample, of several stages, and of evaluations."""
+"""Estimates of the steps, tokens, cost and time of runs and evaluations before they start."""

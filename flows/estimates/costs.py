@@ -30,7 +30,7 @@ from tasks.training.batch_source import SampledTokens
 from tasks.training.metrics import metric_values
 from tasks.training.token_meter import TokenMeter
 
-# Settings, or groups of them, that do not change the tokens of a step.
+# Settings and groups of settings that do not change the tokens of a step.
 _FREE_FIELDS = (
     *("run_name", "num_steps", "num_epochs", "seed", "learning_rate", "budget", "transcripts_every"),
     *("tracking", "experiment", "storage", "base_url", "if_exists", "mlflow_tags", "register_prompts"),
@@ -72,10 +72,10 @@ class CostEstimate:
         run_name, model: Name and base model.
         num_steps: Number of steps; of an evaluation, the number of evaluated weights.
         low, high: Bounds of the cost; equal if an earlier run gives the cost.
-        like: Earlier run of the same config, whose cost counts; empty for an interval.
-        like_num_steps: Number of steps of the earlier run; 0 for an interval and for an evaluation.
+        like: Earlier run of the same config that gives the cost; empty if there is none.
+        like_num_steps: Number of steps of the earlier run; 0 without an earlier run, and for an evaluation.
         parts: Bounds of each part of the cost; empty if an earlier run gives the cost.
-        excluded: Costs that the interval leaves out, as phrases.
+        excluded: Costs that the bounds leave out, as phrases.
     """
 
     run_name: str
@@ -93,7 +93,7 @@ class PriceList(NamedTuple):
     """Source of prices.
 
     Attributes:
-        model: Trained model, whose price a model without a price has.
+        model: Trained model; its price also applies to models without a known price.
         url: URL of the service.
         table: Path of the user's table; empty for none.
     """
@@ -103,7 +103,7 @@ class PriceList(NamedTuple):
     table: str
 
     def usd(self, model: str, num_train_tokens: int, sampled: SampledTokens) -> float | None:
-        """Return the price of a model's tokens in dollars; None if it is unknown."""
+        """Return the price of a model's tokens in dollars; None if the trained model has no known price."""
         price = price_of(self.model, self.url, self.table)
         if price is None:
             return None
@@ -137,11 +137,11 @@ class GroupSizes(NamedTuple):
         return SampledTokens(self.num_prompt_tokens, self.num_rollouts * num_tokens, self.num_shared_tokens)
 
     def rewarding(self, num_tokens: int) -> SampledTokens:
-        """Return the tokens of a reward model that scores answers, for which they have this many tokens."""
+        """Return the tokens of a reward model that scores one answer per rollout, each of `num_tokens` tokens."""
         return SampledTokens(self.num_reward_tokens + self.num_rollouts * num_tokens, self.num_rollouts)
 
     def scoring(self, num_tokens: int, *, by_teacher: bool = False) -> SampledTokens:
-        """Return the tokens of scoring completions of this length; a score costs one sampled token."""
+        """Return the tokens for scoring one completion of this length per rollout; a score costs one sampled token."""
         num_prompt_tokens = self.num_teacher_tokens if by_teacher else self.num_prompt_tokens
         return SampledTokens(num_prompt_tokens + self.num_rollouts * num_tokens, self.num_rollouts)
 
@@ -159,7 +159,7 @@ class Bill:
     _sampled: dict[tuple[str, str], SampledTokens] = field(default_factory=dict)
 
     def add(self, part: str, model: str, tokens: SampledTokens, times: int = 1) -> None:
-        """Count the tokens of a sampler."""
+        """Count the tokens of a sampler, `times` over."""
         self._sampled[part, model] = self._sampled.get((part, model), SampledTokens()) + tokens.times(times)
 
     def add_training(self, part: str, model: str, num_tokens: int) -> None:
@@ -172,15 +172,16 @@ class Bill:
         return list(dict.fromkeys(part for part, _ in (*self._train, *self._sampled)))
 
     def costs(self, *parts: str) -> TokenCosts:
-        """Return the tokens of the parts with their price."""
+        """Return the tokens of the parts with their price, which is None if the price of one part is unknown."""
         usds: list[float | None] = []
         num_train_tokens, sampled = 0, SampledTokens()
         for key in dict.fromkeys((*self._train, *self._sampled)):
             part, model = key
             if part in parts:
-                of_key = self._train.get(key, 0), self._sampled.get(key, SampledTokens())
-                usds.append(self.prices.usd(model, *of_key))
-                num_train_tokens, sampled = num_train_tokens + of_key[0], sampled + of_key[1]
+                num_of_key, sampled_of_key = self._train.get(key, 0), self._sampled.get(key, SampledTokens())
+                usds.append(self.prices.usd(model, num_of_key, sampled_of_key))
+                num_train_tokens += num_of_key
+                sampled += sampled_of_key
         known = [usd for usd in usds if usd is not None]
         return TokenCosts(num_train_tokens, sampled, sum(known) if len(known) == len(usds) else None)
 
@@ -197,7 +198,7 @@ def _has_tokens(costs: TokenCosts) -> bool:
 
 
 def reference_model(config: TrainConfig) -> str:
-    """Return the base model of a config's reference, by whose price it is billed."""
+    """Return the base model whose price a config's reference has; for a `tinker://` path, assume the trained model."""
     name = config.reference
     return config.model if name == BASE_MODEL or name.startswith(SERVICE_PATH) else name
 
@@ -211,7 +212,7 @@ def total(sizes: Iterable[GroupSizes]) -> GroupSizes:
 
 
 def measure(groups: Sequence[EnvGroupBuilder]) -> GroupSizes:
-    """Measure groups by the environments of their rollouts, which share a problem."""
+    """Measure groups by the prompt of their first rollout, because the rollouts of a group share a problem."""
     return asyncio.run(_measure(groups))
 
 
@@ -248,7 +249,7 @@ class AnswerSizes(NamedTuple):
 
     @classmethod
     def of(cls, entry: ConfiguredEvaluator, tokenizer: Tokenizer) -> AnswerSizes | None:
-        """Measure an evaluator; None if its problems and its number of answers are unknown."""
+        """Measure an evaluator; return None if it does not answer the problems of a file."""
         evaluator = entry.evaluator
         if not isinstance(evaluator, SampledEvaluator):
             return None
@@ -275,14 +276,19 @@ class EvaluatorSizes(NamedTuple):
         return cls(measured, [name for name, size in sizes.items() if size is None])
 
     def at_most(self, num_often: int, num_rarely: int) -> SampledTokens:
-        """Return the tokens of so many evaluations, if each answer has the maximum length."""
+        """Return the tokens of all evaluations of a run, if each answer has the maximum length.
+
+        Args:
+            num_often: Number of evaluations by `evaluators`.
+            num_rarely: Number of evaluations by `infrequent_evaluators`.
+        """
         tokens = SampledTokens()
         for entry in self.measured:
             tokens += entry.high.times(num_rarely if entry.is_infrequent else num_often)
         return tokens
 
     def add_to(self, bill: Bill, num_often: int, num_rarely: int, *, is_high: bool) -> None:
-        """Count the answers of so many evaluations, a part for each evaluator."""
+        """Count the answers of all evaluations of a run, with one part per evaluator; see `at_most`."""
         for entry in self.measured:
             num_times = num_rarely if entry.is_infrequent else num_often
             bill.add(entry.name, bill.prices.model, entry.high if is_high else entry.low, num_times)
@@ -290,7 +296,7 @@ class EvaluatorSizes(NamedTuple):
 
 @contextmanager
 def estimate_session(config: ServiceConfig) -> Iterator[tuple[dict[str, Any], Tokenizer]]:
-    """Open the service of a config; yield what builders may take from a run, and the tokenizer of the model."""
+    """Open the service of a config; yield the optional arguments of builders, and the tokenizer of the model."""
     with open_service(config) as service, inline_tasks():
         service.check_model(config.model)
         with service.session() as session:
@@ -340,9 +346,9 @@ class EarlierRun:
     is_stopped: bool
 
     def scaled_to(self, num_steps: int) -> TokenCosts:
-        """Return the cost of so many steps, at the mean cost per step.
+        """Return the cost of `num_steps` steps, at the mean cost per step.
 
-        Evaluations are scaled, too, so the run must be as long as the period between evaluations.
+        The cost of evaluations is scaled, too, so this run must be at least as long as the period between evaluations.
         """
         factor = num_steps / self.num_steps
         sampled = SampledTokens(*(round(count * factor) for count in astuple(self.costs.sampled)))
@@ -353,7 +359,7 @@ class EarlierRun:
 def earlier_runs(config: TrackedConfig, prices: PriceList, ignored: Sequence[str] = ()) -> Iterator[EarlierRun]:
     """Yield the runs of the same config with a recorded cost, newest first.
 
-    If a run was charged other prices, its tokens are priced like those of the trained model.
+    If a run was charged other prices than the config has now, all its tokens are priced like the trained model's.
 
     Args:
         ignored: Settings that may differ, in addition to those that never change the tokens of a step.

@@ -24,9 +24,9 @@ class RlhfEstimate:
     Attributes:
         run_name, model: Name and base model.
         stages: Estimate of each stage: `sft`, `reward` and `policy`, as far as the config has them.
-        usd_low, usd_high: Sums of the estimates of the supervised stages and of the lower and the upper bound of the
-            policy, in dollars; None if no price is known. They are no bounds, because a supervised stage has one
-            estimate, with two passes for each step that may need them and completions of maximum length.
+        usd_low, usd_high: Estimates of the supervised stages plus the lower or the upper bound of the policy, in
+            dollars; None if the price of a stage is unknown. The sums are no bounds, because a supervised stage has a
+            single estimate, with two passes for each step that may need them and completions of maximum length.
     """
 
     run_name: str
@@ -37,13 +37,14 @@ class RlhfEstimate:
 
 
 def estimate_rlhf(config: RlhfConfig) -> RlhfEstimate:
-    """Estimate each stage; the base model stands for the weights of the earlier stages, which have as many tokens.
+    """Estimate each stage; the base model stands for the weights of earlier stages, which do not change the tokens.
 
     Raises:
         ConfigError: The config, the data or the prices are invalid.
         ServiceError: The service does not respond.
     """
     supervised = dict(_supervised_stages(config))
+    # By default, the reference is the warm start, whose path differs between runs.
     is_reference_given = "reference" in config.policy.training
     ignored = _WEIGHTS if is_reference_given else (*_WEIGHTS, "reference")
     policy = within_budget(config.policy_stage("", ""), config.budget, [])

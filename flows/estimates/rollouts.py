@@ -41,8 +41,8 @@ class RunSizes:
 
     Attributes:
         steps_per_epoch: Steps per epoch.
-        step: Groups of the first step, by teacher's model; of the trained model's name without teachers.
-        trained: Groups of the first step that are trained on: all of them without over-sampling.
+        step: Groups of the first step, by the teacher's model; without teachers, by the trained model.
+        trained: Groups of the first step that are trained on; without over-sampling, all of them.
         held_out: Held-out groups, by teacher's model.
         evaluators: Evaluators of the config.
         reward_model: Base model of the reward model; None without one.
@@ -79,15 +79,15 @@ def estimate_rollouts(config: SamplingMethod, ignored: Sequence[str] = ()) -> Co
     with Objective.from_spec(config.objective) as objective:
         schedule = Schedule(config, sizes.steps_per_epoch)
         num_steps = schedule.num_steps
-        # A run that is shorter than the period between evaluations has too many of them per step.
+        # A run that is shorter than the period between evaluations has too many evaluations per step.
         rarely = config.infrequent_eval_every if schedule.evaluates_rarely else 0
-        least = min(num_steps, max(config.eval_every, rarely, 1))
-        earlier = next((run for run in earlier_runs(config, prices, ignored) if run.num_steps >= least), None)
+        min_steps = min(num_steps, max(config.eval_every, rarely, 1))
+        earlier = next((run for run in earlier_runs(config, prices, ignored) if run.num_steps >= min_steps), None)
         if earlier:
             costs, basis = earlier.scaled_to(num_steps), (earlier.name, earlier.num_steps)
             return CostEstimate(config.run_name, config.model, num_steps, costs, costs, *basis)
         counts = [_count(config, objective, sizes, schedule, Bill(prices), is_high=high) for high in (False, True)]
-    excluded = tuple(_excluded(config, sizes))
+        excluded = tuple(_excluded(config, objective, sizes))
     low, high, parts = ranges(*counts)
     return CostEstimate(config.run_name, config.model, num_steps, low, high, parts=parts, excluded=excluded)
 
@@ -104,7 +104,7 @@ def _count(
     bill.add("rollouts", config.model, started.sampling(length), num_steps)
     bill.add("rollouts", config.model, step.sampling(length), num_steps * refills)
 
-    # Without refills, groups may be dropped down to one rollout.
+    # In the lower bound, dropped groups leave one rollout to train on.
     num_batch_tokens = step.num_batch_tokens(length)
     is_dropped = isinstance(config, RlConfig) and (config.advantage.drop_constant or config.rollout.truncated == "mask")
     is_dropped = is_dropped or (isinstance(config, OnPolicyConfig) and config.hindsight is not None)
@@ -138,13 +138,13 @@ def _count(
     return bill
 
 
-def _excluded(config: SamplingMethod, sizes: RunSizes) -> Iterator[str]:
-    """Yield the costs that the interval leaves out."""
+def _excluded(config: SamplingMethod, objective: Objective, sizes: RunSizes) -> Iterator[str]:
+    """Yield the costs that the bounds leave out."""
     yield "turns of a rollout after the first, retries, models that compare answers, clients of the user's own code"
     yield from sizes.evaluators.others
     if isinstance(config, OnPolicyConfig) and config.hindsight:
         yield "the text that hindsight adds to the teacher's prompts"
-    if config.report.num_examples:
+    if objective.regularizers:
         yield "terms of the objective on held-out groups"
 
 
@@ -186,7 +186,7 @@ def _sizes_of(config: SamplingMethod) -> RunSizes:
             {model: measure(groups) for model, groups in of_part.items()} for of_part in (first, held_out)
         )
         trained = total(step.values())
-        if num_cancelled:
+        if num_cancelled:  # any group may be cancelled; assume the last ones
             trained = measure(first[models[0]][:-num_cancelled])
         return RunSizes(num_steps, step, trained, test_sizes, evaluators, _reward_model_of(first.values()))
 

@@ -66,8 +66,8 @@ class Estimate:
         reference: Tokens that the reference model scores; zero without a reference, and for several targets per
             position, for which the reference runs forward passes.
         num_train_tokens: Tokens in all passes of training clients.
-        usd: Cost of all these tokens, without storage; None if no price is known. A
-            reference of another base model has its own price, unless it is unknown.
+        usd: Cost of all these tokens, without storage; None if no price is known. A reference of another base model has
+            its own price, or the trained model's price if its own is unknown.
         hours: Duration at the speed of the run `paced_by`; None if there is no such run.
         paced_by: Name of the newest MLflow run of the same model and method; empty if there is no such run.
     """
@@ -156,16 +156,18 @@ def _estimate(
     num_train_tokens += evaluations * num_held_out_tokens
     reference, num_reference_train_tokens = SampledTokens(), 0
     if objective.needs("ref_logprobs"):
-        # The reference model scores each training datum and each held-out one once.
-        once = [*sizes[: schedule.steps_per_epoch], *([held_out] if evaluations else [])]
-        if first_batch.target_tokens_DT.ndim == 1:
-            reference = scored_tokens(sum(size.num_tokens for size in once), sum(size.num_datums for size in once))
+        # The reference model scores each training datum and each held-out datum once, not once per epoch.
+        scored = [*sizes[: schedule.steps_per_epoch], *([held_out] if evaluations else [])]
+        num_scored_tokens = sum(size.num_tokens for size in scored)
+        has_one_target = first_batch.target_tokens_DT.ndim == 1
+        if has_one_target:
+            reference = scored_tokens(num_scored_tokens, sum(size.num_datums for size in scored))
         else:
-            num_reference_train_tokens = sum(size.num_tokens for size in once)
+            num_reference_train_tokens = num_scored_tokens
     measured = [step for step in trained if objective.measures_effects(step)]
     num_train_tokens += sum(tokens[step] for step in measured)
     candidates = _candidate_tokens(config, objective, first_batch, trained)
-    # Both passes over the candidates.
+    # Two passes over the candidates: forward, and forward_backward.
     num_train_tokens += 2 * (candidates.num_prefill_tokens * _num_candidates(config) + candidates.num_sample_tokens)
     candidates += _held_out_candidate_tokens(config, objective, source, evaluations)
     examples = _example_tokens(config, source, schedule) if evaluations else SampledTokens()
@@ -203,7 +205,7 @@ def _estimate(
 
 @contextmanager
 def _open(config: SftConfig | DpoConfig, objective: Objective) -> Iterator[OpenedData]:
-    """Open the training data with the service of the run, if there is one."""
+    """Open the training data with the service of the run, or without a service if its key is missing."""
     field, data = ("comparisons", config.comparisons) if isinstance(config, DpoConfig) else ("data", config.data)
     if lacks_key(config.model, config.base_url):
         if takes(field, data.builder, data.params, "session"):
@@ -250,7 +252,7 @@ def _open_data(
 def _evaluator_sizes(
     config: SftConfig | DpoConfig, tokenizer: Tokenizer, resources: Mapping[str, Any]
 ) -> EvaluatorSizes:
-    """Measure the evaluators; those that need the service have no sizes without it."""
+    """Measure the evaluators; without a service, the sizes of evaluators that need one are unknown."""
     fields = {"evaluators": config.evaluators, "infrequent_evaluators": config.infrequent_evaluators}
     if "session" in resources:
         run = {**resources, "token_meter": TokenMeter()}
@@ -271,7 +273,11 @@ def _evaluator_sizes(
 
 
 def _price_of_reference(config: SftConfig | DpoConfig, url: str) -> Price | None:
-    """Return the price of the reference's base model; None for the trained model, and if it is unknown."""
+    """Return the price of the reference's base model.
+
+    None if the reference is `base` or `start`, if its price is unknown, or if its base model cannot be looked up
+    because the key of the service is missing.
+    """
     name = config.reference
     if name in (BASE_MODEL, START) or (name.startswith(SERVICE_PATH) and lacks_key(config.model, config.base_url)):
         return None

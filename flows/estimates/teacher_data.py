@@ -66,7 +66,7 @@ class ItemSizes(NamedTuple):
         return self.student.num_rollouts + (self.num_given_tokens > 0)
 
     def num_batch_tokens(self, length: int) -> int:
-        """Return the tokens of a batch of the sequences, of which the completions have this length."""
+        """Return the tokens of a batch of the sequences if each completion has this length."""
         return self.student.num_batch_tokens(length) + self.num_given_tokens
 
 
@@ -195,7 +195,7 @@ def _add_scores(bill: Bill, part: str, model: str, item: ItemSizes, length: int)
 
 
 def _excluded(config: TeacherDataMethod, objective: Objective) -> Iterator[str]:
-    """Yield the costs that the interval leaves out."""
+    """Yield the costs that the bounds leave out."""
     yield "turns of a rollout after the first, retries, clients of the user's own code"
     if objective.regularizers:
         yield "terms of the objective on held-out data"

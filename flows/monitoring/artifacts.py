@@ -1,7 +1,7 @@
 """Artifacts on a run's page in the Prefect UI: progress, table of terms, link to the MLflow run.
 
-A background thread sends them every few seconds. Errors of the server are ignored, and no step waits for it. It ends
-if another process has taken over the run.
+A background thread sends them every few seconds. It ignores errors of the server, and no step waits for the thread. The
+thread ends if another process has taken over the run.
 """
 
 from __future__ import annotations

@@ -24,15 +24,16 @@ def wait_until_recorded(flow_run_id: UUID, last_task: str | None, limit_s: float
     """Wait until the server has recorded the end of every task run of a flow run; report missing ones on stderr.
 
     Args:
-        last_task: Name of the last task of a completed run; the record is incomplete without it.
+        last_task: Name of the last task of a completed run, without which the record is incomplete; None for a run that
+            did not complete.
     """
     flow_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
     running = [state for state in StateType if state not in TERMINAL_STATES]
     open_runs = TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=running)))
     last_runs = TaskRunFilter(name=TaskRunFilterName(like_=last_task))
     deadline = time.monotonic() + limit_s
-    # The server records tasks in the order of their events, so the end of the last task is that of all. Without a last
-    # task, one poll may fall between the start and the end event of a task in a late batch.
+    # The server records tasks in the order of their events, so the end of the last task is recorded after all others.
+    # Without a last task, one poll may miss a task whose events arrive in a later batch, so two polls must agree.
     num_polls, pause_s = (1, 0.1) if last_task else (2, 1.2)
     times_complete = 0
     with get_client(sync_client=True) as client:

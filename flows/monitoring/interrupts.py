@@ -91,7 +91,10 @@ def _with_callers(client: SyncPrefectClient, flow_run: FlowRun) -> Sequence[UUID
 
 @contextmanager
 def deferred_interrupts() -> Iterator[StopRequest]:
-    """Turn Ctrl-C and SIGTERM into a stop request within this block; signals reach only the main thread."""
+    """Turn Ctrl-C, SIGTERM and a cancel in the UI into a stop request within this block.
+
+    Signals reach only the main thread. A worker sends SIGTERM on a cancel; other flow runs poll the Prefect server.
+    """
     stop, closed = StopRequest(), threading.Event()
     context = FlowRunContext.get()
     flow_run = context.flow_run if context else None

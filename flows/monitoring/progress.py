@@ -71,7 +71,7 @@ def method_figures(metrics: Mapping[str, float]) -> list[str]:
     """
     keys = {key: label for key, label in _FIGURES.items() if key in metrics}
     if keys.keys() & {REWARD, "accuracy"}:
-        keys.pop("train_mean_nll", None)  # of samples or of both completions, which says little
+        keys.pop("train_mean_nll", None)  # the NLL of samples, or of both completions of pairs, says little
     figures = [f"{label}={metrics[key]:.4g}" for key, label in keys.items()]
     if REWARD in keys:
         figures[1:1] = [f"{name}={metrics[key]:.4g}" for key, name in reward_parts(metrics).items()]
@@ -107,14 +107,14 @@ class Progress:
             )
 
     def advance(self, metrics: Mapping[str, float]) -> None:
-        """Count a finished step. The pace is that of the steps without their evaluations."""
+        """Count a finished step. The pace excludes the time of evaluations."""
         self._page.advance(metrics)
         self._done += 1
         evaluation = metrics.get("time/evaluation", 0.0)
         self._seconds += metrics.get("time/step", 0.0) - evaluation
         figures = method_figures(metrics)  # a skipped step has none
         if self._bar is not None:
-            self._bar.last_print_t += evaluation
+            self._bar.last_print_t += evaluation  # tqdm's rate then excludes the evaluation
             self._bar.set_postfix_str(_fitting(figures, self._bar), refresh=False)
             self._bar.update()
         elif self._is_line_due():

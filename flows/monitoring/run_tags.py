@@ -1,4 +1,4 @@
-"""Tags of the MLflow run: reason of a stop, rejected promotion, warnings."""
+"""Tags and events of a run: reason of a stop, promotion, prices, evaluations, targets and warnings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ EVALUATION_TAG = "tinker_flows.evaluation"
 TARGET_TAG = "tinker_flows.target"
 PRICES_TAG = "tinker_flows.prices"
 WARNING_TAG = "tinker_flows.warning"
-_FIGURE_NAMES = {  # of the figure in the event of a warning
+# Name of a warning's figure in its event, by the kind of the warning.
+_FIGURE_NAMES = {
     "dominance": "share",
     "idle": "share",
     "adverse": "effect",
@@ -50,13 +51,11 @@ def note_end(log: MetricsLog, reason: str) -> None:
 
 def forget_end(log: MetricsLog) -> None:
     """Remove the stop reason when the run resumes."""
-    log.check_writer()
-    if STOPPED_TAG in log.client.get_run(log.run_id).data.tags:
-        log.client.delete_tag(log.run_id, STOPPED_TAG)
+    _forget_tag(log, STOPPED_TAG)
 
 
 def note_prices(log: MetricsLog, digest: str) -> None:
-    """Tag the run with the digest of the prices that it is charged; with `several` once they have changed."""
+    """Tag the run with the digest of the prices that it is charged, or with `several` once the prices have changed."""
     log.check_writer()
     before = log.client.get_run(log.run_id).data.tags.get(PRICES_TAG, digest)
     log.tag(PRICES_TAG, digest if before == digest else "several")
@@ -133,7 +132,7 @@ def note_warning(log: MetricsLog, key: str, text: str) -> None:
     get_run_logger().warning("%s", text)
     log.tag(f"{WARNING_TAG}.{key}", text)
     if is_console_silent():
-        tqdm.write(escape_terminal(f"warning: {text}"), file=sys.stderr)
+        tqdm.write(f"warning: {text}", file=sys.stderr)
 
 
 def is_console_silent() -> bool:

@@ -32,7 +32,7 @@ def system_metrics(log: MetricsLog) -> Iterator[None]:
 
 
 class _Monitor(SystemMetricsMonitor):
-    """Monitor of a run; its points of a resumed run follow those of the run before."""
+    """MLflow's monitor of a run; after a resume, it continues the step numbers of the earlier start."""
 
     def __init__(self, log: MetricsLog) -> None:
         super().__init__(log.run_id, resume_logging=True, tracking_uri=log.client.tracking_uri)

@@ -159,6 +159,19 @@ def test_costs(method: str, max_tokens: int, tmp_path: Path, engine_url: str, ml
     assert estimate_rollouts(other).like == ""
 
 
+@pytest.mark.parametrize(("regularizers", "is_excluded"), [([], False), ([{"name": "kl", "weight": 0.1}], True)])
+def test_terms_on_held_out_groups_are_excluded(
+    regularizers: list[dict[str, Any]], is_excluded: bool, tmp_path: Path, engine_url: str, mlflow_uri: str
+) -> None:
+    """Every evaluation measures the terms, whether or not the report shows examples."""
+    fields = rl_fields(tmp_path, "excluded", mlflow_uri, engine_url)
+    fields |= {"objective": {"base_loss": "importance_sampling", "regularizers": regularizers}}
+    for num_examples in (0, 4):
+        config = RlConfig.model_validate(fields | {"report": {"num_examples": num_examples}})
+        excluded = estimate_rollouts(config).excluded
+        assert ("terms of the objective on held-out groups" in excluded) == is_excluded
+
+
 @pytest.mark.parametrize("kind", ["reward model", "judge"])
 def test_costs_of_reward_models_and_judges(kind: str, tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     fields = rlhf_fields(tmp_path, "judged", mlflow_uri, engine_url) | {"warm_start": {}}
