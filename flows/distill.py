@@ -151,6 +151,7 @@ def _open_watch(config: DistillConfig, run: Run) -> HangWatch:
 def _on_policy(
     run: Run, hangs: HangWatch, config: SamplingConfig, datasets: Sequence[GroupsConfig]
 ) -> SourceAndEvaluators:
+    """Open the source of the student's own samples, and the evaluators on held-out groups."""
     teachers = open_teachers(run, config, [dataset.teacher for dataset in datasets])
     tokenizer, settings = run.client.get_tokenizer(), config.rollout.settings(config.seed, NO_REWARD)
     if recorded_format(run.directory) < FORMAT_OF_CORRECTIONS:
@@ -194,6 +195,7 @@ def _open_hindsight(config: SamplingConfig, tokenizer: Tokenizer) -> Hindsight |
 def _off_policy(
     run: Run, hangs: HangWatch, config: TeacherTargetsConfig, datasets: Sequence[TeacherDataConfig]
 ) -> SourceAndEvaluators:
+    """Open the source of the teachers' data, and the evaluators on held-out data."""
     teachers = open_teachers(run, config, [dataset.teacher for dataset in datasets])
     tokenizer, settings = run.client.get_tokenizer(), config.rollout.settings(config.seed, NO_REWARD)
     built = [open_teacher_data(tokenizer, run.builder_arguments, dataset) for dataset in datasets]

@@ -377,7 +377,11 @@ def _measure(
 def open_held_out(
     config: EvaluateConfig, session: tinker.ServiceClient, tokenizer: Tokenizer
 ) -> Iterator[Sequence[HeldOutNLL]]:
-    """Open the held-out data of the config, if any."""
+    """Open the held-out data of the config; yield an empty list if the config has no `data`.
+
+    Raises:
+        ConfigError: `data` has no held-out data.
+    """
     # Builders and evaluators open the tokenizer by the service's name of the model.
     register_tokenizer(config.model, lambda: tokenizer)
     data = config.data
@@ -423,6 +427,7 @@ def _rejection(config: EvaluateConfig, stopped: str, measured: EvaluationResult,
 def _register(
     session: tinker.ServiceClient, config: EvaluateConfig, checkpoint: NamedCheckpoint, log: MetricsLog
 ) -> str:
+    """Register the checkpoint as a version of `register_as`; return the version."""
     lineage = {"tinker_flows.run_name": checkpoint.run_name, "tinker.base_model": config.model}
     at = config.checkpoint.rpartition("@")[2]
     alias = at if at in ("best", "final") else "promoted"

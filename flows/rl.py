@@ -109,6 +109,7 @@ def rl(config: RlConfig) -> TrainResult:
 def _configure_source(
     source: RolloutSource, config: RlConfig, run: Run, objective: Objective, reference: Reference | None
 ) -> None:
+    """Set the options of a source that `_open_source` does not pass to its constructor."""
     source.reference = reference if config.advantage.kl_coefficient else None
     source.correction = objective.correction
     source.rewards = config.named_rewards()

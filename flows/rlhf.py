@@ -54,6 +54,7 @@ def rlhf(config: RlhfConfig) -> TrainResult:
 
 
 def _run_stages(config: RlhfConfig) -> TrainResult:
+    """Run the stages in order; return the result of the last stage, or of the stage that ended the flow."""
     start = reward = ""
     finished: list[TrainResult] = []
     if config.warm_start:

@@ -196,7 +196,7 @@ def _groups_of(dataset: RLDataset) -> list[EnvGroupBuilder]:
 
 
 def _reward_model_of(parts: Iterable[Sequence[EnvGroupBuilder]]) -> str | None:
-    """Return the base model of the reward model of the groups, if any."""
+    """Return the base model of the groups' reward model; None without a reward model."""
     groups = (group for part in parts for group in part if isinstance(group, RewardModelGroupBuilder))
     group = next(groups, None)
     return group.reward_model.teacher.sampler.get_base_model() if group else None

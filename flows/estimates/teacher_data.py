@@ -129,6 +129,7 @@ def _measure(
     tests: Sequence[Any],
     evaluators: EvaluatorSizes,
 ) -> DataSizes:
+    """Measure the distinct items of all steps, and the held-out items of the datasets."""
     models = [dataset.teacher.model or config.model for dataset in datasets]
     steps = [mixture.at(step) for step in range(num_steps)]
     distinct: dict[str, Item[TeacherInput]] = {item_key(item): item for items in steps for item in items}

@@ -28,7 +28,7 @@ from tasks.common.service_errors import TRANSIENT_ERRORS
 
 B = TypeVar("B", bound=Block)
 
-# Engines that `engine_ahead` has started; each is taken out by the attempt of the run that uses it.
+# Engines that `engine_ahead` has started. The attempt of the run that uses an engine removes it from the list.
 _ENGINES_AHEAD: ContextVar[list[LocalEngine]] = ContextVar("engines_ahead")
 
 
@@ -37,8 +37,9 @@ def open_service(config: ServiceConfig) -> Iterator[TinkerService]:
     """Open the Tinker service of a run; an engine that the run starts is stopped at the end.
 
     Raises:
-        ConfigError: the model is one of the hosted service, and nothing selects a service; or the config of a
-            deployment names a service that the worker's environment does not name.
+        ConfigError: the model is one of the hosted service, and nothing selects a service; the config of a deployment
+            names a service that the worker's environment does not name; or there is no saved block of the given name.
+        ServiceError: the engine did not start.
     """
     if lacks_key(config.model, config.base_url):
         raise ConfigError(
@@ -105,7 +106,11 @@ def storage_of(config: ServiceConfig) -> RunStorage:
 
 
 def storage_at(reference: str) -> RunStorage:
-    """Return the storage of a config's `storage` field."""
+    """Return the storage of a config's `storage` field.
+
+    Raises:
+        ConfigError: there is no saved block of the given name.
+    """
     return _block(RunStorage, reference, url=reference)
 
 
@@ -118,7 +123,8 @@ def tracking_at(reference: str, experiment: str) -> MLflowTracking:
     """Return the tracking server of a config's `tracking` field; runs are logged to `experiment`.
 
     Raises:
-        ConfigError: the config of a deployment names a server that the worker's environment does not name.
+        ConfigError: the config of a deployment names a server that the worker's environment does not name, or there is
+            no saved block of the given name.
     """
     if is_restricted() and not _is_block(reference):
         check_own_tracking(reference)
@@ -134,6 +140,11 @@ def _is_block(reference: str) -> bool:
 
 
 def _block(kind: type[B], reference: str, **fields: object) -> B:
+    """Return the saved block that `block:NAME` refers to; for another reference, a block with the given fields.
+
+    Raises:
+        ConfigError: there is no saved block of that name.
+    """
     if not _is_block(reference):
         return kind.model_validate(fields)
     name = reference.removeprefix("block:")

@@ -132,7 +132,14 @@ class Checkpoints:
         return self._last
 
     def finish(self) -> CheckpointRecord:
-        """Wait for the final checkpoint; promote the best one, or the final one without `keep_best`, if configured."""
+        """Wait for the final checkpoint and return its record.
+
+        With `register_as`, promote the best checkpoint, or the final one without `keep_best`, unless `promote_if` or a
+        person rejects it.
+
+        Raises:
+            ServiceError, StorageError: A save failed.
+        """
         last = self.wait()
         assert last is not None
         if name := self._config.register_as:
@@ -223,13 +230,15 @@ class Checkpoints:
         return metrics
 
     def _rejection(self, record: CheckpointRecord) -> str:
+        """Return the reason why `promote_if` rejects a checkpoint; empty if it does not."""
         if not self._config.promote_if:
             return ""
         metric, step = PromoteIf.parse(self._config.promote_if).metric, step_of(record)
         self._run.log.flush()
         values, stored = self._run.log.values(metric), read_batch_values(self._run.directory)
+        first_evaluation = min(values, default=0)
         checkpoint, baseline = (
-            Measurement(values.get(at), stored.get(at, {}).get(metric)) for at in (step, min(values, default=0))
+            Measurement(values.get(at), stored.get(at, {}).get(metric)) for at in (step, first_evaluation)
         )
         selected_by = self._policy.metric
         num = max(num_compared(self._run.directory, self._run.log.values(selected_by)), 1) if selected_by else 1

@@ -151,30 +151,37 @@ def _engine(config: Config) -> AbstractContextManager[None]:
 
 def _run_quietly(flow: Flow[..., R], config: Config, server: PrefectServer | None) -> R:
     silence_console_logs()
-    with _interrupts_of_deletable_run(config):
+    with _explained_interrupts(config):
         return _run(flow, config, server)
 
 
 @contextmanager
-def _interrupts_of_deletable_run(config: Config) -> Iterator[None]:
-    """After Ctrl-C, warn that the same command would delete a run with `if_exists: delete`, and exit with 130."""
+def _explained_interrupts(config: Config) -> Iterator[None]:
+    """After Ctrl-C, say what the same command does if it does not resume, and exit with 130.
+
+    It would delete a run with `if_exists: delete`. Evaluations, comparisons and exports start over.
+    """
     from prefect.exceptions import CancelledRun
 
-    from flows.config.base import RunConfig
+    from flows.config.base import RunConfig, WeightsConfig
 
     try:
         yield
     except (KeyboardInterrupt, CancelledRun):
-        if not (isinstance(config, RunConfig) and config.if_exists == "delete"):
+        if isinstance(config, WeightsConfig):
+            print_notice("Stopped. Nothing was saved to continue from: the same command starts over.")
+        elif isinstance(config, RunConfig) and config.if_exists == "delete":
+            print_notice(
+                f"Stopped. `tinker-flows resume {config.run_name}` resumes from the last checkpoint; the same command "
+                "would delete the run, because if_exists is 'delete'."
+            )
+        else:
             raise
-        print_notice(
-            f"Stopped. `tinker-flows resume {config.run_name}` resumes from the last checkpoint; the same command "
-            "would delete the run, because if_exists is 'delete'."
-        )
         sys.exit(130)
 
 
 def _run(flow: Flow[..., R], config: Config, server: PrefectServer | None) -> R:
+    """Run a flow on the given Prefect server, or on that of Prefect's settings; raise the error of a failed flow."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     from flows.monitoring.drain import wait_until_recorded

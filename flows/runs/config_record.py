@@ -62,7 +62,7 @@ MAY_CHANGE = {
     "register_prompts",
 }
 
-# Those that say where a run is and how it starts; a change of the others is announced.
+# Fields of `MAY_CHANGE` that say where a run is or how it starts. Only changes of the other fields are announced.
 _NO_EFFECT = {"base_url", "tracking", "experiment", "mlflow_tags", "storage", "resume", "if_exists", "accept_changes"}
 
 

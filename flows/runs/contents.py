@@ -1,8 +1,8 @@
 """Content that a run depends on: recorded as digests with each checkpoint, and compared when the run resumes.
 
 The config names data, code and models; its fields are compared by `config_record`. The digests notice that what these
-names stand for has changed. Of a folder of data, each file of a known format is digested on its own, because a builder
-may also write to a folder that it names: a file that is new or gone is noticed by the last batch only.
+names stand for has changed. In a folder of data, each file of a known format has its own digest. Files that are new or
+missing are not compared, because a builder may also write to the folder; only the last batch can reveal them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Contents:
     Attributes:
         digests: digests by kind, such as `data`, and by name, such as a path.
         datums: digest of all batches trained on so far, in their order; empty before the first.
-        last_batch: step and digest of the last of them; None for sampled batches, or if the step had several.
+        last_batch: step and digest of the last batch; None for sampled batches, or if the step had several batches.
     """
 
     digests: Digests
@@ -107,7 +107,7 @@ def open_contents(
         ConfigError: Content that `accept_changes` does not name has changed.
     """
     contents = Contents(digest_contents(config, objective, run.client.get_tokenizer()))
-    if start is None or start.has("parent"):
+    if start is None or start.has("parent"):  # the run has no checkpoint of its own yet
         return contents
     recorded: Mapping[str, Any] | None = start.get(CONTENTS_KEY, None)
     step = step_of(start)
@@ -153,8 +153,10 @@ def digest_contents(config: RunConfig, objective: Objective, tokenizer: Tokenize
     digests: Digests = {}
     model = path_of(config.model)
     folders = {config.model} if model and model.is_dir() else set[str]()
+    # Fields that may change are not digested, except evaluators.
+    ignored = (MAY_CHANGE | {"model", "engine"}) - _KINDS.keys()
     for field, value in config.model_dump(mode="json").items():
-        if field in (MAY_CHANGE | {"model", "engine"}) - _KINDS.keys():
+        if field in ignored:
             continue
         kind = _KINDS.get(field, "data")
         for text, may_be_folder in _texts(value):
@@ -246,7 +248,7 @@ def _functions_in(params: Mapping[str, object]) -> Iterator[ImportedFunction]:
 
 
 def _digest_of_name(text: str) -> str | None:
-    """Return the digest of the file or of the code of the user that a string names; None for other strings."""
+    """Return the digest of the file or the user's code that a string names; None for other strings."""
     with suppress(OSError):
         if (path := path_of(text)) and path.is_file():
             return digest_file(path)

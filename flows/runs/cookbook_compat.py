@@ -14,7 +14,10 @@ COOKBOOK_CONFIG_NAME = "config.cookbook.json"
 
 
 def set_aside_config(directory: RunDirectory) -> bool:
-    """Rename tinker-cookbook's config.json, if the directory contains one; return whether it did."""
+    """Copy tinker-cookbook's config.json to config.cookbook.json; return False if the directory contains none.
+
+    The caller then overwrites config.json.
+    """
     content = directory.read_bytes(CONFIG_NAME)
     if content is None or "log_path" not in _fields(content):
         return False

@@ -27,7 +27,7 @@ from tasks.training.logged_models import MODEL_ID, delete_model
 def settle_run_name(config: RunConfig) -> None:
     """Delete the earlier run of the name, or ask whether to, if `if_exists` says so.
 
-    A flow run that Prefect retries or restarts resumes the run that it started itself.
+    A flow run that Prefect retries or restarts resumes its own run.
 
     Raises:
         ConfigError: `if_exists` is `ask`, and there is no terminal, or the user does not want to continue.
@@ -83,12 +83,12 @@ def _delete(config: RunConfig, directory: RunDirectory) -> None:
 
 
 def _check_origin(config: RunConfig) -> None:
-    """Check that the weights that the new run starts from exist, and that it uses none of the run to delete.
+    """Check that the new run's initial weights exist, and that its config names no checkpoint of the run to delete.
 
-    A `tinker://` path, such as that of a reference, is found without the record of its run.
+    `tinker://` paths, such as that of a reference, need no check: they remain valid without the record of their run.
 
     Raises:
-        ConfigError: They do not exist, or the run to delete has them or those of a teacher.
+        ConfigError: The initial weights do not exist, or they or a teacher's weights belong to the run to delete.
     """
     starts_of(config, storage_of(config))
     sources = [("init_from", config.init_from)]

@@ -71,6 +71,11 @@ def _initial_weights(config: RunConfig, checkpoint: NamedCheckpoint) -> Checkpoi
 
 
 def _starts_of_fork(config: RunConfig, storage: RunStorage) -> list[CheckpointRecord]:
+    """Return the checkpoints that `resume` names, preferred one first.
+
+    Raises:
+        ConfigError: The run or the checkpoint does not exist, or a run cannot continue from it.
+    """
     if config.resume.startswith(SERVICE_PATH):
         if "/sampler_weights/" in config.resume:
             raise ConfigError(

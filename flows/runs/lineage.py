@@ -82,7 +82,7 @@ def data_assets(config: RunConfig, digests: Mapping[str, str]) -> list[Asset]:
 
 
 def _context(fields: Mapping[str, object], text: str) -> str:
-    """Return MLflow's word for the use of a file, which the name of its field tells."""
+    """Return MLflow's name for the use of a file, `training` or `evaluation`, by the config field that names it."""
     field = next((field for field, value in fields.items() if text == value or _has(value, text)), "")
     return "evaluation" if _EVALUATION.search(field) else "training"
 
@@ -104,7 +104,10 @@ def _dataset(path: Path, digest: str) -> Dataset:
 
 
 def _describe(path: Path) -> tuple[list[dict[str, Any]], int | None]:
-    """Return the columns of the first row of a JSONL file in MLflow's format, and the number of rows."""
+    """Return the columns of the first row of a JSONL file in MLflow's format, and the number of rows.
+
+    A file in another format has no columns, and None as the number of rows.
+    """
     first: object = None
     num_rows = 0
     try:

@@ -56,8 +56,8 @@ def open_mlflow_run(  # noqa: PLR0913 - three of a run, four of its record
         params: params of the run, logged only if it has none yet.
         tags: tags of the run, set at every start.
         run_id: id of the MLflow run of an earlier start, or None; ignored if the tracking store has no such run.
-        check_writer: raises StorageError if another process has taken over the run, to which its MLflow run then
-            belongs: this process neither logs to it nor ends it.
+        check_writer: raises StorageError if another process has taken over the run. This process then neither logs to
+            the MLflow run nor ends it.
 
     Raises:
         ServiceError: MLflow does not respond or rejects a request.
@@ -85,7 +85,7 @@ def open_mlflow_run(  # noqa: PLR0913 - three of a run, four of its record
         status = "KILLED"
         raise
     finally:
-        # If the tracking store or the storage failed, raise its first error and suppress those of this cleanup.
+        # If the tracking store or the storage failed, raise the first error and suppress the errors of this cleanup.
         with suppress(ServiceError, StorageError), tracking.failures():
             log.flush()
         with suppress(ServiceError, StorageError), tracking.failures():
@@ -138,7 +138,7 @@ def open_measurement(
 ) -> AbstractContextManager[MetricsLog]:
     """Open the MLflow run of a flow that evaluates weights without training them.
 
-    It is a new one, unless the flow run was suspended or retried: then it is the one that it opened before.
+    The MLflow run is new, unless the flow run was suspended or retried: the flow run then reopens its MLflow run.
     """
     return open_mlflow_run(
         tracking_of(config),

@@ -8,15 +8,15 @@ from mlflow import MlflowClient
 
 from tasks.training.metrics import metric_values
 
-_MAX_RUNS = 5  # a run with a single timed step has no pace
+_MAX_RUNS = 5  # newest runs to look at, because a run with a single timed step has no pace
 
 
 class Pace(NamedTuple):
     """Pace of a finished or running run.
 
     Attributes:
-        run_name: its name.
-        tokens_per_s: tokens of its batches per second, without its first step, whose time includes setup.
+        run_name: Name of the run.
+        tokens_per_s: Tokens of the run's batches per second, without the first step, whose time includes setup.
     """
 
     run_name: str
@@ -30,7 +30,7 @@ def find_pace(client: MlflowClient, experiment_id: str, model: str, method: str)
     """Return the pace of the newest timed run of a model and method; None if there is no such run.
 
     Args:
-        method: name of its Prefect flow.
+        method: name of the run's Prefect flow.
     """
     name = model.replace("'", "")
     timed = f"params.model = '{name}' and tags.`prefect.flow_name` = '{method}' and metrics.`time/step` > 0"

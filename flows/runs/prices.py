@@ -93,7 +93,7 @@ def digest_prices(url: str, table: str = "") -> str:
 
 
 def _prices_on(url: str, table: str) -> tuple[dict[str, Price], Price | None]:
-    """Return the known prices on a service by model, and the price of all other models."""
+    """Return the known prices on a service by model, and the price of all other models; None if that is unknown."""
     own = _read(Path(table)) if table else {}
     host = urlsplit(url).hostname or ""
     if host in _HERE:

@@ -45,7 +45,7 @@ def check_scores(
         held_out: further metrics with scores, of held-out data that is opened later.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: The metric has no such scores.
     """
     if not promote_if or confidence is None:
         return

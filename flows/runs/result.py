@@ -73,7 +73,7 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class EndReasons:
-    """Reasons why a run did not finish or was not registered: one sentence each, empty if it does not apply.
+    """Reasons why a run did not finish or was not registered: one sentence each, empty if the reason does not apply.
 
     Attributes:
         stopped: Reason why the budget stopped the run before its last step.
@@ -102,7 +102,7 @@ def finish(
         targets: Targets of terms and rewards by the prefix of their metrics.
 
     Raises:
-        StorageError: The last record is not that of a finished run.
+        StorageError: The last record does not belong to a finished run.
     """
     if not last.state_path or not (last.sampler_path or reasons.stopped):
         raise StorageError(

@@ -20,10 +20,13 @@ from tasks.training.checkpoints import append_record, resumable, step_of
 
 
 def resolve_start(run: Run, config: TrainConfig, steps_per_epoch: int, num_steps: int) -> CheckpointRecord | None:
-    """Return the checkpoint that the run starts from, with its step; the origin of a new run is recorded.
+    """Return the checkpoint that the run starts from, with its step; None for a new run of the base model.
+
+    The origin of a new run is recorded.
 
     Raises:
-        ConfigError: A fork starts at or after its last step, or the weights have another base model or rank.
+        ConfigError: A fork starts at or after its last step, or the weights have another base model, rank or trained
+            layers.
     """
     start = run.start
     if start is None:
@@ -44,6 +47,7 @@ def first_step(directory: RunDirectory) -> int:
 
 
 def _check_origin(run: Run, config: TrainConfig, start: CheckpointRecord, num_steps: int) -> None:
+    """Check that a new run can start from the weights that its config names; see `resolve_start`."""
     step = step_of(start)
     if step >= num_steps:
         raise ConfigError(
@@ -73,6 +77,7 @@ def _check_origin(run: Run, config: TrainConfig, start: CheckpointRecord, num_st
 
 
 def _record_origin(run: Run, config: TrainConfig, start: CheckpointRecord, steps_per_epoch: int) -> CheckpointRecord:
+    """Report the origin of a new run, and record it as the first line of the run's checkpoints.jsonl."""
     parent = start.extra["parent"]
     of_run = f", step {parent['step']} of the run {parent['run_name']}" if "run_name" in parent else ""
     text = f"{config.run_name} starts from {start.state_path}{of_run}."

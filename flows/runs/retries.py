@@ -55,6 +55,7 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T]) 
 
 
 def _run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T]) -> T:
+    """Do the work of `run_with_restarts` once the run name is settled."""
     reasons: list[str] = []
     num_in_a_row = 0
     records = _records(config)
@@ -118,7 +119,8 @@ def leave_state_to_successor() -> Iterator[None]:
 
     Raises:
         LostRunError: Another process has taken over the run, with a flow run of its own.
-        Abort: It has the flow run of this process too; Prefect ends this process without reporting its state.
+        Abort: Another process has taken over the run and the flow run; Prefect then ends this process without reporting
+            its state.
     """
     try:
         yield
@@ -154,8 +156,8 @@ def _reject_endless_crashes(config: RunConfig, records: Sequence[CheckpointRecor
         ServiceLostError: The flow run restarted more than `max_restarts` times without a new checkpoint.
     """
     own = [record for record in records if record.get("flow_run_id", None) == flow_run.get_id()]
-    num_before = int(own[0].get("flow_run_count", 1)) if own else 1
-    num_in_a_row = (flow_run.get_run_count() or 1) - num_before - _num_suspensions()
+    num_at_checkpoint = int(own[0].get("flow_run_count", 1)) if own else 1
+    num_in_a_row = (flow_run.get_run_count() or 1) - num_at_checkpoint - _num_suspensions()
     if num_in_a_row > config.max_restarts:
         raise ServiceLostError(
             f"The flow run restarted {num_in_a_row} times without a new checkpoint, but max_restarts is "

@@ -1,7 +1,9 @@
-"""Rights of flow runs: those of a deployment, or of the terminal that hands them over, as to the trials of a sweep.
+"""Rights of flow runs: which code and servers their configs may name (`objectives.import_policy`).
 
-The terminal signs the config with a key in the project home, which only the owner of that home can read. Everyone may
-read the signature, but it is valid for this config only.
+The flow run of a deployment is restricted, because anyone who can reach the Prefect server can set its config. It gets
+the rights of a terminal if a process of that terminal has signed the config, as a sweep does for its trials. The key is
+in the project home, and only the owner of that home can read it. Everyone may read the signature, but it is valid for
+this config only.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def apply_rights(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> 
     """Restrict the process of a deployment's flow run, unless a terminal has signed its config; a hook of flows.
 
     Raises:
-        StorageError: the key cannot be read; the process is restricted.
+        StorageError: the key cannot be read or created; the process stays restricted.
     """
     if flow_run.deployment_id is None:
         return

@@ -155,7 +155,7 @@ def _resumed_client(
             if number < len(records):
                 print_notice(f"{error} Trying the previous checkpoint.")
             last_error = error
-    if last_error is None or isinstance(last_error, ServiceLostError):
+    if last_error is None or isinstance(last_error, ServiceLostError):  # a lost service may still have the checkpoints
         raise last_error or AssertionError("unreachable: there is a record")
     raise ServiceError(
         f"The service could load none of the {len(records)} checkpoints that {config.run_name!r} can start from (last "

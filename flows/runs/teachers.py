@@ -66,6 +66,7 @@ def _can_score_last_n(run: Run, config: TrainConfig, sampler: tinker.SamplingCli
 def _resolve(run: Run, config: TrainConfig, teachers: Sequence[TeacherConfig]) -> list[tuple[str, str]]:
     """Return the model and path of each teacher, as recorded at the start of the run."""
     content = run.directory.read_bytes(TEACHERS)
+    # Without a checkpoint, the run starts over and looks the names up again.
     resolved: dict[str, list[str]] = json.loads(content) if content and run.start else {}
     for teacher in teachers:
         key = f"{teacher.model} {teacher.checkpoint}"
@@ -77,6 +78,7 @@ def _resolve(run: Run, config: TrainConfig, teachers: Sequence[TeacherConfig]) -
 
 
 def _open(run: Run, model: str, path: str, expected: Tokenizer | None) -> Teacher:
+    """Open the sampling client of a teacher; check its tokenizer against `expected` unless that is None."""
     sampler, tokenizer = open_sampler(run.session, path, model)
     if expected is not None and not _agree(tokenizer, expected):
         raise ConfigError(

@@ -11,6 +11,7 @@ import tinker
 import torch
 from engine_process import API_KEY
 from peft import PeftModel
+from prefect import flow
 from safetensors.torch import load_file, save_file
 from sft_config import sft_fields
 from tinker import types
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from blocks.errors import ConfigError, ServiceError, StorageError
 from flows.config.train import SftConfig
 from flows.export import ExportConfig, ExportResult, export
+from flows.runs.cli import run
 from flows.runs.result import TrainResult
 from flows.sft import sft
 
@@ -142,3 +144,16 @@ def test_invalid_exports(
     with pytest.raises((ConfigError, ServiceError, StorageError), match=expected):
         export(config(fields, output, **changes))
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_a_stopped_export_starts_over(capsys: pytest.CaptureFixture[str]) -> None:
+    @flow
+    def stopped_export(config: ExportConfig) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stopped:
+        run(stopped_export, ExportConfig(checkpoint="base", output="out"))
+    assert stopped.value.code == 130
+    message = capsys.readouterr().err
+    assert "the same command starts over" in message
+    assert "checkpoint" not in message
