@@ -167,6 +167,14 @@ def _check_values(plan: SweepPlan) -> None:
 
 
 def _check(plan: SweepPlan, values: Mapping[str, Label], subject: str) -> None:
+    """Validate the config and the objective of a trial with these values.
+
+    Args:
+        subject: what has the values, for the error message.
+
+    Raises:
+        ConfigError: The values are invalid, or the sweep's seeds do not reach the run.
+    """
     assignment = ", ".join(f"{name}={value}" for name, value in values.items()) or "the base config"
     try:
         longest = plan.trial_name(plan.num_points, max(plan.config.seeds))
@@ -174,7 +182,9 @@ def _check(plan: SweepPlan, values: Mapping[str, Label], subject: str) -> None:
         config = plan.config_of(values, longest, unused_seed)
         for stage in config.stages() if isinstance(config, RlhfConfig) else [config]:
             if stage.seed != unused_seed:
-                raise ConfigError(f"a stage has the seed {stage.seed}, so the sweep's seeds do not reach it: remove it")
+                raise ConfigError(
+                    f"a stage has the seed {stage.seed}, so the sweep's seeds do not reach it: remove the stage's seed"
+                )
             with Objective.from_spec(stage.objective):
                 pass
     except ValueError as error:  # ConfigError or ObjectiveError

@@ -37,7 +37,7 @@ class TrialOutcome:
     """Outcome of an attempt to run a trial.
 
     Attributes:
-        status: `stopped` if the trial has saved a checkpoint.
+        status: `stopped` if the trial ended early on request.
         reason: Cause of a failure or stop, in one sentence.
         retryable: Whether a retry may succeed.
     """

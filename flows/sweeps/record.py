@@ -112,6 +112,6 @@ def log_best(log: SweepLog, point: int, mean: float, metric: str) -> None:
 def _as_recorded(plan: SweepPlan) -> dict[str, Any]:
     fields = plan.config.model_dump(mode="json", exclude=_MAY_CHANGE)
     fields["base"] = dict(plan.base)  # the content, because the file may change
-    fields.pop("fixed")
+    fields.pop("fixed")  # part of `plan.base`
     fields["search"].pop("num_points")
     return json.loads(json.dumps(fields))

@@ -38,7 +38,7 @@ CANCELLED = "The trial was cancelled."
 
 @dataclass(frozen=True, slots=True)
 class TrialExecutor:
-    """Everything that the trials of a running sweep need."""
+    """Executor of a sweep's trials, with retries and early stopping."""
 
     plan: SweepPlan
     log: SweepLog
@@ -49,7 +49,8 @@ class TrialExecutor:
     def run(self, runners: queue.SimpleQueue[Runner], point: Point, seed: int) -> Trial:
         """Run a trial to its end, with retries."""
         name = self.plan.trial_name(point.number, seed)
-        trial = Trial(point.number, seed, name, "failed")  # also the status of a cancelled trial, known by its reason
+        # A cancelled trial also has the status `failed`; its reason is CANCELLED.
+        trial = Trial(point.number, seed, name, "failed")
         runner = runners.get()
         try:
             config = self.plan.config_of(point.values, name, seed)
@@ -99,6 +100,7 @@ class TrialExecutor:
         return (replace(outcome, reason=pruned) if was_pruned else outcome), was_pruned
 
     def _as_trial(self, trial: Trial, outcome: TrialOutcome) -> Trial:
+        """Return the trial with its status and its logged metrics; a trial without a finite metric value has failed."""
         metric = logged_name(self.plan.config.metric)
         run = self.log.find_run(self.plan.measured_run(trial.run_name))
         values = last_values(run)
@@ -107,10 +109,10 @@ class TrialExecutor:
             return trial
         value = values.get(metric)
         if value is None or not math.isfinite(value):
-            details = f"it is {value}" if value is not None else f"it has {', '.join(sorted(values)[:20])}"
+            details = f"the value is {value}" if value is not None else f"it has {', '.join(sorted(values)[:20])}"
             if run is None:
                 reason = outcome.reason.removesuffix(".")
-                details = f"an earlier stage ended it: {reason}" if reason else "MLflow has no run of it"
+                details = f"an earlier stage ended the trial: {reason}" if reason else "MLflow has no run of the trial"
             return replace(trial, reason=f"The trial has no finite value of the metric {metric!r}; {details}.")
         status = "pruned" if outcome.status == "stopped" else "completed"
         return replace(trial, status=status, value=value, curve=self.log.curve(run, metric))
@@ -135,6 +137,7 @@ def run_trials(executor: TrialExecutor, schedule: Schedule, concurrency: int) ->
 def _run_all(
     executor: TrialExecutor, schedule: Schedule, runners: list[Runner], stop: StopRequest, bar: tqdm[NoReturn]
 ) -> None:
+    """Run the remaining trials, one per runner at a time, until none is left or a stop is requested."""
     idle: queue.SimpleQueue[Runner] = queue.SimpleQueue()
     for runner in runners:
         idle.put(runner)

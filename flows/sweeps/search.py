@@ -24,10 +24,11 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 @dataclass(frozen=True, slots=True)
 class TriedPoint:
-    """TriedPoint point and its mean value; the value is None while the point runs or if it failed.
+    """Point of a search that has been tried or is running.
 
     Attributes:
         values: Label of each dimension's value, without idle values.
+        value: Mean of the metric over the trials that have a value; None if no trial has one.
         ended: Whether all trials of the point have ended.
     """
 

@@ -39,7 +39,7 @@ class Dimension:
 
     @property
     def extremes(self) -> tuple[Option, ...]:
-        """Options whose validity implies that of the whole dimension: all options, or the ends of a range."""
+        """Options to validate: if they are valid, so is the whole dimension. All options, or the ends of a range."""
         if isinstance(self.values, tuple):
             return self.values
         return tuple(Option(value, {self.name: value}) for value in (self.values.low, self.values.high))
@@ -79,7 +79,7 @@ def _option(path: str, value: Any) -> Option:
 
 
 def _grid(values: Range) -> Sequence[int | float]:
-    """Return `num` values of a range, including its ends.
+    """Return `num` values of a range, including its ends; for integers, fewer if some of them coincide.
 
     >>> _grid(Range(low=1, high=100, log=True, num=3)), _grid(Range(low=0.0, high=1.0, num=3))
     ([1, 10, 100], [0.0, 0.5, 1.0])

@@ -52,13 +52,17 @@ class Ledger:
         return self._price.of_training(num_tokens) if self._price else None
 
     def add(self, num_tokens: int, price: Price | None = None) -> None:
-        """Count the tokens of a pass of a training client when it is requested; `price` is that of another model."""
+        """Count the tokens of a pass of a training client when it is requested.
+
+        Args:
+            price: price of another model; None for the trained model.
+        """
         price = price or self._price
         self._num_tokens += num_tokens
         self._usd += price.of_training(num_tokens) if price else 0.0
 
     def add_sampled(self, sampled: SampledTokens, price: Price | None = None) -> None:
-        """Count sampled tokens when the service has returned them; `price` is that of another model."""
+        """Count sampled tokens when the service has returned them; see `add`."""
         price = price or self._price
         self._sampled += sampled
         self._usd += price.of_sampling(sampled) if price else 0.0
@@ -132,7 +136,7 @@ class BudgetedConfig(Protocol):
 
 
 class MeteredLedger(Ledger):
-    """Ledger that also charges the tokens that a meter counts, each model's at its own price."""
+    """Ledger that also charges the tokens counted by a meter, at the price of each model."""
 
     def __init__(
         self,
@@ -211,7 +215,7 @@ class RunLedger(MeteredLedger):
     """Ledger of a training run, which also charges the tokens of the reference, teachers, reward models and judges."""
 
     def __init__(self, run: Run, config: TrainConfig, reference: Reference | None, spent: Mapping[str, float]) -> None:
-        """Continue from the cost that the checkpoint at which the run starts has recorded."""
+        """Continue from the cost in the record of the checkpoint that the run starts from."""
         super().__init__(run.log, run.meter, config, cost_before_restart(run.log, spent))
         self._reference = reference
         self._reference_price = price_of_other(run.log, config, reference.model, "reference") if reference else None
@@ -226,7 +230,7 @@ class RunLedger(MeteredLedger):
 def cost_before_restart(log: MetricsLog, state: Mapping[str, float]) -> dict[str, float]:
     """Return the cost of the run before its last restart: the maximum of the checkpoint's record and the metrics.
 
-    The metrics include the steps after the checkpoint, which a crash lost but which were paid for.
+    The metrics also include the steps after the checkpoint: a crash lost them, but they were paid for.
     """
     metrics = log.client.get_run(log.run_id).data.metrics
     keys = ("num_train_tokens", *_SAMPLED, "hours", "usd")

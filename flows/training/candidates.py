@@ -17,15 +17,15 @@ from tasks.training.candidates import CandidateSampler, CandidateSettings
 def open_candidates(run: Run, config: SftConfig | TeacherTargetsConfig) -> CandidateSampler | None:
     """Open the sampler of candidates; None if the config says `off`.
 
-    Completions end where the renderer of the data ends them; without one in the config, the model's renderer.
-
-    Raises:
-        ConfigError: The renderer is unknown.
+    Completions end at the stop sequences of the data's renderer or, if the config names no renderer, of the model's
+    renderer.
     """
     if config.candidates == "off":
         return None
-    chosen = CandidatesConfig() if config.candidates == "auto" else config.candidates
-    settings = CandidateSettings(chosen.num, chosen.max_tokens, chosen.every, chosen.overlap, config.seed)
+    candidates = CandidatesConfig() if config.candidates == "auto" else config.candidates
+    settings = CandidateSettings(
+        candidates.num, candidates.max_tokens, candidates.every, candidates.overlap, config.seed
+    )
     return _open(run, config, settings)
 
 

@@ -84,7 +84,7 @@ class Evaluation:
             if isinstance(entry, HeldOutGroups):
                 entry.step = step
         with self._guard.checked_responses(step):
-            # Submitted: Prefect never runs an async task that a synchronous flow calls.
+            # Submitted: a synchronous flow cannot call an async task directly.
             result = cast(EvaluationResult, evaluate.submit(self._run.client, due, step, self._run.meter).result())
         note_evaluation(self._run.log, result, step=step)
         terms = self._measure_held_out(step) if often else HeldOutTerms()
@@ -102,7 +102,10 @@ class Evaluation:
         return sum(evaluator.num_tokens for evaluator in held_out)
 
     def _measure_held_out(self, step: int) -> HeldOutTerms:
-        """Measure the terms on the held-out data that was evaluated; return nothing without such data."""
+        """Measure the terms on the held-out data of this evaluation; before and after training, also store examples.
+
+        The result is empty without held-out data or without terms.
+        """
         held_out = next((entry for entry in self._evaluators if isinstance(entry, HeldOutData)), None)
         if held_out is None:
             return HeldOutTerms()

@@ -150,7 +150,11 @@ class Guard:
             self._treat(self._blamed(step, error), "not_finite", None, str(error), sent=True)
 
     def check_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Apply the policy to non-finite metrics of an update that the service returned, such as a gradient norm."""
+        """Apply the policy to non-finite metrics of an update that the service returned, such as a gradient norm.
+
+        Raises:
+            GuardError, RolledBackError: As for `checked_responses`.
+        """
         with self.checked_responses(step):
             for key, value in metrics.items():
                 if not math.isfinite(value):
@@ -206,7 +210,12 @@ class Guard:
     def _treat(
         self, step: int, kind: Literal["not_finite", "spike"], loss: float | None, why: str, *, sent: bool = False
     ) -> None:
-        """Apply the policy to a bad step; return if the step is skipped."""
+        """Apply the policy to a bad step; return only if the step is skipped.
+
+        Raises:
+            GuardError: The policy stops the run, or too many consecutive steps are bad.
+            RolledBackError: The policy is `rollback`.
+        """
         configured = self._config.not_finite if kind == "not_finite" else self._config.spike
         policy: Policy = "stop" if configured == "off" else configured
         if sent and policy == "skip":
@@ -214,9 +223,10 @@ class Guard:
         num_before = self._num_bad_before(step)
         if policy == "stop" or num_before >= self._config.max_in_a_row:
             after = f" after {num_before} consecutive skipped steps" if num_before else ""
+            fix = f"set another policy in guards.{kind}" if policy == "stop" else "increase guards.max_in_a_row"
             message = (
-                f"The run stopped at step {step}{after}: {why} No checkpoint contains this step: run the same command "
-                f"to resume before it, or set another policy in guards.{kind}."
+                f"The run stopped at step {step}{after}: {why} No checkpoint contains this step: fix the cause or "
+                f"{fix}, then run the same command to resume before this step."
             )
             note_end(self._log, message)
             raise GuardError(message)

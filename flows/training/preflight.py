@@ -43,7 +43,8 @@ from tasks.rl.named_rewards import TOTAL
 from tasks.rl.truncation import OVERLONG
 from tasks.training.metrics import MetricsLog
 
-# The published LoRA rate is ten times that of full fine-tuning.
+# The published LoRA rate is ten times that of full fine-tuning, so a rate this many times lower is one for full
+# fine-tuning.
 _FAR_BELOW = 8
 _LARGE_BETA = 0.5
 _BETA_LOSSES = ("dpo", "kto")
@@ -73,9 +74,9 @@ def pitfalls_of(config: TrainConfig) -> Iterator[Pitfall]:
     yield from _of_checkpoints(config)
     yield from _of_rate(config)
     yield from _of_renderer(config)
-    estimator = fields.get("advantage", {}).get("estimator", "gae")
-    from_rewards = estimator != "gae" or fields.get("train_on_rewards", False)
-    if from_rewards and 1 in field_values(fields, "group_size"):
+    compares_rewards = isinstance(config, RlConfig) and config.advantage.estimator != "gae"
+    compares_rewards = compares_rewards or fields.get("train_on_rewards", False)
+    if compares_rewards and 1 in field_values(fields, "group_size"):
         yield Pitfall(
             "group_of_one",
             "group_size is 1: advantages of rewards compare the completions of a group, so all of them are 0 and the "
@@ -118,7 +119,9 @@ def warn_of_equal_rewards(run: Run, config: TrainConfig, metrics: Mapping[str, f
     """Warn after the first step if the rewards of each group are equal, so that the policy loss has no gradient."""
     if not isinstance(config, RlConfig) or config.advantage.estimator == "gae":
         return
-    if metrics[CONSTANT] != 1 if CONSTANT in metrics else metrics.get("env/all/by_group/frac_mixed") != 0:
+    # The share of groups with equal rewards is measured, or follows from that of groups with different rewards.
+    all_equal = metrics[CONSTANT] == 1 if CONSTANT in metrics else metrics.get("env/all/by_group/frac_mixed") == 0
+    if not all_equal:
         return
     reward = metrics.get(REWARD_SUM, metrics.get(REWARD, float("nan")))
     text = (
@@ -131,7 +134,7 @@ def warn_of_equal_rewards(run: Run, config: TrainConfig, metrics: Mapping[str, f
 def pitfalls_of_checkpoint(
     session: tinker.ServiceClient, start: CheckpointRecord | None, config: TrainConfig
 ) -> Iterator[Pitfall]:
-    """Warn if a run uses another chat format than the weights that it starts from."""
+    """Yield a pitfall if a run uses another chat format than the weights that it starts from."""
     path = start.state_path if start else None
     if not path or not (is_fork(config) or config.init_from != BASE):
         return

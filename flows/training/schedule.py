@@ -70,7 +70,9 @@ class Schedule:
 
 
 class CheckpointCadence:
-    """Cadence of periodic checkpoints in steps, seconds and trained tokens; each checkpoint restarts the count.
+    """Cadence of periodic checkpoints in steps, seconds and trained tokens.
+
+    Checkpoints are due at multiples of `checkpoint_every`. Seconds and tokens are counted from the last checkpoint.
 
     Attributes:
         num_tokens: Tokens of the batches of all steps so far, which checkpoints record as `elapsed_tokens`, the name
@@ -94,7 +96,7 @@ class CheckpointCadence:
         )
 
     def restart(self, hours: float) -> None:
-        """Count from a checkpoint that is requested now."""
+        """Count seconds and tokens from a checkpoint that is requested now."""
         self._saved_tokens, self._saved_hours = self.num_tokens, hours
 
 

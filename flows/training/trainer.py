@@ -103,12 +103,13 @@ class Trainer:
         alerts: checks the limits that the user sets for metrics.
         ledger: counts tokens, time and cost against the budget.
         evaluation: evaluates the weights before the steps at which an evaluation is due.
-        checkpoints: saves and records.
-        contents: digests of what the run depends on.
+        checkpoints: saves and records checkpoints.
+        contents: digests of the content that the run depends on.
         cadence: says when a periodic checkpoint is due.
         saved_step: step of the newest checkpoint that has the optimizer state.
-        prepared: minibatches of the next step; empty for a skipped step, None after the last step.
-        forward: the requested forward pass of the first of them; None if it needs none.
+        prepared: minibatches of the next step; empty for a skipped step, None after the last step and if the run ends
+            early.
+        forward: the requested forward pass of the first prepared minibatch; None if that minibatch needs none.
         sent: the next step, if its updates are sent already.
         last_batch: the batch of the newest update.
         unchecked: saves of weights that no response has confirmed yet, each with the state to record.
@@ -184,7 +185,9 @@ class Trainer:
         Raises:
             ConfigError: There is nothing to train, or the budget does not cover the first step of a new run.
             GuardError: A step was bad, and the guard policy stops the run.
-            KeyboardInterrupt, TerminationSignal: The run was stopped; the current step is finished and saved.
+            RolledBackError: A step was bad, and the run has to resume from its last checkpoint without the step.
+            KeyboardInterrupt, TerminationSignal, CancelledInTheUI: The run was stopped; the current step is finished
+                and saved.
         """
         first, num_steps = self.first_step, self.schedule.num_steps
         if first == self.schedule.first and not self.guard.skipped_steps:
@@ -229,7 +232,7 @@ class Trainer:
             raise ConfigError(self.budget_message)
 
     def _run_steps(self, first: int, num_steps: int) -> CheckpointRecord | None:
-        """Run the steps from the first one on; return the last checkpoint."""
+        """Run the steps from the first one on; return the record of the last checkpoint."""
         with (
             no_collector_pauses(),
             Progress(self.config.run_name, first, num_steps, self.run.log) as progress,
@@ -310,7 +313,7 @@ class Trainer:
             warn_of_equal_rewards(self.run, self.config, metrics)
 
     def _prepare(self, step: int) -> None:
-        """Start loading the batch, reference logprobs and features of a step; there is none after the last step."""
+        """Start loading the batch, reference logprobs and features of a step; a skipped step has none."""
         if step >= self.schedule.num_steps:
             self.prepared = None
         elif step in self.guard.skipped_steps:
@@ -349,7 +352,7 @@ class Trainer:
     def _prepare_candidates(self, step: int) -> None:
         """Start to sample candidates for the prepared batch of a step, from the weights after the updates sent so far.
 
-        They are one more minibatch of the step's update, on which only the terms that need them are evaluated.
+        The candidates are one more minibatch of the step's update. Only the terms that need them are evaluated on it.
         """
         at = StepPosition(step, self.schedule.num_steps, 1 / self.source.num_minibatches, on_candidates=True)
         if not (self.candidates and self.prepared and self.objective.due(step, on_candidates=True)):
@@ -374,9 +377,10 @@ class Trainer:
         num_tokens = (3 if needs_logprobs else 2) * batch.num_tokens * len(self.prepared)
         num_tokens += self.evaluation.num_tokens(step)
         num_tokens += self.evaluation.num_tokens(step + 1) if step + 1 == self.schedule.num_steps else 0
-        if self._stops_for_budget(step, num_tokens, self.source.sampled_for(step)[1]):
+        _, uncounted = self.source.sampled_for(step)
+        if self._stops_for_budget(step, num_tokens, uncounted):
             if prepared.reference and not self.source.sampled:
-                prepared.reference.result()
+                prepared.reference.result()  # the reference already scores the batch, which has to be paid for
                 self.ledger.charge_reference(step)
             self.prepared = None
         elif needs_logprobs:
@@ -393,15 +397,16 @@ class Trainer:
     def _send_ahead(self, step: int, stop: StopRequest) -> None:
         """Send the requests of a step that do not depend on the responses to the previous step."""
         self._request_forward(step)
-        # An update that needs no forward pass is sent while the one before it is computed, unless an evaluation or a
-        # stop must find the weights between the two, or the metrics of the one before it set the weight of a term.
+        # An update without a forward pass is sent while the service computes the previous update. It waits if an
+        # evaluation or a stop needs the weights in between, or if the metrics of the previous update set the weight of
+        # a term.
         has_candidates = any(prepared.supervised for prepared in self.prepared or ())
         waits = self.forward is not None or has_candidates or bool(self.objective.targets)
         pipelined = not waits and not self.schedule.evaluates_before(step) and not stop.requested
         self.sent = self._send_step(step, self.prepared, None) if self.prepared is not None and pipelined else None
 
     def _send_step(self, step: int, prepared: Sequence[PreparedBatch], forward: PendingOutput | None) -> SentStep:
-        """Send the updates of a step, followed by the save that is due."""
+        """Send the updates of a step, followed by a save if one is due."""
         batches: list[SentBatch] = []
         checked: Iterable[tuple[PreparedBatch, Linearized | None]] = self._check_minibatches(step, prepared, forward)
         if self.config.guards.needs_forward_pass:
@@ -427,7 +432,10 @@ class Trainer:
     def _check_minibatches(
         self, step: int, prepared: Sequence[PreparedBatch], forward: PendingOutput | None
     ) -> Iterator[tuple[PreparedBatch, Linearized | None]]:
-        """Linearize and check each minibatch that needs a forward pass; end where the step is skipped."""
+        """Yield each minibatch with its checked linearized objective, or with None if it needs no forward pass.
+
+        The iterator ends as soon as the guard skips the step.
+        """
         for minibatch in prepared:
             with self.times.waiting_for("batch"):
                 batch = minibatch.batch.result()
@@ -443,7 +451,7 @@ class Trainer:
             yield minibatch, linearized
 
     def _request_save(self, step: int) -> PendingCheckpoint | None:
-        """Enqueue a save of the weights before a step, if one is due."""
+        """Enqueue a save of the weights before a step; return None if no save is due."""
         is_final = step == self.schedule.num_steps
         if not is_final and not self.cadence.is_due(step, self.ledger.hours):
             return None

@@ -71,7 +71,7 @@ class TrialDeployment:
             self.request_stop()
 
     def _begin(self, config: SweptConfig) -> FlowRun:
-        """Create a flow run, or return the flow run of an earlier start of the sweep unless it failed."""
+        """Create a flow run, or return that of an earlier start of the sweep unless that flow run failed."""
         for attempt in count():
             # The server returns the same flow run for the same key.
             key = f"{self._log.run_id}-{config.run_name}-{attempt}"
@@ -90,7 +90,7 @@ class TrialDeployment:
                 state = client.read_flow_run(run_id).state
                 if state and state.is_final():
                     break
-            if monitor.poll() or self._stopping:  # again, because a next stage of rlhf may have begun
+            if monitor.poll() or self._stopping:  # at each poll, because rlhf may have begun its next stage
                 cancel(run_id)
             time.sleep(POLL_EVERY_S)
         if state.is_completed():

@@ -143,7 +143,7 @@ def run_to_outcome(run: Callable[[], State[Any]]) -> TrialOutcome:
         return TrialOutcome("failed", f"The flow could not run: {reason(error)}.", True)
     if state.is_completed():
         return completed_outcome(state)
-    if state.is_cancelled() or state.is_cancelling():  # the latter if it was cancelled after its last step
+    if state.is_cancelled() or state.is_cancelling():  # cancelling: the cancel came after the last step
         return TrialOutcome("stopped", state.message or "")
     error = state.result(raise_on_failure=False)
     if not isinstance(error, Exception):

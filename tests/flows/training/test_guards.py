@@ -201,7 +201,8 @@ def test_poisoned_weights_are_never_recorded(fields: dict[str, Any]) -> None:
     assert "stopped at step 0" in run.data.tags["tinker_flows.stopped"]
     assert not (Path(fields["storage"]) / "poisoned" / "checkpoints.jsonl").exists()
     fields |= {"guards": {"not_finite": "skip", "max_in_a_row": 1}}
-    with pytest.raises(GuardError, match=r"stopped at step 1 after 1 consecutive skipped steps"):
+    limit = r"stopped at step 1 after 1 consecutive skipped steps: .*increase guards\.max_in_a_row"
+    with pytest.raises(GuardError, match=limit):
         sft(SftConfig.model_validate(fields))
     records = (Path(fields["storage"]) / "poisoned" / "checkpoints.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in records] == [1]  # without step 0: the initial weights
