@@ -84,7 +84,7 @@ def restart_automation() -> AutomationCore:
 
 
 def stop_automation() -> AutomationCore:
-    """Build the automation that cancels a run with `STOP_TAG` (of a trial, its sweep) at a warning or a skip."""
+    """Build the automation that cancels a run or sweep with `STOP_TAG` at a warning or a skipped step."""
     return AutomationCore(
         name="tinker-flows: stop on a warning",
         description=f"Saves and cancels a run or sweep tagged {STOP_TAG} when it warns or a guard skips a step.",
@@ -124,7 +124,7 @@ def evaluate_automation(deployment: DeploymentResponse) -> AutomationCore:
     run_name = "{{ event.payload.run_name }}-at-{{ event.payload.step }}"
     config = {
         **_escape_templates(deployment.parameters["config"]),
-        "model": "",
+        "model": "",  # the run of the checkpoint names the model
         "run_name": run_name,
         **of_the_run,
     }

@@ -38,6 +38,7 @@ class _CommandGroup(TyperGroup):
 
 
 def _exit(error: BaseException) -> None:
+    """Exit on a known error of a run as the command line of a flow does; raise any other error again."""
     if "flows.runs.cli" not in sys.modules:  # no run was started, so the error did not come from a run
         raise error
     from flows.runs.cli import exit_on_error

@@ -121,6 +121,11 @@ def print_stack(stack: LocalStack, login: Login, console: Console) -> None:
 
 
 def _acquire(file: TextIO) -> None:
+    """Lock `up.json`; wait for the services of an `up` that was killed.
+
+    Raises:
+        StorageError: another `up` runs, or the services have not stopped within `SHUTDOWN_LIMIT_S`.
+    """
     deadline = time.monotonic() + SHUTDOWN_LIMIT_S
     has_notified = False
     while True:

@@ -26,7 +26,7 @@ _LOCAL = {"tiny": ("35K", 4096), "smollm2-135m": ("135M", 8192)}
 
 
 def show_models(base_url: str, as_json: bool) -> None:
-    """Print the models of the selected service and of the local engine; without a service, those of the hosted one.
+    """Print the models of the local engine and of the selected service, or else of the hosted service.
 
     Raises:
         ServiceError: the selected service does not respond.
@@ -39,7 +39,7 @@ def show_models(base_url: str, as_json: bool) -> None:
     table = Table(
         title=f"Models: context in tokens, dollars per million tokens (hosted service: prices of {PRICES_DATE})",
         title_justify="left",
-        caption=None if service else "The service tells missing contexts: set TINKER_API_KEY or --base-url.",
+        caption=None if service else "For missing context lengths, ask a service: set TINKER_API_KEY or --base-url.",
         caption_justify="left",
     )
     for column in _COLUMNS:

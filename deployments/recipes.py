@@ -79,6 +79,7 @@ def deploy_recipes(recipes: Sequence[str]) -> list[str]:
 
 
 def _deploy(recipe: str, file: Path) -> str:
+    """Deploy one recipe, with its config as the default of the form; return the deployment name."""
     module, _, name = METHODS[RECIPES[recipe]].flow.partition(":")
     entrypoint = f"{module.replace('.', '/')}.py:{name}"
     flow = cast("Flow[..., Any]", Flow.from_source(source=str(ROOT), entrypoint=entrypoint))

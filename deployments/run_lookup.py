@@ -101,7 +101,8 @@ def report_of(run_name: str, storage: str, *, rebuild: bool) -> str:
 
     Raises:
         ConfigError: the run does not exist, or has not logged a step.
-        StorageError: the report is missing and another process is writing the run.
+        ServiceError: MLflow does not respond.
+        StorageError: the report has to be built, and another process is writing the run.
     """
     run = find_run(run_name, storage)
     location = f"{run.directory.location}/{REPORT}"
@@ -123,6 +124,7 @@ def compare_runs(first: str, second: str, storage: str) -> str:
 
     Raises:
         ConfigError: a run does not exist, or has not logged a step.
+        ServiceError: MLflow does not respond.
         StorageError: another process is writing the second run.
     """
     from tasks.reports.comparison import ReportedRun, comparison_page
@@ -150,6 +152,7 @@ def _nothing_logged(run_name: str) -> str:
 
 @cache
 def _client(tracking: str, experiment: str) -> MlflowClient:
+    """Return a client, which is cached because `status` needs one for each run."""
     return tracking_at(tracking, experiment).get_client()
 
 

@@ -37,7 +37,7 @@ class RunStatus:
     Attributes:
         state: running, finished, stopped, failed, killed (ended without reporting), or unknown (MLflow unreachable).
         why: recorded reason for the end of the run, or the MLflow error; may be empty.
-        step: optimizer steps logged to MLflow.
+        step: number of steps that are logged to MLflow or contained in the newest checkpoint, whichever is more.
         num_steps: total steps of the run; None if unknown.
         checkpoint_step, checkpoint: step and path of the newest checkpoint, where a resumed run continues; None and
             empty without a checkpoint.
@@ -182,7 +182,7 @@ def _page(tracking_uri: str, mlflow_run: MlflowRun) -> str:
 
 
 def _num_steps(run: StoredRun, client: MlflowClient | None, mlflow_run: MlflowRun | None) -> int | None:
-    """Return the total number of steps, from the logged progress or, before the first step, from the config."""
+    """Return the total number of steps, from the logged progress or the config; None if neither has it."""
     if client and mlflow_run and "progress/done_frac" in mlflow_run.data.metrics:
         history = client.get_metric_history(mlflow_run.info.run_id, "progress/done_frac")
         last = max(history, key=lambda point: point.step)

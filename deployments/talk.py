@@ -32,9 +32,9 @@ class Weights:
 
     Attributes:
         checkpoint: `RUN`, `RUN@STEP`, `RUN@best`, `RUN@final`, a `tinker://` path, or `base`.
-        model: base model; empty for that of the run.
-        renderer_name: chat format; empty for that of the run's data, or else of the model.
-        base_url: Tinker service; empty for that of the run.
+        model: base model; empty for the model of the run.
+        renderer_name: chat format; empty for the format of the run's data, or else of the model.
+        base_url: Tinker service; empty for the service of the run.
         storage: storage of the runs.
     """
 
@@ -62,7 +62,7 @@ class Conversation:
         return answer
 
     def reset(self, system: str = "") -> None:
-        """Forget the conversation; begin the next one with a system prompt, if there is one."""
+        """Forget the conversation; begin the next one with the system prompt, unless it is empty."""
         self.messages = [{"role": "system", "content": system}] if system else []
 
 
@@ -75,9 +75,9 @@ def open_conversation(weights: Weights, sampling: Sampling) -> Iterator[Conversa
         ServiceError: the service does not respond.
     """
     recorded = _recorded_fields(weights)
-    chosen = {"base_url": weights.base_url, "storage": weights.storage, "model": weights.model}
-    shared = {name: recorded[name] for name in ("base_url", "engine") if name in recorded}
-    config = validate_fields(WeightsConfig, shared | {name: value for name, value in chosen.items() if value})
+    of_run = {name: recorded[name] for name in ("base_url", "engine") if name in recorded}
+    options = {"base_url": weights.base_url, "storage": weights.storage, "model": weights.model}
+    config = validate_fields(WeightsConfig, of_run | {name: value for name, value in options.items() if value})
     checkpoint = find_checkpoint(weights.checkpoint, storage_of(config))
     config = with_model(config, checkpoint)
     with open_service(config) as service, service.session() as session:

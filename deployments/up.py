@@ -84,7 +84,7 @@ def up(engine_models: Sequence[str] | None, *, with_engine: bool) -> None:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], object]]:
-    """Show messages on a line that changes, or one after the other where the output is no terminal."""
+    """Show messages on one changing line of the terminal; if the output is no terminal, print one line each."""
     if console.is_terminal:
         with console.status("starting") as status:
             yield status.update
@@ -102,6 +102,14 @@ class _Starter:
     def start(
         self, name: str, url: str, command: Sequence[str], env: Mapping[str, str], children_grace_s: float = 0.0
     ) -> Service:
+        """Start a service.
+
+        Args:
+            name: name of the service; the log file is named after its first word.
+            command: module and arguments for `python -m`.
+            children_grace_s: seconds that the service's children have to exit before the service is stopped; 0 stops
+                the service together with its children.
+        """
         log = new_log_file(name.partition(" ")[0].lower())
         process = self.exit_stack.enter_context(
             managed_process(
@@ -129,15 +137,18 @@ def _start_all(
     with ExitStack() as table_locks:
         for lock in (".mlflow.db.lock", ".prefect.lock"):  # the first start creates the database tables
             table_locks.enter_context(file_lock(home() / lock))
+        health: dict[Service, str] = {}
         if models:
             key = engine_key(home())
             engine = _start_engine(starter, models, key)
             servers.append(engine)
+            health[engine] = "/api/v1/healthz"
             exports |= {"TINKER_BASE_URL": engine.url, "TINKER_API_KEY": key}
         databases = {PREFECT_TEMPLATE: prefect_database(), MLFLOW_TEMPLATE: mlflow_database()}
         created = [template for template, database in databases.items() if is_missing(database)]
         prefect, mlflow = _start_prefect(starter, login), _start_mlflow(starter, login)
         servers += [prefect, mlflow]
+        health |= {prefect: "/api/health", mlflow: "/health"}
         exports |= {"PREFECT_API_URL": f"{prefect.url}/api", "MLFLOW_TRACKING_URI": mlflow.url, **login.exports}
         deploy_job = _start_deploy_job(starter, prefect, exports)  # imports the flows while Prefect starts
         wait_until_ready(servers, {prefect: partial(is_healthy, f"{prefect.url}/api/health")}, announce)
@@ -149,8 +160,7 @@ def _start_all(
         since = time.time()
         worker = _start_worker(starter, prefect, exports)
         starter.exit_stack.callback(pause_pool, api)
-        health = {servers[0]: "/api/v1/healthz", prefect: "/api/health", mlflow: "/health"}
-        checks = {server: partial(is_healthy, server.url + health[server]) for server in servers}
+        checks = {server: partial(is_healthy, server.url + path) for server, path in health.items()}
         worker_check = partial(is_worker_online, api, WORKER, since)
         wait_until_ready([*servers, worker, deploy_job], {**checks, worker: worker_check}, announce, job=deploy_job)
         for template in created:
