@@ -41,7 +41,7 @@ class DatabaseTemplate:
     def prepare(self, database: Path) -> bool:
         """Create a missing database from the template; return whether the database needs no migration."""
         with suppress(OSError, ValueError, sqlite3.Error):  # the package then migrates it, or reports what is wrong
-            database = database.resolve()  # a link to another disk stays one
+            database = database.resolve()  # replaces the target of a symbolic link, not the link
             revision = _revision(self.path)
             if is_missing(database):
                 for suffix in ("-wal", "-shm"):  # of a database that was deleted; SQLite would replay it
@@ -89,9 +89,13 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def _revision(database: Path) -> str:
-    """Return the revision of a database's tables; an OSError or sqlite3.Error says that it has none."""
+    """Return the revision of a database's tables.
+
+    Raises:
+        OSError, sqlite3.Error: the database cannot be read or has no revision.
+    """
     with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
         row = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-        if row is None:  # its first migration was killed
+        if row is None:  # the first migration was killed
             raise sqlite3.DatabaseError("the database has no revision")
         return row[0]

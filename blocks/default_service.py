@@ -40,6 +40,7 @@ def default_service(url: str, key: str | None) -> Iterator[None]:
 
 @cache
 def _patch_client() -> None:
+    """Replace the constructor of the SDK's client, once per process, by one that applies `default_service`."""
     init = tinker.ServiceClient.__init__
 
     @wraps(init)

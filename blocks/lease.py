@@ -125,7 +125,13 @@ class Lease:
             ) from error
 
     def _wait_until_stale(self, holder: LockHolder, version: str | None) -> tuple[LockHolder | None, str | None]:
-        """Return once the lease was released or stayed unchanged for `LEASE_S`; raise if it was renewed."""
+        """Wait until the lease was released or stayed unchanged for `LEASE_S`; return its holder and version.
+
+        A released lease has no holder (None), and a deleted lease has no version (None).
+
+        Raises:
+            StorageError: the holder has renewed the lease.
+        """
         until = _now() + LEASE_S
         while _now() < until:
             time.sleep(LEASE_S / 10)
@@ -167,7 +173,11 @@ class Lease:
         self._renewed_at = started
 
     def _resolve_conflict(self, own: LockHolder) -> None:
-        """Accept another version of the lease if it is our own, written by a request whose response was lost."""
+        """Accept a changed lease if this process wrote it by a request whose response was lost.
+
+        Raises:
+            LostRunError: another process has taken over the lease, or the lease was deleted.
+        """
         started = _now()
         holder, version = self._read()
         if version is None:

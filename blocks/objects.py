@@ -21,8 +21,8 @@ from blocks.terminal import print_notice
 
 T = TypeVar("T")
 
-# botocore counts the first attempt, so these are six: about 12 s if the server refuses connections, and 140 s if it
-# accepts them and never answers.
+# botocore does not count the first attempt here, so there are up to six: they take about 12 s if the server refuses
+# connections, and 140 s if it accepts them and never answers.
 CLIENT = {"connect_timeout": 10, "read_timeout": 20, "retries": {"mode": "standard", "max_attempts": 5}}
 LONGEST_PAUSE_S = 30.0
 MAX_SINGLE_PUT = 5 * 2**30
@@ -174,6 +174,15 @@ class Objects:
         return bucket, key
 
     def _retry(self, verb: str, name: str, request: Callable[[], T], patience_s: float) -> T:
+        """Return the result of a request; retry transient failures if the endpoint has responded to this process.
+
+        Args:
+            verb: the operation, for the error message.
+
+        Raises:
+            ChangedError: the server rejected a conditional write.
+            StorageError: the request failed for another reason, or failed for `patience_s`.
+        """
         first_failure: float | None = None
         for attempt in itertools.count():
             try:

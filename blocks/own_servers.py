@@ -16,7 +16,7 @@ def check_own_service(url: str) -> None:
     """Check that a URL is on the server of TINKER_BASE_URL or, if that is unset, of the hosted service.
 
     Raises:
-        ConfigError: it is on another server, which would receive the key of the environment.
+        ConfigError: the URL is on another server, which would receive the key of the environment.
     """
     from blocks.tinker_internals import resolve_base_url
 
@@ -31,7 +31,7 @@ def check_own_tracking(uri: str) -> None:
     """Check that a tracking URI is a local file, or on the server of MLFLOW_TRACKING_URI.
 
     Raises:
-        ConfigError: it is on another server, which would receive the login of the environment.
+        ConfigError: the URI is on another server, which would receive the login of the environment.
     """
     own = os.environ.get("MLFLOW_TRACKING_URI", "")
     dialect = uri.partition(":")[0].partition("+")[0].lower() if ":" in uri else ""

@@ -14,7 +14,7 @@ def check_prefect_url() -> None:
     """Check that PREFECT_API_URL has no user name and no password, which Prefect would write into its logs.
 
     Raises:
-        ConfigError: it has one.
+        ConfigError: PREFECT_API_URL has one of them.
     """
     from prefect.settings import PREFECT_API_URL
 

@@ -56,9 +56,9 @@ class LocalEngine:
 
     @contextmanager
     def serving(self) -> Iterator[TinkerService]:
-        """Wait until the engine serves, yield its service, and tell it to stop, once.
+        """Wait until the engine serves and yield its service; tell the engine to stop when the block ends.
 
-        After an error, the engine has stopped when the block ends, because the run may start another one.
+        After an error, this also waits until the engine has stopped, because the run may start another one.
 
         Raises:
             ServiceError: the engine did not start; the message contains the last error in its log.
@@ -146,7 +146,7 @@ def running_prefect_server() -> RunningPrefectServer | None:
         with (home() / "up.json").open("rb") as file:
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return None  # nobody holds the lock: the file is of an `up` that has ended
+                return None  # nobody holds the lock, so the `up` that wrote the file has ended
             exports = json.load(file)["exports"]
             server = RunningPrefectServer(exports["PREFECT_API_URL"], exports["PREFECT_API_AUTH_STRING"])
         with urllib.request.urlopen(f"{server.url}/health", timeout=5):
@@ -202,6 +202,10 @@ class _StartingPrefectServer:
 
 @contextmanager
 def _starting_prefect_server(login: Login | None) -> Iterator[_StartingPrefectServer]:
+    """Start a Prefect server until the block ends; the caller calls `wait` before it uses the server.
+
+    `wait` also releases the lock on the database.
+    """
     port = free_port()
     log = new_log_file("prefect")
     url = _prefect_url(port)
@@ -378,7 +382,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
 
 
 def start_error(name: str, log: Path) -> ServiceError:
-    """Build the error for a service that exited before it served; it quotes the last error or line of the log."""
+    """Build the error for a service that did not start; the message quotes the last error or line of the log."""
     lines = log.read_text(errors="replace").strip().splitlines() or ["the log is empty"]
     cause = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
     return ServiceError(f"The local {name} did not start: {cause.strip()} (log: {log})")

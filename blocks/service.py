@@ -60,7 +60,7 @@ class TinkerService(Block):
         """Effective URL: the field, the environment or the default.
 
         Raises:
-            ConfigError: it has a user name or password.
+            ConfigError: the URL has a user name or password.
         """
         from blocks.tinker_internals import resolve_base_url
 

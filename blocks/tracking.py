@@ -32,7 +32,7 @@ _REMEDY = "check `tracking`, or leave it out for a local SQLite file"
 RECORD_TAG = "tinker_flows.record"
 
 
-# Opens the view of training runs in MLflow's UI instead of that of evaluation runs.
+# With this tag, MLflow's UI opens the view of training runs instead of the view of evaluation runs.
 _EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 
@@ -92,11 +92,12 @@ class MLflowTracking(Block):
             check_no_credentials(uri, "The MLflow URL", fix)
             check_reachable(f"The MLflow server at {uri}", f"{uri.rstrip('/')}/health", _FIRST_RESPONSE_S, _REMEDY)
         with self.failures(), _sqlite_lock(uri) as database:
-            # A missing database is copied from the template; if there is none, MLflow creates it, and it becomes one.
-            needs_template = database is not None and is_missing(database) and not MLFLOW_TEMPLATE.prepare(database)
+            # A missing database is copied from the template. Without a template, MLflow creates the database, and the
+            # template is made from it.
+            makes_template = database is not None and is_missing(database) and not MLFLOW_TEMPLATE.prepare(database)
             client = MlflowClient(tracking_uri=uri)
             self._experiment_id(client)
-            if database is not None and needs_template:
+            if database is not None and makes_template:
                 MLFLOW_TEMPLATE.save(database)
             return client
 
@@ -134,6 +135,7 @@ class MLflowTracking(Block):
             return runs[0]
 
     def _experiment_id(self, client: MlflowClient) -> str:
+        """Return the id of the experiment as `experiment_id`, but raise MLflow's exceptions unchanged."""
         from mlflow.entities import LifecycleStage
         from mlflow.exceptions import MlflowException
 

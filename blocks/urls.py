@@ -66,7 +66,7 @@ def check_no_credentials(url: str, place: str, fix: str) -> None:
         place: where the URL was set; starts the error message.
 
     Raises:
-        ConfigError: it has one; the message does not show it.
+        ConfigError: the URL has one of them; the message hides it.
     """
     if has_credentials(url):
         raise ConfigError(
