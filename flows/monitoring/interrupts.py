@@ -76,7 +76,8 @@ class StopRequest:
                 watched = _with_callers(client, flow_run)
                 while not self._cancelled and not closed.is_set():
                     states = [client.read_flow_run(flow_run_id).state for flow_run_id in watched]
-                    self._cancelled = any(state.is_cancelling() for state in states if state)
+                    if any(state.is_cancelling() for state in states if state):
+                        self._cancelled = True  # never reset: `cancel` may have set it during the requests
                     closed.wait(POLL_EVERY_S)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Event
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID
 
@@ -9,7 +11,7 @@ import pytest
 from chaos.proxy import Proxies, Proxy
 from chaos.schedule import Fault
 from prefect import flow
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 from prefect.states import Cancelling
@@ -67,3 +69,29 @@ def test_cancel_of_the_calling_flow_is_noticed(prefect_server: str, monkeypatch:
 
     calls_a_stage(return_state=True)
     assert noticed
+
+
+def test_cancel_during_a_poll_is_kept(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step callback cancels the run while the poll waits for a response, which reports no cancel."""
+    monkeypatch.setattr(interrupts, "POLL_EVERY_S", 0.01)
+    read = SyncPrefectClient.read_flow_run
+    requested: list[bool] = []
+
+    @flow(name="pruned")
+    def pruned() -> None:
+        has_polled = Event()
+        with deferred_interrupts() as stop:
+
+            def cancel_and_read(*args: Any, **options: Any) -> Any:
+                state = read(*args, **options)
+                stop.cancel("Pruned.")
+                has_polled.set()
+                return state
+
+            monkeypatch.setattr(SyncPrefectClient, "read_flow_run", cancel_and_read)
+            assert has_polled.wait(20)
+        monkeypatch.setattr(SyncPrefectClient, "read_flow_run", read)
+        requested.append(stop.requested)
+
+    pruned()
+    assert requested == [True]
