@@ -110,14 +110,18 @@ def select_checkpoints(records: Records, at: str) -> list[CheckpointRecord]:
         return [record for record in records.checkpoints if record.state_path == records.best.get("best")]
     if at == "final":
         return [record for record in records.checkpoints if record.final][:1]
-    return [record for record in records.checkpoints if not at or step_of(record) == int(at)]
+    return [record for record in records.checkpoints if not at or (at.isdecimal() and step_of(record) == int(at))]
 
 
 def describe_missing(at: str) -> str:
     """Describe a checkpoint that a run does not have, for an error message."""
     if at == "best":
         return "has no best checkpoint, which needs keep_best"
-    return "has no final checkpoint yet" if at == "final" else f"has no checkpoint at step {at}"
+    if at == "final":
+        return "has no final checkpoint yet"
+    if at.isdecimal():
+        return f"has no checkpoint at step {at}"
+    return f"has no checkpoint {at!r}, which is neither a step nor best nor final"
 
 
 def with_model(config: C, *checkpoints: NamedCheckpoint) -> C:
