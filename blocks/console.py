@@ -1,4 +1,4 @@
-"""Text in the terminal and in logs, whatever characters it has."""
+"""Text in the terminal and in logs, with control characters escaped."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class DatabaseTemplate:
             database = database.resolve()  # replaces the target of a symbolic link, not the link
             revision = _revision(self.path)
             if is_missing(database):
-                for suffix in ("-wal", "-shm"):  # of a database that was deleted; SQLite would replay it
+                for suffix in ("-wal", "-shm"):  # left by a database that was deleted; SQLite would replay them
                     database.with_name(database.name + suffix).unlink(missing_ok=True)
                 with _replacing(database) as copy, self.path.open("rb") as template, open_private(copy, "wb") as file:
                     shutil.copyfileobj(template, file)

@@ -40,7 +40,10 @@ class LockHolder:
         return f"process {self.pid} on {self.host}{run}, since {self.since} UTC"
 
     def has_ended(self) -> bool:
-        """Return True if the process is known to have ended: it ran on this machine during the current boot."""
+        """Return whether the process is known to have ended.
+
+        Only the end of a process that ran on this machine since its last boot is known.
+        """
         return bool(self.machine) and self.machine == _machine() and self.started != _start_time(self.pid)
 
 

@@ -50,7 +50,7 @@ class ObjectDirectory:
         self._objects.remove(name)
 
     def supports_conditional_writes(self) -> bool:
-        """Return whether the server rejects to overwrite an existing object under If-None-Match; writes a test object.
+        """Write a test object; return whether the server refuses to overwrite an existing object under If-None-Match.
 
         Raises:
             StorageError: the test object cannot be written.

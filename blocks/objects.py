@@ -25,7 +25,7 @@ T = TypeVar("T")
 # connections, and 140 s if it accepts them and never answers.
 CLIENT = {"connect_timeout": 10, "read_timeout": 20, "retries": {"mode": "standard", "max_attempts": 5}}
 LONGEST_PAUSE_S = 30.0
-MAX_SINGLE_PUT = 5 * 2**30
+MAX_SINGLE_PUT = 5 * 2**30  # S3's limit for one request
 
 # Failures of the connection. aiohttp raises ClientPayloadError for a truncated body.
 _CONNECTION_ERRORS = (

@@ -182,7 +182,8 @@ def _start_prefect(starter: _Starter, login: Login) -> Service:
     port = choose_port(4200)
     url = f"http://127.0.0.1:{port}"
     env = prepare_prefect_database() | prefect_login_env(port, login)
-    return starter.start("Prefect server", url, prefect_server_command(port)[2:], env)
+    command = prefect_server_command(port)[2:]  # without the interpreter and -m, which `start` adds
+    return starter.start("Prefect server", url, command, env)
 
 
 def _start_mlflow(starter: _Starter, login: Login) -> Service:

@@ -85,7 +85,7 @@ def self_distillation(config: SelfConfig) -> TrainResult:
 
 @flow(name="prompt_distillation", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def prompt_distillation(config: PromptConfig) -> TrainResult:
-    """Train the student, without a prompt, on the completions of a teacher with a long prompt; compare both."""
+    """Train the student, without a prompt, on a teacher's completions with a long prompt; compare the two policies."""
     datasets = teacher_datasets(config)
     return _run(config, _off_policy_inputs(config), lambda run, hangs: _off_policy(run, hangs, config, datasets))
 

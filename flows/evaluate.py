@@ -228,7 +228,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
                 note_pending_approval(log, _waiting(config))
             elif config.register_as and not result.not_promoted:
                 result = replace(result, version=_register(session, config, chosen, log))
-        if waits:  # outside of the MLflow run, which has ended when the flow run is suspended
+        if waits:  # outside of the block above, because the MLflow run must end before the flow run is suspended
             answer = ask(_question(config, subject, result))
             if answer is None:
                 result = replace(result, not_promoted=_waiting(config))
@@ -429,8 +429,7 @@ def _register(
 ) -> str:
     """Register the checkpoint as a version of `register_as`; return the version."""
     lineage = {"tinker_flows.run_name": checkpoint.run_name, "tinker.base_model": config.model}
-    at = config.checkpoint.rpartition("@")[2]
-    alias = at if at in ("best", "final") else "promoted"
+    alias = _alias_of(config.checkpoint)
 
     def save_for_sampling() -> str:
         trainer = open_training_client(session, checkpoint.path, config.model)
@@ -442,6 +441,16 @@ def _register(
     assert config.register_as
     promoted = Promotion(alias, checkpoint.step, checkpoint.path, lineage)
     return promote_from(checkpoint.key, log, config.register_as, promoted, save_for_sampling)
+
+
+def _alias_of(checkpoint: str) -> str:
+    """Return the alias of the version that a checkpoint is registered as.
+
+    >>> _alias_of("mine@best"), _alias_of("mine@10"), _alias_of("best")
+    ('best', 'promoted', 'promoted')
+    """
+    at = checkpoint.partition("@")[2]
+    return at if at in ("best", "final") else "promoted"
 
 
 def _read_unapproved(log: MetricsLog, subject: Sequence[str]) -> EvaluateResult | None:

@@ -26,7 +26,7 @@ POLICY_LOSS = ObjectiveSpec.model_validate({"base_loss": "importance_sampling"})
 
 
 class TerminationConfig(Config):
-    """Effect of the reason why an episode ended on its reward: tinker-cookbook's `TerminationRewardPolicy`."""
+    """Changes of an episode's reward by the reason for its end: tinker-cookbook's `TerminationRewardPolicy`."""
 
     zero_reward_on_limit: bool = Field(
         default=False,

@@ -359,7 +359,7 @@ class CandidatesConfig(Config):
 
 
 def _read_off(value: object) -> object:
-    """Read YAML's `off`, which is a boolean there, as the word."""
+    """Return the word `off` for False, as which YAML reads an unquoted `off`."""
     return "off" if value is False else value
 
 

@@ -1,4 +1,4 @@
-"""YAML of configs, overrides and price tables, with one-sentence errors and a limit on what aliases expand to."""
+"""YAML of configs, overrides and price tables, with one-sentence errors and a limit on the size of expanded aliases."""
 
 from __future__ import annotations
 

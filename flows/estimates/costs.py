@@ -90,7 +90,7 @@ class CostEstimate:
 
 
 class PriceList(NamedTuple):
-    """Source of prices.
+    """Prices of the models of a run.
 
     Attributes:
         model: Trained model; its price also applies to models without a known price.

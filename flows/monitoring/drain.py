@@ -32,7 +32,7 @@ def wait_until_recorded(flow_run_id: UUID, last_task: str | None, limit_s: float
     open_runs = TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=running)))
     last_runs = TaskRunFilter(name=TaskRunFilterName(like_=last_task))
     deadline = time.monotonic() + limit_s
-    # The server records tasks in the order of their events, so the end of the last task is recorded after all others.
+    # The server records tasks in the order of their events, so the end of the last task comes after all other ends.
     # Without a last task, one poll may miss a task whose events arrive in a later batch, so two polls must agree.
     num_polls, pause_s = (1, 0.1) if last_task else (2, 1.2)
     times_complete = 0

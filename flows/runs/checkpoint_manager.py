@@ -230,7 +230,10 @@ class Checkpoints:
         return metrics
 
     def _rejection(self, record: CheckpointRecord) -> str:
-        """Return the reason why `promote_if` rejects a checkpoint; empty if it does not."""
+        """Return why `promote_if` rejects a checkpoint; empty if it does not.
+
+        The difference from the baseline is reported in either case.
+        """
         if not self._config.promote_if:
             return ""
         metric, step = PromoteIf.parse(self._config.promote_if).metric, step_of(record)

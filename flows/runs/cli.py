@@ -222,5 +222,6 @@ def silence_console_logs() -> None:
         if isinstance(handler, PrefectConsoleHandler):
             handler.setLevel(logging.CRITICAL)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
-    # MLflow's client retries requests for minutes; the run itself says that the store does not respond.
+    # MLflow's client retries requests for minutes, and urllib3 logs each retry. The run itself reports that the store
+    # does not respond.
     logging.getLogger("urllib3").setLevel(logging.ERROR)

@@ -101,7 +101,7 @@ def _check_origin(config: RunConfig) -> None:
 
 
 def _delete_mlflow_run(config: RunConfig, directory: RunDirectory) -> str:
-    """Delete the MLflow run of a run, which MLflow can restore; describe it for the report, empty without one."""
+    """Delete the MLflow run of a run; return a clause about it for the message, empty without an MLflow run."""
     fields: dict[str, Any] = {}
     with suppress(ConfigError):  # a damaged config names no tracking store
         fields = RecordedConfig.parse(directory.read_bytes(CONFIG) or b"{}", directory.location).fields

@@ -69,7 +69,7 @@ def serve(connection: Connection) -> None:
         "temporary-directory": folder,
         # Retry a task once after its worker died, because another task on this worker may have caused it.
         "distributed.scheduler.allowed-failures": 1,
-        # The cluster gives up a worker whose restart takes longer, by default 15 s.
+        # Time limit for the restart of a worker, after which the cluster gives the worker up; Dask's default is 15 s.
         "distributed.deploy.lost-worker-timeout": f"{START_S}s",
     }
     dask.config.set(options)
@@ -91,7 +91,7 @@ def serve(connection: Connection) -> None:
     except BaseException:  # noqa: BLE001 - the process ends below
         print_notice(traceback.format_exc())
         status = 1
-    finally:  # Kill the workers, because a busy worker does not shut down in order.
+    finally:  # Kill the workers, because a busy worker does not shut down on request.
         for process in multiprocessing.active_children():
             process.kill()
         shutil.rmtree(folder, ignore_errors=True)

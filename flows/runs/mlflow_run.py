@@ -64,7 +64,7 @@ def open_mlflow_run(  # noqa: PLR0913 - three of a run, four of its record
     """
     client = tracking.get_client()
     with tracking.failures():
-        check_writer()  # without its directory, a run has another record and would get a second MLflow run
+        check_writer()  # if the directory was removed, the record differs, and a second MLflow run would be created
         run = _find_run(client, run_id) or tracking.find_or_create_run(client, run_name, record, tags)
         check_writer()
         if not run.data.params:

@@ -22,7 +22,7 @@ from tasks.training.metric_names import logged_name
 
 
 class Measurement(NamedTuple):
-    """Metric of a condition.
+    """Measured value of a condition's metric.
 
     Attributes:
         value: the metric; None if it was not measured.

@@ -94,7 +94,7 @@ def finish(
     reasons: EndReasons,
     targets: Mapping[str, TargetSpec],
 ) -> TrainResult:
-    """Write the report, store how the targets ended as tags of the MLflow run, and return the result of a run.
+    """Write the report, tag the MLflow run with the results of the targets, and return the result of a run.
 
     Args:
         last: Last checkpoint record.

@@ -43,7 +43,7 @@ class PointDifference:
 
 
 def compare_with_best(rows: Sequence[PointRow], scores: Scores, mode: Literal["min", "max"]) -> list[PointDifference]:
-    """Compare each complete point with the best one; return nothing for less than two points or two pairs.
+    """Compare each complete point with the best one; return an empty list for fewer than two points or two pairs.
 
     Problems are paired if all trials of these points have scores of the same problems, averaged over the seeds;
     otherwise the seeds are paired.
@@ -69,7 +69,7 @@ def compare_with_best(rows: Sequence[PointRow], scores: Scores, mode: Literal["m
 
 
 def _by_problem(rows: Sequence[PointRow], scores: Scores) -> Floats | None:
-    """Return the mean score of each problem at each point; None if the trials have other or no scores."""
+    """Return the mean score of each problem at each point; None unless all trials have scores of the same problems."""
     by_point = [[scores.get((row.point.number, trial.seed)) for trial in row.completed] for row in rows]
     first = by_point[0][0]
     if first is None or not all(first.is_paired_with(values) for of_point in by_point for values in of_point):

@@ -52,7 +52,11 @@ class Pruner:
             return trial.should_prune()
 
     def end(self, name: str, value: float | None, *, pruned: bool) -> None:
-        """Report the end of a trial with its last value; None if it failed."""
+        """Report the end of a trial.
+
+        Args:
+            value: last value of a completed trial; None for a failed trial, ignored for a pruned one.
+        """
         state = TrialState.PRUNED if pruned else TrialState.FAIL if value is None else TrialState.COMPLETE
         with self._lock:
             trial, _ = self._trials.pop(name)

@@ -17,7 +17,10 @@ class Alerts:
         self._durations: dict[str, int] = {}
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[MetricWarning]:
-        """Check the metrics of a step; return the alerts that fire. A step without a metric leaves its count."""
+        """Check the metrics of a step; return the alerts that fire.
+
+        A step without the metric of an alert does not change the alert's count.
+        """
         fired: list[MetricWarning] = []
         for config in self._configs:
             figure = metrics.get(config.metric, metrics.get(safe_name(config.metric)))

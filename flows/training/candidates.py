@@ -1,4 +1,4 @@
-"""Opening of the samplers that a run's config asks for: candidates of training steps, and examples of the report."""
+"""Open the samplers of a run: for candidates of training steps, and for examples of the report."""
 
 from __future__ import annotations
 

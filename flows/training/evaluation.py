@@ -63,7 +63,7 @@ class Evaluation:
             self._examples.close()
 
     def run(self, step: int) -> dict[str, float]:
-        """Evaluate the weights before a step; return the metrics, none if no evaluation is due.
+        """Evaluate the weights before a step; return the metrics, which are empty if no evaluation is due.
 
         Raises:
             ConfigError: `promote_if` names a metric that the evaluation does not have.
