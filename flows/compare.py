@@ -94,16 +94,16 @@ class CompareResult:
 def compare(config: CompareConfig) -> CompareResult:
     """Sample completions of two policies for the same questions and measure how they differ."""
     storage = storage_of(config)
-    chosen, against = (find_checkpoint(name, storage) for name in (config.checkpoint, config.against))
-    config = with_model(config, chosen, against)
+    checkpoint, against = (find_checkpoint(name, storage) for name in (config.checkpoint, config.against))
+    config = with_model(config, checkpoint, against)
     questions = read_rows(config.path, ("question",), config.limit)
     # Temperature 1: estimates from the samples then describe the policies themselves.
     sampling = Sampling(config.num_samples, config.max_tokens, 1.0, config.seed)
     with open_service(config) as service:
         service.check_model(config.model)
-        tags = {"tinker.checkpoint": chosen.path or config.model, "tinker.against": against.path or config.model}
+        tags = {"tinker.checkpoint": checkpoint.path or config.model, "tinker.against": against.path or config.model}
         with open_measurement(config, config.run_name, service.resolved_url, tags) as log, service.session() as session:
-            first, tokenizer = open_sampler(session, chosen.path, config.model)
+            first, tokenizer = open_sampler(session, checkpoint.path, config.model)
             second, _ = open_sampler(session, against.path, config.model)
             renderer = open_renderer(config.renderer_name, tokenizer)
             judge = build_judge(config.judge.builder, config.judge.params) if config.judge else None
@@ -115,7 +115,7 @@ def compare(config: CompareConfig) -> CompareResult:
             # Submitted: a synchronous flow cannot call an async task directly.
             pending = compare_policies.submit((first, second), questions, renderer, sampling, judge, can_score_last_n)
             compared = cast(PolicyComparison, pending.result())
-            log.log(chosen.step, compared.metrics)
+            log.log(checkpoint.step, compared.metrics)
             log.flush()
             write_samples(log, ("question", "sample", "checkpoint", "against", "verdict"), compared.samples)
             columns = ("metric", config.checkpoint, config.against)

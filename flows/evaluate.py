@@ -211,37 +211,37 @@ class EvaluateResult:
 @flow(name="evaluate", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def evaluate(config: EvaluateConfig) -> EvaluateResult:
     """Evaluate weights, optionally alongside a baseline, and register them if they meet the condition."""
-    chosen, others, baseline = find_weights(config)
-    if config.register_as and not chosen.path:
+    checkpoint, others, baseline = find_weights(config)
+    if config.register_as and not checkpoint.path:
         raise ConfigError("register_as needs a checkpoint, but checkpoint is the base model: set checkpoint to a run.")
-    config = with_model(config, chosen, *([baseline] if baseline else []))
+    config = with_model(config, checkpoint, *([baseline] if baseline else []))
     with open_service(config) as service:
         service.check_model(config.model)
-        tags = {"tinker.checkpoint": chosen.path or config.model, "tinker.base_model": config.model}
+        tags = {"tinker.checkpoint": checkpoint.path or config.model, "tinker.base_model": config.model}
         open_log = partial(open_measurement, config, config.run_name, service.resolved_url, tags)
         with open_log() as log, service.session() as session:
-            subject = [weights.path for weights in (chosen, baseline) if weights]
-            result = _read_unapproved(log, subject) or _evaluate(session, config, chosen, others, baseline, log)
+            subject = [weights.path for weights in (checkpoint, baseline) if weights]
+            result = _read_unapproved(log, subject) or _evaluate(session, config, checkpoint, others, baseline, log)
             waits = config.needs_approval and not result.not_promoted
             if waits:
                 _store_unapproved(log, subject, result)
                 note_pending_approval(log, _waiting(config))
             elif config.register_as and not result.not_promoted:
-                result = replace(result, version=_register(session, config, chosen, log))
+                result = replace(result, version=_register(session, config, checkpoint, log))
         if waits:  # outside of the block above, because the MLflow run must end before the flow run is suspended
             answer = ask(_question(config, subject, result))
             if answer is None:
                 result = replace(result, not_promoted=_waiting(config))
             else:
                 with open_log() as log, service.session() as session:
-                    result = _conclude(session, config, chosen, log, result, answer)
+                    result = _conclude(session, config, checkpoint, log, result, answer)
     return as_state(result)
 
 
 def _evaluate(
     session: tinker.ServiceClient,
     config: EvaluateConfig,
-    chosen: NamedCheckpoint,
+    checkpoint: NamedCheckpoint,
     others: Sequence[NamedCheckpoint],
     baseline: NamedCheckpoint | None,
     log: MetricsLog,
@@ -263,15 +263,15 @@ def _evaluate(
         by_step[other.step] = measure(other)
         note_evaluation(log, by_step[other.step], f"{other.step}/", other.step)
         log.log(other.step, by_step[other.step].metrics)
-    measured = EvaluationResult() if ledger.stopped else measure(chosen)
-    _note_stop(config, log, chosen.step, ledger)
+    measured = EvaluationResult() if ledger.stopped else measure(checkpoint)
+    _note_stop(config, log, checkpoint.step, ledger)
     differences = _differences(measured.scores, of_baseline.scores)
     note_evaluation(log, measured)
     if not (measured.skipped or ledger.stopped):
         check_measured(config.promote_if, measured.metrics)
     with_prefix = {f"baseline/{key}": value for key, value in of_baseline.metrics.items()}
     cost = ledger.metrics()
-    log.log(chosen.step, measured.metrics | with_prefix | differences | cost)
+    log.log(checkpoint.step, measured.metrics | with_prefix | differences | cost)
     log.flush()
     rejection = _rejection(config, ledger.stopped, measured, of_baseline)
     if rejection:
@@ -293,7 +293,7 @@ def _evaluate(
     write_table(log, "evaluation", config.run_name, *_table(config, result), ledger.stopped)
     if by_step:
         if measured.metrics:
-            by_step[chosen.step] = measured
+            by_step[checkpoint.step] = measured
         scores = {step: result.scores for step, result in by_step.items()}
         curves = {step: result.metrics for step, result in by_step.items()}
         write_curves(log, config.run_name, curves, scores, of_baseline.metrics, ledger.stopped)
@@ -309,9 +309,9 @@ def find_weights(config: EvaluateConfig) -> tuple[NamedCheckpoint, list[NamedChe
     if not (config.data or config.evaluators):
         raise ConfigError("The evaluation has no data and no evaluators: set data, evaluators or both.")
     storage = storage_of(config)
-    chosen = find_checkpoint(config.checkpoint, storage)
+    checkpoint = find_checkpoint(config.checkpoint, storage)
     baseline = find_checkpoint(config.baseline, storage) if config.baseline else None
-    return chosen, find_steps(chosen, config.steps, storage), baseline
+    return checkpoint, find_steps(checkpoint, config.steps, storage), baseline
 
 
 def show_evaluation(result: EvaluateResult) -> None:

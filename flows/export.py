@@ -74,10 +74,10 @@ class ExportResult:
 @flow(name="export", flow_run_name="export {config.checkpoint}", on_running=[apply_rights])
 def export(config: ExportConfig) -> ExportResult:
     """Write a checkpoint's adapter, merged model or both, in the Hugging Face format."""
-    chosen = find_checkpoint(config.checkpoint, storage_of(config))
-    if not chosen.path:
+    checkpoint = find_checkpoint(config.checkpoint, storage_of(config))
+    if not checkpoint.path:
         raise ConfigError("checkpoint is `base`, which has no adapter to export: set it to a run or a tinker:// path.")
-    config = with_model(config, chosen)
+    config = with_model(config, checkpoint)
     output = path_of(config.output)
     if output is None:
         raise ConfigError(f"output is {config.output!r}, which cannot be a path: set it to a directory.")
@@ -86,13 +86,13 @@ def export(config: ExportConfig) -> ExportResult:
     with open_service(config) as service, tempfile.TemporaryDirectory(prefix="tinker-flows-export-") as temporary:
         base_model = config.base_model or _base_model(service, config.model)
         downloaded = Path(temporary) / "downloaded"
-        download_adapter(service, chosen.path, downloaded)
+        download_adapter(service, checkpoint.path, downloaded)
         if "adapter" in folders:
             build_adapter(base_model, downloaded, output / "adapter")
         if "merged" in folders:
             build_merged(base_model, downloaded, output / "merged")
-    describe_export(config.checkpoint, chosen.path, base_model, folders)
-    return ExportResult(chosen.path, base_model, folders.get("adapter", ""), folders.get("merged", ""))
+    describe_export(config.checkpoint, checkpoint.path, base_model, folders)
+    return ExportResult(checkpoint.path, base_model, folders.get("adapter", ""), folders.get("merged", ""))
 
 
 def show_export(result: ExportResult) -> None:

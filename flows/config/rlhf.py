@@ -19,9 +19,9 @@ _REWARDED = "tasks.rl.environments.reward_model:RewardModelBuilder"
 _PREFERRED = "tasks.rl.environments.pairwise:TournamentBuilder"
 _PAIRWISE = "tasks.preference.preference_models:PairwiseBuilder"
 # Fields that a stage must not set.
-_COMMON = {"run_name", "model", "base_url", "engine", "storage", "tracking", "experiment", "needs_approval"}
+_NOT_IN_STAGES = {"run_name", "model", "base_url", "engine", "storage", "tracking", "experiment", "needs_approval"}
 # Fields that every stage inherits.
-_SHARED = (_COMMON - {"run_name", "needs_approval"}) | {"lora_rank", "seed"}
+_INHERITED = (_NOT_IN_STAGES - {"run_name", "needs_approval"}) | {"lora_rank", "seed"}
 
 
 class RewardConfig(Config):
@@ -131,8 +131,8 @@ class RlhfConfig(TrackedConfig, NamedConfig):
     @model_validator(mode="after")
     def _check_stages(self) -> Self:
         for stage in (self.warm_start, self.reward.training, self.policy.training):
-            if common := sorted(stage.keys() & _COMMON):
-                raise ValueError(f"a stage must not set {', '.join(common)}: set it at the top level of the config")
+            if forbidden := sorted(stage.keys() & _NOT_IN_STAGES):
+                raise ValueError(f"a stage must not set {', '.join(forbidden)}: set it at the top level of the config")
             if "budget" in stage and self.budget != BudgetConfig():
                 raise ValueError("budget covers all stages, but a stage has a budget of its own: remove one of them")
             if stage.get("resume") == "never":
@@ -155,11 +155,11 @@ class RlhfConfig(TrackedConfig, NamedConfig):
 
     def warm_start_stage(self) -> SftConfig:
         """Return the config of the supervised run that the policy starts from."""
-        return validate_fields(SftConfig, self._shared("sft", self.warm_start))
+        return validate_fields(SftConfig, self._stage_fields("sft", self.warm_start))
 
     def reward_stage(self) -> DpoConfig | SftConfig:
         """Return the config of the run that trains the reward model."""
-        reward, shared = self.reward, self._shared("reward", self.reward.training)
+        reward, fields = self.reward, self._stage_fields("reward", self.reward.training)
         if reward.kind == "bradley_terry":
             own = {
                 "comparisons": self.comparisons,
@@ -168,7 +168,7 @@ class RlhfConfig(TrackedConfig, NamedConfig):
                 "max_length": reward.max_length,
                 "verdict": reward.verdict,
             }
-            return validate_fields(DpoConfig, {"objective": {"base_loss": "bradley_terry"}} | shared | own)
+            return validate_fields(DpoConfig, {"objective": {"base_loss": "bradley_terry"}} | fields | own)
         common = {"batch_size": reward.batch_size, "max_length": reward.max_length, **self._renderer("renderer_name")}
         # Train on both orders of each pair, because a resumed run would draw different random orders.
         data = {
@@ -177,8 +177,8 @@ class RlhfConfig(TrackedConfig, NamedConfig):
         }
         params = {**self.comparisons.model_dump(), "model": self.model, "renderer_name": self.renderer_name}
         ranking = {"builder": "tasks.preference.ranking_evaluator:RankingEvaluator", "params": params}
-        evaluators = [*shared.get("evaluators", ()), ranking]
-        return validate_fields(SftConfig, shared | {"data": data, "evaluators": evaluators})
+        evaluators = [*fields.get("evaluators", ()), ranking]
+        return validate_fields(SftConfig, fields | {"data": data, "evaluators": evaluators})
 
     def policy_stage(self, start: str, reward: str) -> RlConfig:
         """Return the config of the run that trains the policy.
@@ -200,7 +200,7 @@ class RlhfConfig(TrackedConfig, NamedConfig):
             params |= _nested("preference_model_builder", self.judge or reward_model)
             params |= self._renderer("policy_renderer_name")
         environment = {"builder": builder, "params": params}
-        fields: dict[str, Any] = self._shared("policy", self.policy.training)
+        fields: dict[str, Any] = self._stage_fields("policy", self.policy.training)
         if start:  # the stage may name another reference, but no other initial weights
             fields = {"reference": start} | fields | {"init_from": start}
         advantage = {"kl_coefficient": self.policy.kl_coefficient} | fields.get("advantage", {})
@@ -213,15 +213,15 @@ class RlhfConfig(TrackedConfig, NamedConfig):
     def _renderer(self, name: str) -> dict[str, str]:
         return {name: self.renderer_name} if self.renderer_name else {}
 
-    def _shared(self, stage: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a stage: those that all stages share, and its own."""
+    def _stage_fields(self, stage: str, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a stage: the fields that it inherits, overridden by its own."""
         tags = {"tinker_flows.rlhf": self.run_name} | self.mlflow_tags
-        own_tags = fields.get("mlflow_tags", {})
-        approval = {"needs_approval": True} if self.needs_approval and fields.get("register_as") else {}
-        shared = self.model_dump(include=_SHARED) | {"run_name": f"{self.run_name}-{stage}"}
+        own_tags = own.get("mlflow_tags", {})
+        approval = {"needs_approval": True} if self.needs_approval and own.get("register_as") else {}
+        inherited = self.model_dump(include=_INHERITED) | {"run_name": f"{self.run_name}-{stage}"}
         # If `mlflow_tags` is no mapping, the validation of the stage's config rejects it.
         all_tags = tags | own_tags if isinstance(own_tags, dict) else own_tags
-        return shared | approval | dict(fields) | {"mlflow_tags": all_tags}
+        return inherited | approval | dict(own) | {"mlflow_tags": all_tags}
 
 
 def _nested(name: str, config: BuilderConfig) -> dict[str, Any]:

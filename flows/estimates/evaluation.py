@@ -30,10 +30,10 @@ def estimate_evaluation(config: EvaluateConfig) -> CostEstimate:
         ConfigError: The config, the data, a checkpoint or the prices are invalid.
         ServiceError: The service does not respond.
     """
-    chosen, others, baseline = find_weights(config)
+    checkpoint, others, baseline = find_weights(config)
     others_and_baseline = [*others, *([baseline] if baseline else [])]
-    config = with_model(config, chosen, *others_and_baseline)
-    weights = [chosen, *others_and_baseline]
+    config = with_model(config, checkpoint, *others_and_baseline)
+    weights = [checkpoint, *others_and_baseline]
     prices = PriceList(config.model, service_url(config.base_url), config.budget.prices)
     runs = (run for run in earlier_runs(config, prices) if not run.is_stopped)
     earlier = None if config.steps == "all" else next(runs, None)

@@ -81,7 +81,7 @@ class ApprovalRequest:
     """Question to a person about the checkpoint of a training run.
 
     Attributes:
-        step: Number of updates in the checkpoint's weights.
+        step: Number of steps whose updates the checkpoint's weights contain.
         state_path: Path of the weights.
         rows: Held-out metrics before training and at the checkpoint.
     """

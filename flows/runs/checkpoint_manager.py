@@ -99,7 +99,7 @@ class Checkpoints:
             self._thread.submit(copy_context().run, self._resume_model, step_of(start), model_id)
 
     def enqueue(self, step: int, *, final: bool, kind: Kind) -> PendingCheckpoint:
-        """Request a save of the weights after `step` updates, all of which have been requested."""
+        """Request a save of the weights after `step` steps, whose updates have all been requested."""
         ttl_seconds = self._config.ttl_seconds
         self._run.log.expect_model(step)
         return enqueue_checkpoint(
@@ -145,15 +145,15 @@ class Checkpoints:
         if name := self._config.register_as:
             records = read_records(self._run.directory)
             best = records.best.get("best") if self._policy.metric else None
-            chosen = next((record for record in records.checkpoints if record.state_path == best), last)
+            candidate = next((record for record in records.checkpoints if record.state_path == best), last)
             self._run.directory.check_writer()
-            self.rejection = self._rejection(chosen) or self._refusal(name, chosen)
+            self.rejection = self._rejection(candidate) or self._refusal(name, candidate)
             if self.approval_request:
                 note_pending_approval(self._run.log, self.rejection)
             elif self.rejection:
                 note_rejection(self._run.log, self._config.run_name, name, self.rejection)
             else:
-                self._promote(name, chosen)
+                self._promote(name, candidate)
                 forget_rejection(self._run.log)
         return last
 

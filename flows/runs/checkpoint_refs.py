@@ -25,7 +25,7 @@ class NamedCheckpoint:
     Attributes:
         name: Name in the config.
         path: tinker:// path; empty for the base model.
-        step: Number of updates according to the run's record; 0 without a record.
+        step: Number of steps whose updates the weights contain, by the run's record; 0 without a record.
         run_name, model: Run and base model; empty without a record.
         key: Key as a Prefect asset; empty for the base model.
     """
@@ -97,10 +97,10 @@ def find_steps(checkpoint: NamedCheckpoint, steps: str, storage: RunStorage) -> 
         raise ConfigError(f"steps needs the checkpoint of a run, but checkpoint is {checkpoint.name}: name a run.")
     if steps == "all":
         records = read_records(storage.run_directory(checkpoint.run_name))
-        chosen = {step_of(record) for record in (*records.checkpoints, *records.samplers)}
+        selected = {step_of(record) for record in (*records.checkpoints, *records.samplers)}
     else:
-        chosen = {int(step) for step in steps.split(",")}
-    others = sorted(chosen - {checkpoint.step})
+        selected = {int(step) for step in steps.split(",")}
+    others = sorted(selected - {checkpoint.step})
     return [find_checkpoint(f"{checkpoint.run_name}@{step}", storage) for step in others]
 
 

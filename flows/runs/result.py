@@ -32,7 +32,7 @@ class TrainResult:
 
     Attributes:
         run_name: Name of the run.
-        num_steps: Number of updates in the final weights.
+        num_steps: Number of steps whose updates the final weights contain.
         resumed_from: First step of the last start; 0 for an uninterrupted run, the step of the checkpoint for an
             uninterrupted fork.
         state_path: tinker:// path of the final weights and optimizer state.
