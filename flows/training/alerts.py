@@ -22,12 +22,15 @@ class Alerts:
         A step without the metric of an alert does not change the alert's count.
         """
         fired: list[MetricWarning] = []
+        counted: set[str] = set()  # alerts that differ only in their patience have one count
         for config in self._configs:
             figure = metrics.get(config.metric, metrics.get(safe_name(config.metric)))
             if figure is None:
                 continue
-            key, is_beyond = config.condition, config.is_beyond(figure)
-            self._durations[key] = self._durations.get(key, 0) + 1 if is_beyond else 0
+            key = config.condition
+            if key not in counted:
+                self._durations[key] = self._durations.get(key, 0) + 1 if config.is_beyond(figure) else 0
+                counted.add(key)
             if self._durations[key] == config.patience:
                 times = f" in {config.patience} consecutive measurements" if config.patience > 1 else ""
                 text = f"Alert: {config.condition}{times}, up to step {step}, where it is {figure:.4g}."

@@ -1,8 +1,9 @@
 """Guards against steps whose loss is not finite or far above recent losses.
 
-Each minibatch of a step is checked once: before its update is sent if a policy is `skip`, otherwise after the service
-has responded. A guard records its decision in guards.jsonl before the run continues, so that later restarts skip the
-same steps. Skipped steps leave no trace in the state of the objective.
+Each minibatch of a step is checked once: before its update is sent if a forward pass comes first, which the policy
+`skip` requires, and otherwise after the service has responded to the update. A guard records its decision in
+guards.jsonl before the run continues, so that later restarts skip the same steps. Skipped steps leave no trace in the
+state of the objective.
 """
 
 from __future__ import annotations

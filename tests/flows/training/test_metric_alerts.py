@@ -82,3 +82,10 @@ def test_a_run_shows_its_alerts(tmp_path: Path, engine_url: str, monkeypatch: py
     assert noted["train_mean_nll above 0"].startswith(first)
     assert noted["test/typo below 1"].startswith("The alert test/typo below 1 had no effect, because no step reported")
     assert set(noted.values()) <= set(result.warnings)
+
+
+def test_alerts_that_differ_only_in_patience() -> None:
+    configs = [AlertConfig(metric="a", above=1.0, patience=patience) for patience in (1, 3)]
+    alerts = Alerts(configs)
+    fired = [[warning.text.count("consecutive") for warning in alerts.observe(step, {"a": 2.0})] for step in range(4)]
+    assert fired == [[0], [], [1], []]
