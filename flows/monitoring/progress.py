@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from datetime import timedelta
@@ -85,12 +86,20 @@ class Progress:
     line for each tenth of the steps.
     """
 
-    def __init__(self, run_name: str, first: int, num_steps: int, log: MetricsLog) -> None:
+    def __init__(
+        self, run_name: str, first: int, num_steps: int, log: MetricsLog, evaluations: Collection[int] = ()
+    ) -> None:
+        """Start at a step.
+
+        Args:
+            evaluations: steps before which the run evaluates; `num_steps` for the final weights.
+        """
         self._page = RunPage(run_name, first, num_steps, log)
         self._run_name, self._num_steps, self._done = run_name, num_steps, first
         if first:
             tqdm.write(escape_terminal(f"Resumed {run_name} at step {first} of {num_steps}."), file=sys.stderr)
         self._seconds, self._first, self._wrote_at = 0.0, first, perf_counter()
+        self._evaluations, self._evaluation_times = sorted(evaluations), list[float]()
         self._output = ExitStack()
         self._bar: tqdm[NoReturn] | None = None
         if sys.stderr.isatty():
@@ -107,14 +116,19 @@ class Progress:
             )
 
     def advance(self, metrics: Mapping[str, float]) -> None:
-        """Count a finished step. The pace excludes the time of evaluations."""
+        """Count a finished step. The pace excludes the time of evaluations, which the time left includes."""
         self._page.advance(metrics)
         self._done += 1
         evaluation = metrics.get("time/evaluation", 0.0)
         self._seconds += metrics.get("time/step", 0.0) - evaluation
+        if evaluation:
+            self._evaluation_times.append(evaluation)
         figures = method_figures(metrics)  # a skipped step has none
         if self._bar is not None:
             self._bar.last_print_t += evaluation  # tqdm's rate then excludes the evaluation
+            # tqdm's own remaining time would leave the evaluations out.
+            left = tqdm.format_interval(self._seconds_left())
+            self._bar.bar_format = _BAR_FORMAT.replace("{remaining}", left)
             self._bar.set_postfix_str(_fitting(figures, self._bar), refresh=False)
             self._bar.update()
         elif self._is_line_due():
@@ -127,10 +141,19 @@ class Progress:
 
     def _write_line(self, figures: Sequence[str]) -> None:
         self._wrote_at = perf_counter()
-        pace = self._seconds / (self._done - self._first)
-        remaining = f"{pace:.3g} s/step, {timedelta(seconds=round(pace * (self._num_steps - self._done)))} left"
+        remaining = f"{self._pace():.3g} s/step, {timedelta(seconds=round(self._seconds_left()))} left"
         line = f"{self._run_name}: step {self._done} of {self._num_steps}, {', '.join([*figures, remaining])}"
         print_notice(line)
+
+    def _pace(self) -> float:
+        """Return the seconds of a step without its evaluation."""
+        return self._seconds / (self._done - self._first)
+
+    def _seconds_left(self) -> float:
+        """Return the expected time of the remaining steps and evaluations; an evaluation takes as long as the last."""
+        num_evaluations = len(self._evaluations) - bisect_left(self._evaluations, self._done)
+        evaluations_s = num_evaluations * self._evaluation_times[-1] if self._evaluation_times else 0.0
+        return self._pace() * (self._num_steps - self._done) + evaluations_s
 
     def __enter__(self) -> Self:
         self._page.__enter__()
@@ -180,7 +203,7 @@ def _fitting(figures: Sequence[str], bar: tqdm[NoReturn]) -> str:
     state: dict[str, Any] = {
         **bar.format_dict,
         "postfix": None,
-        "bar_format": _BAR_FORMAT.replace("{bar}", ""),
+        "bar_format": str(bar.bar_format).replace("{bar}", ""),
         "ncols": None,
     }
     room = (bar.ncols or 80) - len(tqdm.format_meter(**state)) - _NARROWEST_BAR

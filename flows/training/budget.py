@@ -47,8 +47,8 @@ class Ledger:
         """Hours during which the run was open."""
         return self._hours_before + (monotonic() - self._began) / 3600
 
-    def price_of_pass(self, num_tokens: int) -> float | None:
-        """Return the price in dollars of a training pass over tokens; None if it is unknown."""
+    def price_of(self, num_tokens: int) -> float | None:
+        """Return the price in dollars of passes over tokens; None if it is unknown."""
         return self._price.of_training(num_tokens) if self._price else None
 
     def add(self, num_tokens: int, price: Price | None = None) -> None:
@@ -76,7 +76,7 @@ class Ledger:
             num_tokens: tokens of the step's training passes.
             sampled: tokens of the step's rollouts, and of earlier ones that are not charged yet.
         """
-        usd = (self.price_of_pass(num_tokens) or 0.0) + (self._price.of_sampling(sampled) if self._price else 0.0)
+        usd = (self.price_of(num_tokens) or 0.0) + (self._price.of_sampling(sampled) if self._price else 0.0)
         limit = self.limit_exceeded(usd, 2 * self._step_hours, f"step {step}")
         if not limit:
             return ""

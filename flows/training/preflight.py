@@ -302,27 +302,41 @@ def warn_of_unused_candidates(run: Run, config: TrainConfig, objective: Objectiv
         note_warning(run.log, "pitfall.candidates", text)
 
 
-def announce_plan(log: MetricsLog, config: TrainConfig, steps: range, num_tokens: int, usd: float | None) -> None:
+class PlannedTokens(NamedTuple):
+    """Tokens of the remaining steps of a run if all batches are like the first.
+
+    Attributes:
+        in_batches: tokens of the batches.
+        in_passes: tokens of all passes over batches and held-out data, without sampled tokens.
+        usd: price of the passes; None if it is unknown.
+        has_samples: True if the run also samples tokens.
+    """
+
+    in_batches: int
+    in_passes: int
+    usd: float | None
+    has_samples: bool
+
+
+def announce_plan(log: MetricsLog, config: TrainConfig, steps: range, tokens: PlannedTokens) -> None:
     """Say in the terminal and in Prefect's log what a run is going to do.
 
     Args:
         log: MLflow run; an earlier run of its experiment, or this run before its restart, gives the pace.
         steps: steps that remain.
-        num_tokens: tokens of the first batch.
-        usd: price of a training pass over all remaining batches if they are like the first; None if unknown.
     """
     method = flow_run.get_flow_name() or "training"
     pace = None
     with suppress(MlflowException):  # the plan then says that the time is unknown
         experiment_id = log.client.get_run(log.run_id).info.experiment_id
         pace = find_pace(log.client, experiment_id, config.model, method)
-    for line in plan_lines(config, method, steps, num_tokens, usd, pace):
+    for line in plan_lines(config, method, steps, tokens, pace):
         print_notice(f"{config.run_name}: {line}")
         get_run_logger().info("%s", line)
 
 
 def plan_lines(
-    config: TrainConfig, method: str, steps: range, num_tokens: int, usd: float | None, pace: Pace | None = None
+    config: TrainConfig, method: str, steps: range, tokens: PlannedTokens, pace: Pace | None = None
 ) -> list[str]:
     """Return sentences about the model, data, loss, evaluations, checkpoints, price and duration of a run."""
     sources = config.model_dump(include={"data", "environment", "comparisons", "questions", "datasets"})
@@ -341,17 +355,18 @@ def plan_lines(
     }
     every = " or ".join(f"{number:,g} {unit}" for unit, number in cadences.items() if number)
     saves = f"checkpoint every {every}" if every else "checkpoint at the end"
-    price = "price unknown" if usd is None else f"${usd:,.4g} per pass"
-    total = num_tokens * len(steps)
+    price = "price unknown" if tokens.usd is None else f"${tokens.usd:,.4g}"
+    samples = ", besides sampled tokens" if tokens.has_samples else ""
     duration = "time unknown"
     if pace:
         run = "its own pace" if pace.run_name == config.run_name else f"the pace of {pace.run_name}"
-        duration = f"steps of about {format_hours(pace.hours(total))} at {run}, and the evaluations"
+        duration = f"steps of about {format_hours(pace.hours(tokens.in_batches))} at {run}, and the evaluations"
     return [
         f"{method} of {config.model}{on_data}, steps {steps.start + 1} to {steps.stop}, learning rate "
         f"{config.learning_rate:g}",
         f"loss {loss}{', with ' + ' and '.join(limits) if limits else ''}",
-        f"{evaluations}, {saves}; about {total:,} tokens in batches like the first, {price}, {duration}",
+        f"{evaluations}, {saves}; about {tokens.in_passes:,} tokens in all passes ({price}{samples}), if all batches "
+        f"are like the first; {duration}",
     ]
 
 

@@ -49,6 +49,10 @@ class Schedule:
         """Return whether `infrequent_evaluators` are due before a step."""
         return self.evaluates_rarely and self._is_evaluation(step, self.config.infrequent_eval_every)
 
+    def evaluations(self) -> list[int]:
+        """Return the steps before which an evaluation is due; `num_steps` is that of the final weights."""
+        return [step for step in range(self.num_steps + 1) if self.evaluates_before(step)]
+
     @property
     def evaluates_rarely(self) -> bool:
         return bool(self.config.infrequent_evaluators) and self.config.infrequent_eval_every > 0

@@ -49,6 +49,7 @@ from flows.training.evaluation import Evaluation
 from flows.training.granularity import run_segment, run_step
 from flows.training.guards import Guard
 from flows.training.preflight import (
+    PlannedTokens,
     announce_plan,
     show_first_batch,
     warn_of_equal_rewards,
@@ -217,9 +218,7 @@ class Trainer:
         if self.prepared:
             steps, is_new = range(first, num_steps), first == self.schedule.first
             batch, num_minibatches = self.prepared[0].batch.result(), len(self.prepared)
-            num_tokens = batch.num_tokens * num_minibatches
-            usd = self.ledger.price_of_pass(num_tokens * len(steps))
-            announce_plan(self.run.log, self.config, steps, num_tokens, usd)
+            announce_plan(self.run.log, self.config, steps, self._planned_tokens(steps, batch, num_minibatches))
             if is_new:
                 digest = "" if self.source.sampled else digest_batch(batch)
                 show_first_batch(self.run, self.config, batch, digest)
@@ -231,11 +230,21 @@ class Trainer:
         if self.budget_message and self.start is None:
             raise ConfigError(self.budget_message)
 
+    def _planned_tokens(self, steps: range, batch: Batch, num_minibatches: int) -> PlannedTokens:
+        """Return the tokens of the remaining steps if all batches are like the first."""
+        in_batches = batch.num_tokens * num_minibatches * len(steps)
+        held_out = sum(self.evaluation.num_tokens(step) for step in range(steps.start, steps.stop + 1))
+        in_passes = (
+            in_batches * num_passes(self.objective, steps.start, self.config.guards.needs_forward_pass) + held_out
+        )
+        has_samples = self.source.sampled or self.candidates is not None
+        return PlannedTokens(in_batches, in_passes, self.ledger.price_of(in_passes), has_samples)
+
     def _run_steps(self, first: int, num_steps: int) -> CheckpointRecord | None:
         """Run the steps from the first one on; return the record of the last checkpoint."""
         with (
             no_collector_pauses(),
-            Progress(self.config.run_name, first, num_steps, self.run.log) as progress,
+            Progress(self.config.run_name, first, num_steps, self.run.log, self.schedule.evaluations()) as progress,
             deferred_interrupts() as stop,
             self.checkpoints,
         ):

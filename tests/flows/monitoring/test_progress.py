@@ -67,13 +67,21 @@ def test_a_file_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nll=6.168, loss=6.902, $0.0123" in lines[-1]
 
 
-def test_the_pace_leaves_the_evaluations_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-    with Progress("demo", 0, 10, LOG) as progress:
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_time_left_has_the_evaluations_and_the_pace_has_not(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "stderr", stream := Terminal() if terminal else io.StringIO())
+    with Progress("demo", 0, 10, LOG, evaluations=[0, 5, 10]) as progress:
         progress.advance(SFT | {"time/step": 372.0, "time/evaluation": 370.0})
         progress.advance(SFT | {"time/step": 4.0})
-    lines = stream.getvalue().splitlines()
-    assert [line.partition("$0.0123, ")[2] for line in lines] == ["2 s/step, 0:00:18 left", "3 s/step, 0:00:24 left"]
+    text = stream.getvalue()
+    if terminal:  # 8 steps of 3 s and two evaluations
+        assert "2/10 [12:44," in text
+    else:
+        lines = [line.partition("$0.0123, ")[2] for line in text.splitlines()]
+        assert lines == ["2 s/step, 0:12:38 left", "3 s/step, 0:12:44 left"]
 
 
 def test_parts_of_a_reward_follow_it() -> None:

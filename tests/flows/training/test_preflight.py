@@ -24,7 +24,13 @@ from flows.config.loader import validate_fields
 from flows.config.rl import RlConfig
 from flows.config.train import SftConfig, TrainConfig
 from flows.runs.pace import Pace
-from flows.training.preflight import pitfalls_of, pitfalls_of_checkpoint, plan_lines, warning_of_split_rollouts
+from flows.training.preflight import (
+    PlannedTokens,
+    pitfalls_of,
+    pitfalls_of_checkpoint,
+    plan_lines,
+    warning_of_split_rollouts,
+)
 from objectives.batch import Batch
 from objectives.labels import MEMBER, PROMPT
 from objectives.objective import Objective
@@ -62,19 +68,20 @@ def test_the_plan_names_what_will_be_trained_and_the_price() -> None:
         ],
     }
     config = sft(objective=objective, eval_every=12, checkpoint_every=0, learning_rate=1e-3, data=data("qwen3_5"))
-    assert plan_lines(config, "sft", range(8, 24), 1000, 0.5) == [
+    tokens = PlannedTokens(16_000, 34_567, 0.5, has_samples=False)
+    assert plan_lines(config, "sft", range(8, 24), tokens) == [
         "sft of tiny on a:B, steps 9 to 24, learning rate 0.001",
         "loss cross_entropy + 5 x logic + (0.0347826 to 0.1) x confidence, with kl at most 0.2",
-        "evaluation every 12 steps, checkpoint at the end; about 16,000 tokens in batches like the first, "
-        "$0.5 per pass, time unknown",
+        "evaluation every 12 steps, checkpoint at the end; about 34,567 tokens in all passes ($0.5), "
+        "if all batches are like the first; time unknown",
     ]
-    paced = plan_lines(config, "sft", range(8, 24), 1000, 0.5, Pace("earlier", tokens_per_s=20.0))[2]
-    assert paced.endswith("$0.5 per pass, steps of about 13.3 min at the pace of earlier, and the evaluations")
-    resumed = plan_lines(config, "sft", range(8, 24), 1000, 0.5, Pace(config.run_name, tokens_per_s=20.0))[2]
+    paced = plan_lines(config, "sft", range(8, 24), tokens, Pace("earlier", tokens_per_s=20.0))[2]
+    assert paced.endswith("; steps of about 13.3 min at the pace of earlier, and the evaluations")
+    resumed = plan_lines(config, "sft", range(8, 24), tokens, Pace(config.run_name, tokens_per_s=20.0))[2]
     assert resumed.endswith("steps of about 13.3 min at its own pace, and the evaluations")
     timed = config.model_copy(update={"checkpoint_every": 4, "checkpoint_every_seconds": 600.0})
-    line = plan_lines(timed, "sft", range(24), 10, None)[2]
-    assert line.endswith("price unknown, time unknown")
+    line = plan_lines(timed, "sft", range(24), PlannedTokens(240, 480, None, has_samples=True))[2]
+    assert line.endswith("(price unknown, besides sampled tokens), if all batches are like the first; time unknown")
     assert "checkpoint every 4 steps or 600 s;" in line
 
 
