@@ -28,6 +28,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
 
 from blocks.console import TextConsole
 from blocks.errors import ConfigError
+from blocks.terminal import print_notice
 from blocks.urls import hide_credentials
 from flows.config.base import (
     CHECKPOINT,
@@ -191,6 +192,7 @@ class EvaluateResult:
             problem.
         stopped: Sentence that says where and why the budget stopped the evaluation; empty if it did not.
         not_promoted: Reason why `promote_if` or a person prevented registration; empty if neither did.
+        condition: Condition in `promote_if` with the values that met it; empty without one, or if it does not hold.
         version: Version of the registered model; empty if the checkpoint was not registered.
     """
 
@@ -202,6 +204,7 @@ class EvaluateResult:
     differences: dict[str, float]
     stopped: str
     not_promoted: str
+    condition: str
     version: str
     flow_run_id: str
     tracking_uri: str
@@ -285,6 +288,7 @@ def _evaluate(
         differences=differences,
         stopped=ledger.stopped,
         not_promoted=rejection,
+        condition="" if rejection else _met_condition(config, measured, of_baseline),
         version="",
         flow_run_id=flow_run.get_id() or "",
         tracking_uri=hide_credentials(log.client.tracking_uri),
@@ -315,20 +319,25 @@ def find_weights(config: EvaluateConfig) -> tuple[NamedCheckpoint, list[NamedChe
 
 
 def show_evaluation(result: EvaluateResult) -> None:
-    """Print the metrics and the outcome of the registration."""
+    """Print the metrics, their differences from the baseline, and the outcome of the registration."""
     table = Table(title=result.run_name)
     table.add_column("metric")
-    for column in _columns(result.by_step, "checkpoint", "baseline" if result.baseline else None):
+    columns = _columns(result.by_step, "checkpoint", "baseline" if result.baseline else None)
+    for column in (*columns, *(["difference", "p-value"] if result.differences else [])):
         table.add_column(column, justify="right")
     baseline = [result.baseline] if result.baseline else []
-    for name, *values in _rows(*result.by_step.values(), result.metrics | result.differences, *baseline):
-        table.add_row(name, *("" if value is None else f"{value:.6g}" for value in values))
+    for name, *values in _rows(*result.by_step.values(), result.metrics, *baseline):
+        cells = ["" if value is None else f"{value:.6g}" for value in values]
+        table.add_row(name, *cells, *(_difference_cells(result.differences, name) if result.differences else []))
     console = TextConsole()
     console.print(table)
+    if result.differences:
+        console.print("difference: checkpoint minus baseline on the same problems, with its 95 % interval")
     if result.stopped:
         console.print(result.stopped)
+    because = f", because {result.condition}" if result.condition else ""
     if result.not_promoted or result.version:
-        console.print(result.not_promoted or f"Registered as version {result.version}.")
+        console.print(result.not_promoted or f"Registered as version {result.version}{because}.")
     usd = f", ${result.cost['cost/usd']:.4g}" if "cost/usd" in result.cost else ""
     names = ("train", "prefill", "sample")
     tokens = ", ".join(f"{result.cost.get(f'cost/num_{name}_tokens', 0):,.0f} {name}" for name in names)
@@ -355,12 +364,15 @@ def _measure(
         due = [*held_out, *evaluators]
 
         def begin(entry: Evaluator | ConfiguredEvaluator) -> bool:
+            name = f"the evaluator {entry.name}" if isinstance(entry, ConfiguredEvaluator) else "the held-out data"
+            part = f"{name} ({due.index(entry) + 1} of {len(due)})"
+            print_notice(f"{config.run_name}: measuring {checkpoint.name} with {part}")
             if isinstance(entry, ConfiguredEvaluator):
-                return ledger.begin(f"the evaluator {entry.name}", checkpoint.name, 0, SampledTokens())
+                return ledger.begin(name, checkpoint.name, 0, SampledTokens())
             assert isinstance(entry, HeldOutNLL)
             num_train_tokens = entry.num_tokens if trainer else 0
             scored = SampledTokens() if trainer else scored_tokens(entry.num_tokens, entry.num_datums)
-            return ledger.begin("the held-out data", checkpoint.name, num_train_tokens, scored)
+            return ledger.begin(name, checkpoint.name, num_train_tokens, scored)
 
         # Submitted: a synchronous flow cannot call an async task directly.
         if trainer:
@@ -422,6 +434,14 @@ def _rejection(config: EvaluateConfig, stopped: str, measured: EvaluationResult,
     )
     rejection = find_rejection(config.promote_if, config.promote_confidence, checkpoint, other)
     return f"{config.checkpoint} is not promoted: {rejection}." if rejection else ""
+
+
+def _met_condition(config: EvaluateConfig, measured: EvaluationResult, baseline: EvaluationResult) -> str:
+    """Return the condition in `promote_if`, which holds, with its values; empty without one."""
+    if not config.promote_if:
+        return ""
+    gate = PromoteIf.parse(config.promote_if)
+    return gate.describe(measured.metrics[gate.metric], baseline.metrics.get(gate.metric))
 
 
 def _register(
@@ -514,6 +534,17 @@ def _table(
     columns = ["metric", *_columns(result.by_step, config.checkpoint, config.baseline)]
     baseline = [result.baseline] if config.baseline else []
     return columns, _rows(*result.by_step.values(), result.metrics | result.differences, *baseline)
+
+
+def _difference_cells(differences: Mapping[str, float], metric: str) -> tuple[str, str]:
+    """Return the difference of a metric with its interval, and the p-value; empty texts if it has none."""
+    key = f"difference/{metric}"
+    if key not in differences:
+        return "", ""
+    interval = ""
+    if f"{key}_low" in differences:
+        interval = f" ({differences[f'{key}_low']:.3g} to {differences[f'{key}_high']:.3g})"
+    return f"{differences[key]:+.3g}{interval}", f"{differences[f'{key}_p_value']:.3g}"
 
 
 def _columns(steps: Iterable[int], checkpoint: str, baseline: str | None) -> list[str]:

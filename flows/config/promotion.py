@@ -69,6 +69,20 @@ class PromoteIf:
             raise ValueError("use a finite number")
         return cls(logged_name(match["metric"]), match["sign"], number, match["baseline"] is not None)
 
+    def describe(self, value: float, baseline: float | None) -> str:
+        """Return the condition with the values that met it.
+
+        >>> PromoteIf.parse("test/nll < 0.5 * baseline").describe(0.9, 2.0)
+        'test/nll is 0.9 < 0.5 * 2, the baseline'
+        >>> PromoteIf.parse("test/accuracy > 0.7").describe(0.75, None)
+        'test/accuracy is 0.75 > 0.7'
+        """
+        limit = f"{self.factor:g}"
+        if self.of_baseline:
+            factor = "" if self.factor == 1 else f"{self.factor:g} * "
+            limit = f"{factor}{baseline:.6g}, the baseline"
+        return f"{self.metric} is {value:.6g} {self.sign} {limit}"
+
     def rejection(self, value: float | None, baseline: float | None) -> str:
         """Return the reason not to promote a checkpoint with this metric value; empty if the condition holds.
 

@@ -163,6 +163,20 @@ def test_a_person_decides_about_the_registration(
         evaluation(fields, needs_approval=True)
 
 
+def test_the_terminal_shows_differences_and_why_the_checkpoint_was_registered(
+    evaluated: EvaluateResult, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    show_evaluation(evaluated)
+    shown = capsys.readouterr().out
+    own, baseline = evaluated.metrics["test/nll"], evaluated.baseline["test/nll"]
+    assert f"because test/nll is {own:.6g} < {baseline:.6g}, the baseline." in shown
+    (line,) = (line for line in shown.splitlines() if line.startswith("│ test/nll "))
+    low, high = (evaluated.differences[f"difference/test/nll_{end}"] for end in ("low", "high"))
+    assert f"{own - baseline:+.3g} ({low:.3g} to {high:.3g})" in line
+    assert "difference/" not in shown
+
+
 def test_metrics_are_in_mlflow_and_in_a_table(evaluated: EvaluateResult, mlflow_uri: str) -> None:
     client = MlflowClient(mlflow_uri)
     run = client.get_run(evaluated.mlflow_run_id)
