@@ -25,7 +25,10 @@ from tasks.training.metric_names import logged_name
 from tasks.training.metrics import metric_values
 
 # Main metrics in order of preference, for runs that have not logged the metric of `keep_best`.
-METRICS = ("test/nll", "env/all/reward/total", "accuracy", "train_mean_nll", "loss/total")
+METRICS = (
+    *("test/nll", "test/env/all/reward/total", "test/accuracy"),
+    *("env/all/reward/total", "accuracy", "train_mean_nll", "loss/total"),
+)
 # State of an unfinished run that no process is writing, by the status of its MLflow run.
 STATES = {"FAILED": "failed", "KILLED": "stopped", "RUNNING": "killed", "FINISHED": "stopped"}
 
@@ -129,11 +132,16 @@ def show_runs(storage: str, as_json: bool) -> None:
         console.print(f"No runs in {storage_at(storage).run_directory('RUN').location.removesuffix('/RUN')}.")
         return
     table = Table(title="Runs", title_justify="left")
-    for column in ("run", "state", "step", "checkpoint", "metric", "MLflow run", "written by"):
-        table.add_column(column, overflow="fold", justify="right" if column in ("step", "checkpoint") else "left")
+    columns = ["run", "state", "step", "checkpoint", "metric", "MLflow run"]
+    if any(run.writer for run in runs):
+        columns.append("written by")
+    for column in columns:
+        justify = "right" if column in ("step", "checkpoint") else "left"
+        table.add_column(column, overflow="fold", justify=justify, min_width=len(column))
     for run in runs:
         checkpoint = "" if run.checkpoint_step is None else str(run.checkpoint_step)
-        table.add_row(run.run_name, run.state, _steps(run), checkpoint, _value(run), run.mlflow_run_id[:8], run.writer)
+        cells = (run.run_name, run.state, _steps(run), checkpoint, _value(run), run.mlflow_run_id[:8], run.writer)
+        table.add_row(*cells[: len(columns)])
     console.print(table)
     for message in dict.fromkeys(run.why for run in runs if run.state == "unknown"):
         console.print(message)
