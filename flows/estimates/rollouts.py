@@ -142,6 +142,8 @@ def _excluded(config: SamplingMethod, objective: Objective, sizes: RunSizes) -> 
     """Yield the costs that the bounds leave out."""
     yield "turns of a rollout after the first, retries, models that compare answers, clients of the user's own code"
     yield from sizes.evaluators.others
+    if isinstance(config, RlConfig) and config.schedule.mode == "async":
+        yield "groups that are sampled again because they became too old"
     if isinstance(config, OnPolicyConfig) and config.hindsight:
         yield "the text that hindsight adds to the teacher's prompts"
     if objective.regularizers:

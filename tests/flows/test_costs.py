@@ -170,6 +170,9 @@ def test_terms_on_held_out_groups_are_excluded(
         config = RlConfig.model_validate(fields | {"report": {"num_examples": num_examples}})
         excluded = estimate_rollouts(config).excluded
         assert ("terms of the objective on held-out groups" in excluded) == is_excluded
+        queued = config.model_copy(update={"schedule": config.schedule.model_copy(update={"mode": "async"})})
+        replayed = "groups that are sampled again because they became too old"
+        assert {*estimate_rollouts(queued).excluded} - {*excluded} == {replayed}
 
 
 @pytest.mark.parametrize("kind", ["reward model", "judge"])
