@@ -387,8 +387,8 @@ class RunConfig(TrackedConfig, NamedConfig):
         description="Confidence with which the checkpoint must be better than the baseline on the same problems. At "
         "0.95, a run whose checkpoints are only as good as the baseline registers one in at most 5 % of cases. With "
         "`keep_best`, the p-value is multiplied by the number of checkpoints that it compares. Only for `test/nll`, "
-        "`test/env/all/reward/total` and the metrics of evaluators that grade answers. Unset: compare the two values "
-        "and ignore their uncertainty.",
+        "`test/env/all/reward/total`, `test/accuracy` and `test/margin` of preferences, and the metrics of evaluators "
+        "that grade answers. Unset: compare the two values and ignore their uncertainty.",
     )
 
     needs_approval: bool = Field(

@@ -20,8 +20,9 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from blocks.errors import ConfigError, EvaluatorError, reason
 from tasks.common.cookbook_internals import find_benchmark, local_datasets, was_truncated
 from tasks.common.sampling import open_renderer
-from tasks.evaluation.grading_metrics import Graded, GradedMetrics, check_pass_at, digest_problems, summarize
+from tasks.evaluation.grading_metrics import Graded, check_pass_at, digest_problems, summarize
 from tasks.evaluation.sampled import GradedEvaluator
+from tasks.training.held_out import GradedMetrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,17 +36,13 @@ from tasks.common.builders import NO_RESOURCES, import_builder, import_object
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 from tasks.common.tokenizers import TokenizedEvaluator, lock_tokenizers
-from tasks.evaluation.grading_metrics import GradedMetrics, digest_problems
+from tasks.evaluation.grading_metrics import digest_problems
 from tasks.training.datums import pack_datums
-from tasks.training.held_out import BatchValues, EvaluatedBatch
+from tasks.training.held_out import MAX_SCORES, BatchValues, EvaluatedBatch, GradedMetrics
 from tasks.training.metric_names import safe_name
 from tasks.training.token_meter import TokenMeter
 
 OnEvaluatorError = Literal["raise", "skip"]
-
-
-# Scores of held-out data. Comparisons take time with their number, and more than this barely narrow an interval.
-_MAX_SCORES = 200
 
 
 @runtime_checkable
@@ -289,12 +285,12 @@ def _flat(tensor: tinker.TensorData) -> tinker.TensorData:
 def _nll_shares(logprobs_D: Sequence[tinker.TensorData], weights_D: Sequence[tinker.TensorData]) -> list[float]:
     """Share of each part of the data in the weighted mean negative log-likelihood, times the number of parts, in nats.
 
-    A part is a datum or, of much data, one of `_MAX_SCORES` groups of consecutive datums.
+    A part is a datum or, of much data, one of `MAX_SCORES` groups of consecutive datums.
     """
     pairs = zip(logprobs_D, weights_D, strict=True)
     sums_D = [float((-logprobs.to_torch().double() * weights.to_torch().double()).sum()) for logprobs, weights in pairs]
     total = sum(float(weights.to_torch().double().sum()) for weights in weights_D)
-    parts = np.array_split(sums_D, min(len(sums_D), _MAX_SCORES))
+    parts = np.array_split(sums_D, min(len(sums_D), MAX_SCORES))
     return [len(parts) * float(part.sum()) / total for part in parts]
 
 

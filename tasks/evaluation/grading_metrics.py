@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from blocks.errors import ConfigError
 from tasks.common.graders import pass_at
 from tasks.evaluation.intervals import proportion_interval
+from tasks.training.held_out import GradedMetrics
 
 _DIGEST_LENGTH = 16
 
@@ -29,19 +30,6 @@ class Graded:
     right: bool
     truncated: bool
     timed_out: bool = False
-
-
-class GradedMetrics(dict[str, float]):
-    """Metrics of graded answers or held-out data, and the scores of each problem that they average.
-
-    Attributes:
-        scores: score of each problem, such as an accuracy from 0 to 1, by metric.
-        problems: digest of the problems, which tells whether two evaluations can be compared; empty if it is unknown.
-    """
-
-    def __init__(self, metrics: Mapping[str, float], scores: Mapping[str, list[float]], problems: str = "") -> None:
-        super().__init__(metrics)
-        self.scores, self.problems = scores, problems
 
 
 def digest_problems(problems: Iterable[str]) -> str:

@@ -8,23 +8,28 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import tinker
+import torch
 from tinker_cookbook.eval.evaluators import TrainingClientEvaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
-from objectives.batch import Batch
+from objectives.batch import Batch, Outputs, unpack
 from objectives.evaluate import evaluate_term
+from objectives.labels import find_preference_pairs
 from objectives.term import BASE, Regularizer
 from tasks.common.task import Pending, retried_task, submit
 from tasks.preference.dataset import Comparisons, Rendering
 from tasks.training.batch_source import BatchSource, TrainedBatch
 from tasks.training.datums import pack_datums
+from tasks.training.examples import take_datums
 from tasks.training.forward_backward import enqueue_forward, read_outputs
-from tasks.training.held_out import EvaluatedBatch
+from tasks.training.held_out import MAX_SCORES, EvaluatedBatch, GradedMetrics, digest_batches
 from tasks.training.reference import Reference
 
 # Metrics of a preference loss that are logged under tinker-cookbook's names.
 _METRICS = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+# Those with a score for each pair.
+_SCORED = ("accuracy", "margin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +124,14 @@ class PairSource(BatchSource):
 
 
 class HeldOutPairs(TrainingClientEvaluator):
-    """Preference loss of held-out pairs, with metrics such as `test/accuracy` and `test/margin`."""
+    """Preference loss of held-out pairs, with metrics such as `test/accuracy` and `test/margin`.
+
+    Accuracy and margin have a score for each pair, for paired comparisons, but not those of `kto`, which compares each
+    completion with the whole batch. Of more than `MAX_SCORES` pairs, the scores are those of as many groups.
+    """
 
     def __init__(self, pairs: PairBatches, loss: Regularizer, reference: Reference | None) -> None:
+        self.scored_metrics = () if pairs.unrelated else tuple(f"test/{name}" for name in _SCORED)
         self._batch, self._loss, self._reference = pairs.batch(range(len(pairs.comparisons))), loss, reference
         self.num_tokens = self._batch.num_tokens
         self.evaluated: Sequence[EvaluatedBatch] = ()
@@ -135,7 +145,38 @@ class HeldOutPairs(TrainingClientEvaluator):
         self.evaluated = [EvaluatedBatch(self._batch, outputs.logprobs_DT)]
         evaluation = evaluate_term(self._loss, outputs, self._batch, first_step=False)
         metrics = _metrics(self._loss.term.name, evaluation.value, evaluation.metrics)
-        return {f"test/{key}": value for key, value in metrics.items()}
+        scores = self._scores(outputs) if self.scored_metrics else {}
+        return GradedMetrics(
+            {f"test/{key}": value for key, value in metrics.items()}, scores, digest_batches([self._batch])
+        )
+
+    def _scores(self, outputs: Outputs) -> dict[str, list[float]]:
+        """Return the scores by metric, whose mean is the metric."""
+        rows_P = torch.stack(find_preference_pairs(self._batch), dim=1)
+        groups = [group for group in torch.tensor_split(rows_P, min(len(rows_P), MAX_SCORES)) if len(group)]
+        scores: dict[str, list[float]] = {name: [] for name in self.scored_metrics}
+        for group_P in groups:
+            rows = group_P.flatten().tolist()
+            selected = _select(outputs, self._batch, rows)
+            evaluation = evaluate_term(self._loss, selected, take_datums(self._batch, rows), first_step=False)
+            share = len(groups) * len(group_P) / len(rows_P)
+            for name in _SCORED:
+                scores[f"test/{name}"].append(share * evaluation.metrics[name])
+        return scores
+
+
+def _select(outputs: Outputs, batch: Batch, rows: Sequence[int]) -> Outputs:
+    """Return the logprobs of some datums of a batch."""
+
+    def take(values_DT: torch.Tensor | None) -> torch.Tensor | None:
+        if values_DT is None:
+            return None
+        values_D = unpack(values_DT, batch.offsets_D)
+        return torch.cat([values_D[row] for row in rows])
+
+    logprobs_DT = take(outputs.logprobs_DT)
+    assert logprobs_DT is not None
+    return Outputs(logprobs_DT, ref_logprobs_DT=take(outputs.ref_logprobs_DT))
 
 
 @retried_task(name="batch", task_run_name="batch-{step}")

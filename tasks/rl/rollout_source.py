@@ -33,7 +33,7 @@ from tasks.common.builders import NO_RESOURCES, build
 from tasks.common.prompt_scores import supports_last_n
 from tasks.common.sampling import wait_for_snapshot
 from tasks.common.task import Pending, call, opaque_argument, retried_task, step_task
-from tasks.evaluation.grading_metrics import GradedMetrics, digest_problems
+from tasks.evaluation.grading_metrics import digest_problems
 from tasks.rl.advantages import AdvantageSettings, fit_critic
 from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.critic import Critic
@@ -71,7 +71,7 @@ from tasks.rl.trajectories import (
 )
 from tasks.rl.truncation import is_truncated
 from tasks.training.batch_source import BatchSource, MetricWarning, SampledTokens, TrainedBatch
-from tasks.training.held_out import EvaluatedBatch
+from tasks.training.held_out import EvaluatedBatch, GradedMetrics
 from tasks.training.metric_names import safe_name
 from tasks.training.reference import Reference, load_reference, score_sequences, scored_tokens
 

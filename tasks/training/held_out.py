@@ -90,6 +90,23 @@ class BatchValues:
         return mean, math.sqrt(variance)
 
 
+# Most scores of held-out data. Comparisons take time with their number, and more than this barely narrow an interval.
+MAX_SCORES = 200
+
+
+class GradedMetrics(dict[str, float]):
+    """Metrics of graded answers or held-out data, and the scores of each problem that they average.
+
+    Attributes:
+        scores: score of each problem, such as an accuracy from 0 to 1, by metric.
+        problems: digest of the problems, which tells whether two evaluations can be compared; empty if it is unknown.
+    """
+
+    def __init__(self, metrics: Mapping[str, float], scores: Mapping[str, list[float]], problems: str = "") -> None:
+        super().__init__(metrics)
+        self.scores, self.problems = scores, problems
+
+
 @dataclass(frozen=True, slots=True)
 class HeldOutTerms:
     """Measured values of terms on held-out data.

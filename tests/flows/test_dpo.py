@@ -42,6 +42,10 @@ def test_reference_is_the_start_of_the_run_after_every_restart(
     assert curve(first, "dpo_loss")[0] == pytest.approx(math.log(2), abs=1e-5)
     assert curve(first, "margin")[0] == pytest.approx(0, abs=1e-5)
     assert curve(first, "test/margin")[1] > 0.1
+    rows = {row.metric: row for row in first.held_out}
+    for name in ("accuracy", "margin"):
+        assert rows[name].after.value == pytest.approx(curve(first, f"test/{name}")[1], abs=1e-6)
+        assert rows[name].change.half_width > 0
     assert len(cached_logprobs(tmp_path, "preferences")) == 2 * (4 * 4 + 64)
     fields = dpo_fields(tmp_path, "preferences", mlflow_uri, engine_url)
     estimated = estimate(DpoConfig.model_validate(fields))

@@ -16,7 +16,7 @@ from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from tasks.evaluation.evaluators import HeldOutNLL
-from tasks.evaluation.grading_metrics import GradedMetrics
+from tasks.training.held_out import GradedMetrics
 
 ANSWERS = ("4", "It is four, which is two and two.", "Vier – größer als drei, kleiner als fünf. " * 4)
 

@@ -18,7 +18,7 @@ from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, 
 
 from blocks.errors import ConfigError, ServiceError, UserCodeError
 from tasks.common.event_loop import run_coroutine
-from tasks.evaluation.grading_metrics import GradedMetrics, digest_problems
+from tasks.evaluation.grading_metrics import digest_problems
 from tasks.preference.judges import build_judge
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.completer import SnapshotCompleter
@@ -28,6 +28,7 @@ from tasks.rl.rollout_source import HeldOutEnvironments, RolloutSettings
 from tasks.rl.sampling_distribution import SamplingDistribution
 from tasks.rl.trajectories import compute_group_metrics, compute_policy_metrics, pack_groups
 from tasks.training.batch_source import TrainedBatch
+from tasks.training.held_out import GradedMetrics
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 SHAPE = AdvantageSettings(drop_constant=True)

@@ -1,0 +1,68 @@
+"""Scores of held-out pairs, against DPO's margin from the sums of the logprobs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from objectives.batch import Batch, Outputs, pack
+from objectives.evaluate import evaluate_term
+from objectives.objective import Objective
+from tasks.preference.pair_source import HeldOutPairs
+from tasks.training.held_out import MAX_SCORES
+
+BETA = 0.2
+
+
+def make_pairs(num_pairs: int, *, unrelated: bool = False) -> Any:
+    """Pairs whose completions have two to four tokens; the rejected one comes first in every other pair."""
+    lengths_D = [2 + number % 3 for number in range(2 * num_pairs)]
+    _, offsets_D = pack([torch.zeros(length) for length in lengths_D])
+    num = int(offsets_D[-1])
+    desirable_D = torch.tensor([int(number % 4 in (0, 3)) for number in range(2 * num_pairs)])
+    labels = {"pair": torch.arange(num_pairs).repeat_interleave(2), "desirable": desirable_D}
+    batch = Batch(torch.arange(num), torch.ones(num), offsets_D, labels_D=labels)
+    return SimpleNamespace(batch=lambda indices: batch, comparisons=range(num_pairs), unrelated=unrelated)
+
+
+def loss(name: str) -> Any:
+    return Objective(base_loss={"name": name, "params": {"beta": BETA}}).base
+
+
+def outputs(batch: Batch) -> Outputs:
+    generator = torch.Generator().manual_seed(0)
+    policy_DT, reference_DT = (-torch.rand(batch.num_tokens, generator=generator) for _ in range(2))
+    return Outputs(policy_DT, ref_logprobs_DT=reference_DT)
+
+
+@pytest.mark.parametrize("num_pairs", [1, 7, MAX_SCORES + 37])
+def test_the_scores_are_those_of_the_pairs_and_average_to_the_metric(num_pairs: int) -> None:
+    pairs = make_pairs(num_pairs)
+    batch: Batch = pairs.batch(())
+    held_out, measured = HeldOutPairs(pairs, loss("dpo"), cast(Any, None)), outputs(pairs.batch(()))
+    scores = held_out._scores(measured)
+    rewards_D = []
+    for start, end in zip(batch.offsets_D[:-1].tolist(), batch.offsets_D[1:].tolist(), strict=True):
+        assert measured.ref_logprobs_DT is not None
+        rewards_D.append(BETA * float((measured.logprobs_DT - measured.ref_logprobs_DT)[start:end].sum()))
+    signs = [1 if desirable else -1 for desirable in batch.labels_D["desirable"].tolist()]
+    margins_P = [
+        signs[2 * pair] * rewards_D[2 * pair] + signs[2 * pair + 1] * rewards_D[2 * pair + 1]
+        for pair in range(num_pairs)
+    ]
+    expected = {"test/accuracy": [float(margin > 0) for margin in margins_P], "test/margin": margins_P}
+    whole = evaluate_term(loss("dpo"), measured, batch, first_step=False).metrics
+    for name, values_P in expected.items():
+        if num_pairs <= MAX_SCORES:
+            assert scores[name] == pytest.approx(values_P, abs=1e-6)
+        assert len(scores[name]) == min(num_pairs, MAX_SCORES)
+        mean = sum(scores[name]) / len(scores[name])
+        assert mean == pytest.approx(sum(values_P) / num_pairs, abs=1e-6)
+        assert mean == pytest.approx(whole[name.removeprefix("test/")], abs=1e-6)
+
+
+def test_kto_has_no_scores_of_pairs() -> None:
+    assert HeldOutPairs(make_pairs(2, unrelated=True), loss("kto"), cast(Any, None)).scored_metrics == ()
