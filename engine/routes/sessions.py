@@ -18,7 +18,7 @@ _REASONS: dict[str, FinishReason] = {reason: reason for reason in FINISH_REASONS
 
 
 def sessions_router(engine: Engine) -> APIRouter:
-    """Return the routes of sessions and their heartbeats."""
+    """Return the routes that open, finish, list and search sessions, and receive heartbeats and telemetry."""
     router = APIRouter()
     limit = engine.settings.max_body_bytes
 
@@ -118,8 +118,8 @@ def _has_status(summary: SessionSummary, query: types.SessionSearchRequest) -> b
     for status in query.statuses:
         if status.type == "active" and summary.reason is None:
             return True
-        if status.type == "client_finished" and summary.reason in (status.reasons or (summary.reason,)):
-            return summary.reason is not None
+        if status.type == "client_finished" and summary.reason in (status.reasons or FINISH_REASONS):
+            return True
     return False
 
 

@@ -42,3 +42,13 @@ def test_session_search(engine_url: str, rest: tinker.RestClient) -> None:
     status = first.sessions[0].status
     assert isinstance(status, types.ClientSessionFinished)
     assert status.reason.type == "success"
+
+
+@pytest.mark.filterwarnings("ignore::tinker.ExperimentalWarning")
+def test_search_matches_any_listed_status_in_any_order(engine_url: str, rest: tinker.RestClient) -> None:
+    finished, active = types.ClientFinishedSessionStatusQuery(), types.ActiveSessionStatusQuery()
+    with tinker.ServiceClient(display_name="in any order", base_url=engine_url, api_key=API_KEY) as service:
+        session_id = service.holder.get_session_id()
+        for statuses in ([active, finished], [finished, active]):
+            request = types.SessionSearchRequest(session_id=session_id, statuses=statuses)
+            assert [session.session_id for session in rest.search_sessions(request).result().sessions] == [session_id]
