@@ -22,8 +22,8 @@ class StartError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the engine until a signal or Ctrl-C stops it; return the exit status."""
-    # OpenMP reads these variables when torch is imported. By default, idle OpenMP threads spin for a millisecond, and
-    # with PASSIVE alone they sleep after each operation, which takes a third of the time of a decoding step.
+    # OpenMP reads these variables when torch is imported. By default, idle OpenMP threads spin for a millisecond. With
+    # PASSIVE alone they sleep after each operation, and waking them takes a third of the time of a decoding step.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s engine %(levelname)s %(message)s", level=logging.INFO)
@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = _settings(options)
         listener = bind(settings.host, settings.port)
-        # These imports take seconds, so validate the settings and bind the port first. `serve` enables collections.
-        gc.disable()
+        # These imports take seconds, so validate the settings and bind the port first.
+        gc.disable()  # until `serve` has loaded the models
         from engine.model_cache import ModelError
         from engine.serve import serve
 

@@ -74,7 +74,8 @@ def resolve_model(name: str, cache: Path) -> Path:
         cache: folder of the built-in models.
 
     Raises:
-        ModelError: no model has this name, or the SDK would cut its path short.
+        ModelError: no model has this name, the model cannot be built or downloaded, its directory has no config.json,
+            or the SDK would cut its path short.
     """
     if name in BUILTINS:
         version, write = BUILTINS[name]
@@ -145,7 +146,8 @@ def load_model(path: Path, device: str, dtype: DtypeName, name: str | None = Non
         name: the model's name in the API; defaults to its path.
 
     Raises:
-        ModelError: transformers cannot load the directory as a causal LM.
+        ModelError: the dtype is unknown, the device cannot be used, the directory has no tokenizer or lacks weights, or
+            transformers cannot load it as a causal LM.
     """
     if dtype not in DTYPE_NAMES:
         raise ModelError(f"The dtype is {dtype!r}; use one of {', '.join(DTYPE_NAMES)}.")

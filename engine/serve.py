@@ -40,7 +40,8 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
     """Load the models, print the URL when the server is ready, and serve until SIGTERM or SIGINT.
 
     Raises:
-        ModelError: a model cannot be found or loaded, or `settings.deterministic` is impossible here.
+        ModelError: a model cannot be found or loaded, the engine does not support it, or `settings.deterministic` is
+            impossible on this machine.
     """
     worker = start_worker(settings.threads or torch.get_num_threads())
     engine = Engine(settings, worker.call(lambda: _load_models(settings)), worker)

@@ -50,6 +50,7 @@ class RunStore:
 
         Raises:
             NotFoundError: the run does not exist.
+            EngineError: its description is damaged.
         """
         path = self._runs / run_folder(run) / "run.json"
         if not path.is_file():

@@ -52,7 +52,8 @@ class CheckpointStore:
 
         Raises:
             RequestError: the checkpoint exists and ``overwrite`` is off, or its time to live is out of range.
-            EngineError: the write to disk failed; an existing checkpoint of the same name is unchanged.
+            EngineError: the write to disk failed, or the description of an existing checkpoint of the same name is
+                damaged; the existing checkpoint is unchanged.
         """
         target = self._description_path(name)
         if not overwrite and target.exists() and not self._read(target).expired:
@@ -87,6 +88,7 @@ class CheckpointStore:
 
         Raises:
             NotFoundError: the checkpoint does not exist, or has expired.
+            EngineError: its description is damaged.
         """
         try:
             checkpoint = self._read(self._description_path(name))
@@ -123,7 +125,7 @@ class CheckpointStore:
         return safetensors.torch.load(content)
 
     def list_run(self, run: str) -> list[Checkpoint]:
-        """List the checkpoints of a training run, oldest first, and remove expired ones; an invalid run has none."""
+        """List the checkpoints of a training run, oldest first; remove expired ones. An invalid run id has none."""
         if not is_run(run):
             return []
         folder = self._runs / run_folder(run)
@@ -141,6 +143,7 @@ class CheckpointStore:
         Raises:
             NotFoundError: the checkpoint does not exist.
             RequestError: ``ttl_seconds`` is below one second or above ten years.
+            EngineError: the write to disk failed, or the checkpoint's description is damaged.
         """
         self._change(name, expires_at=expiry_time(datetime.now(UTC), ttl_seconds))
 
@@ -149,6 +152,7 @@ class CheckpointStore:
 
         Raises:
             NotFoundError: the checkpoint does not exist.
+            EngineError: the write to disk failed, or the checkpoint's description is damaged.
         """
         self._change(name, public=public)
 
@@ -172,10 +176,11 @@ class CheckpointStore:
                     if checkpoint.expired:
                         self._remove(checkpoint)
                 in_use = {checkpoint.folder for checkpoint in self._readable(kind_folder)}
-                damaged = len(in_use) < len(list(kind_folder.glob("[!.]*.json")))
+                # A damaged description may belong to any folder, so keep all folders.
+                has_damaged = len(in_use) < len(list(kind_folder.glob("[!.]*.json")))
                 for folder in kind_folder.glob("*@*/"):
-                    stale = folder.name not in in_use and time.time() - folder.stat().st_mtime > 3600
-                    if stale and not damaged:
+                    is_stale = folder.name not in in_use and time.time() - folder.stat().st_mtime > 3600
+                    if is_stale and not has_damaged:
                         shutil.rmtree(folder, ignore_errors=True)
 
     def _change(self, name: CheckpointName, **changes: Any) -> None:
@@ -206,7 +211,10 @@ class CheckpointStore:
         try:
             return _CHECKPOINT.validate_json(path.read_bytes())
         except ValidationError as error:
-            raise EngineError(f"The checkpoint description {path} is damaged: load an earlier checkpoint.") from error
+            raise EngineError(
+                f"The checkpoint description {path} is damaged: load an earlier checkpoint, and delete the file before "
+                "you save under this name again."
+            ) from error
 
 
 def pack(tensors: Mapping[str, Tensor]) -> bytes:

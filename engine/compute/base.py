@@ -66,13 +66,14 @@ class BaseModel:
         """Estimate of the memory that one token of a pass with gradients takes, by the model's configuration."""
         config = self.loaded.model.config.get_text_config()
         size = self.loaded.model.dtype.itemsize
-        # Of each layer: inputs of the seven products and of the activation, both norms in float32, and rotated heads.
+        # Each layer keeps the inputs of its seven products and of the activation, both norms in float32, and the
+        # rotated heads.
         per_layer = size * (10 * config.hidden_size + 6 * config.intermediate_size) + 4 * 4 * config.hidden_size
         return config.num_hidden_layers * per_layer + (size + 8) * self.loaded.vocab_size
 
     @property
     def keys_depend_on_length(self) -> bool:
-        """True if the keys of a token depend on the length of its sequence: its position is encoded accordingly."""
+        """True if the keys of a token depend on the length of its sequence, because the position encoding does."""
         parameters = getattr(self.loaded.model.config.get_text_config(), "rope_parameters", None) or {}
         per_layer_type = [value for value in parameters.values() if isinstance(value, Mapping)]
         return any(kind.get("rope_type") in _ROPE_BY_LENGTH for kind in (parameters, *per_layer_type))
@@ -96,7 +97,10 @@ class BaseModel:
 
     @contextmanager
     def using_rows(self, assignments: Sequence[AdapterRows]) -> Iterator[None]:
-        """Run the block with a different adapter for each set of rows (indices of dimension 0), without gradients."""
+        """Run the block with one adapter for each set of rows (of dimension 0).
+
+        An adapter gets gradients only if it is the only one, for all rows.
+        """
         with self._active.activate(assignments), self.loaded.autocast():
             yield
 
@@ -105,7 +109,7 @@ class BaseModel:
         return self.decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
 
     def hidden_with_cache(self, tokens_RT: Tensor, positions_RT: Tensor, mask: Tensor, kv_cache: KVCache) -> Tensor:
-        """Compute the last hidden states ``(R, T, H)`` of the tokens that were selected in a cache, and cache them."""
+        """Compute the last hidden states ``(R, T, H)`` of the tokens selected in ``kv_cache``, and fill it."""
         return self.decoder(
             input_ids=tokens_RT,
             attention_mask=mask,

@@ -47,7 +47,8 @@ class KVCache(Cache):
         """Create an empty cache.
 
         Args:
-            max_tokens: capacity in tokens up to which buffers get spare rows; beyond it, they have only rows in use.
+            max_tokens: limit on the capacity, in tokens, that spare rows may fill. Rows in use may exceed the limit;
+                buffers then have no spare rows.
             slots_per_growth: number of rows by which buffers grow.
         """
         super().__init__(layers=[])
@@ -57,15 +58,14 @@ class KVCache(Cache):
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._lengths_R = torch.empty(0, dtype=torch.int64)
-        # Of the selected forward pass: masks by window, rows and width that attention reads, positions of its tokens,
-        # flat indices of those that are not padding (None without padding), and where the keys and values are written.
-        self._masks: dict[int | None, Tensor] = {}
-        self._read_rows: Tensor | slice = slice(0)
-        self._width = 0
-        self._positions_RT = self._lengths_R[:, None]
-        self._real_N: Tensor | None = None
-        self._written_rows_N = self._lengths_R
-        self._written_positions_N = self._lengths_R
+        # The selected forward pass.
+        self._masks: dict[int | None, Tensor] = {}  # by attention window
+        self._read_rows: Tensor | slice = slice(0)  # rows of the buffers that attention reads
+        self._width = 0  # tokens of each row that attention reads
+        self._positions_RT = self._lengths_R[:, None]  # positions of the new tokens
+        self._real_N: Tensor | None = None  # flat indices of the new tokens that are not padding; None without padding
+        self._written_rows_N = self._lengths_R  # buffer row of each new token
+        self._written_positions_N = self._lengths_R  # buffer position of each new token
 
     @property
     def num_rows(self) -> int:
@@ -101,10 +101,11 @@ class KVCache(Cache):
             self._values[layer][first : first + count, :, :length] = values[index_N, :, :length]
 
     def add_prefixes(self, prefixes_N: Iterable[Layers], lengths_N: Sequence[int]) -> None:
-        """Append ``N`` rows with ``lengths_N[n]`` tokens, the first of which are those of the ``n``-th prefix.
+        """Append ``N`` rows with room for ``lengths_N[n]`` tokens, and fill the start of each row with its prefix.
 
         Args:
-            prefixes_N: keys and values ``(blocks, heads, block size, width)`` of consecutive blocks, read one by one.
+            prefixes_N: each prefix, as keys and values ``(blocks, heads, block size, width)`` of consecutive blocks;
+                read one by one, so that only one is in memory.
         """
         first = self.num_rows
         for row, prefix in enumerate(prefixes_N, first):
@@ -191,7 +192,7 @@ class KVCache(Cache):
         return self._positions_RT, self.mask(None)
 
     def select_new_tokens(self, first: int, starts_R: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Select the tokens from position ``starts_R[r]`` on of row ``first + r``, right-padded, for the next pass.
+        """Select the tokens of row ``first + r`` from position ``starts_R[r]`` on for the next pass, right-padded.
 
         Returns:
             Positions ``(R, T)`` of the new tokens, and the attention mask of the pass.

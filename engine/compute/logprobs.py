@@ -64,6 +64,7 @@ class _TargetLogprobs(torch.autograd.Function):
         logprobs_M = torch.empty(len(rows_M), device=hidden_NH.device)
         step = max(1, CHUNK_ELEMENTS // num_tokens)
         starts = range(0, num_rows, step)
+        # The targets of a chunk are consecutive, because rows_M ascends; find where each chunk's targets start.
         edges = torch.searchsorted(rows_M, torch.tensor([*starts, num_rows], device=rows_M.device)).tolist()
         for start, first, last in zip(starts, edges, edges[1:], strict=False):
             chunk = slice(start, min(start + step, num_rows))

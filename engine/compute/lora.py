@@ -64,8 +64,8 @@ class AdapterRows(NamedTuple):
     """Rows of a batch computed under one adapter.
 
     Attributes:
-        rows: int64 row indices; or a float mask of all rows, for which CUDA graphs need not be captured again when the
-            number of ones changes; or None for all rows.
+        rows: int64 row indices; or a float mask with 0 or 1 for each row of the batch, whose fixed shape lets one CUDA
+            graph serve any selection of rows; or None for all rows.
     """
 
     adapter: Adapter

@@ -78,7 +78,7 @@ class BoundLoss:
                     f"Datum {index} has no {name} in its loss_fn_inputs, but the loss {self.loss.name!r} requires "
                     f"{', '.join(self.loss.inputs)}: send one number per target for each."
                 )
-        for name in inputs.keys() - set(self.loss.inputs):
+        for name in inputs.keys() - set(self.loss.inputs):  # clip thresholds: one number may apply to all targets
             if inputs[name].numel() == 1:
                 inputs[name] = inputs[name].expand(shape)
         for name, value in inputs.items():
@@ -108,6 +108,7 @@ class BoundLoss:
         return LossValue(total, [dict(zip(columns, row, strict=True)) for row in rows])
 
     def _param(self, name: str, data_B: Sequence[Datum], device: torch.device) -> Threshold:
+        """Return the value of a parameter: one number, or one per target if a datum sets its own."""
         if not any(name in datum.inputs for datum in data_B):
             return self.params[name]
         default = torch.tensor(self.params[name])

@@ -74,15 +74,15 @@ class Optimizer:
 
 
 def _check(params: AdamParams) -> None:
-    in_range = {
-        "learning_rate": params.learning_rate >= 0,
-        "beta1": 0 <= params.beta1 < 1,
-        "beta2": 0 <= params.beta2 < 1,
-        "eps": params.eps >= 0,
-        "weight_decay": params.weight_decay >= 0,
-        "grad_clip_norm": params.grad_clip_norm >= 0,
-    }
-    for name, valid in in_range.items():
+    for name, limit in (
+        ("learning_rate", math.inf),
+        ("beta1", 1),
+        ("beta2", 1),
+        ("eps", math.inf),
+        ("weight_decay", math.inf),
+        ("grad_clip_norm", math.inf),
+    ):
         value = getattr(params, name)
-        if not valid or not math.isfinite(value):
-            raise RequestError(f"{name} of the optimizer is {value}, which is out of range.")
+        if not 0 <= value < limit:
+            allowed = "a finite number of at least 0" if limit == math.inf else f"at least 0 and less than {limit}"
+            raise RequestError(f"{name} of the optimizer is {value}; use {allowed}.")

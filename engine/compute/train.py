@@ -118,7 +118,7 @@ def _reduce(metrics_D: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _logprobs(base: BaseModel, data_B: Sequence[Datum], trained_M: Tensor) -> Tensor:
     """Logprobs ``(M,)`` of all targets of a micro-batch, datum by datum.
 
-    Targets without a gradient are computed without autograd, so their logits are freed at once.
+    Positions without a trained target are computed without autograd, so their logits are freed at once.
     """
     tokens_BT, real_N = pad_right([datum.tokens_T for datum in data_B])
     hidden_NH = base.hidden(tokens_BT.to(base.device)).flatten(0, 1)[real_N.to(base.device)]
@@ -129,18 +129,18 @@ def _logprobs(base: BaseModel, data_B: Sequence[Datum], trained_M: Tensor) -> Te
     trained_N[rows_M[trained_M]] = True
     logprobs_M = torch.empty(len(targets_M), device=base.device)
     for rows_are_trained in (True, False):
-        chosen_N = trained_N == rows_are_trained
-        chosen_M = chosen_N[rows_M]
-        if not bool(chosen_N.any()):
+        is_computed_N = trained_N == rows_are_trained
+        is_computed_M = is_computed_N[rows_M]
+        if not bool(is_computed_N.any()):
             continue
-        new_row_N = chosen_N.cumsum(0) - 1
+        new_row_N = is_computed_N.cumsum(0) - 1
         with torch.set_grad_enabled(torch.is_grad_enabled() and rows_are_trained):
             part = target_logprobs(
-                hidden_NH[chosen_N.to(base.device)],
+                hidden_NH[is_computed_N.to(base.device)],
                 base.head,
                 base.head_lora(),
-                new_row_N[rows_M[chosen_M]].to(base.device),
-                targets_M[chosen_M].to(base.device),
+                new_row_N[rows_M[is_computed_M]].to(base.device),
+                targets_M[is_computed_M].to(base.device),
             )
-        logprobs_M = logprobs_M.index_put((chosen_M.to(base.device).nonzero()[:, 0],), part)
+        logprobs_M = logprobs_M.index_put((is_computed_M.to(base.device).nonzero()[:, 0],), part)
     return logprobs_M

@@ -45,7 +45,8 @@ class Trainer:
         The generator yields between micro-batches.
 
         Raises:
-            RequestError: the batch is empty, or a datum is invalid for the model or the loss.
+            RequestError: the batch is empty, a datum is invalid for the model or the loss, or the loss or its gradient
+                is not finite.
         """
         if not data_D:
             raise RequestError("The batch is empty: send at least one datum.")
@@ -65,7 +66,8 @@ class Trainer:
         """Update the weights from the accumulated gradient; return its norm before clipping, None without clipping.
 
         Raises:
-            RequestError: a forward_backward since the last step failed, or a parameter is invalid.
+            RequestError: a forward_backward since the last step failed, a parameter is invalid, or the gradient is not
+                finite; the weights are unchanged.
         """
         reason, self.gradient_error = self.gradient_error, None
         if reason is not None:
@@ -84,7 +86,11 @@ class Trainer:
         return self._optimizer.state()
 
     def load(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> None:
-        """Load a checkpoint's weights, and its optimizer state if given; otherwise reset the optimizer."""
+        """Load a checkpoint's weights, and its optimizer state if given; otherwise reset the optimizer.
+
+        Raises:
+            EngineError: names or shapes of the weights differ from the adapter's.
+        """
         copy_weights(weights, self.adapter)
         self._optimizer = Optimizer(self.adapter)
         if optimizer is not None:

@@ -41,7 +41,7 @@ def decode(encoded: Any, is_known: Callable[[str], bool], depth: int = 0) -> Any
         is_known: returns True for names of earlier nodes.
 
     Raises:
-        RequestError: the encoding is invalid, or exceeds the limits.
+        RequestError: the encoding is invalid, or exceeds the limits; the message is a clause.
     """
     if depth > _MAX_DEPTH:
         raise RequestError(f"an argument is nested more than {_MAX_DEPTH} deep")

@@ -88,8 +88,8 @@ def _read_inputs(title: str, inputs: Sequence[CustomLossInput]) -> dict[str, int
         )
     if len(ranks) > _MAX_INPUTS or not all(_INPUT.fullmatch(name) for name in ranks):
         raise RequestError(
-            f"{title} has {len(ranks)} inputs: use at most {_MAX_INPUTS}, named in lowercase letters, digits and "
-            "underscores."
+            f"{title} has {len(ranks)} inputs ({', '.join(ranks)[:200]}): use at most {_MAX_INPUTS}, named in "
+            "lowercase letters, digits and underscores."
         )
     return ranks
 
@@ -112,7 +112,7 @@ def _read_call(location: str, node: CustomLossNode, seen: Mapping[str, None]) ->
     for rejected in _REJECTED_ARGUMENTS:
         if kwargs.pop(rejected, None) is not None:
             raise RequestError(f"{location}: the argument {rejected!r} is not supported.")
-    if isinstance(kwargs.get("device"), str):
+    if isinstance(kwargs.get("device"), str):  # such as "cuda"; graphs run on the CPU
         del kwargs["device"]
     return Call(node.name, node.target, operation, args, kwargs)
 
@@ -124,7 +124,7 @@ def _read_output(title: str, node: CustomLossNode, seen: Mapping[str, None]) -> 
     except RequestError as error:
         raise RequestError(f"{title} is rejected at its output: {error}.") from error
     match returned:
-        case [(Ref(loss), dict() as metrics) | [Ref(loss), dict() as metrics]]:
+        case [[Ref(loss), dict() as metrics]]:  # matches a list and a tuple
             pass
         case _:
             raise RequestError(f"{title} must end with an output of (loss, metrics), and the loss must be a node.")

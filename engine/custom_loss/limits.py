@@ -74,7 +74,7 @@ class Limits:
             )
 
     def check_after(self, result: object) -> None:
-        """Add the result's tensors to the total; raises a TooLargeError beyond the limits."""
+        """Add the result's tensors to the total; raise a TooLargeError if a limit is exceeded."""
         for tensor in _tensors(result):
             if tensor.dim() > MAX_DIMS:
                 raise TooLargeError(f"its result has {tensor.dim()} dimensions, more than {MAX_DIMS}")
@@ -107,6 +107,7 @@ class _ElementaryOperations(TorchDispatchMode):
 def _elementary_flops(
     packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object, num_elements: int, per_element: int
 ) -> int:
+    """Estimate the work of an elementary operation; ``per_element`` applies to operations without a special case."""
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=result)
     if packet is torch.ops.aten._cdist_forward:
@@ -120,6 +121,7 @@ def _elementary_flops(
 
 
 def _flops_per_element(operation: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any], cheap_flops: int) -> int:
+    """Estimate the work per element of an operation that is not in `GROWING`."""
     if operation in REPEATED:
         repeats = kwargs.get("n", args[1] if len(args) > 1 else 1)
         return cheap_flops * max(repeats, 1)
@@ -131,7 +133,7 @@ def _flops_per_element(operation: Operation, args: tuple[Any, ...], kwargs: Mapp
 
 
 def _check_shape(shape: Sequence[int]) -> int:
-    """Return the number of elements, in Python integers, which do not overflow."""
+    """Return the number of elements as a Python integer, which cannot overflow; raise a TooLargeError if too large."""
     num_elements = math.prod(shape)
     if num_elements > MAX_ELEMENTS:
         raise TooLargeError(f"a result would have {num_elements} elements, more than {MAX_ELEMENTS}")
@@ -139,6 +141,7 @@ def _check_shape(shape: Sequence[int]) -> int:
 
 
 def _broadcast_shape(tensors: list[Tensor]) -> list[int]:
+    """Return the sizes of the broadcast tensors, last dimension first; torch itself rejects shapes that do not fit."""
     shapes = [tensor.shape[::-1] for tensor in tensors]
     return [max(sizes) for sizes in zip_longest(*shapes, fillvalue=1)]
 

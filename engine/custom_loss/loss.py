@@ -36,7 +36,7 @@ class CustomLoss:
                     f"Datum {index} has no {name} in its loss_fn_inputs, but the custom loss {self.graph.name!r} reads "
                     "it: send it with every datum."
                 )
-            if rank == 0 and value.numel() == 1:
+            if rank == 0 and value.numel() == 1:  # a scalar arrives with the shape (1,)
                 value = inputs[name] = value.reshape(())
             if value.dim() != rank:
                 raise RequestError(

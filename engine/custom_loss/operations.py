@@ -15,7 +15,7 @@ Operation = Callable[..., Any]
 _MAX_INT = 2**53
 _MAX_DIMS_IN_TUPLE = 64
 
-# torch functions and tensor methods, where torch has them. Methods may have the suffix ``_`` (in place).
+# Names of torch functions, of tensor methods, or of both. Pointwise methods may have the suffix ``_`` (in place).
 _POINTWISE = """
 abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
 ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad div divide eq erf erfc erfinv exp exp2 expm1 fix

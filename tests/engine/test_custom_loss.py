@@ -494,8 +494,8 @@ def test_deeply_nested_arguments_are_rejected() -> None:
         ([("advantages", 1)], "declare 'logprobs' first"),
         ([("logprobs", 0)], "of rank 1 or 2"),
         ([("logprobs", 1), ("logprobs", 1)], "once"),
-        ([("logprobs", 1), ("Beta", 1)], "named in lowercase"),
-        ([("logprobs", 1), *[(f"x{i}", 1) for i in range(16)]], "has 17 inputs: use at most 16"),
+        ([("logprobs", 1), ("Beta", 1)], "has 2 inputs (logprobs, Beta): use at most 16, named in lowercase"),
+        ([("logprobs", 1), *[(f"x{i}", 1) for i in range(16)]], "): use at most 16, named in"),
     ],
 )
 def test_invalid_inputs_are_rejected(inputs, message) -> None:
