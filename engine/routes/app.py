@@ -25,7 +25,7 @@ _STATUS = {BusyError: 429, NotFoundError: 404, RequestError: 422}
 
 _NO_BILLING = "billing: it trains on your own machine"
 _NO_PROJECTS = "projects: everything in its state folder has one owner"
-_NO_ACCOUNTS = "accounts: the key is the one it was started with"
+_NO_ACCOUNTS = "accounts: its only API key is the TINKER_ENGINE_API_KEY that it was started with, if any"
 
 # Features that only the hosted service has.
 UNSUPPORTED = (

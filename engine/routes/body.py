@@ -36,7 +36,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """Read and decompress a body; reject it as soon as it exceeds ``max_bytes``, compressed or not.
 
     Raises:
-        RequestError: the body is too long, or is not valid zstd.
+        RequestError: the body is too long, is not valid zstd, or has another encoding.
     """
     chunks, size = [], 0
     async for chunk in request.stream():
@@ -57,7 +57,7 @@ async def read_json(request: Request, max_bytes: int) -> JsonObject:
     """Read a body as a JSON object of valid Unicode and integers of up to 64 bits.
 
     Raises:
-        RequestError: the body is something else, or has too many values.
+        RequestError: the body is something else, is too long, or has too many values.
     """
     body = await read_body(request, max_bytes)
     num_values = body.count(b",") + 1
@@ -83,7 +83,8 @@ class _PythonDecoder(json.JSONDecoder):
 def _decode(body: bytes, decoder: type[json.JSONDecoder]) -> object:
     try:
         text = body.decode()
-        # The decoder in C is much faster without a function for integers. The search would hold the interpreter's lock.
+        # The decoder in C is much faster without a function for integers, so search for long ones first. Bodies for the
+        # decoder in Python are not searched, because the search would hold the interpreter's lock.
         has_long = decoder is _PythonDecoder or _LONG_INTEGER.search(text)
         content = decoder(parse_int=_int64 if has_long else None).decode(text)
         if _SURROGATE.search(text):
@@ -139,7 +140,7 @@ def digest(kind: str, content: JsonObject) -> bytes:
 
 
 def read_id(content: JsonObject, name: str) -> str:
-    """Return the id in the field ``name``; raises a RequestError if it is no text, or too long."""
+    """Return the id in the field ``name``; raises a RequestError if it is not a string, or is too long."""
     value = content.get(name)
     if not isinstance(value, str) or len(value) > _MAX_ID:
         raise RequestError(f"{name} is {str(value)[:80]!r}; send a string of up to {_MAX_ID} characters.")
@@ -167,10 +168,10 @@ def check_seq_id(value: int, name: str) -> int:
 
 
 def check_metadata(metadata: object) -> dict[str, str]:
-    """Return the ``user_metadata`` of a request; None is empty.
+    """Return the ``user_metadata`` of a request; an empty dict for None.
 
     Raises:
-        RequestError: it is not an object with texts, or too long.
+        RequestError: the metadata is not an object with string values, or is too long.
     """
     if metadata is None:
         return {}

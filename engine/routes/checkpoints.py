@@ -20,7 +20,7 @@ ONE_CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
 def checkpoints_router(engine: Engine) -> APIRouter:
-    """Return the routes of checkpoints: save, load, list, delete, publish and set their TTL."""
+    """Return the routes that list, describe, delete and publish checkpoints and set their TTL."""
     router = APIRouter()
     store = engine.checkpoints
 

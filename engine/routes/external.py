@@ -40,7 +40,7 @@ class SignedLinks:
 
 
 def external_router(engine: Engine) -> APIRouter:
-    """Return the routes of weights in other formats, and their download links."""
+    """Return the routes that create download links of external weights and serve the files."""
     router = APIRouter()
     store = engine.checkpoints
     signed_links = SignedLinks()

@@ -98,8 +98,8 @@ def training_router(engine: Engine) -> APIRouter:
     async def create_custom_loss(request: Request) -> dict[str, str]:
         content = await read_json(request, min(MAX_CUSTOM_LOSS_BYTES, limit))
         session = engine.session(read_id(content, "session_id"))
-        read_seq_id(content, "custom_loss_seq_id")
-        # Derive the id from the content, so that a resent request gets the same id and a different request a new one.
+        read_seq_id(content, "custom_loss_seq_id")  # raises if it is out of range
+        # Derive the request id from the content: a resent request gets the same id, and a different request a new one.
         request_id = f"{session.session_id}:loss:{digest(request.url.path, content).hex()}"
 
         async def create() -> WireResponse:

@@ -44,7 +44,7 @@ class Prompt:
 
     @property
     def usable_keys(self) -> Sequence[bytes]:
-        """Keys of the blocks whose hidden states are not needed."""
+        """Keys of the blocks whose hidden states are not needed, so that the prefix cache can replace them."""
         return self.keys[: self.first_needed // BLOCK]
 
 
@@ -55,20 +55,20 @@ class Batch:
         """Create an empty batch.
 
         Args:
-            cache_bytes: memory budget of keys and values: those of the rows, and the prefix cache in what they leave.
+            cache_bytes: memory for keys and values. The prefix cache uses the part that the rows do not need.
             prefill_tokens: maximum size of a prefill in tokens, including padding; a single prompt may exceed it.
             deterministic: make a row's logits bitwise independent of the other rows.
         """
         self.base = base
         self.rows: list[Row] = []
         self._max_tokens = cache_bytes // bytes_per_token(base)
-        self._prefill_tokens = 0 if deterministic else prefill_tokens
+        self._prefill_tokens = 0 if deterministic else prefill_tokens  # 0: one prompt per prefill
         self._deterministic = deterministic
         has_graphs = base.device.type == "cuda" and not (deterministic or base.has_experts)
         self._kv_cache = KVCache(self._max_tokens, SLOTS_PER_GRAPH if has_graphs else 1)
         self._prefix_cache = PrefixCache()
         self._graphs = DecodingGraphs(base, self._kv_cache) if has_graphs else None
-        # A prefill that continues cached tokens may have other bits than one of all tokens.
+        # A prefill that continues cached tokens may have other bits than a prefill of all tokens.
         self._caches_prefixes = not deterministic and not base.keys_depend_on_length
         self._params: RowSamplingParams | None = None
         self._group_of_all: RowGroup | None = None
@@ -116,14 +116,15 @@ class Batch:
         return num_computed
 
     def _add_prompts(self, adapter: Adapter | None, prompts: Sequence[Prompt]) -> int:
+        """Prefill prompts without cached tokens, then continue the others; return the number of tokens computed."""
         num_computed = self._compute_shared(adapter, prompts)
         starts = [BLOCK * self._prefix_cache.find(adapter, prompt.usable_keys) for prompt in prompts]
         for continues in (False, True):
-            part = [index for index, start in enumerate(starts) if (start > 0) == continues]
-            lengths = [len(prompts[index].tokens_T) - starts[index] for index in part]
+            candidates = [index for index, start in enumerate(starts) if (start > 0) == continues]
+            lengths = [len(prompts[index].tokens_T) - starts[index] for index in candidates]
             num_computed += sum(lengths)
             for indices in micro_batches(lengths, self._prefill_tokens):
-                selected = [part[index] for index in indices]
+                selected = [candidates[index] for index in indices]
                 if continues:
                     self._continue(adapter, [(prompts[index], starts[index]) for index in selected])
                 else:
@@ -175,6 +176,7 @@ class Batch:
         self._shrink_prefix_cache()
 
     def _step_group(self, group: RowGroup) -> None:
+        """Choose the next token of each row of a group, with a CUDA graph if possible."""
         rows = [self.rows[index] for index in group.rows_G.tolist()]
         assert self._params is not None
         if self._graphs and len(group.adapters) <= MAX_ADAPTERS:
@@ -249,7 +251,7 @@ class Batch:
             hidden_BTH: right-padded hidden states of the prompts from position ``starts_B[b]`` on.
 
         Returns:
-            Index of the prompt of each added row.
+            For each of the ``U`` added rows, the index of its prompt.
         """
         self._score(hidden_BTH, starts_B, [prompt.rows for prompt in prompts])
         rows = [row for prompt in prompts for row in prompt.rows]

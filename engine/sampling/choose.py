@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NUM_CANDIDATES = 1024  # likeliest tokens, sorted first; few rows have limits that require sorting the whole vocabulary
+# Number of likeliest tokens to sort. The whole vocabulary is sorted only for the few rows whose limits reach further.
+NUM_CANDIDATES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,14 @@ def _draw(probs_RV: Tensor, _params: RowSamplingParams, uniform_R: Tensor) -> Te
 
 
 def _draw_limited(probs_RV: Tensor, params: RowSamplingParams, uniform_R: Tensor) -> Tensor:
-    """Draw from the likeliest tokens: at most `top_k` tokens with at most `top_p` of the mass, but at least one."""
+    """Draw from the likeliest tokens: the fewest whose mass reaches `top_p`, and at most `top_k`."""
     num_candidates = min(NUM_CANDIDATES, probs_RV.shape[1])
     top_RC, order_RC = probs_RV.topk(num_candidates, dim=1)
     tokens_R = _draw_sorted(top_RC, order_RC, params, uniform_R)
-    more_R = (params.top_k_R > num_candidates) & (top_RC.sum(dim=1, dtype=torch.float64) < params.top_p_R)
-    if num_candidates < probs_RV.shape[1] and bool(more_R.any()):
-        sorted_RV, order_RV = probs_RV[more_R].sort(dim=1, descending=True, stable=True)
-        tokens_R[more_R] = _draw_sorted(sorted_RV, order_RV, params.select(more_R), uniform_R[more_R])
+    needs_more_R = (params.top_k_R > num_candidates) & (top_RC.sum(dim=1, dtype=torch.float64) < params.top_p_R)
+    if num_candidates < probs_RV.shape[1] and bool(needs_more_R.any()):
+        sorted_RV, order_RV = probs_RV[needs_more_R].sort(dim=1, descending=True, stable=True)
+        tokens_R[needs_more_R] = _draw_sorted(sorted_RV, order_RV, params.select(needs_more_R), uniform_R[needs_more_R])
     return tokens_R
 
 

@@ -14,7 +14,7 @@ from engine.compute.kv_cache import KVCache
 from engine.compute.lora import Adapter, AdapterRows, Factors
 
 MAX_ADAPTERS = 8  # in one graph; each is computed for all rows
-SLOTS_PER_GRAPH = 64  # so many rows of SmolLM2 take one to two times as long as a single row on an H100
+SLOTS_PER_GRAPH = 64  # on an H100, 64 rows of SmolLM2 take one to two times as long as a single row
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class _Step:
     """Decoding step of the first ``S`` slots: its inputs at fixed addresses and, once captured, its logits.
 
     Attributes:
-        masks_S: mask of the rows of each adapter; empty if all rows have the same one, or none.
+        masks_S: mask of the rows of each adapter; empty if all rows have the same adapter, or all have none.
     """
 
     adapters: Sequence[AdapterRows]
@@ -50,8 +50,8 @@ class DecodingGraphs:
     def logits(self, tokens_R: Sequence[int], adapters_R: Sequence[Adapter | None]) -> Tensor:
         """Compute the logits ``(R, V)`` after the last token of each row; the next call overwrites them.
 
-        A graph may have more rows than ``R``. The others write to slots that no row uses, and the next row in such a
-        slot overwrites what they wrote.
+        A graph may have more rows than ``R``. Its other rows write to slots that no row uses, and the next row in such
+        a slot overwrites these values.
         """
         if self._num_allocations != self._kv_cache.num_allocations:
             self.clear()
@@ -84,7 +84,7 @@ class DecodingGraphs:
     def clear(self) -> None:
         """Drop all graphs, and with them their adapters."""
         self._steps.clear()
-        self._pool = None  # that of dropped graphs cannot be used again
+        self._pool = None  # the memory pool of dropped graphs cannot be used again
 
     def _new_step(self, num_slots: int, adapters: Sequence[Adapter | None]) -> _Step:
         tokens_S = torch.zeros(num_slots, dtype=torch.int64, device=self._base.device)

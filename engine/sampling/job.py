@@ -26,8 +26,8 @@ class SampleJob:
         temperature: 0 always chooses the likeliest token.
         top_k: number of likeliest tokens to choose from.
         top_p: probability mass, after temperature, of the likeliest tokens to choose from.
-        stop_tokens: a completion ends after one of these tokens,
-        stop_strings: or as soon as its text contains one of these strings.
+        stop_tokens: tokens that end a completion.
+        stop_strings: strings that end a completion as soon as its text contains one of them.
         seed: seed of the first completion; each further completion adds one.
         prompt_logprobs: number of last prompt tokens to score.
         topk_prompt: number of likeliest tokens per scored prompt token, or per prompt token if no token is scored.

@@ -35,8 +35,8 @@ _Blocks = OrderedDict[bytes, _Block]  # the least recently used first
 class PrefixCache:
     """Blocks of keys and values by adapter; None is the base model. Only the compute thread changes it.
 
-    The weights of an adapter must not change while it has blocks, and those of a sampler never do. The cache has weak
-    references to adapters: an adapter frees its blocks when it is freed, which may happen on any thread.
+    The weights of an adapter must not change while it has blocks; the weights of samplers never change. The cache has
+    weak references to adapters: an adapter frees its blocks when it is freed, which may happen on any thread.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class PrefixCache:
         return next((index for index, key in enumerate(keys) if key not in blocks), len(keys))
 
     def read(self, adapter: Adapter | None, keys: Sequence[bytes]) -> Layers:
-        """Return the keys and values of ``N`` cached blocks, each ``(N, heads, BLOCK, width)``."""
+        """Return the keys and values of ``N`` cached blocks, each ``(N, heads, BLOCK, width)``; empty without keys."""
         if not keys:
             return []
         blocks = self._blocks(adapter)
@@ -94,7 +94,7 @@ class PrefixCache:
             excess -= 1
 
     def _touch(self, blocks: _Blocks, keys: Sequence[bytes]) -> None:
-        """Mark the blocks of one sequence as used, the first one last: a block is of no use without those before it."""
+        """Mark the blocks of a sequence as used, the first one last: without it, the others are useless."""
         for key in reversed(keys):
             blocks[key] = blocks[key]._replace(last_used=next(self._clock))
             blocks.move_to_end(key)

@@ -20,8 +20,8 @@ def score_prompts(
     """Compute the scores of each prompt from its hidden states, under the active adapter.
 
     Args:
-        hidden_BTH: right-padded hidden states of the prompts from position ``starts_B[b]`` on; that of position ``t``
-            predicts token ``t + 1``.
+        hidden_BTH: right-padded hidden states of the prompts from position ``starts_B[b]`` on. The state at position
+            ``t`` predicts token ``t + 1``.
         starts_B: at most `first_needed_position` of each job.
     """
     logprobs_B = _logprobs(base, hidden_BTH, jobs_B, starts_B)
@@ -68,8 +68,10 @@ def _logprobs(
 
 
 def _score(base: BaseModel, hidden_TH: Tensor, job: SampleJob, logprobs_T: Tensor | None) -> PromptScores:
+    """Add the scores that need the logits of all tokens, computed chunk by chunk, to the prompt's logprobs."""
     if not (job.topk_prompt or job.prompt_draws or job.prompt_targets is not None):
         return PromptScores(logprobs_T)
+    # Jobs with these scores need all hidden states (`first_needed_position`), so ``hidden_TH`` starts at position 0.
     uniform = random.Random(f"{job.seed}:prompt")
     chunks = []
     step = max(1, CHUNK_ELEMENTS // base.loaded.vocab_size)

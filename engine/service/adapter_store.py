@@ -53,6 +53,7 @@ class AdapterStore:
         return store
 
     def adapter(self) -> Adapter:
+        """Return the adapter, read first if it is not in memory."""
         if self._adapter is None:
             assert self._read is not None
             adapter = self._base.new_adapter(self._spec)

@@ -17,8 +17,9 @@ _CPU_CACHE_BYTES = 2 * 2**30
 def max_pass_tokens(settings: Settings, base: BaseModel) -> int:
     """Return the maximum size of a forward pass in tokens, including padding.
 
-    On a CPU, a small model takes longer to call than to compute, and larger passes of other models gain nothing. On a
-    GPU, the activations of a pass with gradients take at most a quarter of the memory, by an estimate.
+    On a CPU, small models get larger passes, because calling them takes longer than computing them; other models gain
+    nothing from larger passes. On a GPU, the activations of a pass with gradients take an estimated quarter of the
+    memory at most, unless even 1,024 tokens need more.
     """
     if settings.micro_batch_tokens:
         return settings.micro_batch_tokens
@@ -28,7 +29,7 @@ def max_pass_tokens(settings: Settings, base: BaseModel) -> int:
 
 
 def max_cache_bytes(settings: Settings, base: BaseModel) -> int:
-    """Return the memory for keys and values of one model: on a GPU, the models share a quarter of it."""
+    """Return the memory for keys and values of one model: 2 GiB, or on a GPU an equal share of a quarter of it."""
     if settings.sampling_cache_bytes:
         return settings.sampling_cache_bytes
     return _CPU_CACHE_BYTES if base.device.type != "cuda" else _quarter(base) // len(settings.models)
@@ -44,5 +45,5 @@ def max_adapter_bytes(settings: Settings, base: BaseModel) -> int:
 
 
 def _quarter(base: BaseModel) -> int:
-    """Return a quarter of the memory of the model's GPU, without its weights."""
+    """Return a quarter of the GPU memory that the model's weights leave."""
     return (torch.cuda.get_device_properties(base.device).total_memory - base.num_bytes) // 4

@@ -35,7 +35,8 @@ class CustomLossStore:
             request: the same request, validated; its session exists.
 
         Raises:
-            RequestError: the loss is invalid, or its number belongs to another loss.
+            RequestError: the loss is invalid, its number belongs to another loss, or the session has too many losses.
+            EngineError: the write to disk failed, or the stored loss is damaged.
         """
         loss = CustomLoss(read_graph(request.name, request.inputs, request.graph.nodes))
         path = self._path(request.session_id, request.custom_loss_seq_id)
@@ -60,6 +61,7 @@ class CustomLossStore:
 
         Raises:
             NotFoundError: the session has no loss with this id.
+            EngineError: the stored loss is damaged.
         """
         loss = self._losses.get(str(loss_id))
         session, _, number = str(loss_id).partition(":loss:")

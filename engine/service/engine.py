@@ -63,7 +63,7 @@ class Engine:
         self.runs = RunStore(settings.state)
         self.custom_losses = CustomLossStore(settings.state)
         self.checkpoints.remove_stale()
-        # One budget for the adapters of all models; on a GPU, it is what the first model leaves.
+        # The adapters of all models share one budget; on a GPU, the weights of the first model determine its size.
         self.memory = MemoryBudget(max_adapter_bytes(settings, next(iter(bases.values()))), settings.state / "evicted")
         self.metrics = Metrics(self.gauges)
         self.clock = Clock(settings.clock_cycle_s)
@@ -186,6 +186,7 @@ class Engine:
         """Return the model ``model_seq_id`` of a session, created on the first call.
 
         Raises:
+            NotFoundError: the session is not open.
             RequestError: the engine has the maximum number of models.
         """
         session = self.session(session_id)
@@ -218,8 +219,9 @@ class Engine:
         """Return sampler ``seq_id`` of a session, created on the first call for a checkpoint or a base model.
 
         Raises:
-            NotFoundError: There is no such session or checkpoint.
-            RequestError: Neither a checkpoint nor a base model is given.
+            NotFoundError: the session is not open, or the checkpoint does not exist.
+            RequestError: neither a checkpoint nor a base model is given, the checkpoint's path is invalid, or this
+                engine does not serve the base model.
         """
         session = self.session(session_id)
         checkpoint = self.checkpoints.find(parse_path(model_path)) if model_path else None

@@ -68,7 +68,7 @@ class Futures:
         return response
 
     async def fetch(self, request_id: str, timeout_s: float) -> WireResponse | None:
-        """Return the result of ``request_id``, or None after ``timeout_s``.
+        """Return the result of ``request_id``; None if it is pending after ``timeout_s`` or when the server stops.
 
         Raises:
             NotFoundError: the request is unknown, or its result was fetched long ago.

@@ -87,6 +87,7 @@ class ModelJournal:
         self._append("request", seq_id, digest=digest.hex(), changes=changes)
 
     def record_response(self, seq_id: int, response: WireResponse) -> None:
+        """Record a response in JSON; skip the results of passes, which are protobuf (`engine.service.journal`)."""
         if response.media_type == "application/json":
             self._append("answer", seq_id, body=response.body.decode(), failed=response.failed)
 

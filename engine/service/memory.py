@@ -50,7 +50,8 @@ class MemoryBudget:
         """Create and lock a subfolder for the evicted objects of this engine.
 
         Args:
-            limit_bytes: maximum size of the objects in memory, not counting the one in use.
+            limit_bytes: size of the objects in memory above which objects are evicted. Objects in use count but are
+                not evicted, so they may exceed the limit.
             folder: parent folder, which several engines may share.
         """
         self.num_evictions = 0

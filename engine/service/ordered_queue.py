@@ -50,7 +50,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class QueueServices:
-    """Services shared by all queues. `max_waiting` bounds the waiting requests of each queue."""
+    """Services shared by all queues. `max_waiting` bounds the waiting requests of each queue, except the next one."""
 
     futures: Futures
     clock: Clock
@@ -97,6 +97,9 @@ class OrderedQueue:
 
     def submit(self, request: QueuedRequest) -> str:
         """Queue a request; return its request id.
+
+        A request whose seq id belongs to a different request does not run: it gets an id of its own, and an error as
+        its result.
 
         Raises:
             BusyError: the queue is full; the request can be sent again unchanged.

@@ -42,7 +42,7 @@ class FinishedRequests:
         self._changed.set()
 
     async def after(self, cursor: int, timeout_s: float) -> tuple[Sequence[FinishedRequest], int]:
-        """Return the requests after number ``cursor`` and the last number; wait if there are none yet.
+        """Return the requests after number ``cursor`` and the last number; wait up to ``timeout_s`` for the first.
 
         Requests up to ``cursor`` are dropped, because the client has seen them.
         """
@@ -136,6 +136,8 @@ class Sampler:
     def _run(
         self, request_id: str, futures: Futures, num_samples: int, work: Callable[[], Awaitable[WireResponse]]
     ) -> None:
+        """Start the work of a request in a task whose end releases the samples and records the response."""
+
         async def run() -> WireResponse:
             return await futures.run(request_id, work())
 

@@ -56,12 +56,14 @@ class SamplingQueue:
     def reserve(self, num_samples: int) -> None:
         """Count samples about to be requested. The caller calls `release` when they are done.
 
+        One request may exceed the limit, so that the queue accepts requests of any size.
+
         Raises:
-            BusyError: the queue is full.
+            BusyError: the limit is reached.
         """
         if self._num_reserved >= (limit := self._settings.max_waiting_samples):
             raise BusyError(
-                f"{self._num_reserved} samples of {self.base.loaded.name} are waiting, and the limit is {limit}: "
+                f"{self._num_reserved} samples of {self.base.loaded.name} are unfinished, and the limit is {limit}: "
                 "send this request again later."
             )
         self._num_reserved += num_samples
@@ -97,6 +99,7 @@ class SamplingQueue:
         request.close()
 
     async def _run(self) -> None:
+        """Compute turns until no request is open and the batch is empty."""
         while self._open or self._batch.rows:
             rows = self._next_rows()
             clients = {self._open[row.request][0] for row in (*self._batch.rows, *rows) if row.request in self._open}

@@ -110,7 +110,7 @@ class SessionStore:
         return Session(session_id, now, user_metadata, display_name, journal)
 
     def unfinished(self) -> Iterator[tuple[SessionHistory, Journal]]:
-        """Yield the open sessions of killed engines, with their journals; skip those of running engines."""
+        """Yield the open sessions of killed engines, with their journals; skip sessions of running engines."""
         for path in sorted(self._folder.glob("*.jsonl")):
             try:
                 journal = Journal(path)

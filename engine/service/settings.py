@@ -20,21 +20,23 @@ class Settings:
         cache: folder that stores the weights of the built-in models.
         threads: number of torch threads; None leaves the choice to torch.
         api_key: key that clients must send; None accepts all clients and is allowed only for loopback addresses.
-        micro_batch_tokens: maximum size of a forward pass in tokens, including padding; bounds memory. None
-            depends on the model and the device, as for `memory_limit_bytes` and `sampling_cache_bytes`: see
-            `engine.service.capacity`.
+        micro_batch_tokens: maximum size of a forward pass in tokens, including padding; bounds memory. For None, here
+            and for `memory_limit_bytes` and `sampling_cache_bytes`, `engine.service.capacity` chooses a value that
+            depends on the model and the device.
         max_body_bytes: maximum size of a request body after decompression.
         max_sessions: maximum number of open sessions.
         max_models: maximum number of models in training.
         max_request_s: maximum compute time of one forward or forward_backward in seconds.
-        max_waiting_requests: maximum number of waiting requests per model; clients retry additional requests later.
+        max_waiting_requests: maximum number of waiting requests per model, not counting the next one to run; clients
+            retry additional requests later.
         memory_limit_bytes: memory for adapters, moments, gradients and snapshots; the least recently used move to disk
             when it is full.
         clock_cycle_s: seconds between the ticks on which training requests start; 0 starts them immediately.
         log_requests: log one line of JSON per request.
-        max_waiting_samples: maximum number of waiting samples per base model; clients retry additional samples later.
-        sampling_cache_bytes: maximum size of keys and values per base model: those of all samples being generated, and
-            the prefix cache in the rest.
+        max_waiting_samples: number of unfinished samples per base model at which further requests are rejected, for
+            clients to retry later. The last accepted request may exceed it.
+        sampling_cache_bytes: maximum size of keys and values per base model. The prefix cache uses the part that the
+            samples being generated do not need.
         deterministic: make samples bitwise independent of concurrent requests, in float32 on a CPU.
         retrieve_futures: let a client wait for all its samples with one request.
     """

@@ -27,6 +27,7 @@ class TrainerStore:
         self._closed = False
 
     def trainer(self) -> Trainer:
+        """Return the trainer, created or restored first if it is not in memory."""
         if self._trainer is None:
             self._trainer = self._make()
             self._discard_file()

@@ -106,6 +106,7 @@ class TrainingModel:
             self._lost_message = lost = (
                 f"The engine was restarted, and recent training of {self.model_id} is lost; {advice}"
             )
+            # A fresh adapter, into which `load` can load a checkpoint.
             self._trainer_store = self._new_store(replace(history.origin, path=None))
         applied = (
             f"The engine was restarted before the result of this request of {self.model_id} was fetched; its effect "
@@ -175,6 +176,7 @@ class TrainingModel:
             checkpoint = self._services.checkpoints.save(name, metadata, files, request.overwrite)
             return checkpoint, trainer.is_between_steps
 
+        # With an accumulated gradient, the checkpoint is not the whole state of the model.
         checkpoint, is_complete = await self._run(write)
         if request.kind == "weights" and is_complete:
             self._record_origin(Origin.from_checkpoint(checkpoint, base_model, with_optimizer=True))

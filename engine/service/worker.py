@@ -62,7 +62,7 @@ class Worker:
 
         Args:
             owner: owner of the work; an owner's items run in order.
-            clients: number of clients that the item serves; the owner is charged for one of them.
+            clients: number of clients that the item serves; the owner is charged the time divided by this number.
         """
         result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         entry = self._owners.setdefault(owner, _Owner(owner))
@@ -78,7 +78,7 @@ class Worker:
         """Run a generator on the thread; return its return value. Other owners get their turn at each yield.
 
         Args:
-            check: called between its items with the seconds that it has computed; ends it by raising an exception.
+            check: called at each yield with the seconds computed so far; an exception that it raises ends the work.
         """
         seconds = 0.0
 
@@ -99,6 +99,7 @@ class Worker:
         self._thread.shutdown(cancel_futures=True)
 
     def _start(self) -> None:
+        """Start the next item of the owner with the least charged time, unless an item is running."""
         ready = [owner for owner in self._owners.values() if owner.waiting]
         if self._busy or not ready:
             return

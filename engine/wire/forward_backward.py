@@ -76,8 +76,8 @@ def decode_data(messages: Sequence[pb.Datum], inputs: Sequence[str]) -> list[Dat
     """Decode datums with the ``loss_fn_inputs`` that the loss reads.
 
     Raises:
-        RequestError: a datum has an image or audio chunk, an invalid tensor, or an invalid provenance, or the sparse
-            tensors are too large.
+        RequestError: a datum has an image or audio chunk, no integer targets, an invalid tensor, or an invalid
+            provenance, or the sparse tensors are too large.
     """
     names = ("target_tokens", *inputs)
     total = sum(
@@ -195,7 +195,7 @@ def _check_num_messages(body: bytes) -> None:
             case 2:
                 length, position = _read_varint(body, position)
                 if tag >> 3 == _DATA_FIELD and position >= datum_end:
-                    datum_end = position + length
+                    datum_end = position + length  # continue with the fields of this datum
                 else:
                     position += length
             case 5:

@@ -115,7 +115,8 @@ def _prompt_targets(request: SampleRequest, num_tokens: int) -> Tensor | None:
     if tensor.sparse_crow_indices is None:
         if size != math.prod(shape):
             raise RequestError(
-                f"target_prompt_logprobs has {size} values, but its shape {shape} has {math.prod(shape)} cells."
+                f"target_prompt_logprobs has {size} values, but its shape {shape} has {math.prod(shape)} cells: send "
+                "one value per cell."
             )
         return values.reshape(shape).clamp(min=-1)
     dense = torch.full(shape, -1)

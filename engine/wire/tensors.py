@@ -27,7 +27,7 @@ def num_sparse_elements(message: pb.Tensor) -> int:
 
 
 def decode_tensor(message: pb.Tensor, name: str) -> NDArray[np.generic]:
-    """Decode a tensor to a dense array; unlisted entries of a sparse tensor are 0.
+    """Decode a tensor to a dense array; a dense tensor without a shape is flat, unlisted entries of a sparse one are 0.
 
     The caller bounds the size of a sparse tensor, whose few bytes can claim any shape.
 
@@ -39,7 +39,7 @@ def decode_tensor(message: pb.Tensor, name: str) -> NDArray[np.generic]:
     """
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
-        raise RequestError(f"{name} has dtype number {message.dtype}; send float32 or int64.")
+        raise RequestError(f"{name} has dtype number {message.dtype}; send float32, int64 or int32.")
     if len(message.shape) > _MAX_DIMS:
         raise RequestError(f"{name} has {len(message.shape)} dimensions; use at most {_MAX_DIMS}.")
     shape = tuple(message.shape)
