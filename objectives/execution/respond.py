@@ -39,7 +39,7 @@ def load_term(module: str, name: str) -> Term:
 def respond(
     term: Term, doing: str, fields: SentFields, arguments: Sequence[object], deliver: Callable[[object], T]
 ) -> T:
-    """Run a call and deliver a pair of success and result or error message."""
+    """Run a call; deliver ``(True, result)``, or ``(False, message)`` if the call fails."""
     regularizer = Regularizer(term=term, schedule=Constant(value=1.0), **fields)
     try:
         answer = (True, worker_runner().call(doing, regularizer, *arguments))

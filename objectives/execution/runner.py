@@ -67,13 +67,15 @@ class TermRunner:
         """Run `prepare_features`.
 
         Raises:
-            ObjectiveError: see `prepare_features`; or the term exceeds its time limit.
+            ObjectiveError: see `prepare_features`; or the term exceeds its time limit, or is declared `per_datum` and
+                its features do not fit (`FeatureCache.features`).
         """
         term = regularizer.term
         if term.prepare is None:
             return None
         prepare = partial(self._run, call or self.call, "preparing", regularizer)
-        return self.cache.features(regularizer, batch, prepare) if version_of(term.prepare) else prepare(batch)
+        is_per_datum = version_of(term.prepare) is not None
+        return self.cache.features(regularizer, batch, prepare) if is_per_datum else prepare(batch)
 
     def evaluate(
         self,
@@ -96,7 +98,11 @@ class TermRunner:
     def settle(
         self, regularizer: Regularizer, outputs: Outputs, evaluate: Callable[[], Evaluation]
     ) -> tuple[Evaluation | None, ObjectiveError | None]:
-        """Apply a term's ``on_error`` to an evaluation; return the evaluation, or its replacement, and the error.
+        """Apply a term's ``on_error`` to an evaluation.
+
+        Returns:
+            The evaluation, and None. If the term failed: its last value without gradient, or None under ``skip`` or
+            without an earlier value, and the error.
 
         Raises:
             ObjectiveError: the term failed, and its ``on_error`` is ``raise``.

@@ -183,6 +183,21 @@ def test_entries_of_another_type_are_prepared_again():
     assert PREPARED == ["a", "a"]
 
 
+def test_features_of_version_zero_are_cached():
+    def prepare_words(batch: Batch) -> list[int]:
+        PREPARED.extend(batch.texts_D)
+        return [len(text.split()) for text in batch.texts_D]
+
+    @regularizer("test_version_zero", "scored", prepare=per_datum(version=0)(prepare_words))
+    def version_zero(outputs, batch):
+        return [0.0] * batch.num_datums
+
+    objective = Objective(regularizers=[{"fn": version_zero}])
+    for _ in range(2):
+        objective.runner.prepare(objective.regularizers[0], batch_of("a"))
+    assert PREPARED == ["a"]
+
+
 @pytest.mark.parametrize("name", ["logic", "topology"])
 def test_built_in_text_terms_are_prepared_once(name):
     objective = Objective(regularizers=[{"name": name}])
