@@ -107,7 +107,13 @@ class Lookups:
         return {key: task.result() for key, task in tasks.items()}
 
     async def _request(self, client: httpx.AsyncClient, base: KnowledgeBase, key: Key) -> Values:
-        url = fill(base.source, dict(key))
+        try:
+            url = fill(base.source, dict(key))
+        except (KeyError, ValueError) as error:
+            raise ObjectiveError(
+                f"the URL {base.source!r} does not fit the pattern ({type(error).__name__}: {error}): write the names "
+                f"of the pattern's groups in braces ({', '.join(name for name, _ in key)})"
+            ) from error
         await asyncio.sleep(self.reserve_slot(urlsplit(url).netloc, base.per_second))
         try:
             response = await client.get(url)

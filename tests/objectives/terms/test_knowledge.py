@@ -161,6 +161,9 @@ def test_failures_raise_one_sentence_and_are_retried(served, tmp_path, database)
     assert prepare(source=served.url) == [FactCounts(1, 1, 0)]
     with pytest.raises(ObjectiveError, match=r"failed \(ConnectError: "):
         prepare(source="http://127.0.0.1:9/{country}")
+    for source in ("http://127.0.0.1:9/{land}", "http://127.0.0.1:9/{}"):
+        with pytest.raises(ObjectiveError, match=r"does not fit the pattern .*: write the names of .* \(country\)"):
+            prepare(source=source)
     with pytest.raises(ObjectiveError, match=r"failed \(unable to open database file\): check the path"):
         prepare(source=str(tmp_path / "none.db"), query=QUERY)
     with pytest.raises(ObjectiveError, match=r"of the SQLite file .* failed \(You did not supply a value for binding"):
