@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Added to the standard deviation of a group, as in implementations of GRPO, so that nearly equal rewards stay bounded.
+# Added to the standard deviation of a group, as in implementations of GRPO: it bounds the advantages of nearly equal
+# rewards.
 _LEAST_SPREAD = 1e-4
 
 
@@ -59,7 +60,9 @@ def leave_one_out(rewards_D: Tensor, group_D: Tensor) -> Tensor:
 
 
 def discounted_returns(rewards_DT: Tensor, mask_DT: Tensor, offsets_D: Tensor, *, discount: float = 1.0) -> Tensor:
-    """Discounted returns ``G_t = r_t + discount G_{t+1}`` over the masked-in tokens of each datum, ``(N,)``; else 0.
+    """Discounted returns ``G_t = r_t + discount G_{t+1}`` over the sampled tokens of each datum, ``(N,)``.
+
+    Other tokens have the return 0.
 
     Source: Sutton & Barto 2018, "Reinforcement Learning", equation 3.9.
 

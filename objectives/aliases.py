@@ -463,7 +463,7 @@ class RenamedModule(ModuleType):
         return renamed_attribute(self.__name__, name)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        # Importing `objectives.linearize`, a module of old, hides the function of the same name in the package.
+        # In release 0.1, `objectives.linearize` was a module. Importing it hides the function `objectives.linearize`.
         return renamed_attribute(self.__name__, self.__name__.rpartition(".")[2])(*args, **kwargs)
 
 

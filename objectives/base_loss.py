@@ -101,7 +101,7 @@ class PolicyLoss:
         untempered_DT = batch.untempered_logprobs_DT if self.correction.reads_snapshot else None
         snapshot_DT = None if untempered_DT is None else untempered_DT[batch.mask_DT]
         factors_DT = self.correction.factors(logprobs_DT, sampling_DT, advantages_DT, offsets_D, snapshot_DT)
-        if self.correction.ratio != "loss":
+        if self.correction.ratio != "loss":  # the ratios of the loss are 1
             sampling_DT = logprobs_DT.detach()
         return inputs | {"logprobs": sampling_DT, "advantages": factors_DT * advantages_DT}, factors_DT
 

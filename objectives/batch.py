@@ -30,8 +30,8 @@ class Batch:
         advantages_DT: float32 ``(N,)``: advantage of each sampled token, 0 for other tokens; ``None`` for fixed data.
         sampling_logprobs_DT: float32 ``(N,)``, nats: logprob of each sampled token under the policy that sampled it, 0
             for other tokens; ``None`` for fixed data.
-        untempered_logprobs_DT: float32 ``(N,)``, nats: the same under the sampler's weights alone, without temperature,
-            top-k and top-p; ``None`` if the policy that sampled had none of them.
+        untempered_logprobs_DT: float32 ``(N,)``, nats: logprob of each sampled token under the sampler's weights,
+            without temperature, top-k and top-p; ``None`` if sampling used none of them.
         labels_D: labels of each datum, int64 ``(D,)`` by name, such as its pair or group; see `objectives.labels`.
         text_labels_D: text labels of each datum, ``D`` strings by name, such as the constraints of its answer.
         values_DT: float32 ``(N,)``: a critic's estimate of the return from each sampled token on, in units of reward;
@@ -82,9 +82,10 @@ class Batch:
 
     @property
     def snapshot_logprobs_DT(self) -> Tensor | None:
-        """Logprobs of the sampled tokens under the sampler's weights alone: `untempered_logprobs_DT` where they differ.
+        """Logprobs of the sampled tokens under the sampler's weights, without temperature, top-k and top-p.
 
-        They measure how far the weights have moved since, where importance ratios need `sampling_logprobs_DT`.
+        They measure how far the weights have moved since sampling. Importance ratios use `sampling_logprobs_DT`
+        instead. ``None`` for fixed data.
         """
         return self.sampling_logprobs_DT if self.untempered_logprobs_DT is None else self.untempered_logprobs_DT
 
@@ -134,8 +135,8 @@ def pack_targets(
     Args:
         targets_D: target tokens of each datum, int64, ``(T,)`` or ``(T, K)``.
         weights_D: weights of the targets, in the same shapes.
-        decode: tokenizer's `decode`. The text of a datum is that of its trained targets; a batch with several targets
-            per position has no texts.
+        decode: tokenizer's `decode`. The text of a datum is decoded from its trained targets; a batch with several
+            targets per position has no texts.
         fields: other fields of `Batch`.
     """
     target_tokens_DT, offsets_D = pack(targets_D)

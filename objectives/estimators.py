@@ -107,8 +107,8 @@ def minimum_risk_mean(outputs: Outputs, batch: Batch, scores_D: Tensor, *, alpha
 def batch_risk(outputs: Outputs, batch: Batch, scores_D: Tensor, *, alpha: Alpha = 1.0) -> Tensor:
     """`minimum_risk` of release 0.1, which compares all datums of a batch; for runs that 0.1 started."""
     mean_logprobs_D = mean_by_datum(outputs.logprobs_DT, batch)
-    chosen_D = torch.where(trained_datums(batch), alpha * mean_logprobs_D, -math.inf).softmax(0)
-    return (chosen_D * scores_D).sum()
+    probabilities_D = torch.where(trained_datums(batch), alpha * mean_logprobs_D, -math.inf).softmax(0)
+    return (probabilities_D * scores_D).sum()
 
 
 def unlikelihood(outputs: Outputs, batch: Batch, scores_DT: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Estimator of a scored term, and the reason in a clause; ``None`` if no estimator fits the data."""
+    """Estimator of a scored term, ``None`` if no estimator fits the data, and the reason as a clause."""
 
     estimator: EstimatorName | None
     reason: str
@@ -216,11 +216,11 @@ def _risk(logits_D: Tensor, batch: Batch, scores_D: Tensor) -> Tensor:
     logits_D, scores_D = logits_D[trained_D], scores_D[trained_D]
     prompts_D = number_prompts(batch)[trained_D]
     is_same_DD = prompts_D[:, None] == prompts_D
-    chosen_D = torch.where(is_same_DD, logits_D, -math.inf).log_softmax(1).diagonal().exp()
+    probabilities_D = torch.where(is_same_DD, logits_D, -math.inf).log_softmax(1).diagonal().exp()
     # Expectation of the difference to the mean, because rounding errors grow with the size of the scores.
-    means_D = torch.where(is_same_DD, scores_D, 0.0).sum(1) / is_same_DD.sum(1)
     sizes_D = is_same_DD.sum(1)
-    return _mean_over_prompts(sizes_D * chosen_D * (scores_D - means_D) + means_D, prompts_D)
+    means_D = torch.where(is_same_DD, scores_D, 0.0).sum(1) / sizes_D
+    return _mean_over_prompts(sizes_D * probabilities_D * (scores_D - means_D) + means_D, prompts_D)
 
 
 def _mean_over_prompts(values_D: Tensor, prompts_D: Tensor) -> Tensor:

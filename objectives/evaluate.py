@@ -52,7 +52,11 @@ class Evaluation:
 
 
 def prepare_features(regularizer: Regularizer, batch: Batch) -> object:
-    """Call a term's ``prepare`` on a batch; return None for a term without ``prepare``."""
+    """Call a term's ``prepare`` on a batch; return None for a term without ``prepare``.
+
+    Raises:
+        ObjectiveError: ``prepare`` raises or changes its input, or is async and exceeds the term's time limit.
+    """
     prepare = regularizer.term.prepare
     if prepare is None:
         return None
@@ -109,6 +113,7 @@ def evaluate_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, firs
 def _differentiate(
     regularizer: Regularizer, outputs: Outputs, batch: Batch
 ) -> tuple[float, Tensor, dict[str, float], Tensor | None]:
+    """Evaluate a term; return its value, gradient, metrics and, if it has one, its value per datum."""
     term = regularizer.term
     own_outputs, own_batch = own_copy(outputs), own_copy(batch)
     logprobs_DT = own_outputs.logprobs_DT.requires_grad_(term.kind != "monitor")

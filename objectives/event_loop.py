@@ -42,7 +42,7 @@ class TermLoop:
         """Await an object on the loop, from any other thread.
 
         Raises:
-            ObjectiveError: the time limit was exceeded; the awaitable is cancelled.
+            ObjectiveError: the time limit was exceeded; the awaitable is cancelled, or abandoned if it blocks the loop.
         """
         loop = self._start()
         future = asyncio.run_coroutine_threadsafe(_within(awaitable, timeout_s), loop)
@@ -75,6 +75,7 @@ class TermLoop:
             return self._loop
 
     def _leave(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Stop a loop without waiting for it; the next call starts a new one."""
         with self._lock:
             if self._loop is loop:
                 self._loop = self._thread = None

@@ -52,7 +52,7 @@ class FeatureCache(JsonlCache):
         return [cached[key] for key in keys_D]
 
     def _find_valid(self, adapter: TypeAdapter[object], keys_D: Sequence[str]) -> dict[str, object]:
-        """Find cached features; ignore entries of an earlier type."""
+        """Find cached features; ignore those that do not fit the return type of ``prepare``, which may have changed."""
         features: dict[str, object] = {}
         for key, value in self.find(keys_D).items():
             with suppress(ValidationError):
@@ -75,7 +75,10 @@ def _dump(adapter: TypeAdapter[object], feature: object, name: str) -> object:
 
 
 def _subset(batch: Batch, missing: Sequence[int]) -> tuple[Batch, dict[int, int]]:
-    """Return a batch of the given datums and each datum's index in it; the full batch if none has a trained token."""
+    """Return a batch of the given datums and each datum's index in it.
+
+    If none of them has a trained token, return the full batch, because a batch without trained tokens is invalid.
+    """
     if len(missing) == batch.num_datums or not any(bool(_datum(batch.mask_DT, batch, d).any()) for d in missing):
         return batch, {d: d for d in missing}
     target_tokens_DT, offsets_D = pack([_datum(batch.target_tokens_DT, batch, d) for d in missing])
@@ -87,6 +90,7 @@ def _subset(batch: Batch, missing: Sequence[int]) -> tuple[Batch, dict[int, int]
 
 
 def _keys(regularizer: Regularizer, batch: Batch) -> list[str]:
+    """Return the key of each datum; see `FeatureCache`."""
     prepare = regularizer.term.prepare
     assert prepare is not None
     params = json.dumps(own_params(prepare, regularizer.params), sort_keys=True, default=_describe)

@@ -68,6 +68,7 @@ class ImportedFunction:
         """Import the function.
 
         Raises:
+            NotAllowedError: the config of a deployment may not import or call the function.
             ObjectiveError: the path cannot be imported, or leads to an object that is not callable.
         """
         try:

@@ -2,8 +2,8 @@
 
 A worker of Prefect runs a deployment's flow in a process with the variable `PREFECT__FLOW_RUN_ID`, and a flow that is
 served on its own restricts its process when it starts (`flows.runs.rights`). The processes of the run inherit these
-variables. A config that comes this way may be anyone's who can fill a form, so such a process imports only from modules
-of `OWN_MODULES`, except for a few of tinker-cookbook, and of the variable `TINKER_FLOWS_ALLOWED_MODULES`. A run that a
+variables. Anyone who can fill in a form can write the config of such a process. The process therefore imports only
+`OWN_MODULES`, without `_CODE_LOADERS`, and the modules in the variable `TINKER_FLOWS_ALLOWED_MODULES`. A run that a
 terminal has signed keeps the terminal's rights.
 """
 
@@ -69,7 +69,7 @@ def check_module(module: str, path: str) -> None:
         path: path of an object in the module, for the message.
 
     Raises:
-        NotAllowedError: the module and its packages are not named.
+        NotAllowedError: the process is restricted, and neither the module nor a package above it is allowed.
     """
     is_own = _is_in(module, OWN_MODULES) and not _is_in(module, _CODE_LOADERS)
     if is_restricted() and not is_own and not _is_in(module, named_modules()):
@@ -83,7 +83,7 @@ def check_object(value: object, path: str) -> None:
     """Check that an imported object was defined in a module that a config may import, and not only imported there.
 
     Raises:
-        NotAllowedError: the module that defines it is not named.
+        NotAllowedError: see `check_module`, for the module that defines the object.
     """
     check_module(getattr(value, "__module__", None) or type(value).__module__, path)
 
@@ -152,7 +152,7 @@ def check_command(command: tuple[str, ...]) -> None:
     """Check that a config may spell out a command.
 
     Raises:
-        NotAllowedError: the config is that of a deployment.
+        NotAllowedError: the config is a deployment's.
     """
     if is_restricted():
         raise NotAllowedError(

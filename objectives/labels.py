@@ -118,8 +118,8 @@ def get_text_label(batch: Batch, name: str) -> tuple[str, ...]:
 def number_prompts(batch: Batch) -> Tensor:
     """Return the number of each datum's prompt, from 0, int64 ``(D,)``; datums with the same prompt share a number.
 
-    It is the label ``prompt``, which every batch of the service's datums has. Without this label, the prompt of a datum
-    is its targets before the first trained one.
+    The numbers follow the label ``prompt``, which every batch of the service's datums has. Without this label, the
+    prompt of a datum is its targets before the first trained one.
 
     >>> batch = Batch(torch.tensor([7, 1, 8, 1, 7, 2]), torch.tensor([0.0, 1, 0, 1, 0, 1]), torch.tensor([0, 2, 4, 6]))
     >>> number_prompts(batch)

@@ -230,7 +230,7 @@ class Objective:
         return trains_terms and every > 0 and step % every == 0
 
     def choose_estimators(self, batch: Batch, *, can_sample: bool = False) -> dict[str, str]:
-        """Fix the estimators that depend on the data (``auto``) by a batch; return the reasons by term name.
+        """Choose the estimators that depend on the data (``auto``) from a batch; return the reasons by term name.
 
         Args:
             can_sample: True if completions of the batch's prompts can be sampled, on which the terms then train if no
@@ -240,7 +240,7 @@ class Objective:
             ObjectiveError: no estimator fits the batch.
         """
         auto = [regularizer.name for regularizer in self.regularizers if regularizer.estimator == "auto"]
-        if can_sample and batch.sampling_logprobs_DT is None:
+        if can_sample and batch.sampling_logprobs_DT is None:  # on fixed data, `score_function` needs candidates
             self._set_candidate_terms([term.name for term in self.regularizers if term.estimator == "score_function"])
         if not auto:
             self._has_chosen = True
@@ -295,7 +295,7 @@ class Objective:
         self.base = replace(self.base, term=term)
 
     def weight_at(self, regularizer: Regularizer, step: int, num_steps: int) -> float:
-        """Return the weight of a term at the next step to train: the configured weight, or that of its target."""
+        """Return a term's weight at the next step to train: as configured, or as its target's controller sets it."""
         if regularizer.target:
             return self.targets.weight_of(regularizer.name)
         return regularizer.weight_at(step, num_steps)
@@ -349,6 +349,7 @@ class Objective:
 
 
 def _bind_base(base_loss: object) -> Regularizer | None:
+    """Bind the base loss as a term of weight 1; return None for cross_entropy."""
     params: Mapping[str, object] = {}
     if callable(base_loss):
         term = base_loss if isinstance(base_loss, Term) else sdk_term(BASE, base_loss)
@@ -370,7 +371,7 @@ def _base_spec(base_loss: object) -> BaseLossSpec:
     try:
         spec = BaseLossSpec.model_validate({"name": base_loss} if isinstance(base_loss, str) else base_loss)
     except ValidationError as error:
-        raise ObjectiveError(f"The base loss {base_loss!r} is unknown: {explain(error)}.") from error
+        raise ObjectiveError(f"The base loss {base_loss!r} is wrong: {explain(error)}.") from error
     if spec.name not in BASE_LOSSES.keys() | registered_terms().keys():
         raise ObjectiveError(
             f"The base loss {spec.name!r} is unknown; use one of {', '.join(BASE_LOSSES)}, a registered term, or a "

@@ -95,8 +95,8 @@ def _fix_of_shape(value: Tensor, batch: Batch, reduction: Reduction) -> str:
 def reduce(value: Tensor, batch: Batch, reduction: Reduction) -> Tensor:
     """Reduce a term's value to 0-d.
 
-    Tokens of weight 0 and datums without other tokens are ignored. Both means average a value per datum ``(D,)`` over
-    the datums.
+    Tokens of weight 0 and datums without other tokens are ignored. For a value per datum, ``(D,)``, both means are the
+    mean over the datums.
 
     Args:
         value: ``(N,)``, ``(D,)``, or 0-d with ``"none"``.

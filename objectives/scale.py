@@ -52,9 +52,10 @@ class Scale:
 
 
 def candidate_scale(supervised: Scale) -> Scale:
-    """Return the scale of candidates sampled for the prompts of a supervised batch: its scale, without a base loss.
+    """Return the scale of candidates sampled for the prompts of a supervised batch.
 
-    A score thus weighs the same next to the supervised data for any number of candidates.
+    It is the scale of the supervised batch, so a score has the same strength relative to the supervised data for any
+    number of candidates. Candidates have no base loss, and terms that are sums do not train on them.
     """
     return replace(supervised, base=0.0, size=0.0, plain=0.0)
 
@@ -93,7 +94,7 @@ def plain_scale(base: Regularizer | None, share: float = 1.0) -> Scale:
 
 
 def unit_of(regularizer: Regularizer, batch: Batch) -> Unit:
-    """Return the unit of a term; that of its estimator for a scored term."""
+    """Return the unit of a term; for a scored term, the unit of its estimator."""
     if regularizer.term.kind != "scored":
         return regularizer.term.unit
     return ESTIMATORS[estimator_of(regularizer, batch)].unit

@@ -174,17 +174,25 @@ class WatchSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     dominance_above: float = Field(
-        default=0.8, gt=0, le=1, title="Dominance above", description="Maximum gradient share of one term."
+        default=0.8,
+        gt=0,
+        le=1,
+        title="Dominance above",
+        description="Gradient share of one term above which the run warns.",
     )
     conflict_below: float = Field(
-        default=0.0, ge=-1, le=0, title="Conflict below", description="Minimum cosine of two gradients."
+        default=0.0,
+        ge=-1,
+        le=0,
+        title="Conflict below",
+        description="Cosine of two gradients below which the run warns.",
     )
     idle_below: float = Field(
         default=1e-3,
         ge=0,
         lt=1,
         title="Idle below",
-        description="Minimum gradient share of a scored term. With a smaller share, the term has almost no effect.",
+        description="Gradient share of a scored term below which the run warns, because the term has almost no effect.",
     )
     patience: int = Field(
         default=20,

@@ -63,8 +63,8 @@ class TargetSpec(BaseModel):
         default=None,
         allow_inf_nan=False,
         title="Upper bound",
-        description="Upper bound of the multiplier. Unset: 100 divided by the scale, multiplied by the unit if the "
-        "unit is above 1.",
+        description="Upper bound of the multiplier. Unset: 100 divided by `scale`, multiplied by the unit of the gains "
+        "(see `integral_gain`) if this unit is above 1.",
     )
     warmup: int = Field(
         default=0, ge=0, title="Warmup (steps)", description="Steps before the multiplier starts to change."
@@ -188,7 +188,7 @@ class TargetState(TypedDict):
         average: moving average of the value; None before the first evaluation.
         integral: integral part of the multiplier.
         multiplier: multiplier of the next step.
-        gain_unit: unit of the gains; None before the first evaluation, missing in states of runs whose gains had none.
+        gain_unit: unit of the gains; None before the first evaluation, missing in states of releases without this unit.
     """
 
     average: float | None
@@ -324,4 +324,5 @@ class Targets:
 
 
 def _clamp(number: float, lower: float, upper: float) -> float:
+    """Clamp a number to bounds; NaN stays NaN."""
     return math.nan if math.isnan(number) else min(max(number, lower), upper)

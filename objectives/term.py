@@ -46,8 +46,8 @@ class Flag:
 class Flagger(Protocol):
     """Function that finds the parts of one datum's text to which a term objects, for display.
 
-    It receives those of the term's parameters that it declares as keyword-only arguments. Terms with the estimator
-    `unlikelihood` need none: their scores flag tokens.
+    It receives the parameters of the term that it declares as keyword-only arguments. Terms with the estimator
+    `unlikelihood` need no flagger, because their scores flag tokens.
     """
 
     def __call__(self, text: str, /, *_: Any, **params: Any) -> Sequence[Flag]: ...
@@ -162,7 +162,10 @@ def check_params(term: Term, params: Mapping[str, object]) -> dict[str, object]:
 
 
 def estimator_functions(estimator: EstimatorChoice | None) -> tuple[Callable[..., object], ...]:
-    """Return the estimators whose parameters a term accepts: those that its scores allow."""
+    """Return the estimators whose parameters a term accepts.
+
+    ``"auto"`` stands for the estimators of scores per datum. `minimum_risk` declares the only parameter among them.
+    """
     if estimator is None:
         return ()
     return (minimum_risk,) if estimator == "auto" else (ESTIMATORS[estimator].function,)
@@ -237,6 +240,7 @@ def _keyword_only(function: Callable[..., object]) -> dict[str, inspect.Paramete
 
 
 def _params_model(term: str, functions: Sequence[Callable[..., object]]) -> type[BaseModel]:
+    """Create the model of a term's parameters: the keyword-only arguments of all its functions."""
     fields: dict[str, Any] = {}
     for function in functions:
         parameters = _keyword_only(function)

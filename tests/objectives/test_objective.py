@@ -93,7 +93,7 @@ def test_duplicate_names_raise():
             "trpo",
             r"The base loss 'trpo' is unknown; use one of cross_entropy, .*, dapo, .*, a registered term, or a",
         ),
-        (None, "The base loss None is unknown"),
+        (None, "The base loss None is wrong"),
         ({"name": "ppo", "parms": {}}, "'parms': extra inputs are not permitted"),
         ({"name": "ppo", "params": {"epsilon": 0.2}}, "The loss 'ppo' has no parameter 'epsilon'"),
         ({"name": "cross_entropy", "params": {"beta": 0.2}}, "The loss 'cross_entropy' has no parameter 'beta'"),
