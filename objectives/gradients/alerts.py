@@ -33,9 +33,10 @@ class TermWarning:
 
     Attributes:
         kind: the problem.
-        terms: the term that dominates, is idle, collapses or misses its target, or the two terms in conflict.
+        terms: the term that dominates, is idle, gets worse, collapses or misses its target; or the two terms in
+            conflict.
         step: last step of the period.
-        figure: gradient share, norm, cosine or violation at this step, or the smoothed metric that shows a collapse.
+        figure: gradient share, effect, cosine or violation at this step, or the smoothed metric that shows a collapse.
         text: one sentence for the user.
     """
 
@@ -102,7 +103,7 @@ class Watch:
         return averages
 
     def end(self, num_steps: int) -> None:
-        """Warn of terms that were idle in each step of a run that is shorter than the patience."""
+        """Warn of terms that were idle in every step of a run with fewer steps than the patience, but not a trial."""
         if not _MIN_STEPS <= num_steps < self._spec.patience:
             return
         for key, duration in self._durations.items():
@@ -162,7 +163,7 @@ class Watch:
             return
         if self._persists(f"adverse.{name}", effect > 0):
             problem = f"The updates have made term {name!r} worse"
-            fix = "raise its weight, or lower those of the terms that conflict with it"
+            fix = "raise its weight, or lower the weights of the terms that conflict with it"
             text = f"{problem} in {self._spec.patience} consecutive measurements, up to step {step}; {fix}."
             self._warnings.append(TermWarning("adverse", (name,), step, effect, text))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Metrics `term/<name>/...` of every term; a term can add metrics of its own.
+# Names of the metrics `term/<name>/...` that runs compute; a term's own metrics need other names.
 ROW_METRICS = frozenset(
     (
         "value",

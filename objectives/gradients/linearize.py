@@ -84,6 +84,7 @@ def linearize(
 
     Raises:
         NotFiniteError: the sum overflows its dtype.
+        ObjectiveError: the balancing rule does not accept a term's value.
 
     >>> base = Evaluation("base", 2.0, torch.tensor([-1.0, -1.0]))
     >>> term = Evaluation("confidence", 0.5, torch.tensor([0.0, 4.0]))
@@ -96,12 +97,15 @@ def linearize(
     gradients_KDT = base.gradient_DT.new_empty((len(evaluations), *base.gradient_DT.shape), dtype=torch.float64)
     for gradient_DT, evaluation in zip(gradients_KDT, evaluations, strict=True):
         gradient_DT.copy_(evaluation.gradient_DT)
-    factors_K = torch.tensor([scale.base, *(term.weight * term.scale for term in rows)], dtype=torch.float64)
+    configured = [scale.base, *(term.weight * term.scale for term in rows)]
+    factors_K = torch.tensor(configured, dtype=torch.float64)
     products_KK = scalar_products(gradients_KDT)
+    # The base loss is shown, and compared with terms, per unit of `size`.
+    per_unit = scale.base / scale.size if scale.size else 0.0
     balanced: dict[str, float] = {}
     if balance is not None:
         unbalanced_K = factors_K
-        values = [(base.name, base.value * (scale.base / scale.size if scale.size else 0.0))]
+        values = [(base.name, base.value * per_unit)]
         values += [(term.evaluation.name, term.evaluation.value) for term in rows]
         left_out = [k for k, term in enumerate(rows, start=1) if not term.is_balanced]
         factors_K = balance_weights(balance, values, factors_K, products_KK, step, left_out)
@@ -121,15 +125,13 @@ def linearize(
             f"The sum of the weighted gradients of {', '.join(row.name for row in evaluations)} overflows "
             f"{base.gradient_DT.dtype}; lower the largest weight."
         )
-    configured = [scale.base, *(term.weight * term.scale for term in rows)]
     total = sum(factor * row.value for factor, row in zip(configured, evaluations, strict=True))
-    # The base loss per unit of `size`, as it is shown.
-    per_unit = scale.base / scale.size if scale.size else 0.0
     shown = Evaluation(
         base.name, base.value * per_unit, base.gradient_DT, base.metrics, base.duration_s, by_datum_D=base.by_datum_D
     )
+    # Express the products and factors of the base row in the same unit; factor times gradient stays the same.
     units_K = torch.tensor([per_unit or 1.0, *(1.0 for _ in rows)], dtype=torch.float64)
-    part = Linearized(
+    linearized = Linearized(
         loss_weights_DT,
         total,
         scale.size,
@@ -140,16 +142,16 @@ def linearize(
         per_unit,
         {row.name: row.by_datum_D for row in evaluations[1:] if row.by_datum_D is not None},
     )
-    part.metrics.update(join_metrics([part]) | balanced)
-    return part
+    linearized.metrics.update(join_metrics([linearized]) | balanced)
+    return linearized
 
 
 def join_metrics(parts: Sequence[Linearized]) -> dict[str, float]:
     """Compute the metrics of an update from its minibatches.
 
-    Values are means over the update, and norms, shares and cosines are those of its whole gradient. The gradients of
-    the minibatches belong to different tokens, so their scalar products add up. A term's own metrics are weighted as
-    its value is, by the minibatches' tokens or sequences; those whose name ends in ``_max`` are maxima.
+    Values are means over the update, and norms, shares and cosines refer to its whole gradient. The gradients of the
+    minibatches belong to different tokens, so their scalar products add up. A term's own metrics are weighted as its
+    value is, by the minibatches' tokens or sequences; metrics whose name ends in ``_max`` are maxima.
 
     >>> half = Evaluation("base", 2.0, torch.tensor([-1.0, -1.0]))
     >>> parts = [linearize(half, [], scale=Scale(1.0, 2.0, 2.0, 1.0)) for _ in range(2)]

@@ -32,7 +32,7 @@ from objectives.term import BASE, Regularizer
 
 # Limit of tinker 0.38, including the logprobs.
 _MAX_INPUTS = 16
-# Relative to the sum of the absolute values of all float32 summands.
+# Relative to the size of the loss: the sum of its absolute weights, plus its value. Both sides are sums in float32.
 _TOLERANCE = 1e-3
 
 Inputs: TypeAlias = Mapping[str, TensorLike]
@@ -143,7 +143,7 @@ def trace_terms(objective: Objective, outputs: Outputs, batch: Batch) -> dict[st
     """Trace all terms except monitors, by name; monitors are always evaluated on the client.
 
     Raises:
-        UntraceableError: a term cannot be traced; the message names it.
+        UntraceableError: a term cannot be traced, which the message names, or the objective has a ``balance``.
     """
     if objective.balance is not None:
         raise UntraceableError("the `balance` needs the gradients of all terms before the update")

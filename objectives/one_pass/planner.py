@@ -135,7 +135,10 @@ class OnePass:
         return mapped
 
     def wait_for_metrics(self) -> None:
-        """Wait for the metrics of the last step, which set the weights of terms with a target; its caller raises."""
+        """Wait for the metrics of the last step, which set the weights of terms with a target.
+
+        An error is not raised here, but by the future of that step.
+        """
         if self._last is not None:
             self._last.exception()
 

@@ -61,6 +61,7 @@ def check_pointwise(graph: Graph, ranks: Mapping[str, int]) -> Kind:
 
 
 def _kind(node: Node, kinds: Mapping[Node, Kind]) -> Kind:
+    """Return the kind of a node's value, given the kinds of all earlier nodes."""
     if node.op == "get_attr":
         raise UntraceableError("it creates a tensor, which the service does not have; write its numbers as constants")
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

@@ -100,6 +100,7 @@ class TracedTerm:
         # Call forward directly: a module call on proxies becomes a single node, which the service rejects.
         value = self.graph.forward(*(inputs[name] for name in self.inputs))
         if self.kind == "datum":
+            # The value of a datum without trained tokens, whose scale is 0, may be infinite or NaN.
             return torch.where(scale != 0, value, 0.0) * scale
         return torch.where(mask, value, 0.0).sum() * scale
 

@@ -170,23 +170,23 @@ def _plan(
     with ThreadTermExecutor(objective) as executor:
         objective.choose_estimators(batch)
         terms = prepare_terms(objective, batch, StepPosition(step, num_steps), executor)
-        this = _Step(objective, batch, extra_outputs, terms, step, num_steps)
-        loss = this.find_service_loss(one_pass)
+        current = _Step(objective, batch, extra_outputs, terms, step, num_steps)
+        loss = current.find_service_loss(one_pass)
         if one_pass and loss:
-            this.wait_for_features()
+            current.wait_for_features()
             if objective.targets:
                 one_pass.wait_for_metrics()
             factors = objective.factors(batch, step, num_steps)
-            loss_data = loss.build_data(this.placeholder(), batch, factors)
-            return lambda: one_pass.map_result(loss.send(training_client, loss_data), this.add_evaluation)
-        forward = training_client.forward(this.weighted_data(batch.weights_DT), "cross_entropy")
-        this.wait_for_features()
-        evaluated = this.evaluate(executor, forward.result())
-    backward_data = this.weighted_data(evaluated.linear.loss_weights_DT)
+            loss_data = loss.build_data(current.placeholder(), batch, factors)
+            return lambda: one_pass.map_result(loss.send(training_client, loss_data), current.add_evaluation)
+        forward = training_client.forward(current.weighted_data(batch.weights_DT), "cross_entropy")
+        current.wait_for_features()
+        evaluated = current.evaluate(executor, forward.result())
+    backward_data = current.weighted_data(evaluated.linear.loss_weights_DT)
 
     def send() -> ApiFuture[RegularizedOutput]:
         pending = training_client.forward_backward(backward_data, "cross_entropy")
-        return map_future(pending, this.report(evaluated).add_to_backward)
+        return map_future(pending, current.report(evaluated).add_to_backward)
 
     return send
 
@@ -269,10 +269,8 @@ class _Step:
     def evaluate(self, executor: ThreadTermExecutor, output: ForwardBackwardOutput) -> _Evaluated:
         """Evaluate the terms and linearize the objective at the service's logprobs."""
         logprobs_DT = pack([fields["logprobs"].to_torch().float() for fields in output.loss_fn_outputs])[0]
-        at = StepPosition(self.step, self.num_steps)
-        linear = evaluate_terms(
-            self.objective, self.terms, Outputs(logprobs_DT, **self.extra_outputs), self.batch, executor, at
-        )
+        outputs, position = Outputs(logprobs_DT, **self.extra_outputs), StepPosition(self.step, self.num_steps)
+        linear = evaluate_terms(self.objective, self.terms, outputs, self.batch, executor, position)
         return _Evaluated(linear, dict(executor.skipped))
 
     def add_evaluation(self, output: ForwardBackwardOutput) -> RegularizedOutput:
@@ -388,6 +386,7 @@ def pack_data(data: Sequence[Datum], tokenizer: Tokenizer) -> Batch:
 
 
 def _weights(datum: Datum, targets: Tensor) -> Tensor:
+    """Return the weights of a datum's targets: ``weights``, else ``mask``, else 1 at non-zero advantages, else 1."""
     for key in ("weights", "mask", "advantages"):
         if key in datum.loss_fn_inputs:
             weights = datum.loss_fn_inputs[key].to_torch().float()
@@ -396,6 +395,7 @@ def _weights(datum: Datum, targets: Tensor) -> Tensor:
 
 
 def _read_all(data: Sequence[Datum], key: str) -> Tensor | None:
+    """Pack one input of all datums; None if a datum does not have it."""
     if not all(key in datum.loss_fn_inputs for datum in data):
         return None
     return pack([datum.loss_fn_inputs[key].to_torch().float() for datum in data])[0]

@@ -1,4 +1,4 @@
-"""Built-in regularizers, one file each; importing this package registers them."""
+"""Built-in regularizers, one module for each kind; importing this package registers them."""
 
 from objectives.terms.group import consistency, fairness, margin, orthogonality, preferences
 from objectives.terms.text import knowledge, length, logic, repetition, simulation, topology

@@ -31,9 +31,10 @@ class Correction:
     """Correction between sampler and trainer.
 
     Attributes:
-        ratio: ``"loss"`` keeps the importance ratios ``p / q`` of the loss. The other choices take the trainer's own
-            logprobs as those of the sampler (the proximal policy), so that the ratios of the loss are 1, and multiply
-            the advantages by 1 (``"none"``), by ``p / q`` of each token, or by that of the whole sequence.
+        ratio: ``"loss"`` keeps the importance ratios ``p / q`` of the loss. The other choices replace the sampler's
+            logprobs in the loss by the trainer's own (the proximal policy), so that the ratios of the loss are 1. They
+            multiply the advantages by 1 (``"none"``), by ``p / q`` of each token (``"token"``), or by ``p / q`` of the
+            whole sequence (``"sequence"``).
         bound: ``"truncate"`` clamps the multiplier to ``[low, high]``, ``"mask"`` sets it to 0 outside.
         low, high: bounds of the multiplier.
         sequence_low, sequence_high: sequences whose geometric mean of ``p / q`` is outside are dropped; None for no
@@ -161,6 +162,7 @@ def _sum(log_ratio_DT: Tensor, offsets_D: Tensor | None) -> Tensor:
 def _mean(log_ratio_DT: Tensor, offsets_D: Tensor | None) -> Tensor:
     """Mean over each sequence, repeated for its tokens, ``(N,)``; 0-d for one sequence."""
     if offsets_D is None:
+        # Not `mean`, which is NaN without tokens.
         return log_ratio_DT.sum() / torch.ones_like(log_ratio_DT).sum().clamp(min=1)
     all_DT = torch.ones_like(log_ratio_DT) > 0
     return mean_by_sequence(log_ratio_DT, all_DT, offsets_D).repeat_interleave(offsets_D.diff())

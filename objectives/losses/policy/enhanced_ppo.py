@@ -47,9 +47,9 @@ def enhanced_ppo(  # noqa: PLR0913 - six values per token, two bounds, three coe
         policy  = -min(r A, clip(r, low, high) A)            entropy = -r log p
         value   = (V - R)^2                                  kl      = r (1 / e^d - 1 + d),  d = log p - log ref
 
-    On tokens sampled from q, entropy and kl have unbiased values and gradients for any p, at given preceding tokens:
-    neither includes that a token changes the distribution of the later ones, as the term `kl` does. The gradient of kl
-    with respect to ``log p`` is ``r d``, which is 0 for ``p = ref``.
+    On tokens sampled from q, entropy and kl have unbiased values and gradients for any p, at given preceding tokens.
+    Neither accounts for the effect of a token on the distribution of later tokens; the term `kl` does. The gradient of
+    kl with respect to ``log p`` is ``r d``, which is 0 for ``p = ref``.
 
     ``value`` has no gradient with respect to the logprobs: a service returns no hidden states and has no value head, so
     V comes from an external critic, and ``value`` is a metric. In a custom loop with a V that requires grad, ``value``

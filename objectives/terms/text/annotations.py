@@ -91,7 +91,7 @@ def read_solution(text: str) -> Solution:
 
 
 def step_spans(text: str) -> list[tuple[int, int]]:
-    """Characters of each of the `Solution.steps` of a text, from ``<<`` to ``>>``.
+    """Return start and end of each annotation in `Solution.steps` of a text, from ``<<`` to ``>>``.
 
     >>> step_spans("so <<1+1=2>> and <<?>> and <<2*2=4>>")
     [(3, 12), (27, 36)]
@@ -204,6 +204,7 @@ def _expression(tokens: list[str], binding: int) -> Program:
 
 
 def _operand(tokens: list[str]) -> Program:
+    """Parse the next number, unknown or parenthesized expression, with its signs."""
     token = tokens.pop() if tokens else ""
     if token == "(":
         program = _expression(tokens, binding=1)

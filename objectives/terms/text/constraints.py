@@ -50,8 +50,8 @@ class Checked(NamedTuple):
     """Numbers of constraints by the result of the check.
 
     Attributes:
-        violated: constraints that the stated values make false, and the smallest number of others that cannot hold
-            together for any values of the names that the answer does not state.
+        violated: constraints that the stated values make false, plus the smallest number of other constraints that must
+            be dropped so that the rest can hold for some values of the names that the answer does not state.
         held: constraints that the stated values make true.
         unstated: constraints that can hold, but depend on a name that the answer does not state.
         undecided: constraints that depend on such a name, if Z3 reaches a limit.
@@ -243,7 +243,7 @@ def _measure(root: Expression, seen: dict[int, tuple[int, dict[str, Expression]]
     """Return the size of a formula, with shared parts copied and products expanded, and its names.
 
     Args:
-        seen: results by the ID of an expression, extended by those of this formula.
+        seen: results by the ID of an expression; the results of this formula are added.
 
     Raises:
         ObjectiveError: an operator or a sort is not supported.

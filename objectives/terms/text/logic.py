@@ -208,6 +208,7 @@ def _core_size(steps: list[Annotation], context: z3.Context) -> int | None:
 
 
 def _assertions(step: Annotation, context: z3.Context) -> list[Expression]:
+    """Return the formulas of an annotation: its sides are equal up to the tolerance, and no divisor is 0."""
     divisors: list[Expression] = []
 
     def number(value: Fraction) -> Expression:

@@ -195,7 +195,7 @@ def topology(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     """
     shapes: list[Shape] = batch.features
     extra_components = [max(0, shape.components - 1) for shape in shapes]
-    connectedness_D = [extra / max(1, shape.steps - 1) for extra, shape in zip(extra_components, shapes, strict=True)]
+    scores_D = [extra / max(1, shape.steps - 1) for extra, shape in zip(extra_components, shapes, strict=True)]
     distances_D = [shape.distance for shape in shapes if shape.distance is not None]
     metrics = {
         "beta_0_mean": sum(shape.components for shape in shapes) / len(shapes),
@@ -206,11 +206,13 @@ def topology(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     }
     if distances_D:
         metrics["distance_mean"] = sum(distances_D) / len(distances_D)
-    return outputs.logprobs_DT.new_tensor(distances_D or connectedness_D), metrics
+    return outputs.logprobs_DT.new_tensor(distances_D or scores_D), metrics
 
 
 def _shape(filtration: _Filtration, target: Diagrams | None) -> Shape:
+    """Compute the persistent homology of a filtration, and its distance to the target."""
     complex_, steps, end, truncated = filtration
+    # GUDHI leaves out the highest dimension by default, which has the cycles of a graph.
     complex_.compute_persistence(persistence_dim_max=complex_.dimension() <= 1)
     intervals = {dimension: complex_.persistence_intervals_in_dimension(dimension) for dimension in (0, 1)}
     intervals = {dimension: pairs.reshape(-1, 2) for dimension, pairs in intervals.items()}
@@ -232,6 +234,7 @@ def _distance(diagram: np.ndarray, other: np.ndarray) -> float:
 
 
 def _filter(source: object, extractor: str | ImportedFunction, max_distance: float | None) -> _Filtration:
+    """Build the filtration of what an extractor returned for one text."""
     name = str(extractor)
     if isinstance(source, Solution | Graph):
         if max_distance is not None:
@@ -260,6 +263,7 @@ def _filter(source: object, extractor: str | ImportedFunction, max_distance: flo
 
 
 def _filter_solution(solution: Solution) -> _Filtration:
+    """Build the filtration of a reasoning graph; see `compute_shape`."""
     graph, new_node = SimplexTree(), count()
     step_of_result: dict[Fraction, int] = {}
 

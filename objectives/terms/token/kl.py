@@ -30,7 +30,7 @@ def kl(
         forward, KL(q || p):  k3(-d_t) * exp(sum_{u <= t} (log q_u - log s_u))
 
     symmetric is the mean of both, half of Jeffreys' divergence. k1 has ``d_t`` and ``-d_t`` in place of k3, with the
-    same expectations and more variance; k2 is not an estimate of a KL divergence and is refused. Value and gradient of
+    same expectations and more variance; k2 is not an estimate of a KL divergence and is rejected. Value and gradient of
     the sum over a completion are unbiased estimates of the divergence between the distributions over completions and
     of its gradient, for any s. The variance grows with the length and the distance of s from p; see
     ``python -m benchmarks kl_gradients``. A conversation that is split into several datums counts each of them with
@@ -93,9 +93,8 @@ def kl_unweighted(
 
     Gradients, in expectation, for given preceding tokens: on samples of the policy, k2 has the gradient of the reverse
     KL, reverse k3 has the gradient of the forward KL, and reverse k1 has gradient 0. On samples of the reference,
-    forward k1 and forward k3 have the gradient of the forward KL. No gradient includes that a token changes the
-    distribution of the later ones; `kl` is unbiased in this respect too. k2, k3 and symmetric are minimal at ``p = q``;
-    k1 has no minimum.
+    forward k1 and forward k3 have the gradient of the forward KL. No gradient accounts for the effect of a token on the
+    distribution of later tokens; the term `kl` does. k2, k3 and symmetric are minimal at ``p = q``; k1 has no minimum.
 
     Source: Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); symmetric is half of
     Jeffreys' divergence.
