@@ -67,7 +67,8 @@ class Term:
             score is worse.
         prepare: ``(batch, **params) -> features``, the part that needs the data only. It runs before the service's
             result is available, and once per datum if declared with `per_datum`.
-        reduction: reduction of the value to one number; see `objectives.reductions.reduce`.
+        reduction: reduction of the value to one number; see `objectives.reductions.reduce`. Scores per datum are
+            reduced by their estimator instead.
         unit: gradient at one token: ``"token"`` if it shrinks with the number of tokens of a batch, as for means over
             tokens, ``"sequence"`` if it shrinks with the number of datums, as for functions of a datum's summed
             logprobs; see `objectives.scale`. The unit of a scored term is that of its estimator.
@@ -328,7 +329,12 @@ class Regularizer:
 
     @property
     def adds_up(self) -> bool:
-        """True if the value of a batch is the sum of the values of its parts."""
+        """True if the value of a batch is the sum of the values of its parts.
+
+        The estimators of scores per datum return means, whatever the reduction.
+        """
+        if self.term.kind == "scored" and not (self.estimator in ESTIMATORS and ESTIMATORS[self.estimator].per_token):
+            return False
         return self.term.reduction == "sum" or getattr(self.term.evaluate, "adds_up", False)
 
     def weight_at(self, step: int, num_steps: int) -> float:

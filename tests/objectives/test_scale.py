@@ -7,9 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from objectives import Batch, Objective, Outputs, evaluate_base, evaluate_term, linearize, prepare_features
+from objectives import (
+    Batch,
+    Objective,
+    Outputs,
+    evaluate_base,
+    evaluate_term,
+    linearize,
+    prepare_features,
+    regularizer,
+)
 from objectives.batch import pack
 from objectives.gradients.linearize import Linearized, WeightedTerm, join_metrics
+from objectives.scale import candidate_scale
 
 LENGTHS = (5, 9, 4, 12, 7, 3, 8, 6)
 FIXED = [{"name": "confidence"}, {"name": "length", "params": {"free": 2, "buffer": 8}}, {"name": "logic"}]
@@ -220,3 +230,18 @@ def test_norms_of_minibatches_with_opposite_gradients_are_those_of_the_update():
     assert metrics["term/confidence/value"] == pytest.approx(float((p * outputs.logprobs_DT).mean()), rel=1e-6)
     assert metrics["loss/base"] == pytest.approx(-float(outputs.logprobs_DT.mean()), rel=1e-6)
     assert metrics["loss/base_sum"] == pytest.approx(-float(outputs.logprobs_DT.sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["auto", "minimum_risk", "minimum_risk_mean"])
+def test_scores_per_datum_are_means_with_any_reduction(estimator):
+    @regularizer("test_summed_scores", "scored", reduction="sum")
+    def summed_scores(outputs, batch):
+        return [float(d) for d in range(batch.num_datums)]
+
+    objective = Objective(
+        regularizers=[{"name": "length", "estimator": estimator}, {"fn": summed_scores, "estimator": estimator}]
+    )
+    length, summed = objective.regularizers
+    batch, _ = make_rows(1)
+    for scale in (objective.scale(batch), candidate_scale(objective.scale(batch))):
+        assert scale.of(summed, batch) == scale.of(length, batch) > 0
