@@ -39,6 +39,10 @@ def consistency(
     Source: consistency under rephrasing, Elazar et al. 2021, "Measuring and Improving Consistency in Pretrained
     Language Models" (arXiv:2102.01017).
 
+    Args:
+        measure: distance between the two predictions.
+        label: name of the label that the datums of a pair share.
+
     Metrics:
         gap: nats: absolute difference between the mean logprobs of the two datums, mean over the pairs.
 

@@ -53,7 +53,12 @@ def worst_group(
     Source: Sagawa et al. 2020, "Distributionally Robust Neural Networks for Group Shifts" (arXiv:1911.08731),
     equation 4.
 
-    Args, metrics: see `equalized_loss`.
+    Args:
+        label: name of the label that contains the group's number.
+        names: names of the groups 0, 1, ... for the metrics; the numbers by default.
+
+    Metrics:
+        loss_<group>: mean loss of each group in the batch.
 
     >>> labels_D = {"group": torch.tensor([0, 1])}
     >>> batch = Batch(torch.tensor([5, 5]), torch.ones(2), torch.tensor([0, 1, 2]), labels_D=labels_D)
@@ -76,7 +81,9 @@ def demographic_parity(
     Source: statistical parity, Dwork et al. 2012, "Fairness Through Awareness" (arXiv:1104.3913), on probabilities
     to be differentiable.
 
-    Args: see `equalized_loss`.
+    Args:
+        label: name of the label that contains the group's number.
+        names: names of the groups 0, 1, ... for the metrics; the numbers by default.
 
     Metrics:
         rate_<group>: acceptance rate of each group in the batch.

@@ -28,6 +28,7 @@ def margin(
 
     Args:
         margin: nats per token.
+        label: name of the label that the datums of a pair share.
 
     Metrics:
         gap: mean of ``m_first - m_second``, nats; kept: share of pairs that meet the margin.

@@ -101,8 +101,12 @@ def knowledge(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]
     (arXiv:1806.07687), section 3.
 
     Args:
-        source, query, per_second, timeout_s: the knowledge base; see `objectives.terms.text.lookups.KnowledgeBase`.
+        source: path of an SQLite file, or a URL with the names of the pattern's groups in braces
+            (`objectives.terms.text.lookups.KnowledgeBase`).
         pattern: a regular expression with named groups.
+        query: for SQLite, a SELECT whose first column has the values; its parameters are the pattern's groups.
+        per_second: maximum number of requests per second to the host of a URL.
+        timeout_s: time limit in seconds of one request, or of the wait for a locked database.
 
     Metrics, counted over the batch:
         contradicted, confirmed, unknown.

@@ -29,6 +29,9 @@ def divergence_topk(
     Sources: Kullback & Leibler 1951, "On Information and Sufficiency"; Lin 1991, "Divergence Measures Based on the
     Shannon Entropy".
 
+    Args:
+        kind: KL(policy || reference), KL(reference || policy), the mean of both, or the Jensen-Shannon divergence.
+
     Metrics:
         rest: mean probability of all other tokens under the policy.
 
@@ -83,6 +86,9 @@ def label_divergence_topk(
 
     Sources: Kullback & Leibler 1951, "On Information and Sufficiency"; Lin 1991, "Divergence Measures Based on the
     Shannon Entropy".
+
+    Args:
+        kind: KL(targets || policy), with the gradient of the cross-entropy, or the Jensen-Shannon divergence.
 
     Metrics:
         rest: mean probability of the tokens without a target, under the policy.

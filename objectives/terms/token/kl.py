@@ -43,6 +43,10 @@ def kl(
     2025, "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv:2506.09477) for the gradient of the
     divergence between completions.
 
+    Args:
+        estimator: estimator of the divergence; k3 has less variance than k1, and k2 is for fixed data only.
+        direction: KL(policy || reference), KL(reference || policy), or the mean of both.
+
     Metrics:
         k1: mean of d, for every estimator; furthest: maximum ``|d|`` of a trained token; on samples also
         prefix_ratio_max: maximum weight of a trained token.
@@ -98,6 +102,10 @@ def kl_unweighted(
 
     Source: Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); symmetric is half of
     Jeffreys' divergence.
+
+    Args:
+        estimator: estimator of the divergence; the three differ in variance and gradient.
+        direction: KL(policy || reference), KL(reference || policy), or the mean of both.
 
     Metrics:
         k1: mean of d, for every estimator; furthest: maximum ``|d|`` of a trained token.

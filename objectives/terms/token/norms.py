@@ -22,6 +22,9 @@ def l1(outputs: Outputs, batch: Batch, *, of: Space = "logprobs") -> Tensor:
 
     Source: Tibshirani 1996, "Regression Shrinkage and Selection via the Lasso", on outputs instead of weights.
 
+    Args:
+        of: x, the logprob or the probability of the target.
+
     >>> import torch
     >>> batch = Batch(torch.tensor([5, 6]), torch.ones(2), torch.tensor([0, 2]))
     >>> l1(Outputs(torch.tensor([-1.0, -3.0])), batch)
@@ -39,6 +42,9 @@ def l2(outputs: Outputs, batch: Batch, *, of: Space = "logprobs") -> Tensor:
 
     Source: Hoerl & Kennard 1970, "Ridge Regression", on outputs instead of weights.
 
+    Args:
+        of: x, the logprob or the probability of the target.
+
     >>> import torch
     >>> batch = Batch(torch.tensor([5, 6]), torch.ones(2), torch.tensor([0, 2]))
     >>> l2(Outputs(torch.tensor([-1.0, -3.0])), batch)
@@ -55,6 +61,10 @@ def elastic_net(
 
     Source: Zou & Hastie 2005, "Regularization and Variable Selection via the Elastic Net", in the form of
     scikit-learn's `ElasticNet`.
+
+    Args:
+        of: x, the logprob or the probability of the target.
+        l1_ratio: share of the L1 norm; the rest is the squared L2 norm.
 
     >>> import torch
     >>> batch = Batch(torch.tensor([5, 6]), torch.ones(2), torch.tensor([0, 2]))

@@ -12,6 +12,7 @@ from ragged_batches import SOLUTIONS, make_batch, several, with_policies
 from test_evaluate import bind, evaluate, finite_differences
 
 from objectives import Batch, Evaluation, Objective, ObjectiveError, Outputs, evaluate_base, linearize
+from objectives.describe import parameters_of
 from objectives.term_lookup import registered_terms
 
 TERMS = {name: term for name, term in registered_terms().items() if term.evaluate.__module__.startswith("objectives.")}
@@ -139,3 +140,8 @@ def test_missing_labels_raise_with_the_fix(name):
     batch, outputs = with_policies(*make_batch([2, 2]))
     with pytest.raises(ObjectiveError, match=r"the data has no label .*; write one integer under .label:"):
         evaluate(bind(name), outputs, batch)
+
+
+@pytest.mark.parametrize("name", sorted(TERMS))
+def test_every_parameter_has_a_description(name: str) -> None:
+    assert [parameter.name for parameter in parameters_of(TERMS[name]) if not parameter.description] == []
