@@ -21,6 +21,9 @@ __getattr__ = partial(renamed_attribute, __name__)  # names of release 0.1
 def sum_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
     """Sum of each datum's trained tokens: ``(N,) -> (D,)``.
 
+    Raises:
+        ObjectiveError: the values have another shape.
+
     >>> batch = Batch(torch.zeros(3).long(), torch.tensor([0.0, 1, 1]), torch.tensor([0, 2, 3]))
     >>> sum_by_datum(torch.tensor([5.0, 6.0, 7.0]), batch)
     tensor([6., 7.])
@@ -38,6 +41,9 @@ def sum_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
 
 def prefix_sum_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
     """Sum of each datum's trained tokens up to and including each token: ``(N,) -> (N,)``.
+
+    Raises:
+        ObjectiveError: the batch has K targets per position.
 
     >>> batch = Batch(torch.zeros(4).long(), torch.tensor([0.0, 1, 1, 1]), torch.tensor([0, 3, 4]))
     >>> prefix_sum_by_datum(torch.tensor([5.0, 6.0, 7.0, 8.0]), batch)

@@ -119,6 +119,10 @@ def regularizer(  # noqa: PLR0913 - a declaration, every option by keyword
 ) -> Callable[[Callable[..., object]], Term]:
     """Decorate a function as a `Term` and register it by name; the arguments are attributes of `Term`.
 
+    Raises:
+        ObjectiveError: an argument is unknown, another function has registered the name, or two functions of the term
+            declare a parameter differently.
+
     >>> @regularizer("doctest_surprise")
     ... def surprise(outputs, batch, *, power: int = 2):
     ...     return outputs.logprobs_DT.abs() ** power

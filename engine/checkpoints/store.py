@@ -99,7 +99,10 @@ class CheckpointStore:
             ) from error
         if checkpoint.expires_at is not None and checkpoint.expired:
             self._remove(checkpoint)
-            raise NotFoundError(f"The checkpoint {name.path} expired on {checkpoint.expires_at:%Y-%m-%d %H:%M} UTC.")
+            raise NotFoundError(
+                f"The checkpoint {name.path} expired on {checkpoint.expires_at:%Y-%m-%d %H:%M} UTC: use another "
+                "checkpoint, or save the weights again with a longer ttl_seconds."
+            )
         return checkpoint
 
     def read(self, checkpoint: Checkpoint, file: str) -> dict[str, Tensor]:
@@ -161,6 +164,7 @@ class CheckpointStore:
 
         Raises:
             NotFoundError: the checkpoint does not exist.
+            EngineError: the checkpoint's description is damaged.
         """
         self._remove(self.find(name))
 

@@ -81,7 +81,8 @@ class Limits:
             self._num_elements += _check_shape(tensor.shape)
         if self._num_elements > MAX_TOTAL:
             raise TooLargeError(
-                f"with it, the values of the datums that are computed together have more than {MAX_TOTAL} elements"
+                f"with it, the values of the datums that are computed together have more than {MAX_TOTAL} elements: "
+                "use fewer operations, or smaller tensors"
             )
 
 
@@ -136,7 +137,9 @@ def _check_shape(shape: Sequence[int]) -> int:
     """Return the number of elements as a Python integer, which cannot overflow; raise a TooLargeError if too large."""
     num_elements = math.prod(shape)
     if num_elements > MAX_ELEMENTS:
-        raise TooLargeError(f"a result would have {num_elements} elements, more than {MAX_ELEMENTS}")
+        raise TooLargeError(
+            f"a result would have {num_elements} elements, more than {MAX_ELEMENTS}: use smaller tensors"
+        )
     return num_elements
 
 

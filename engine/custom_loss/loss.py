@@ -41,7 +41,7 @@ class CustomLoss:
             if value.dim() != rank:
                 raise RequestError(
                     f"Datum {index} has {name} of rank {value.dim()}, but the custom loss {self.graph.name!r} declares "
-                    f"rank {rank}."
+                    f"rank {rank}: send this rank, or create the loss with other input ranks."
                 )
         return Datum(datum.tokens_T, datum.targets, inputs)
 
@@ -87,7 +87,8 @@ class CustomLoss:
     def _metric(self, key: str, value: object) -> float:
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
             raise RequestError(
-                f"The custom loss {self.graph.name!r} returned {_describe(value)} as {key}, but a scalar is expected."
+                f"The custom loss {self.graph.name!r} returned {_describe(value)} as {key}, but a scalar is expected: "
+                "reduce it, for example with mean()."
             )
         return float(value.detach() if isinstance(value, Tensor) else value)
 

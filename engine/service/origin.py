@@ -50,7 +50,10 @@ class Origin:
         return trainer
 
     def load_into(self, trainer: Trainer, store: CheckpointStore) -> None:
-        """Load the checkpoint's weights into ``trainer``, and the moments if they belong to the state."""
+        """Load the checkpoint's weights into ``trainer``, and the moments if they belong to the state.
+
+        Raises: see `make_trainer`.
+        """
         if self.path is None:
             return
         checkpoint = store.find(parse_path(self.path))

@@ -183,7 +183,12 @@ class TrainingModel:
         return WireResponse.json({"path": checkpoint.name.path, "size_bytes": checkpoint.num_bytes})
 
     async def snapshot(self) -> tuple[str, Adapter]:
-        """Return the base model's name and a copy of the current adapter."""
+        """Return the base model's name and a copy of the current adapter.
+
+        Raises:
+            RequestError: the model was not created.
+            LostStateError: the weights were lost when the engine restarted.
+        """
         return self.origin.base_model, await self._run(lambda trainer: trainer.snapshot())
 
     async def _start(self, origin: Origin, user_metadata: dict[str, str]) -> None:

@@ -95,7 +95,7 @@ def decode_data(messages: Sequence[pb.Datum], inputs: Sequence[str]) -> list[Dat
 
 
 def decode_datum(message: pb.Datum, index: int, inputs: Sequence[str]) -> Datum:
-    """Decode one datum; `decode_data` checks the sizes of its sparse tensors first."""
+    """Decode one datum; `decode_data` checks the sizes of its sparse tensors first, and lists the errors."""
     name = f"Datum {index}"
     sent = message.loss_fn_inputs
     if "target_tokens" not in sent:

@@ -51,7 +51,10 @@ def decode_tensor(message: pb.Tensor, name: str) -> NDArray[np.generic]:
     if not shape:
         return values
     if values.size != math.prod(shape):
-        raise RequestError(f"{name} has {values.size} values, but its shape {shape} has {math.prod(shape)} elements.")
+        raise RequestError(
+            f"{name} has {values.size} values, but its shape {shape} has {math.prod(shape)} elements: send one value "
+            "per element."
+        )
     return values.reshape(shape)
 
 

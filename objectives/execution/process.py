@@ -160,7 +160,9 @@ def sent_fields(regularizer: Regularizer) -> SentFields:
 
 def unsendable(error: Exception) -> ExecutionError:
     """Return the error for an argument that cannot be pickled (`UNSENDABLE`)."""
-    return ExecutionError(f"its parameters or features cannot be pickled for its process ({error})")
+    return ExecutionError(
+        f"its parameters or features cannot be pickled for its process ({error}); use plain data, or another execution"
+    )
 
 
 def importable(term: Term) -> tuple[str, str]:

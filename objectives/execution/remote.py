@@ -45,4 +45,4 @@ def run_call(call: bytes) -> bytes:
     try:
         return encode(result)
     except Exception as error:  # pickling a user's object can raise anything
-        raise ExecutionError(f"its result cannot be pickled ({error})") from error
+        raise ExecutionError(f"its result cannot be pickled ({error}); return plain data") from error

@@ -50,7 +50,7 @@ def respond(
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001  # pickling a user's object can raise anything
-        reason = ObjectiveError(f"its result cannot be pickled ({error})")
+        reason = ObjectiveError(f"its result cannot be pickled ({error}); return plain data")
         return deliver((False, str(failure(regularizer, doing, reason))))
 
 

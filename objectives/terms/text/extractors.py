@@ -44,6 +44,9 @@ def extractor(name: str) -> Callable[[Extractor], Extractor]:
     Both terms accept functions that return a `Solution`. `logic` also accepts values by name, and `topology` a `Graph`
     or a point cloud; see the terms.
 
+    Raises:
+        ObjectiveError: another function has registered the name.
+
     >>> import re
     >>> @extractor("doctest_equations")
     ... def read_equations(text):
@@ -82,7 +85,12 @@ ExtractorName = Annotated[str | ImportedFunction, AfterValidator(_check_name)]
 
 
 def extract(batch: Batch, name: str | ImportedFunction) -> list[object]:
-    """Return what the named extractor reads from the text of each datum."""
+    """Return what the named extractor reads from the text of each datum.
+
+    Raises:
+        ValueError: no extractor has this name.
+        ObjectiveError: the batch has no texts, or the extractor's path cannot be imported.
+    """
     checked = _check_name(name)
     function = checked if isinstance(checked, ImportedFunction) else _EXTRACTORS[checked]
     return [function(text) for text in get_texts(batch)]
