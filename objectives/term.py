@@ -169,7 +169,8 @@ def check_params(term: Term, params: Mapping[str, object]) -> dict[str, object]:
 def estimator_functions(estimator: EstimatorChoice | None) -> tuple[Callable[..., object], ...]:
     """Return the estimators whose parameters a term accepts.
 
-    ``"auto"`` stands for the estimators of scores per datum. `minimum_risk` declares the only parameter among them.
+    ``"auto"`` stands for all estimators of scores per datum. Their only parameter is ``alpha``, as `minimum_risk`
+    declares it.
     """
     if estimator is None:
         return ()

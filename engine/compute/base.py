@@ -109,7 +109,10 @@ class BaseModel:
         return self.decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
 
     def hidden_with_cache(self, tokens_RT: Tensor, positions_RT: Tensor, mask: Tensor, kv_cache: KVCache) -> Tensor:
-        """Compute the last hidden states ``(R, T, H)`` of the tokens selected in ``kv_cache``, and fill it."""
+        """Compute the last hidden states ``(R, T, H)`` of the tokens selected in ``kv_cache``.
+
+        The cache stores their keys and values.
+        """
         return self.decoder(
             input_ids=tokens_RT,
             attention_mask=mask,

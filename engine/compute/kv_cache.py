@@ -105,7 +105,7 @@ class KVCache(Cache):
 
         Args:
             prefixes_N: each prefix, as keys and values ``(blocks, heads, block size, width)`` of consecutive blocks;
-                read one by one, so that only one is in memory.
+                read one by one to save memory.
         """
         first = self.num_rows
         for row, prefix in enumerate(prefixes_N, first):

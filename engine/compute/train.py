@@ -56,7 +56,7 @@ def iterate_loss(
 
     Args:
         data_D: results of `Loss.prepare`.
-        max_tokens: maximum size of a micro-batch in tokens, including padding.
+        max_tokens: maximum size of a micro-batch in tokens, including padding; a longer sequence has its own.
 
     Raises:
         RequestError: a loss or a gradient is not finite.

@@ -26,7 +26,8 @@ class Trainer:
     client that sends both requests without waiting would unknowingly take a step on part of a batch.
 
     Attributes:
-        micro_batch_tokens: maximum size of one forward pass in tokens, including padding.
+        micro_batch_tokens: maximum size of one forward pass in tokens, including padding; a longer sequence has a pass
+            of its own.
         gradient_error: reason why the accumulated gradient is incomplete; None if it is complete.
     """
 

@@ -134,7 +134,7 @@ def _flops_per_element(operation: Operation, args: tuple[Any, ...], kwargs: Mapp
 
 
 def _check_shape(shape: Sequence[int]) -> int:
-    """Return the number of elements as a Python integer, which cannot overflow; raise a TooLargeError if too large."""
+    """Return the number of elements as an integer that cannot overflow; raise a TooLargeError if it is too large."""
     num_elements = math.prod(shape)
     if num_elements > MAX_ELEMENTS:
         raise TooLargeError(

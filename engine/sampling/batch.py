@@ -55,7 +55,8 @@ class Batch:
         """Create an empty batch.
 
         Args:
-            cache_bytes: memory for keys and values. The prefix cache uses the part that the rows do not need.
+            cache_bytes: memory for keys and values, which a single row may exceed. The prefix cache uses the part that
+                the rows do not need.
             prefill_tokens: maximum size of a prefill in tokens, including padding; a single prompt may exceed it.
             deterministic: make a row's logits bitwise independent of the other rows.
         """
@@ -82,7 +83,7 @@ class Batch:
         return len(rows) == 1 or len(rows) * (longest + GROWTH) <= self._max_tokens
 
     def make_room(self) -> list[Row]:
-        """Remove rows from the end until the next step fits; return them, to be added again later."""
+        """Remove rows from the end until the next step fits, or one is left; return them, to be added again later."""
         evicted = []
         while len(self.rows) > 1:
             # Buffers grow in units of `GROWTH` tokens.

@@ -15,7 +15,7 @@ _CPU_CACHE_BYTES = 2 * 2**30
 
 
 def max_pass_tokens(settings: Settings, base: BaseModel) -> int:
-    """Return the maximum size of a forward pass in tokens, including padding.
+    """Return the maximum size of a forward pass in tokens, including padding; a single sequence may exceed it.
 
     On a CPU, small models get larger passes, because calling them takes longer than computing them; other models gain
     nothing from larger passes. On a GPU, the activations of a pass with gradients take an estimated quarter of the

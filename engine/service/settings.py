@@ -20,9 +20,9 @@ class Settings:
         cache: folder that stores the weights of the built-in models.
         threads: number of torch threads; None leaves the choice to torch.
         api_key: key that clients must send; None accepts all clients and is allowed only for loopback addresses.
-        micro_batch_tokens: maximum size of a forward pass in tokens, including padding; bounds memory. For None, here
-            and for `memory_limit_bytes` and `sampling_cache_bytes`, `engine.service.capacity` chooses a value that
-            depends on the model and the device.
+        micro_batch_tokens: maximum size of a forward pass in tokens, including padding; bounds memory. A longer
+            sequence has a pass of its own. For None, here and for `memory_limit_bytes` and `sampling_cache_bytes`,
+            `engine.service.capacity` chooses a value that depends on the model and the device.
         max_body_bytes: maximum size of a request body after decompression.
         max_sessions: maximum number of open sessions.
         max_models: maximum number of models in training.
@@ -35,8 +35,8 @@ class Settings:
         log_requests: log one line of JSON per request.
         max_waiting_samples: number of unfinished samples per base model at which further requests are rejected, for
             clients to retry later. The last accepted request may exceed it.
-        sampling_cache_bytes: maximum size of keys and values per base model. The prefix cache uses the part that the
-            samples being generated do not need.
+        sampling_cache_bytes: maximum size of keys and values per base model; a single long sample may exceed it. The
+            prefix cache uses the part that the samples being generated do not need.
         deterministic: make samples bitwise independent of concurrent requests, in float32 on a CPU.
         retrieve_futures: let a client wait for all its samples with one request.
     """

@@ -103,7 +103,7 @@ class Watch:
         return averages
 
     def end(self, num_steps: int) -> None:
-        """Warn of terms that were idle in every step of a run with fewer steps than the patience, but not a trial."""
+        """Warn of terms that were idle in every step of a short run, of at least `_MIN_STEPS` steps."""
         if not _MIN_STEPS <= num_steps < self._spec.patience:
             return
         for key, duration in self._durations.items():

@@ -386,7 +386,7 @@ def pack_data(data: Sequence[Datum], tokenizer: Tokenizer) -> Batch:
 
 
 def _weights(datum: Datum, targets: Tensor) -> Tensor:
-    """Return the weights of a datum's targets: ``weights``, else ``mask``, else 1 at non-zero advantages, else 1."""
+    """Return the weights of a datum's targets: ``weights``, else ``mask``, else non-zero ``advantages``, else ones."""
     for key in ("weights", "mask", "advantages"):
         if key in datum.loss_fn_inputs:
             weights = datum.loss_fn_inputs[key].to_torch().float()
