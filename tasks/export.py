@@ -32,7 +32,7 @@ _MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 @step_task(name="download")
 def download_adapter(service: TinkerService, path: str, folder: Path) -> None:
-    """Download the adapter of a checkpoint into a new folder, in the service's format.
+    """Download the adapter of a checkpoint, in the service's format, into the new folder `folder`.
 
     Raises:
         ServiceError: the service does not have the checkpoint or could not send it.
@@ -66,7 +66,7 @@ def build_adapter(base_model: str, downloaded: Path, output: Path) -> None:
 
 @step_task(name="merge")
 def build_merged(base_model: str, downloaded: Path, output: Path) -> None:
-    """Merge the adapter into the base model's weights, keep their data types, and write the model for transformers.
+    """Merge the adapter into the base model, keep the data types of its weights, and write a model for transformers.
 
     Raises:
         ConfigError: the base model does not exist or does not match the adapter.

@@ -1,4 +1,4 @@
-"""Results of tasks as Prefect assets, with the assets that they derive from and metadata."""
+"""Prefect assets: results of tasks, with their metadata and the assets that they derive from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOT_IN_KEYS = re.compile(r"""[\s\0#?&%"'<>\[\]{}|\\^`~]""")
 def asset_key(location: str) -> str:
     """Return the asset key of a path or URI.
 
-    Characters that Prefect rejects become their code points between tildes, and the end of a long key a digest.
+    A character that Prefect rejects becomes its code point between tildes. In a long key, a digest replaces the end.
 
     >>> asset_key("/data/my rows.jsonl"), asset_key("s3://bucket/runs/a")
     ('file:///data/my~20~rows.jsonl', 's3://bucket/runs/a')
@@ -47,7 +47,7 @@ def materialize(
     """Return a task that also reports its result as a Prefect asset.
 
     Args:
-        task: the task, without hooks or caching.
+        task: task without hooks and caching, which the returned task would not have.
         key: key of the asset, see `asset_key`.
         upstream: assets that the result derives from.
         describe: function that returns the metadata of a result.

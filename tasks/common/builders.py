@@ -52,9 +52,8 @@ def build(
 
     Args:
         field: config field of the builder, for error messages.
-        call: function that gets the datasets from the builder.
-        resources: open resources of the run by parameter name: its `session` on the service, its `directory` and its
-            `base_model`.
+        call: function that returns the datasets of a constructed builder.
+        resources: open resources of the run by parameter name, such as `session`, `directory` and `base_model`.
 
     Raises:
         ConfigError: the builder does not exist, rejects its parameters or cannot read its data.
@@ -86,7 +85,9 @@ def build(
 
 
 def takes(field: str, builder: str, params: Mapping[str, Any], name: str) -> bool:
-    """Return whether a builder or one of its nested builders has a parameter that `params` leave out.
+    """Return whether a builder or one of its nested builders has a parameter called `name`, set by `params` or not.
+
+    False if `params` do not fit the builder.
 
     Raises:
         ConfigError: the builder does not exist.
@@ -131,10 +132,10 @@ def import_object(path: str, field: str) -> Any:
 
 
 def import_function(path: str, field: str) -> Any:
-    """Import a function that is called with texts of the data or of the model.
+    """Import a function that is called with texts from the data or from the model.
 
     Raises:
-        ConfigError: as for `import_object`, or a deployment's config names a function of another purpose.
+        ConfigError: as for `import_object`, or a deployment's config may not name this function (`check_function`).
     """
     function = import_object(path, field)
     try:
@@ -151,7 +152,7 @@ def import_builder(path: str, field: str, interface: type | tuple[type, ...]) ->
         interface: base classes of the field's objects or of their builders, which `check_builder` checks.
 
     Raises:
-        ConfigError: see `import_object`.
+        ConfigError: as for `import_object`, or a deployment's config may not name this builder (`check_builder`).
     """
     target = import_object(path, field)
     try:
@@ -162,14 +163,14 @@ def import_builder(path: str, field: str, interface: type | tuple[type, ...]) ->
 
 
 def _refusal(error: BaseException | None) -> NotAllowedError | None:
-    """Return the refusal of an import that led to an error; None if there is none."""
+    """Return the first `NotAllowedError` among an error and its causes; None if there is none."""
     while error is not None and not isinstance(error, NotAllowedError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def _marked_file(params: Mapping[str, Any]) -> Path | None:
-    """Return the first file in the parameters of a builder that starts with a byte order mark."""
+    """Return the first file in the parameters that starts with a byte order mark; None if there is none."""
     for value in _flatten(params).values():
         path = path_of(value.value) if isinstance(value, Castable) else None
         if path and path.is_file():
@@ -180,7 +181,7 @@ def _marked_file(params: Mapping[str, Any]) -> Path | None:
 
 
 def _missing_extra(error: BaseException | None) -> str:
-    """Return the extra of this project that installs the package whose import failed; empty if there is none."""
+    """Return the extra of tinker-flows that installs the package whose import failed; empty if there is none."""
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and (extra := _EXTRAS.get((error.name or "").partition(".")[0])):
             return extra
@@ -194,7 +195,7 @@ def one_line(error: Exception) -> str:
 
 
 def default_params(tokenizer: Tokenizer, resources: Mapping[str, Any]) -> dict[str, Any]:
-    """Default values by parameter name of tinker-cookbook's builders; chz expands `...` to any depth."""
+    """Return the run's values for parameters of tinker-cookbook's builders; in chz, `...` matches at any depth."""
     name = tokenizer.name_or_path
     renderer = find_renderer(name, tokenizer)
     defaults: dict[str, Any] = {"...model_name_for_tokenizer": name, "model_name": name, "policy_model_name": name}
@@ -214,7 +215,7 @@ def _with_defaults(blueprint: chz.Blueprint[Any], defaults: Mapping[str, Any]) -
 
 
 def _expand_lists(target: Any, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten the lists that the target does not take as values, such as lists of the parameters of builders."""
+    """Flatten the lists that the target does not take as values, such as a list with the parameters of each builder."""
     params = {name: value for name, value in flat.items() if not isinstance(value, list)}
     lists = {name: value for name, value in flat.items() if isinstance(value, list)}
     while lists:
@@ -230,7 +231,7 @@ def _expand_lists(target: Any, flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _accepts(target: Any, params: Mapping[str, Any]) -> bool:
-    """Return whether the types of the parameters are right; parameters may be missing."""
+    """Return whether the given parameters have the right types; other parameters may be missing."""
     try:
         chz.Blueprint(target).apply(params).get_help()  # chz checks the types before it writes the help
     except TypeError:

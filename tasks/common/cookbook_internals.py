@@ -51,7 +51,7 @@ def _tokenizer_without_code(folder: str) -> Tokenizer:
 
 
 def find_benchmark(name: str) -> BenchmarkBuilder | None:
-    """Import a benchmark by its name; return None if there is none of this name."""
+    """Import a benchmark by name; return None if tinker-cookbook does not have it."""
     _ensure_registered(name)
     return REGISTRY.get(name)
 
@@ -63,9 +63,10 @@ def was_truncated(metrics: dict[str, float | int]) -> bool:
 
 @contextmanager
 def local_datasets(builder: BenchmarkBuilder, directory: Path) -> Iterator[None]:
-    """Let a benchmark load its dataset from a local directory in this block, which other threads wait for.
+    """Let a benchmark load its dataset from a local directory inside this block. One thread at a time is in a block.
 
-    A benchmark calls a function of its module with the name of a dataset of the hub. There is no parameter for it.
+    A benchmark calls `load_benchmark_dataset` with a name on the hub and has no parameter for a directory, so the block
+    replaces the function in the module of the benchmark.
     """
     module = sys.modules[type(builder).__module__]
     load = getattr(module, _LOADER)

@@ -1,4 +1,4 @@
-"""Digests of what a run depends on: files, tokenizers, batches, and code of the user."""
+"""Digests of the content that a run depends on: files, tokenizers, batches and the user's code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _OWN_PACKAGES = frozenset({"blocks", "deployments", "engine", "flows", "objectiv
 def changed_contents(
     before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
 ) -> dict[str, list[str]]:
-    """Return the names whose digests differ, by kind; names on one side only come from a change of config."""
+    """Return the names whose digests differ, by kind.
+
+    A name on one side only is ignored, because it comes from a changed config.
+    """
     changed: dict[str, list[str]] = {}
     for kind, digests in now.items():
         names = [name for name, digest in digests.items() if before.get(kind, {}).get(name, digest) != digest]
@@ -47,7 +50,7 @@ def digest_text(text: str) -> str:
 
 
 def digest_file(path: Path) -> str:
-    """Digest the content of a file, not its size and time, which may stay the same when the content changes."""
+    """Digest the content of a file. Its size and time would not do, because they may survive a change of content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:_LENGTH]
 
@@ -59,7 +62,7 @@ def digest_folder(path: Path) -> str:
 
 
 def digest_tokenizer(tokenizer: Tokenizer) -> str:
-    """Digest the vocabulary, the rules and the chat template of a tokenizer, but no setting that its use changes."""
+    """Digest the vocabulary, rules and chat template of a tokenizer; leave out settings that encoding changes."""
     rules: dict[str, Any] = {"vocabulary": sorted(tokenizer.get_vocab().items())}
     if backend := getattr(tokenizer, "backend_tokenizer", None):
         fields = json.loads(backend.to_str())
@@ -79,7 +82,8 @@ def digest_code(function: Callable[..., object]) -> str | None:
     """Digest the code of a function or class of the user: its module and the modules of the user that it imports.
 
     Returns:
-        Digest; name and version of the package if the code is installed; None for the code of this project.
+        Digest; name and version of the package if the code is installed; None for the code of tinker-flows and for code
+        without a source, such as a builtin function.
     """
     definition = definition_of(function)
     module = inspect.getmodule(definition)
@@ -89,7 +93,7 @@ def digest_code(function: Callable[..., object]) -> str | None:
             return digest_text(inspect.getsource(definition))
         except (OSError, TypeError):
             return None
-    # First, because this project may be installed as well.
+    # Before the check for installed code, because tinker-flows itself may be installed.
     if _is_own(module.__name__, file):
         return None
     if _is_installed(module.__name__, file):
@@ -116,7 +120,7 @@ def _imported_files(name: str, file: Path) -> dict[str, Path]:
 
 
 def _find_files(name: str) -> Iterator[tuple[str, Path]]:
-    """Yield names and files of the packages of a module and of the module, without importing any of them.
+    """Yield name and file of a module and of each package that contains it, without importing them.
 
     ``from a import b`` has the name ``a.b``, which may be a function; only the file of ``a`` then exists.
     """

@@ -64,7 +64,8 @@ class Workers:
 
     def _enqueue(self, run: Callable[[], None], result: Future[Any]) -> None:
         """Pass a call to the pool; cancel its result if the pool is closed, now or before the call starts."""
-        if self._is_closed:  # the pool may be calling this while it holds its lock
+        # Checked first: the closing pool may call this while it holds the lock that its `submit` takes.
+        if self._is_closed:
             result.cancel()
             return
         try:
@@ -73,7 +74,7 @@ class Workers:
             result.cancel()
 
     def start_coroutine(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop; cancelling the future cancels it, as does the end of the run.
+        """Start a coroutine on the loop. Cancelling the future or closing the run cancels the coroutine.
 
         Raises:
             concurrent.futures.CancelledError: the run is closed.
@@ -92,7 +93,7 @@ class Workers:
         """Run a coroutine on the loop and wait for its result.
 
         Raises:
-            concurrent.futures.CancelledError: the run is closed, or was while the coroutine ran.
+            concurrent.futures.CancelledError: the run is closed, before the call or while the coroutine runs.
         """
         return self.start_coroutine(coroutine).result()
 
@@ -118,7 +119,7 @@ _WORKERS: ContextVar[Workers] = ContextVar("workers")
 
 @contextmanager
 def open_workers() -> Iterator[Workers]:
-    """Open the workers of a run; `current_workers` returns them in this block and in whatever it starts."""
+    """Open the workers of a run; `current_workers` returns them in this block and in copies of its context."""
     workers = Workers()
     token = _WORKERS.set(workers)
     try:

@@ -11,9 +11,10 @@ _FENCE = re.compile(r"```([^\s`]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def same_number(answer: str, expected: str) -> bool:
-    """Return True if both have the same final number.
+    """Return True if both texts have the same final number.
 
-    The final number is in a box, after `####`, after `answer is` or `answer:`, in bold, or else the last one.
+    The final number is in a box, after `####`, after `answer is` or `answer:`, or in bold; otherwise, it is the last
+    number of the text.
 
     >>> same_number("He pays 3 * 4 = 12 dollars.", "3 * 4 = <<3*4=12>>12\\n#### 12")
     True

@@ -1,4 +1,4 @@
-"""Reader of JSONL files (rows of data, records of a run), and templates that are filled from rows."""
+"""Readers of JSONL files (rows of data, records of a run), and templates that are filled from rows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from blocks.storage import RunDirectory
 
 T = TypeVar("T")
 
+QUESTION = "{question}"
+
+_FIELD = re.compile(r"\{(\w+)\}")
+# Escape of half a surrogate pair in JSON.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
 logger = logging.getLogger(__name__)
 
 
 def read_rows(path: str, required: tuple[str, ...], limit: int | None = None) -> list[dict[str, str]]:
-    """Read the rows of a JSONL data file, or its first `limit` rows, with their values as text, without null.
+    """Read the rows of a JSONL data file, or its first `limit` rows: the text of each field that is not null.
 
     Raises:
         ConfigError: the file cannot be read, has no rows, or a row lacks a required field.
@@ -37,7 +43,7 @@ def parse_rows(path: str, parse: Callable[[Any], T], content: str, limit: int | 
     """Parse the rows of a JSONL data file, or its first `limit` rows.
 
     Args:
-        parse: function of the JSON value of a row; its errors are errors of the row.
+        parse: function of the JSON value of a row; raises an error if the row is invalid.
         content: description of the fields of a row for the error message.
 
     Raises:
@@ -97,7 +103,7 @@ def _parse_lines(lines: Sequence[str], parse: Callable[[str], T]) -> Iterator[tu
 
 
 def _refuse_constant(name: str) -> None:
-    """Refuse NaN and infinity, which Python reads although they are no JSON; a text would become the word `nan`."""
+    """Refuse NaN and infinity, which are no JSON; Python would read them, and the text of a field would be `nan`."""
     raise ValueError(f"{name} is not a value of JSON")
 
 
@@ -110,19 +116,12 @@ def _finite(digits: str) -> float:
 
 
 def _check_unicode(text: str, row: object) -> None:
-    """Refuse the escape of a surrogate without its pair, which no tokenizer or database accepts."""
+    """Refuse half a surrogate pair, which no tokenizer or database accepts."""
     if _SURROGATE.search(text):
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"{error.object[error.start]!a} is not valid Unicode") from error
-
-
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-QUESTION = "{question}"
-
-
-_FIELD = re.compile(r"\{(\w+)\}")
 
 
 def fill(template: str, row: Mapping[str, str]) -> str:

@@ -45,7 +45,7 @@ def settings_serialized_once() -> Iterator[None]:
 
 
 def send_events(limit_s: float) -> int:
-    """Send Prefect's queued events and log lines; cancel what is left after `limit_s` and return how many.
+    """Send Prefect's queued events and log lines; after `limit_s`, drop the rest and return their number.
 
     At exit, Prefect would wait without a limit, even for a server that accepts a request and never answers.
     """

@@ -18,7 +18,7 @@ def supports_last_n(sampler: tinker.SamplingClient) -> bool:
         try:
             sampler.compute_logprobs(types.ModelInput.from_ints([1, 2, 3]), 1).result()
         except (RuntimeError, tinker.BadRequestError, tinker.UnprocessableEntityError):
-            # The SDK raises RuntimeError if the service scores the whole sequence; others may reject the option.
+            # The SDK raises RuntimeError if a service scores the whole sequence; other services may reject the option.
             return False
     return True
 
@@ -36,7 +36,7 @@ async def score_last_tokens(
 
 
 def last_n(tokens: types.ModelInput, first: int) -> int | None:
-    """Return the number of tokens from `first` on; None if these are all tokens that can have a logprob.
+    """Return the number of tokens from `first` on; None if every token that can have a logprob is among them.
 
     >>> last_n(types.ModelInput.from_ints([5, 6, 7, 8]), 2), last_n(types.ModelInput.from_ints([5, 6]), 1)
     (2, None)

@@ -57,7 +57,7 @@ def opaque_argument(value: T) -> T:
 
 @contextmanager
 def inline_tasks() -> Iterator[None]:
-    """Run the tasks of `call` and `submit` in this block without their own task runs; an enclosing one covers them."""
+    """Run the tasks of `call` and `submit` without task runs in this block, which is part of an enclosing task run."""
     token = _INLINE.set(True)
     try:
         yield
@@ -66,9 +66,9 @@ def inline_tasks() -> Iterator[None]:
 
 
 def call(task: Task[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a task; an inline task with retries that fails is called again with a task run, which retries it.
+    """Call a task. If an inline task with retries fails, it is called again with a task run, which handles the retries.
 
-    A task that materializes an asset always has a task run, which reports the asset.
+    A task that materializes an asset always has a task run, because the task run reports the asset.
     """
     if not _INLINE.get() or isinstance(task, MaterializingTask):
         return task(*args, **kwargs)

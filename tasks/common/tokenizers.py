@@ -25,16 +25,18 @@ _MUTEX = RLock()
 
 @cache
 def lock_tokenizers() -> None:
-    """Make all tokenizers of this process thread-safe, however they are opened and also those already open.
+    """Make all tokenizers of this process thread-safe, including those that are already open.
 
     In the run of a deployment, `guard_tokenizers` also keeps tinker-cookbook from running the code of a local folder.
 
-    transformers reconfigures a fast tokenizer to encode with or without special tokens. A tokenizer that another thread
-    is using cannot be reconfigured ("Already borrowed"), and one reconfigured in between returns other tokens. A slow
-    tokenizer keeps state in Python, also in code that comes with its model. Environments, judges and the SDK open
-    tokenizers of their own, so the methods of the classes are locked, those of later subclasses too.
+    transformers reconfigures a fast tokenizer to encode with or without special tokens. It cannot reconfigure a
+    tokenizer that another thread is using ("Already borrowed"), and a change between two calls of a thread changes the
+    tokens. A slow tokenizer keeps state in Python, also in code that comes with its model. Environments, judges and the
+    SDK open tokenizers of their own, so this function locks the methods of the tokenizer classes and of all subclasses
+    that are defined later.
 
-    All of them use `AutoTokenizer`, whose import takes seconds. It is imported here, while an engine loads its model.
+    Tokenizers are opened with `AutoTokenizer`, whose import takes seconds. The import is here because an engine loads
+    its model meanwhile.
     """
     guard_tokenizers()
     with no_collections():
@@ -46,7 +48,7 @@ def lock_tokenizers() -> None:
 
 
 def lock(tokenizer: Tokenizer) -> None:
-    """Lock all tokenizers, for code of release 0.1, which locked one by one."""
+    """Lock all tokenizers. For code written for release 0.1, which locked each tokenizer separately."""
     lock_tokenizers()
 
 

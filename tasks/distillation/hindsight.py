@@ -30,10 +30,10 @@ class Hindsight:
     """Settings of the teacher's context.
 
     Attributes:
-        success_reward: total reward from which on a rollout is a success.
-        solution: template of the part with a success, whose completion is the field `solution`.
+        success_reward: smallest total reward of a successful rollout.
+        solution: template of the part with a successful rollout; the field `solution` is its completion.
         feedback: template of the part with the environment's feedback, the field `feedback`.
-        closing: text after these parts.
+        closing: text after these two parts.
         renderer: chat format of the environments.
     """
 
@@ -44,7 +44,7 @@ class Hindsight:
     renderer: Renderer
 
     def contexts(self, group: Group) -> list[str]:
-        """Return the context of each rollout of a group; empty without a success of another one and feedback."""
+        """Return the context of each rollout of a group; empty if no other rollout succeeded and it has no feedback."""
         assert group.trajectories is not None
         rewards = group.trajectories.get_total_rewards()
         labels_G = group.text_labels_G or ({},) * len(rewards)
@@ -90,7 +90,7 @@ class Hindsight:
 
 
 def answer_start(renderer: Renderer) -> list[int]:
-    """Return the tokens between the end of a user's message and the answer, whatever the message."""
+    """Return the tokens between the end of a user's message and the answer, which are the same for all messages."""
     prompts = [renderer.build_generation_prompt([Message(role="user", content=text)]).to_ints() for text in _PROBES]
     return common_end(prompts)
 

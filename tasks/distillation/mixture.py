@@ -28,7 +28,7 @@ class Item(Generic[T]):
 
     Attributes:
         dataset: index of the dataset in the mixture.
-        position: position of the item in its dataset; the same in every epoch.
+        position: position of the item in the order of the epoch, which differs between epochs if the dataset shuffles.
         value: datum or group.
     """
 
@@ -38,7 +38,7 @@ class Item(Generic[T]):
 
 
 class Mixture(Generic[T]):
-    """Weighted mixture of datasets; a dataset's batch that exceeds its share of a step lasts for several steps."""
+    """Weighted mixture of datasets; a batch that is larger than its dataset's share of a step lasts several steps."""
 
     def __init__(
         self, datasets: Sequence[BatchedDataset[T]], weights: Sequence[float], batch_size: int, seed: int
@@ -53,7 +53,7 @@ class Mixture(Generic[T]):
         return max(1, min(stream.size // count for stream, count in zip(self._streams, self.counts, strict=True)))
 
     def at(self, step: int) -> list[Item[T]]:
-        """Items of a step, which depend only on the datasets, the seed and the step."""
+        """Items of a step; the result depends only on the datasets, the seed and the step."""
         epoch, index = divmod(step, len(self))
         # A dataset smaller than its share starts over within the step.
         return [
@@ -64,7 +64,7 @@ class Mixture(Generic[T]):
 
 
 class _Stream(Generic[T]):
-    """Items of a dataset by position; all batches count as long as the first."""
+    """Items of a dataset by position, computed as if every batch were as long as the first."""
 
     def __init__(self, dataset: BatchedDataset[T], seed: int) -> None:
         self._dataset, self._seed = dataset, seed

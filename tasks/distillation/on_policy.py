@@ -38,7 +38,7 @@ from tasks.training.teacher import Teacher, TeacherRequest, compute_top_k, repla
 
 logger = logging.getLogger(__name__)
 
-# Factor of soft targets that teach nothing. They are only scored, but a batch needs a token of non-zero weight.
+# Factor of the soft targets of a step that teaches nothing. Not 0, because a batch needs a token of non-zero weight.
 _NO_SIGNAL = 1e-20
 
 
@@ -79,7 +79,7 @@ class TaughtBatch(NamedTuple):
 
     Attributes:
         batch: student's samples to train on.
-        datums_D: teacher's datum of each; None for a datum that the teacher does not score.
+        datums_D: teacher's datum for each sample; None for a sample that the teacher does not score.
     """
 
     batch: Batch
@@ -87,7 +87,7 @@ class TaughtBatch(NamedTuple):
 
 
 class SyncedWeights(NamedTuple):
-    """Weights of the teacher: the student's before a step, and their path on the service."""
+    """Weights of the teacher: the student's weights before `step`, saved at `path` on the service."""
 
     step: int
     path: str
@@ -102,7 +102,8 @@ class OnPolicySource(RolloutSource):
     2026, arXiv:2601.19897).
 
     Attributes:
-        hindsight: context of the teacher from the outcomes of each group, as in SDPO; None for none.
+        hindsight: settings of the context that the teacher gets from the outcomes of each group, as in SDPO; None if
+            the teacher gets no context.
     """
 
     hindsight: Hindsight | None = None
@@ -206,12 +207,12 @@ class OnPolicySource(RolloutSource):
     def _with_hindsight(self, step: int, hindsight: Hindsight, batch: Batch, groups: Sequence[Group]) -> TaughtBatch:
         """Return the samples whose teacher has a context; all of them if they also train on rewards.
 
-        If no sample has a context, one is left, which the teacher does not score.
+        If no sample has a context, the result is one sample that the teacher does not score.
         """
         contexts = {number: hindsight.contexts(group) for number, group in enumerate(groups) if group.trajectories}
         places_D = zip(batch.labels_D[GROUP_INDEX].tolist(), batch.labels_D[MEMBER].tolist(), strict=True)
         contexts_D = [contexts[number][member] for number, member in places_D]
-        all_contexts = [context for of_group in contexts.values() for context in of_group]
+        all_contexts = [context for contexts_G in contexts.values() for context in contexts_G]
         self._hindsight_metrics[step] = {"hindsight/taught": fmean(map(bool, all_contexts))}
         if step == self._first_step and not any(all_contexts):
             self._warnings["hindsight"] = (
@@ -225,17 +226,17 @@ class OnPolicySource(RolloutSource):
             if not rows:
                 self._untaught.add(step)
                 rows = [0]
+        kept = take_datums(batch, rows)
         return TaughtBatch(
-            take_datums(batch, rows),
+            kept,
             [
                 hindsight.datum(datum, contexts_D[row], self.tokenizer) if contexts_D[row] else None
-                for row, datum in enumerate(batch.datums)
-                if row in set(rows)
+                for row, datum in zip(rows, kept.datums, strict=True)
             ],
         )
 
     def _score_taught(self, taught: TaughtBatch) -> list[Tensor]:
-        """Teacher's logprobs of the samples; those of the student for samples that the teacher does not score."""
+        """Teacher's logprobs of the samples; the student's logprobs of samples that the teacher does not score."""
         batch = taught.batch
         assert batch.snapshot_logprobs_DT is not None
         requests = self._requests(batch, taught.datums_D)
@@ -255,7 +256,9 @@ class OnPolicySource(RolloutSource):
 
     def _gather_top_k(self, step: int, taught: TaughtBatch) -> Batch:
         batch = taught.batch
-        datums_D = [ours or own for ours, own in zip(taught.datums_D, batch.datums, strict=True)]
+        # Every datum needs soft targets: without a datum for the teacher, the teacher sees what the student saw.
+        pairs = zip(taught.datums_D, batch.datums, strict=True)
+        datums_D = [teacher_datum or student_datum for teacher_datum, student_datum in pairs]
         requests = [request for request in self._requests(batch, datums_D) if request]
         tops_D = call(compute_top_k, opaque_argument(requests), self._targets.top_k)
         teacher_D = [top.target_logprobs_M for top in tops_D if top.target_logprobs_M is not None]
@@ -318,10 +321,8 @@ class TeacherKL(HeldOutGroups):
         self._tokenizer, self._settings = tokenizer, settings
 
     async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
-        groups, strategy = (
-            name_held_out([builder for _, builder in self._groups]),
-            self.watched(self._settings.strategy),
-        )
+        groups = name_held_out([builder for _, builder in self._groups])
+        strategy = self.watched(self._settings.strategy)
         outcomes = await asyncio.gather(
             *(
                 do_group_rollout(group, self._settings.policy(sampling_client, index), strategy)
@@ -368,9 +369,9 @@ class _MixtureDataset(RLDataset):
 
 
 def add_teacher_advantages(batch: Batch, gap_DT: Tensor, targets: TeacherTargets) -> Tensor:
-    """Advantages from the teacher and, if they are trained on, from the rewards, ``(N,)``.
+    """Advantages from the teacher, plus those of the rewards if `targets` trains on rewards, ``(N,)``.
 
-    They equal those of tinker-cookbook's on-policy distillation at the sampled tokens, and are 0 elsewhere.
+    The advantages equal those of tinker-cookbook's on-policy distillation at the sampled tokens, and are 0 elsewhere.
 
     Args:
         gap_DT: teacher's logprob minus the student's of each sampled token; 0 at other tokens.
@@ -383,7 +384,7 @@ def add_teacher_advantages(batch: Batch, gap_DT: Tensor, targets: TeacherTargets
 
 
 def datum_for_teacher(source: object, datum: tinker.Datum) -> tinker.Datum:
-    """Datum with the prompt that its group shows to the teacher."""
+    """Datum with the teacher's prompt if its group has one; otherwise, the datum itself."""
     return replace_prompt(source.teacher_prompt, datum) if isinstance(source, PromptGroup) else datum
 
 

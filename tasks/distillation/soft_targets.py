@@ -90,7 +90,7 @@ class TeacherSequence:
 
 
 def pack_sequences(sequences_D: Sequence[TeacherSequence], tokenizer: Tokenizer) -> Batch:
-    """Pack sequences into a batch; the text of each is that of its hard targets."""
+    """Pack sequences into a batch; the text of a sequence is the text of its hard targets."""
     arrays_D = [sequence.targets_and_weights() for sequence in sequences_D]
     target_tokens_DT, offsets_D = pack([targets for targets, _ in arrays_D])
     return Batch(
@@ -141,7 +141,9 @@ class OnPolicyTopK(NamedTuple):
     probs_DTK: Tensor
 
     def forward_kl(self, logprobs_DTK: Tensor) -> float:
-        """Forward KL from the student to the teacher, nats per trained token; all other tokens count as one.
+        """Forward KL from the student to the teacher, in nats per trained token.
+
+        The rest of the vocabulary counts as one more token.
 
         Args:
             logprobs_DTK: student's logprobs of the targets.

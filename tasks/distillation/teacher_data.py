@@ -110,7 +110,7 @@ class TeacherDataSource(BatchSource):
         items = self._mixture.at(step)
         sequences_I = self._cached("train", items, partial(self._generate, step=step))
         flat = [sequence for sequences in sequences_I for sequence in sequences]
-        # The metrics of a step are computed before the step after the next one is loaded.
+        # Only two steps are needed: the metrics of step - 2 are computed before this step is loaded.
         self._pending = {other: values for other, values in self._pending.items() if other == step - 1} | {step: flat}
         batch = call(pack_teacher_data, opaque_argument(flat), self._tokenizer)
         datasets = [item.dataset for item, sequences in zip(items, sequences_I, strict=True) for _ in sequences]
@@ -128,7 +128,7 @@ class TeacherDataSource(BatchSource):
         new = {key: item for key, item in zip(keys, items, strict=True) if not cached.get(key)}
         if new:
             computed = zip(new, compute(list(new.values())), strict=True)
-            # Failed groups have no sequences. They are sampled again when they come again.
+            # A failed group has no sequences and is not cached, so a later epoch samples it again.
             self._cache.put({key: [sequence.to_json() for sequence in values] for key, values in computed if values})
             call(save_cache, self._cache, self._directory, TAUGHT_NAME)
             cached = self._cache.find(keys)
@@ -153,6 +153,7 @@ class TeacherDataSource(BatchSource):
 
     def _hard_sequences(self, items: Sequence[Item[TeacherInput]], step: int) -> list[list[TeacherSequence]]:
         """Hard sequences of the items: given sequences, and the teachers' completions of groups."""
+        # With a temperature or truncation, the samples do not follow the distribution that `top` is taken from.
         is_unbiased = self._settings.rollout.distribution.is_plain
         pending = [self._start(item, step, index) for index, item in enumerate(items)]
         return [
@@ -205,12 +206,15 @@ def _supervised(datum: tinker.Datum) -> tinker.Datum:
 
 
 def dataset_values(dataset: BatchedDataset[TeacherInput] | None) -> list[TeacherInput]:
-    """Return all items of a dataset; none without one."""
+    """Return all items of a dataset; empty for None."""
     return [value for index in range(len(dataset)) for value in dataset.get_batch(index)] if dataset else []
 
 
 def item_key(item: Item[TeacherInput]) -> str:
-    """Cache key of an item: a sequence's tokens, because its position differs between epochs, or a group's position."""
+    """Cache key of an item: a digest of a sequence, whose position differs between epochs, or the position of a group.
+
+    The key starts with the index of the dataset.
+    """
     if isinstance(item.value, tinker.Datum):
         targets = item.value.loss_fn_inputs["target_tokens"].to_numpy().tobytes()
         tokens = hashlib.sha256(item.value.model_input.model_dump_json().encode() + targets).hexdigest()

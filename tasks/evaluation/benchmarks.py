@@ -40,7 +40,8 @@ class Benchmark(GradedEvaluator):
         num_samples: answers per problem.
         max_tokens: maximum tokens of an answer.
         temperature: sampling temperature.
-        context_window: tokens of a prompt and its answer that the model can take; shortens the answers if it is set.
+        context_window: maximum tokens of a prompt and its answer together, which may shorten the answer; None for no
+            limit.
         system_prompt: system prompt; None for the one that tinker-cookbook recommends for the benchmark.
         concurrency: problems in progress at once.
         timeout_s: seconds per problem; None for what tinker-cookbook recommends for the benchmark.
@@ -79,7 +80,7 @@ class Benchmark(GradedEvaluator):
         """Benchmark of tinker-cookbook.
 
         Raises:
-            ConfigError: there is none of this name.
+            ConfigError: tinker-cookbook has no benchmark of this name.
         """
         if (builder := find_benchmark(self.name)) is None:
             raise ConfigError(
@@ -107,12 +108,12 @@ class Benchmark(GradedEvaluator):
             )
         graded_PG = list(zip(*recorded.graded_GP, strict=True))
         summary = summarize(self.name, graded_PG, self.pass_at, recorded.problems)
-        own = {
+        benchmark_metrics = {
             f"test/{self.name}_{key.removeprefix(f'{self.name}/')}": fmean(result.metrics[key] for result in results)
             for key in results[0].metrics
         }
         failed = {f"test/{self.name}_failed": num_failed}
-        return GradedMetrics(own | failed | summary, summary.scores, summary.problems)
+        return GradedMetrics(benchmark_metrics | failed | summary, summary.scores, summary.problems)
 
     async def _run(
         self, benchmark: BenchmarkBuilder, sampler: tinker.SamplingClient, renderer: Renderer
@@ -136,7 +137,7 @@ class Benchmark(GradedEvaluator):
 
 
 class _MonitoredSampler:
-    """Sampling client that keeps its last error, which tinker-cookbook would count as a wrong answer."""
+    """Sampling client that keeps its last error, because tinker-cookbook only counts the error as a wrong answer."""
 
     def __init__(self, sampler: tinker.SamplingClient) -> None:
         self.error: tinker.TinkerError | None = None
@@ -151,7 +152,7 @@ class _MonitoredSampler:
 
 
 class _RecordedBenchmark(BenchmarkBuilder):
-    """Benchmark that keeps the grade of each problem, of which tinker-cookbook returns only the mean.
+    """Benchmark that keeps the grade of each problem; tinker-cookbook returns only the mean of the grades.
 
     Attributes:
         graded_GP: grades of the problems in each round.

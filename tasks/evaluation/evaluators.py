@@ -60,16 +60,16 @@ class HeldOutNLL(TrainingClientEvaluator):
 
     The trained tokens are those with a positive weight. Metrics:
 
-    - `test/nll`: tinker-cookbook's mean, weighted by the data's weights, in nats. Weights that are normalized per
-      example, the cookbook's default, make it the mean over examples of each example's mean per token.
+    - `test/nll`: tinker-cookbook's mean, weighted by the data's weights, in nats. If the weights are normalized per
+      example, as by default, this is the mean over examples of an example's mean per token.
     - `test/nll_per_token`: mean over all trained tokens, in nats.
-    - `test/bits_per_byte`: total of the trained tokens that are not special, in bits, divided by the UTF-8 bytes of
+    - `test/bits_per_byte`: total over the trained tokens that are not special, in bits, divided by the UTF-8 bytes of
       their text. It is comparable between models with different tokenizers, and left out if there is no such text.
 
     Data with K weighted targets per position has `test/nll` alone, the cross-entropy to these targets.
 
-    `test/nll` has a score for each datum, for paired comparisons: the datum's share of the weighted sum, in the unit of
-    the mean, so that the mean of the scores is the metric. Of more than 200 datums, the scores are those of 200 groups.
+    `test/nll` has a score for each datum, for paired comparisons: the datum's share of the weighted sum, scaled so that
+    the mean of the scores is the metric. With more than 200 datums, each of 200 groups of datums has a score.
     """
 
     scored_metrics = ("test/nll",)
@@ -107,6 +107,7 @@ class HeldOutNLL(TrainingClientEvaluator):
 
         Raises:
             ConfigError: the data has K targets per position, which a sampler cannot score.
+            PoisonedError: the mean is not finite.
         """
         if self._datums[0].loss_fn_inputs["weights"].to_torch().ndim > 1:
             raise ConfigError(
@@ -171,7 +172,7 @@ class EvaluationResult:
         metrics: numbers by the name under which MLflow stores them (`safe_name`).
         texts: metrics that are strings, by such a name.
         scores: score of each problem by such a name, for metrics that have one.
-        skipped: errors of the evaluators that were skipped, by their `key`.
+        skipped: error message of each skipped evaluator, by its `ConfiguredEvaluator.key`.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -225,8 +226,8 @@ def build_evaluator(
 ) -> Evaluator:
     """Build an evaluator from the import path of its class or builder.
 
-    If the builder returns a callable that is no evaluator, as tinker-cookbook's chz classes do, that is called too.
-    Resources that the builder takes and `params` leave out come from the run.
+    If calling the builder returns a callable that is no evaluator, as with tinker-cookbook's chz classes, the callable
+    is called as well. Resources that the builder takes and `params` leave out come from the run.
 
     Raises:
         ConfigError: the builder does not exist, fails, or does not build an evaluator.
@@ -285,7 +286,7 @@ def _flat(tensor: tinker.TensorData) -> tinker.TensorData:
 def _nll_shares(logprobs_D: Sequence[tinker.TensorData], weights_D: Sequence[tinker.TensorData]) -> list[float]:
     """Share of each part of the data in the weighted mean negative log-likelihood, times the number of parts, in nats.
 
-    A part is a datum or, of much data, one of `MAX_SCORES` groups of consecutive datums.
+    A part is a datum. With more than `MAX_SCORES` datums, it is one of `MAX_SCORES` groups of consecutive datums.
     """
     pairs = zip(logprobs_D, weights_D, strict=True)
     sums_D = [float((-logprobs.to_torch().double() * weights.to_torch().double()).sum()) for logprobs, weights in pairs]
@@ -312,7 +313,7 @@ async def evaluate(
     """Return the metrics of the weights that step `step` starts from; `meter` counts the tokens of the sampler.
 
     Args:
-        begin: called before each evaluator; False leaves out this one and those after it.
+        begin: called before each evaluator; if it returns False, this evaluator and all later ones are left out.
 
     Raises:
         EvaluatorError: an evaluator with `on_error: raise` failed.
@@ -371,7 +372,7 @@ async def _run_all(
     run: Callable[[Evaluator], Awaitable[Mapping[str, object]]],
     begin: Begin,
 ) -> EvaluationResult:
-    """Run the evaluators one after another; skip failed ones whose `on_error` says so."""
+    """Run the evaluators one after another; skip a failed one if its `on_error` is `skip`."""
     result = EvaluationResult()
     for entry in evaluators:
         if not begin(entry):
@@ -409,7 +410,7 @@ async def _run_configured(
 
 
 def _is_of_the_sdk(error: Exception) -> bool:
-    """Return whether the Tinker SDK raised an error, rather than the code that uses it."""
+    """Return whether an error comes from the Tinker SDK and not from the code that uses the SDK."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
     raised_in_sdk = any(module.partition(".")[0] == "tinker" for module in modules)
     return isinstance(error, tinker.TinkerError) or (isinstance(error, ValueError) and raised_in_sdk)

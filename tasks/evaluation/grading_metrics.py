@@ -72,9 +72,10 @@ def summarize(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int
     }
     if len(right_P) > 1:
         metrics[f"test/{name}_stderr"] = float(np.std(right_P, ddof=1)) / math.sqrt(len(right_P))
-    for key, pass_at_P in list(scores.items())[1:]:
-        metrics[key] = float(np.mean(pass_at_P))
-        if interval := proportion_interval(pass_at_P):
+    for k in ks:
+        key = f"test/{name}_pass_at_{k}"
+        metrics[key] = float(np.mean(scores[key]))
+        if interval := proportion_interval(scores[key]):
             metrics |= {f"{key}_low": interval.low, f"{key}_high": interval.high}
     return GradedMetrics(metrics, scores, problems)
 

@@ -42,8 +42,8 @@ class InspectTask(TokenizedEvaluator):
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
-        """Import Inspect and the task, so that errors surface before a run starts."""
-        assert self._builder
+        """Import Inspect and a task that is an import path, so that errors surface before a run starts."""
+        assert self._builder  # imports Inspect
         if self.params and ":" not in self.task:
             raise ConfigError(
                 f"The task {self.task!r} has params but is not an import path: give package.module:function."

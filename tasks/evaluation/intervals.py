@@ -1,4 +1,4 @@
-"""Intervals and tests of scores by problem. The answers to one problem are alike, so problems are the observations."""
+"""Confidence intervals and tests of scores. Answers to one problem are alike, so each problem is one observation."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _CONFIDENCE = 0.95
 # Level of a one-sided test.
 LEVEL = 0.05
 _POWER = 0.8
-# Sign flips of the permutation test; all 2 ** P of them if they are fewer.
+# Sign flips of the permutation test; with few problems P, the test uses all 2 ** P sign flips.
 NUM_FLIPS = 9999
-# Simulated comparisons for the detectable difference, and the sign flips of all of them.
+# Simulated comparisons for the detectable difference, and the maximum number of sign flips in all of them together.
 _NUM_SIMULATED = 1000
 _MAX_SIMULATED_FLIPS = 20_000_000
 Floats = NDArray[np.float64]
 
 
 class Interval(NamedTuple):
-    """Interval of 95 % confidence."""
+    """Confidence interval."""
 
     low: float
     high: float
 
 
 def proportion_interval(scores_P: Sequence[float]) -> Interval | None:
-    """Interval of the mean of scores from 0 to 1, one per problem; None for a single problem.
+    """95 % confidence interval of the mean of scores from 0 to 1, one per problem; None for a single problem.
 
-    It is Wilson's interval with the effective sample size ``p (1 - p) / v``, where ``v`` is the variance of the mean
+    This is Wilson's interval with the effective sample size ``p (1 - p) / v``, where ``v`` is the variance of the mean
     over problems, and the quantile of Student's t. If all scores are equal, the sample size is the number of problems.
 
     Source: Dean and Pagano 2015, "Evaluating Confidence Interval Methods for Binomial Proportions in Clustered
@@ -62,9 +62,9 @@ class Difference:
 
     Attributes:
         mean: the mean difference.
-        interval: interval of Student's t over problems; None if all differences are equal.
+        interval: confidence interval by Student's t over problems; None if all differences are equal.
         p_value: two-sided p-value of the sign flips: the probability that equal policies differ at least this much.
-        detectable: smallest true difference that this test finds at the 5 % level (`detectable_difference`); None if
+        detectable: smallest true difference that this test finds at the 5 % level with a probability of 0.8; None if
             there are too few problems, or if all differences are 0.
     """
 
@@ -100,7 +100,7 @@ def compare_scores(differences_P: Sequence[float]) -> Difference:
 
 
 def difference_interval(differences_P: Sequence[float], confidence: float = _CONFIDENCE) -> Interval | None:
-    """Interval of a mean difference by Student's t over problems; None if all differences are equal."""
+    """Confidence interval of a mean difference by Student's t over problems; None if all differences are equal."""
     num, mean = len(differences_P), float(np.mean(differences_P))
     error = float(np.std(differences_P, ddof=1)) / math.sqrt(num) if num > 1 else 0.0
     if error == 0:
@@ -112,9 +112,9 @@ def difference_interval(differences_P: Sequence[float], confidence: float = _CON
 def sign_flip_p_value(differences_P: Sequence[float], level: float = LEVEL) -> float:
     """Return the p-value of the one-sided test of two equal policies.
 
-    It is the probability of such a mean difference, or a greater one, if the difference of each problem could as well
-    have the opposite sign: over all signs of up to 13 problems and over 9,999 random ones of more, or over more if the
-    level is so low that 9,999 signs cannot reach it.
+    The p-value is the probability of a mean difference of at least this size if each problem's difference had either
+    sign with equal probability. The test tries all sign flips of up to 13 problems. With more problems, it tries 9,999
+    random sign flips, or more if the level is so low that 9,999 cannot reach it.
 
     Args:
         level: level to which the p-value is compared.
@@ -171,15 +171,16 @@ def smallest_detectable(
 ) -> float | None:
     """Return the smallest true difference that a test finds significant with a probability of 0.8.
 
-    Comparisons of as many problems are simulated. Without a true difference, their differences have the observed sizes,
-    and both signs are equally likely. If all sizes are distinct, as those of continuous scores, a true difference is
-    added to each. Otherwise, as with right and wrong answers, it multiplies the probability of a difference `d` by a
-    factor proportional to `exp(tilt * d)`, which changes the log-odds of a right answer.
+    The function simulates comparisons with the same number of problems. Without a true difference, the differences have
+    the observed sizes, and both signs are equally likely. If all sizes are distinct, as with continuous scores, the
+    true difference is added to each difference. Otherwise, as with right and wrong answers, the probability of a
+    difference `d` is multiplied by a factor proportional to `exp(tilt * d)`, which changes the log-odds of a right
+    answer.
 
     Args:
-        is_significant: the test of each of several comparisons with the shape [R, P], whose differences are scaled to
-            observed sizes of at most 1. Equal positive differences must be significant.
-        max_simulated: greatest number of simulated comparisons.
+        is_significant: test of R comparisons, whose differences ``(R, P)`` are scaled so that the largest observed size
+            is 1. It must find equal positive differences significant.
+        max_simulated: maximum number of simulated comparisons.
 
     Returns:
         The difference; None if all differences are 0.
@@ -208,7 +209,10 @@ def smallest_detectable(
 
 
 def random_signs(num_problems: int, num_flips: int, generator: np.random.Generator) -> Floats:
-    """All signs of the problems if they are at most `num_flips`, otherwise random ones; the first flip changes none."""
+    """Signs of the problems in each flip: all combinations if there are at most `num_flips`, otherwise random ones.
+
+    The first flip changes no sign.
+    """
     if 2**num_problems <= num_flips:
         bits_FP = np.arange(2**num_problems)[:, None] >> np.arange(num_problems) & 1
     else:

@@ -22,12 +22,12 @@ _MAX_SIMULATED = 1000
 
 
 def compare_with_first(scores_KP: Floats) -> list[Difference]:
-    """Compare the best of K policies, which is the first, with each other one by their scores of P problems.
+    """Compare the first of K policies, which is the best, with each of the others by their scores on P problems.
 
     The p-value is the probability that any two of K equal policies differ at least that much, in either direction: the
     signs of a problem's differences are flipped for all pairs at once, and each pair's sum of differences is divided by
-    the root of its sum of squares. The intervals hold for all pairs at once (Bonferroni), so also for the selected
-    ones. The detectable difference is that of the same test.
+    the root of its sum of squares. The intervals hold for all pairs at once (Bonferroni), and therefore also for the
+    pairs with the policy that was selected as the best. The detectable difference is that of the same test.
 
     Source: Westfall and Young 1993, "Resampling-Based Multiple Testing", single-step maxT.
 
@@ -37,7 +37,8 @@ def compare_with_first(scores_KP: Floats) -> list[Difference]:
     num_pairs, num_problems = math.comb(len(scores_KP), 2), scores_KP.shape[1]
     signs_FP = random_signs(num_problems, NUM_FLIPS, np.random.default_rng(0))
     largest_F = np.sort(_largest_statistics(scores_KP, signs_FP))
-    # The statistics of few differing scores have gaps: take the middle of the gap between the p-values.
+    # With few differing scores, the statistics have gaps. The critical value is in the middle of the gap between the
+    # largest insignificant and the smallest significant statistic.
     insignificant = largest_F[len(largest_F) - 1 - math.floor(LEVEL * len(largest_F) + 1e-9)]
     significant = largest_F[largest_F > insignificant + 1e-9]
     greatest = math.sqrt(num_problems)

@@ -1,4 +1,4 @@
-"""Comparison of two policies on the same prompts; both policies score the answers of each."""
+"""Comparison of two policies on the same prompts; each policy also scores the answers of the other."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ class PolicyComparison:
     """Result of a comparison.
 
     Attributes:
-        metrics: metrics by `<key>/<policy name>`, the difference of the win rates, and the metrics of a prompted judge.
-        rows: the same metrics side by side: key, value of the checkpoint, value of the policy it is compared against.
-        samples: prompt, sample index, both answers and the judge's verdict.
+        metrics: metrics by `<key>/<policy name>`, differences of scores and win rates by `difference/<key>`, and the
+            metrics of a prompted judge.
+        rows: the same metrics as rows: key, value of the checkpoint, value of the policy that it is compared against. A
+            metric of the pair, such as a difference, is in the second column.
+        samples: prompt, sample index, both answers and the judge's verdict; None without a judge.
     """
 
     metrics: dict[str, float]
@@ -80,10 +82,10 @@ async def compare_policies(
         figures |= {(key, name): estimate(scores_P).mean for key, scores_P in scores.items()}
         if "nll_per_token" in scores:
             figures[("perplexity", name)] = math.exp(figures[("nll_per_token", name)])
-    shared: dict[str, float] = {}
+    pair_metrics: dict[str, float] = {}
     for key, scores_P in scores_by_policy[0].items():
         differences = [a - b for a, b in zip(scores_P, scores_by_policy[1][key], strict=True)]
-        shared |= compare_scores(differences).metrics(key)
+        pair_metrics |= compare_scores(differences).metrics(key)
     with record_verdicts() as record:
         verdicts_PG = await _verdicts(judge, rows, answers_PG, others_PG) if judge else []
     if judge:
@@ -91,14 +93,14 @@ async def compare_policies(
         figures |= {("win_rate", "checkpoint"): wins.mean, ("win_rate", "against"): 1 - wins.mean}
         figures |= {("win_rate_stderr", name): wins.error for name in NAMES}
         difference = compare_scores([2 * sum(verdicts) / len(verdicts) - 1 for verdicts in verdicts_PG])
-        shared |= difference.metrics("win_rate") | record.metrics()
+        pair_metrics |= difference.metrics("win_rate") | record.metrics()
     figures = {key: value for key, value in figures.items() if math.isfinite(value)}
     keys = [key for key, _ in figures]
     return PolicyComparison(
-        {f"{key}/{name}": value for (key, name), value in figures.items()} | shared,
+        {f"{key}/{name}": value for (key, name), value in figures.items()} | pair_metrics,
         [
             *((key, figures.get((key, NAMES[0])), figures.get((key, NAMES[1]))) for key in dict.fromkeys(keys)),
-            *((key, value, None) for key, value in shared.items()),
+            *((key, value, None) for key, value in pair_metrics.items()),
         ],
         _samples(rows, answers_PG, others_PG, verdicts_PG),
     )
@@ -159,7 +161,7 @@ def _distinct(n: int, answers_PG: Sequence[Sequence[Answer]]) -> float:
 
 
 def _by_question(answers_PG: Sequence[Sequence[Answer]]) -> dict[str, list[float]]:
-    """Return the figures that have a value for each question."""
+    """Return the scores of each question that need no policy: Vendi score, tokens and share of truncated answers."""
     figures: dict[str, list[float]] = {}
     if len(answers_PG[0]) > 1:
         figures["vendi"] = [vendi([answer.text for answer in answers_G]) for answers_G in answers_PG]

@@ -18,7 +18,7 @@ NGRAMS = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Mean and its standard error over prompts, which is NaN for a single one."""
+    """Mean, and its standard error over prompts; the error is NaN for a single prompt."""
 
     mean: float
     error: float
@@ -37,10 +37,10 @@ def estimate(values: Sequence[float]) -> Estimate:
 def ratio_scores(
     sums_D: Sequence[float], sizes_D: Sequence[float], problems_D: Sequence[int], num_problems: int
 ) -> list[float]:
-    """Scores of problems whose mean is the ratio of the totals of sums and sizes.
+    """Scores of problems whose mean is the total of the sums divided by the total of the sizes.
 
-    Their standard error is that of a ratio estimator over clusters. The differences of two policies' scores of the same
-    problems have the difference of the ratios as their mean, and its standard error.
+    The standard error of the scores is that of a ratio estimator over clusters. If two policies have scores of the same
+    problems, the mean and the standard error of the differences are those of the difference of the two ratios.
 
     Source: Cochran 1977, "Sampling Techniques", chapters 6 and 9.
 

@@ -66,7 +66,7 @@ class SampledEvaluator(GradedEvaluator):
     def __post_init__(self) -> None:
         """Validate `pass_at` and read the problems, so that errors surface before a run starts."""
         check_pass_at(self.pass_at, self.sampling.num_samples)
-        assert self.rows
+        assert self.rows  # reads the file
 
     @cached_property
     def rows(self) -> list[dict[str, str]]:
@@ -84,7 +84,7 @@ class SampledEvaluator(GradedEvaluator):
         return summarize(self.name, graded_PG, self.pass_at, problems)
 
     def count_tokens(self, tokenizer: Tokenizer, num_tokens: int) -> SampledTokens:
-        """Return the tokens of an evaluation whose answers have this many tokens each."""
+        """Return the tokens of an evaluation whose answers have `num_tokens` tokens each."""
         renderer, num = open_renderer(self.renderer_name, tokenizer), self.sampling.num_samples
         prompts = [renderer.build_generation_prompt(conversation) for conversation in self._conversations]
         num_prompt_tokens = sum(prompt.length for prompt in prompts)
@@ -119,7 +119,7 @@ class ExactMatch(SampledEvaluator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.is_right
+        assert self.is_right  # imports the grader
 
     @cached_property
     def is_right(self) -> Callable[[str, str], bool]:

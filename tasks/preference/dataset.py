@@ -63,7 +63,8 @@ def build_comparisons(
         resources: open resources of the run for builders with matching parameters; see `build`.
 
     Raises:
-        ConfigError: the builder does not exist, rejects its parameters, cannot read its data, or has no comparisons.
+        ConfigError: the builder does not exist, rejects its parameters or cannot read its data, or its held-out rows
+            have no comparison.
     """
 
     def read(instance: object) -> tuple[Comparisons, Comparisons | None]:
@@ -84,7 +85,7 @@ def build_comparisons(
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Follow-up question about an answer and the word for a good one; its logprob is the answer's score.
+    """Follow-up question about an answer, and the reply if the answer is good; the reply's logprob scores the answer.
 
     Source: the generative verifiers of Zhang et al. 2024 (arXiv:2408.15240), section 3.1, which need no extra head.
     """
@@ -108,9 +109,9 @@ class Rendering:
     verdict: Verdict | None = None
 
     def pair(self, preference: Preference, number: int) -> list[tinker.Datum]:
-        """Both answers as datums with the labels ``pair`` and ``desirable``.
+        """Return both answers as datums with the labels ``pair`` and ``desirable``.
 
-        Empty if truncation to `max_length` removes an answer or makes both equal.
+        The list is empty if truncation to `max_length` removes an answer or makes both equal.
         """
         chosen, rejected = (
             self.datum([*preference.prompt, *answer]) for answer in (preference.chosen, preference.rejected)

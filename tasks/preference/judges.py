@@ -159,7 +159,7 @@ def build_judge(builder: str, params: Mapping[str, Any]) -> Judge:
 
 
 def _split_guidance(judge: Any, params: Mapping[str, Any]) -> tuple[dict[str, Any], JudgeGuidance]:
-    """Split the guidance of the prompt from the judge's own parameters."""
+    """Split the guidance from the judge's parameters; a parameter of the judge itself is no guidance."""
     guidance = {name: params[name] for name in ("criteria", "principles") if name in params}
     if guidance and callable(judge):
         own = inspect.signature(judge).parameters

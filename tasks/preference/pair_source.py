@@ -138,7 +138,8 @@ class HeldOutPairs(TrainingClientEvaluator):
 
     async def __call__(self, training_client: tinker.TrainingClient) -> dict[str, float]:
         pending = enqueue_forward(training_client, self._batch)
-        # Scored at the first evaluation, then cached. With step 0, the next step that reports its cost pays for it.
+        # The first evaluation scores the reference; later ones use the cache. The cost counts for step 0, so the next
+        # step that reports its cost includes it.
         scored = asyncio.to_thread(self._reference.logprobs, self._batch, 0) if self._reference else None
         reference_DT = await scored if scored else None
         outputs = replace(read_outputs(await pending, self._batch), ref_logprobs_DT=reference_DT)

@@ -83,7 +83,7 @@ def _both_orders(test: Comparisons, index: int) -> list[tuple[Comparison, float]
 
 
 def _check_verdicts(renderer: Renderer) -> None:
-    """Check that the verdicts differ in their first token, the only one that is trained."""
+    """Check that the two verdicts differ in their first token, because only this token is trained."""
     prompt, answer = [Message(role="user", content="?")], [Message(role="assistant", content="!")]
     comparison = Comparison(prompt, answer, answer)
     render = ComparisonRendererFromChatRenderer(renderer).to_model_input_weights

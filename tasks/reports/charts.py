@@ -108,15 +108,16 @@ def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limi
     """Chart of a term: its values, its weight or multiplier, and the measured effect of the updates on it.
 
     Args:
-        color: its color if there is one run; several runs have a color each.
-        limit: limit of its target, drawn as a line.
+        color: color of the term if there is one run; with several runs, each run has a color.
+        limit: limit of the term's target, drawn as a line.
     """
     rows = ("value", "weight", "multiplier", "effect")
     keys = {row: f"term/{name}/{row}" for row in rows}
     with_term = [run for run in runs if run.history.get(keys["value"])]
-    is_held = bool(with_term) and all(run.history.get(keys["multiplier"]) for run in with_term)
+    has_target = bool(with_term) and all(run.history.get(keys["multiplier"]) for run in with_term)
     weights = {weight for run in runs for _, weight in run.history.get(keys["weight"], ())}
-    hidden = {"weight"} if is_held or len(weights) <= 1 else set[str]()
+    # With a target, the multiplier shows the weight; a constant weight is named in the text below the title.
+    hidden = {"weight"} if has_target or len(weights) <= 1 else set[str]()
     drawn = [row for row in rows if row not in hidden and any(run.history.get(keys[row]) for run in runs)]
     held_out = f"test/term/{name}/value"
     if "value" not in drawn:
@@ -146,7 +147,7 @@ def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limi
     is_smoothed = any(len(run.history.get(keys["value"], ())) >= _FEWEST_TO_SMOOTH for run in runs)
     lines = "Thin: each training batch; thick: their running mean;" if is_smoothed else "Line: each training batch;"
     reading = f"{lines} points: held-out data with its 95 % interval."
-    if len(weights) == 1 and not is_held:
+    if len(weights) == 1 and not has_target:
         reading += f" Weight {weights.pop():g}."
     if "effect" in drawn:
         reading += (
@@ -183,7 +184,7 @@ def draw_shares(run: DrawnRun, names: Sequence[str]) -> Chart | None:
 
 
 def draw_cosines(run: DrawnRun, names: Sequence[str]) -> Chart | None:
-    """Line chart of the cosines of the pairs of gradients that conflict most; None for a single term."""
+    """Line chart of the cosines of the pairs of gradients that conflict most; None if no pair has a cosine."""
     figure = go.Figure()
     pairs = {
         f"{first}, {second}": points
@@ -241,7 +242,7 @@ def mean_cosines(history: History, names: Sequence[str]) -> np.ndarray:
 
 
 def smooth(values: Sequence[float]) -> tuple[int, list[float]]:
-    """Running mean of values, and the number of values that it averages, a tenth of them; shorter at the start.
+    """Return the width of a running mean, a tenth of the values, and the means; the first means cover fewer values.
 
     >>> smooth([4.0, 2.0, 0.0])
     (2, [4.0, 3.0, 1.0])
@@ -312,9 +313,9 @@ def _at(row: int | None) -> dict[str, Any]:
 
 
 def _styled(figure: go.Figure, height: int) -> go.Figure:
-    """Set what all charts share; the legend is above the plot, so that it never covers data.
+    """Set the layout that all charts share. The legend is above the plot, so that it never covers data.
 
-    The margin leaves room for it, because Plotly does not always move a plot away from a legend of several rows.
+    The top margin leaves room for the legend, because Plotly may draw a legend of several rows over the plot.
     """
     num_entries = sum(trace.get("showlegend", True) for trace in figure.to_dict()["data"])
     figure.update_layout(

@@ -40,7 +40,7 @@ class Difference:
     """Held-out metric of two runs at their last evaluations.
 
     Attributes:
-        change: value of the second run minus that of the first, with an interval if both are of the same batches.
+        change: value of the second run minus that of the first, with an interval if both used the same batches.
     """
 
     first: HeldOutRow
@@ -114,7 +114,7 @@ def _changed_settings(first: Mapping[str, str], second: Mapping[str, str]) -> li
 
 
 def _changed_contents(first: ReportedRun, second: ReportedRun) -> list[str]:
-    """Return a sentence about each kind of content, such as the code of terms, that has the same name in both runs."""
+    """Return a sentence for each kind of content, such as `terms`, with the names whose content differs."""
     digests: list[Digests] = []
     for run in (first, second):
         records = resumable(run.directory)

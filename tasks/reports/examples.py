@@ -30,7 +30,7 @@ def examples_section(examples: Mapping[int, Sequence[Example]]) -> str:
 
 
 def example_rows(columns: Sequence[tuple[str, Sequence[Example]]]) -> list[str]:
-    """One block per prompt, with a column for each list of examples of the same prompts."""
+    """Return an HTML block for each prompt. All lists of examples have the same prompts; each list is a column."""
     blocks: list[str] = []
     for shown in zip(*(examples for _, examples in columns), strict=False):
         titles = [title for title, _ in columns]

@@ -72,7 +72,7 @@ class WeightedDatum:
 
 
 def weighted_datums(batch: Batch, tokenizer: Tokenizer) -> list[WeightedDatum]:
-    """Return the datums of a batch; several weighted targets of a position count with the sum of their weights."""
+    """Return the datums of a batch; if a position has several weighted targets, its weight is their sum."""
     weights_DT = batch.weights_DT if batch.advantages_DT is None else batch.advantages_DT
     if weights_DT.ndim > 1:
         weights_DT = weights_DT.sum(-1)
@@ -150,10 +150,8 @@ def write_first_batch(
     directory.write_bytes(FIRST_BATCH, page.encode())
     log.client.log_text(log.run_id, page, FIRST_BATCH)
     if flow_run.get_id():
-        location, link = (
-            f"{directory.location}/{FIRST_BATCH}",
-            mlflow_artifact_link(log.client, log.run_id, FIRST_BATCH),
-        )
+        location = f"{directory.location}/{FIRST_BATCH}"
+        link = mlflow_artifact_link(log.client, log.run_id, FIRST_BATCH)
         table = markdown_table(_COLUMNS, [datum.cells() for datum in datums[:_MOST_DATUMS]])
         name, file = escape_markdown(run_name), markdown_code(location)
         create_markdown_artifact(

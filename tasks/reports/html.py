@@ -96,7 +96,7 @@ def render_figure(figure: Figure, kind: str) -> bytes:
 
 
 def escape_markdown(text: str) -> str:
-    r"""Escape a text for a line of Markdown, so that it is shown and makes no element or link.
+    r"""Escape a text for a line of Markdown, so that the page shows the text itself and no element or link.
 
     >>> print(escape_markdown("a_b <i> [x](javascript:y)"))
     a\_b &lt;i&gt; \[x\](javascript:y)

@@ -209,7 +209,7 @@ def write_report(
 
 
 def _description(summary: RunSummary, note: str, location: str) -> str:
-    """Description of the MLflow run, without the terms, which its page charts."""
+    """Description of the MLflow run, without a table of the terms, because MLflow charts their metrics."""
     links = f"{flow_run_link()}\n\nReport: {markdown_code(location)}, and `report.html` among the artifacts"
     return "\n\n".join(
         filter(None, [*_opening(summary, note), *_facts_and_results(summary), links, _commands(summary)])
@@ -374,8 +374,8 @@ def _card(row: HeldOutRow) -> str:
 def sensitivity_cells(history: History, names: Sequence[str]) -> list[tuple[str, ...]]:
     """Text cells of the gradient's sensitivity to each weight; one row per regularizer with a gradient.
 
-    Figures are medians over the last `WINDOW` steps, because those of a single batch swing widely. The share and the
-    factor have their range over these steps.
+    Figures are medians over the last `WINDOW` steps, because the figures of a single batch swing widely. The range over
+    these steps follows the current share and the factor.
     """
     points = {key: dict(steps) for key, steps in history.items()}
     steps = sorted(points.get(_norm_key(BASE), {}))[-WINDOW:]

@@ -16,8 +16,8 @@ from tasks.training.held_out import read_batch_values
 from tasks.training.model_registry import VERSION_TAG
 
 STOPPED_TAG = "tinker_flows.stopped"
-# Tags whose values are sentences about something that a person should know, by what they are about. Release 0.1 had
-# tags of their own for guards and skipped evaluations, which are warnings now.
+# Prefixes of the tags whose values are warnings for the user, each with the words that precede the warning. Only
+# release 0.1 wrote the tags of guards and skipped evaluations; later releases write them as warnings.
 _NOTES = {
     "tinker_flows.warning.": "",
     "tinker_flows.guard.": "",
@@ -39,13 +39,13 @@ class RunSummary:
     """Answers to the first questions about a run.
 
     Attributes:
-        verdict: whether it needs attention, and its main result.
+        verdict: sentence that says whether the run needs attention, and its main result.
         facts: names and values, such as the model and the cost.
         held_out: metrics of the held-out data at the first and the last evaluation.
-        headlines: the main ones of them.
-        warnings: sentences.
-        weights: tinker:// path of its newest weights; empty before the first checkpoint.
-        commands: what a person may do next, each with its purpose.
+        headlines: rows of `held_out` with the main metrics.
+        warnings: warnings, each a sentence.
+        weights: tinker:// path of the newest weights; empty before the first checkpoint.
+        commands: purpose and text of the commands that the user may need next.
     """
 
     verdict: str
@@ -98,7 +98,7 @@ def describe_cost(metrics: Mapping[str, float]) -> str:
 
 
 def _cost_parts(metrics: Mapping[str, float]) -> tuple[str, str, str]:
-    """Time, tokens and price of a run; empty if unknown."""
+    """Time, tokens and price of a run; an unknown time or number of tokens is empty."""
     time = f"{60 * metrics['cost/hours']:.1f} min" if "cost/hours" in metrics else ""
     tokens = [f"{metrics[f'cost/{name}']:,.0f} {unit}" for name, unit in _UNITS.items() if metrics.get(f"cost/{name}")]
     return time, ", ".join(tokens), f"${metrics['cost/usd']:.4g}" if "cost/usd" in metrics else "price unknown"
@@ -146,7 +146,10 @@ def _facts(run: MlflowRun, records: Records, history: History) -> list[tuple[str
 
 
 def _lineage(run: MlflowRun, records: Records) -> str | None:
-    """Describe the way from the data to the newest checkpoint and to the registered version; None without data."""
+    """Describe the way from the data to the newest checkpoint and the registered version.
+
+    Returns None if MLflow has no dataset of the run, or if the run has no checkpoint.
+    """
     datasets = [entry.dataset for entry in run.inputs.dataset_inputs] if run.inputs else []
     if not datasets or not records.checkpoints:
         return None

@@ -46,7 +46,7 @@ def _by_column(columns: Sequence[str], rows: Rows) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class TermRow:
-    """Metrics of one term; `grad_share` is its share of the gradient norms. NaN is an unknown figure."""
+    """Metrics of one term; `grad_share` is its share of the sum of all gradient norms. An unknown figure is NaN."""
 
     name: str
     value: float
@@ -68,7 +68,7 @@ def term_rows(metrics: Mapping[str, float]) -> list[TermRow]:
 
 
 def recent_term_rows(history: History) -> tuple[str, list[TermRow]]:
-    """Rows of the terms with their means over the last quarter of the steps, and a title that says so.
+    """Return a title, and rows of the terms with means over the last quarter of the steps.
 
     A single batch says little about a term: its scores may be equal on all of its completions. The mean cosine is over
     the steps at which the term has a gradient.
@@ -105,7 +105,7 @@ def cosine_key(first: str, second: str) -> str:
 HELD_OUT = "test/"
 _VALUE, _ERROR = "/value", "/stderr"
 REWARD = "env/all/reward/total"
-# Shown first: of sft, of preferences, of rl.
+# Main metrics of sft, of preference data and of rl, which tables show first.
 _HEADLINES = ("test/nll", "test/accuracy", f"test/{REWARD}")
 # Metrics of tinker-cookbook for every environment.
 _COUNTS = {f"total_{name}" for name in ("episodes", "turns", "ac_tokens", "ob_tokens")} | {
@@ -154,7 +154,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Held-out metric at the end of a run without the terms, and its values by batch if it is that of a term."""
+    """Held-out metric at the end of another run, such as one without the terms, and its values by batch if stored."""
 
     value: Estimate
     batches: BatchValues | None = None
@@ -165,7 +165,7 @@ class HeldOutRow:
     """Metric of the held-out data at the first and the last evaluation of a run.
 
     Attributes:
-        metric: name without `test/`; that of a term's value is the name of the term.
+        metric: name without `test/`; for the value of a term, the name of the term.
         first_step, last_step: updates in the weights of `before` and `after`; equal after a single evaluation.
         before, after: with intervals if the run stored the values of its batches.
         change: mean change, with the interval of paired batches.
@@ -254,7 +254,7 @@ def _paired_difference(later: BatchValues | None, earlier: BatchValues | None) -
 def held_out_rows(
     history: Mapping[str, Sequence[tuple[int, float]]], batches: Mapping[int, Mapping[str, BatchValues]]
 ) -> list[HeldOutRow]:
-    """Rows of the held-out metrics of a run: the main one first, the values of the terms last.
+    """Rows of the held-out metrics of a run: the main metrics first, the values of the terms last.
 
     Args:
         batches: values of terms and metrics by step, as `read_batch_values` returns them.
@@ -265,14 +265,15 @@ def held_out_rows(
         if not key.startswith(HELD_OUT) or not points or key.endswith(_ERROR):
             continue
         is_of_term = key.startswith("test/term/")
-        name = key.removeprefix("test/term/").removesuffix(_VALUE) if is_of_term else key
-        name, (first, before), (last, after) = name.removeprefix(HELD_OUT), points[0], points[-1]
-        stored = name if is_of_term else key
+        # The stored values have the name of the term, or the key of another metric.
+        stored = key.removeprefix("test/term/").removesuffix(_VALUE) if is_of_term else key
+        (first, before), (last, after) = points[0], points[-1]
         earlier, later = batches.get(first, {}).get(stored), batches.get(last, {}).get(stored)
         change = _paired_difference(later, earlier) or Estimate(after - before)
         first_value = Estimate.of(earlier) if earlier else Estimate(before)
         last_value = Estimate.of(later) if later else Estimate(after)
-        rows.append(HeldOutRow(name, first, last, first_value, last_value, change, later, is_of_term))
+        metric = stored.removeprefix(HELD_OUT)
+        rows.append(HeldOutRow(metric, first, last, first_value, last_value, change, later, is_of_term))
     return rows
 
 
@@ -355,13 +356,13 @@ REWARD_PREFIX = "reward/"
 def target_rows(
     history: Mapping[str, Sequence[tuple[int, float]]], targets: Mapping[str, TargetSpec]
 ) -> list[TargetRow]:
-    """Rows of the targets of a run; a term that was never evaluated has none.
+    """Rows of the targets of a run; a term that was never evaluated has no row.
+
+    The values of consecutive steps are correlated, so the interval is computed from the means of five consecutive parts
+    of the last quarter (Student's t).
 
     Args:
-        targets: by name of the term, or ``reward/<name>`` of a named reward.
-
-    The values of consecutive steps are correlated, so the interval is that of the means of five consecutive parts
-    (Student's t).
+        targets: targets by the name of a term, or by ``reward/<name>`` for a named reward.
     """
     rows: list[TargetRow] = []
     for name, target in targets.items():
