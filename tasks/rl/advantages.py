@@ -15,7 +15,7 @@ from tasks.rl.critic import Critic, TurnStart
 
 # Trajectory and final reward of a member of a group.
 _Member = tuple[Trajectory, float]
-# Relative to the rewards; a return is a float32 sum.
+# Advantages up to this size, relative to the rewards, count as 0, because a return is a float32 sum.
 _ROUNDING = 1e-6
 
 
@@ -28,10 +28,10 @@ class AdvantageSettings:
         scale: divide advantages by the group's standard deviation; for `group_mean`.
         discount: discount per token, or per turn with a critic; for `discounted` and `gae`.
         decay: lambda of `gae`.
-        critic: critic of `gae`, whose advantages are then those of turns; None for none.
+        critic: critic of `gae`, which then gives all tokens of a turn one advantage; None for no critic.
         drop_constant: drop groups whose members all have the same advantage; see `has_no_advantages`.
         kl_coefficient: penalty per nat of KL from the reference.
-        kl_discount_factor: discount per token of the penalties of later tokens; 0 to leave them out.
+        kl_discount_factor: discount per token for the penalties of later tokens; 0 to leave them out.
     """
 
     estimator: str = "group_mean"
@@ -104,7 +104,7 @@ def compute_token_advantages(groups: Sequence[TrajectoryGroup], settings: Advant
 def has_no_advantages(group: TrajectoryGroup, settings: AdvantageSettings) -> bool:
     """Return whether all advantages of a group are zero, so that nothing can be learned from it."""
     totals = group.get_total_rewards()
-    if settings.estimator in ("discounted", "gae"):  # their baseline is the same at each token, the returns are not
+    if settings.estimator in ("discounted", "gae"):  # returns differ between tokens, even if all members get the same
         advantages_T = compute_token_advantages([group], settings).advantages_T
         return bool((advantages_T.abs() <= _ROUNDING * max(1.0, *map(abs, totals))).all())
     if settings.estimator == "per_turn":
@@ -199,7 +199,7 @@ def _turn_starts(members: Sequence[_Member]) -> list[TurnStart]:
 
 
 def _members_of(groups: Sequence[TrajectoryGroup]) -> tuple[list[_Member], Tensor]:
-    """Members of all groups with their final rewards, and the index of the group of each."""
+    """Members of all groups with their final rewards, and the index of each member's group."""
     members = [member for group in groups for member in zip(group.trajectories_G, group.final_rewards_G, strict=True)]
     sizes = torch.tensor([len(group.trajectories_G) for group in groups])
     return members, torch.repeat_interleave(torch.arange(len(groups)), sizes)

@@ -82,10 +82,11 @@ class AsyncRolloutSource(RolloutSource):
         self._next_step = 0  # first step whose groups have not been queued
         self._running: dict[Place, int] = {}  # place of each running group: version of the weights that sample it
         self._completed: list[CompletedGroup] = []
+        # Groups since the metrics of the last step: failed ones, ones that teach nothing, and ones that became too old.
         self._failed: list[Group] = []
-        self._discarded: list[Group] = []  # groups that teach nothing, since the metrics of the last step
-        self._taken: dict[int, list[CompletedGroup]] = {}
+        self._discarded: list[Group] = []
         self._stale: list[Group] = []
+        self._taken: dict[int, list[CompletedGroup]] = {}  # by the step that trains on the groups
         self._num_steps = 0
         self._step = 0  # step that takes groups next
         self._weights: Weights | None = None
@@ -93,7 +94,7 @@ class AsyncRolloutSource(RolloutSource):
 
     def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
         super().begin(step, num_steps, state)
-        # If a fork has another number of groups per step than its parent, the places in that state mean nothing.
+        # If a fork has another number of groups per step than its parent, the parent's places mean nothing here.
         same_size = state.get("groups_per_batch") == self._size
         self._next_step = state["next_step"] if same_size else step
         self._waiting = deque(Place(*place) for place in state["untrained"]) if same_size else deque()
@@ -137,7 +138,7 @@ class AsyncRolloutSource(RolloutSource):
         return self.start_gathering(step, [partial(wait, part) for part in split(self._size, self.num_parts)])
 
     def gather(self, step: int, groups: Sequence[Group]) -> Batch:
-        """Build a minibatch, whose label `STALENESS` is the age of the weights that sampled each datum."""
+        """Build a minibatch; its label `STALENESS` is the age of the weights that sampled each datum, in steps."""
         batch = super().gather(step, groups)
         with self._changed:
             versions = {id(completed.group): completed.version for completed in self._taken[step]}
@@ -247,12 +248,12 @@ class AsyncRolloutSource(RolloutSource):
     def _note_failed(self, group: Group) -> None:
         """Record a failed group, which the next group replaces.
 
-        The run fails if more groups than twice the number per step have failed since the metrics of the last step, and
-        none has been completed or discarded.
+        The run fails if more groups than two steps need have failed since the metrics of the last step, while no
+        completed group waits for a step and no group was discarded.
         """
         self._failed.append(group)
         if len(self._failed) > 2 * self._size and not self._completed and not self._discarded:
-            message = next((str(error.error_message) for error in group.errors), "no error")
+            message = next((str(error.error_message) for error in group.errors), "no error message")
             self._error = ConfigError(
                 f"{len(self._failed)} groups failed since the last step ({' '.join(message.split())[:300]}): check the "
                 "environment, or raise rollout.max_retries or rollout.timeout_s."

@@ -48,7 +48,7 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Critic:
-    """Ridge regression of the return from a turn on; an immutable value.
+    """Ridge regression that predicts the return from a turn on. Immutable: `learn` returns another critic.
 
     The inputs of a turn are 1, the baseline of its group, and the features of its prompt and history. The target is the
     return minus the baseline, so that the penalty shrinks the prediction towards the baseline. The regression weighs
@@ -130,7 +130,7 @@ class Critic:
         return {"features": self.path, "gram": self.fit.gram_FF.tolist(), "moment": self.fit.moment_F.tolist()}
 
     def restored(self, state: Mapping[str, Any]) -> Critic:
-        """Return the critic with a fit that `state` returned; without one if a fork has other features."""
+        """Return the critic with the fit of a `state`; unchanged if the state has no fit or one of other features."""
         if state.get("features") != self.path:
             return self
         return replace(self, fit=Fit(np.array(state["gram"]), np.array(state["moment"])))

@@ -26,8 +26,9 @@ _ROUNDING = 1e-4
 class CompleterSpec:
     """Import path of a class or function that returns a `TokenCompleter`, and its parameters.
 
-    It gets the arguments `sampling_client`, `max_tokens`, `temperature` and `seed`, those of them that it has. The
-    completer returns, for each token, the natural logarithm of the probability with which the token was drawn.
+    The class or function is called with those of the arguments `sampling_client`, `max_tokens`, `temperature` and
+    `seed` that it accepts. For each token, the completer returns the natural logarithm of the probability with which
+    the token was drawn.
 
     Attributes:
         path: import path.
@@ -44,7 +45,8 @@ class CompleterSpec:
         """Import a completer.
 
         Raises:
-            ConfigError: it cannot be imported, or it does not take a sampling client or the parameters.
+            ConfigError: the path cannot be imported or called, or its parameters lack `sampling_client` or one of
+                `params`.
         """
         target = import_builder(path, "rollout.completer.builder", TokenCompleter)
         if not callable(target):

@@ -37,7 +37,7 @@ class GroupBatches:
                 number of groups.
 
         Raises:
-            ConfigError: the dataset has fewer groups than a batch.
+            ConfigError: the dataset has fewer groups than a step starts.
         """
         self._dataset = dataset
         self._size = len(dataset.get_batch(0))

@@ -59,7 +59,7 @@ class GroupProgress:
     """Tokens that the rollout of a group has sampled so far in all attempts, and its cancellation. Thread-safe."""
 
     def __init__(self, counter: TokenCounter | None = None) -> None:
-        """Start at zero; `counter` counts the tokens, too."""
+        """Start at zero; `counter` counts the tokens of all groups."""
         self._counter = counter or TokenCounter()
         self._counts = ProgressCounts(SampledTokens(), 0, 0, SampledTokens(), 0)
         self._lock = Lock()
@@ -76,7 +76,7 @@ class GroupProgress:
         self._add_open(num, prompt_length, max_tokens, 1)
 
     def end_request(self, num: int, prompt_length: int, max_tokens: int, sampled: SampledTokens | None) -> None:
-        """Count the tokens of the response to a request; None if there is no response."""
+        """Count the end of a request and the tokens of its response; `sampled` is None if there is no response."""
         self._add_open(num, prompt_length, max_tokens, -1, sampled)
 
     def add(self, sampled: SampledTokens, num_completions: int) -> None:
@@ -96,7 +96,7 @@ class GroupProgress:
         prompts = SampledTokens(sign * num * prompt_length, 0, sign * (num - 1) * prompt_length)
         with self._lock:
             counts = self._counts
-            # One assignment, so that no request is counted twice or not at all.
+            # One assignment, so that a reader of `counts` never finds a request counted twice or not at all.
             self._counts = ProgressCounts(
                 counts.sampled + (sampled or SampledTokens()),
                 counts.num_completions + (num if sampled else 0),

@@ -56,11 +56,11 @@ class Group:
 
 
 class RunningGroup(NamedTuple):
-    """Group that is rolled out.
+    """Group that is being rolled out.
 
     Attributes:
-        pending: its result.
-        progress: tokens sampled so far; `cancel` ends the rollout.
+        pending: result of the rollout.
+        progress: tokens sampled so far; its `cancel` ends the rollout.
     """
 
     pending: Future[Group]
@@ -108,7 +108,7 @@ class RewardedGroup(EnvGroupBuilder):
         if strategy.overlong:
             penalties = map(strategy.overlong.reward, result.trajectories)
             pairs = zip(self._rewards, penalties, strict=True)
-            self._rewards = [(reward + own, {**metrics, OVERLONG: own}) for (reward, metrics), own in pairs]
+            self._rewards = [(reward + penalty, {**metrics, OVERLONG: penalty}) for (reward, metrics), penalty in pairs]
         self._trajectories = result.trajectories
         self.text_labels_G = tuple(dict(getattr(env, "text_labels", {})) for env in result.envs)
         return [RolloutError("UnparsedVerdict", reply) for reply in record.unparsed]
@@ -151,7 +151,7 @@ class _Ungraded(EnvGroupBuilder):
 
 @dataclass(frozen=True)
 class _RolledOut(RolloutStrategy):
-    """Strategy of a group that is rolled out."""
+    """Strategy of a group whose rollout is complete."""
 
     result: RolloutResult
 
@@ -172,7 +172,7 @@ class RetryWholeGroup(RolloutStrategy):
         min_successful: number of members that must succeed; None means all.
         timeout_s: time limit of one attempt; None means no limit.
         hook: hook that is called after each turn; None means none.
-        termination: effect of the reason why an episode ended on its reward; None means none.
+        termination: policy by which the reason for the end of an episode changes its reward; None means none.
         overlong: penalty for long completions; None means none.
     """
 
@@ -206,7 +206,8 @@ class RetryWholeGroup(RolloutStrategy):
             errors += [_rollout_error(outcome) for outcome in outcomes if isinstance(outcome, Exception)]
             pairs = zip(outcomes, envs, strict=True)
             successes = [(outcome, env) for outcome, env in pairs if isinstance(outcome, Trajectory)]
-            if successes and len(successes) >= min(self.min_successful or len(envs), len(envs)):
+            num_needed = min(self.min_successful or len(envs), len(envs))  # a group may be smaller than min_successful
+            if successes and len(successes) >= num_needed:
                 result = RolloutResult([outcome for outcome, _ in successes], [env for _, env in successes], errors)
                 try:
                     errors += await env_group_builder.reward(result, policy, self)
@@ -229,7 +230,7 @@ class RetryWholeGroup(RolloutStrategy):
             await env_group_builder.cleanup()
 
     def _grader_timeout(self, error: TimeoutError) -> RolloutError:
-        """Describe a TimeoutError of the rewards; that of the time limit has no message of its own."""
+        """Describe a TimeoutError of the rewards; the error of `grader_timeout_seconds` has no message of its own."""
         limit = self.termination.grader_timeout_seconds if self.termination else None
         if limit is None or str(error):
             return _rollout_error(error)
@@ -254,11 +255,12 @@ class RetryWholeGroup(RolloutStrategy):
         for outcome in outcomes:
             if isinstance(outcome, TinkerFlowsError):
                 raise outcome
-        own_end = RuntimeError("the environment cancelled its own rollout")
+        self_cancelled = RuntimeError("the environment cancelled its own rollout")
         outcomes = [
-            own_end if member in completed and member.cancelled() else outcome
+            self_cancelled if member in completed and member.cancelled() else outcome
             for member, outcome in zip(members, outcomes, strict=True)
         ]
+        # Members that are not completed were cancelled above, after a failure of another member or at the time limit.
         one_failed = any(member.cancelled() or member.exception() for member in completed)
         if until == asyncio.ALL_COMPLETED or not one_failed:
             timeout = TimeoutError(f"the rollout took longer than {self.timeout_s} s")

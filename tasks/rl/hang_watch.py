@@ -18,16 +18,16 @@ from tasks.training.batch_source import MetricWarning
 
 logger = logging.getLogger(__name__)
 
-_NUM_DURATIONS = 256  # finished groups whose median counts
+_NUM_DURATIONS = 256  # last finished groups whose median duration counts
 _MAX_INTERVAL_S = 1.0
 _NUM_SHOWN = 3
-_CLOSE_S = 5.0  # a report that does not end must not keep the run open
+_CLOSE_S = 5.0  # time limit of `close`: a callback that does not end must not keep the run open
 FIX = "check it; rollout.timeout_s ends hanging turns"
 
 
 @dataclass
 class _RunningGroup:
-    """Group that is rolled out.
+    """Group that is being rolled out.
 
     Attributes:
         counts: tokens at the last check.
@@ -112,7 +112,7 @@ class HangWatch:
         return [self._warning(step, groups, typical) for step, groups in hanging.items()]
 
     def _bound(self, typical: float | None) -> float:
-        """Return the seconds from which on a group hangs."""
+        """Return the seconds without a response after which a group counts as hanging."""
         limits = self._limits
         if typical is None:
             return self._timeout_s + limits.hang_factor * limits.hang_seconds

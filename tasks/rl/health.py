@@ -16,9 +16,9 @@ REWARD = "env/all/reward/total"
 REWARD_SUM = "rewards/sum"
 CONSTANT = "rewards/constant"
 LENGTH = "env/all/ac_tokens_per_turn"
-# Divergence of the trainer from the sampler in nats per token, beyond which something is wrong. Healthy runs of dense
-# models have 0.0002, and those of mixtures of experts 0.001 to 0.002, with an error 0.09 (README of tinker-cookbook's
-# recipe rl_numerics_check). Older samples differ by the updates in between.
+# Divergence of the trainer from the sampler in nats per token, beyond which something is wrong. Healthy runs have
+# 0.0002 with dense models and 0.001 to 0.002 with mixtures of experts; a faulty run had 0.09 (README of
+# tinker-cookbook's recipe rl_numerics_check). Samples of older weights also differ by the updates in between.
 _MISMATCH_OF_DENSE, _MISMATCH_OF_MIXTURES, _MISMATCH_OF_OLDER = 0.005, 0.05, 0.1
 # Evaluations in a row at which the reward rises in training and falls on held-out groups.
 _NUM_DIVERGED = 2
@@ -95,8 +95,8 @@ class _Check(NamedTuple):
 class HealthWatch:
     """Checks of the metrics of consecutive steps.
 
-    A failure causes one warning after it lasts for `HealthLimits.patience` steps, and again only after it has ended and
-    returned.
+    A failure causes one warning, once it has lasted for `HealthLimits.patience` steps. After it has ended, it can cause
+    another one.
     """
 
     def __init__(self, limits: HealthLimits) -> None:
@@ -224,7 +224,7 @@ class HealthWatch:
         yield _Check("slow", share, is_slow, problem, "make them faster, or set rollout.timeout_s")
 
     def _check_hacking(self, metrics: Mapping[str, float]) -> Iterator[_Check]:
-        """Signs of a reward that rises for another reason than better answers."""
+        """Check for signs of reward hacking: a reward that rises without better answers."""
         reward = REWARD_SUM if REWARD_SUM in metrics else REWARD
         if reward not in metrics or not self._is_started(reward):
             return

@@ -145,7 +145,7 @@ class _HookedEnv(Env):
         self._began = monotonic()
 
     def __getattr__(self, name: str) -> Any:
-        # Limits and message injection of tinker-cookbook's environments.
+        # tinker-cookbook reads further attributes of an environment, such as limits and message injection.
         return getattr(self._env, name)
 
     async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:

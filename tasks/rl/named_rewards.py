@@ -167,6 +167,8 @@ class NamedRewards:
         self._reported: set[str] = set()
         self._is_checked = False
         self._lock = Lock()  # minibatches are gathered in threads
+        # By step: rewards by name of each minibatch, until `_observe` passes them to the targets; weights and metrics,
+        # until `metrics` returns them; state of the newest step.
         self._values: dict[int, list[Mapping[str, Sequence[float]]]] = {}
         self._weights: dict[int, RewardWeights] = {}
         self._observed: dict[int, dict[str, float]] = {}
@@ -220,7 +222,7 @@ class NamedRewards:
     def pop_warnings(self) -> dict[str, str]:
         """Return a warning by name for each reward that no completion has reported by the end of the first step.
 
-        It may be misspelled, or a metric that few completions report.
+        The name may be misspelled, or the metric may be one that few completions report.
         """
         with self._lock:
             if self._is_checked or not self._reported:
@@ -281,7 +283,7 @@ class NamedRewards:
             return {"targets": dict(self._targets.state()), "reported": sorted(self._reported & self._specs.keys())}
 
     def _observe(self, before: int) -> None:
-        """Pass to the targets the rewards of all steps before ``before`` that were not passed yet."""
+        """Pass the rewards of all steps before ``before`` to the controllers of the targets, each step once."""
         with self._lock:
             for step in sorted(step for step in self._values if step < before):
                 values = self._values.pop(step)

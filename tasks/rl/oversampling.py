@@ -118,13 +118,14 @@ class Oversampling:
         """Prepare the minibatches; `begin` starts the groups.
 
         Args:
-            builders: groups that the step may start.
+            builders: groups that the step may start, in the order of the data.
             sizes: groups of each minibatch.
             start: starts groups by their index.
         """
         self._step, self._sizes, self._start, self._record = step, sizes, start, record
         stored_parts = (record.get(step, part) for part in range(len(sizes)))
-        # A minibatch after one that failed was stored without it, and the two may share groups now.
+        # Only up to the first minibatch that is not stored. A later one was stored after that one failed, and may
+        # contain groups that the repeated minibatch takes now.
         self._known = [part for part in takewhile(lambda part: part is not None, stored_parts) if part]
         self.is_repeated = len(self._known) == len(sizes)
         stored = {index for part in self._known for index in part.groups}
@@ -186,7 +187,7 @@ class Oversampling:
             self._is_complete[number].set()
 
     def _first(self, number: int) -> list[int]:
-        """Wait until enough groups have finished, and leave the following minibatches as many as they need."""
+        """Wait for the groups of a minibatch; return their indices. Leave enough groups for the later minibatches."""
         num_available = len(self._running) - len(self._taken) - sum(self._sizes[number + 1 :])
         indices, num_successful = list[int](), 0
         try:
@@ -205,7 +206,7 @@ class Oversampling:
         return sorted(indices)
 
     def _is_successful(self, index: int) -> bool:
-        """Return whether a finished group has trajectories; one that raises is left out of later minibatches."""
+        """Return whether a finished group has trajectories; a group that raises is left out of later minibatches."""
         try:
             return self._running[index].pending.result().trajectories is not None
         except BaseException:

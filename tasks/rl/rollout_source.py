@@ -201,7 +201,7 @@ class RolloutSource(BatchSource):
         self._warnings: dict[str, str] = {}
         # True once a rollout has taken several turns.
         self._has_several_turns = False
-        # Critic of the newest steps, each fitted on the steps before; empty without one.
+        # Critics of the newest steps, each fitted on the steps before; empty without a critic.
         self._critics: dict[int, Critic] = {}
         # Newest step that is loaded, and the number of groups that refills took before it.
         self._refilled_before = (-1, 0)
@@ -271,8 +271,9 @@ class RolloutSource(BatchSource):
         refill = _Refill(self, step, start, len(builders), len(parts))
 
         def wait(number: int) -> list[Group]:
-            own = partial(gather, number)
-            return refill.complete(number, len(parts[number]), own) if self.settings.refill_rounds else own()
+            if not self.settings.refill_rounds:
+                return gather(number)
+            return refill.complete(number, len(parts[number]), partial(gather, number))
 
         return self.start_gathering(step, [partial(wait, number) for number in range(len(parts))])
 
@@ -310,13 +311,13 @@ class RolloutSource(BatchSource):
         return sampler
 
     def start_step(self, step: int) -> None:
-        """Fix the critic and the weights of the named rewards of a step; the groups of the step before are complete."""
+        """Fix the critic and the weights of the named rewards of a step, after all groups of the step before it."""
         self.fit_critic(step - 1)
         if self.rewards:
             self.rewards.start(step)
 
     def fit_critic(self, step: int) -> None:
-        """Fit the critic of the next step, unless it is fitted, on the groups of a step, which are complete."""
+        """Fit the critic of step + 1 on the complete groups of a step, unless that critic exists."""
         critic = self._critic_at(step)
         if critic is None or step not in self._groups or step + 1 in self._critics:
             return
@@ -331,16 +332,16 @@ class RolloutSource(BatchSource):
             self.rewards.skip(step)
 
     def _critic_at(self, step: int) -> Critic | None:
-        """Critic that is fitted on the steps before a step; None without one."""
-        # Steps that are skipped after a restart are not loaded.
+        """Critic that is fitted on the steps before a step; None without a critic."""
+        # A step that is skipped after a restart is not loaded and has no critic; the critic before it still holds.
         newest = max((known for known in self._critics if known <= step), default=None)
         return None if newest is None else self._critics[newest]
 
     def start_gathering(self, step: int, waits: Sequence[Callable[[], list[Group]]]) -> list[Pending[Batch]]:
         """Start to build the minibatches of a step, each from the groups that one of `waits` returns.
 
-        A KL penalty is relative to the mean of the step, for which its updates wait, or to that of a minibatch if a
-        step is a stream of minibatches, as in tinker-cookbook.
+        A KL penalty is relative to the mean KL of the step, so its minibatches wait for each other. In a stream of
+        minibatches, it is relative to the mean of the minibatch, as in tinker-cookbook.
         """
         self._groups[step] = minibatches_groups = [list[Group]() for _ in waits]
 
@@ -370,7 +371,7 @@ class RolloutSource(BatchSource):
 
         Raises:
             ConfigError: see `pack_groups` and `check_errors`.
-            concurrent.futures.CancelledError: the source is closed, and so the groups are not complete.
+            concurrent.futures.CancelledError: the source is closed, so the groups may be incomplete.
         """
         if self._is_closed:
             raise CancelledError("the run is closed")
@@ -446,7 +447,7 @@ class RolloutSource(BatchSource):
         rollouts, metrics = list(rollouts_of(groups)), dict[str, float]()
         termination = self.settings.strategy.termination
         if termination and termination.zero_reward_on_limit:
-            lowered = fmean("zero_reward_on_limit" in own for _, own in rollouts)
+            lowered = fmean("zero_reward_on_limit" in rollout_metrics for _, rollout_metrics in rollouts)
             metrics["rollout/zero_reward_on_limit"] = lowered
             if step == self._first_step and all(trajectory.stop_reason is None for trajectory, _ in rollouts):
                 self._warnings["rollout.termination"] = (
@@ -504,7 +505,7 @@ class RolloutSource(BatchSource):
         return compute_post_kl(trained, [torch.cat([next(logprobs) for _ in part]) for part in sequences_M])
 
     def _can_score_last_n(self, sampler: tinker.SamplingClient) -> bool:
-        """Check with the first call whether the service scores only the last tokens; warn if it does not."""
+        """Return whether the service scores only the last tokens; the first call asks it and warns if it does not."""
         if self.scores_last_n and not self._has_scored and not supports_last_n(sampler):
             self.scores_last_n = False
             self._warnings["prompt_logprobs_last_n"] = (
@@ -541,9 +542,10 @@ class RolloutSource(BatchSource):
 
 
 class _Refill:
-    """Replacement of the groups of a step that teach nothing by the next groups of the data.
+    """Refills of a step: the next groups of the data, which replace groups that teach nothing.
 
-    The minibatches take them in order, whichever groups finish first, so that a resumed run repeats them.
+    The minibatches take refills in their own order, whichever groups finish first, so that a resumed run takes the same
+    groups.
     """
 
     def __init__(
@@ -565,7 +567,7 @@ class _Refill:
             gather: waits for the minibatch's own groups. If it fails, the next minibatch does not wait for this one.
 
         Returns:
-            All groups of the minibatch, those without use included.
+            All groups of the minibatch, including those that teach nothing.
         """
         source = self._source
         try:
@@ -604,15 +606,15 @@ class HeldOutGroups(SamplingClientEvaluator):
 
 
 def name_held_out(builders: Sequence[EnvGroupBuilder]) -> list[RewardedGroup]:
-    """Give held-out groups the names of their warnings."""
+    """Give held-out groups the names by which warnings refer to them."""
     return [RewardedGroup(builder, f"held-out-{index}") for index, builder in enumerate(builders)]
 
 
 class HeldOutEnvironments(HeldOutGroups):
     """Evaluator of held-out groups with the run's rollout settings; the metrics are `test/env/...`.
 
-    The mean reward has a score for each group, for paired comparisons: the group's share of the sum of rewards, in the
-    unit of the mean.
+    The mean reward has a score for each group, for paired comparisons: the group's share of the sum of rewards, scaled
+    so that the mean of the scores is the metric.
     """
 
     scored_metrics = (f"test/{REWARD}",)
@@ -675,7 +677,7 @@ def build_environments(
         resources: open resources of the run for builders with matching parameters; see `build`.
 
     Raises:
-        ConfigError: the builder does not exist, rejects its parameters or cannot read its problems.
+        ConfigError: the builder does not exist, rejects its parameters, cannot read its problems or has no full batch.
     """
     train, test = build("environment", builder, params, tokenizer, lambda instance: asyncio.run(instance()), resources)
     if len(train) == 0:
@@ -692,7 +694,7 @@ def check_errors(groups: Sequence[Group], distribution: SamplingDistribution) ->
     """Check that the logprobs of the samples are exact enough to train on.
 
     Raises:
-        ConfigError: the bound of their error is too large in the mean.
+        ConfigError: the mean of the bounds of their errors is too large.
     """
     error = compute_logprob_errors(groups).get("rollout/logprob_error", 0.0)
     if error > MAX_MEAN_ERROR:

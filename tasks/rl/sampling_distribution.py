@@ -26,7 +26,8 @@ LogprobsOf = Literal["sampled", "service"]
 
 # Mean error of a logprob, in nats, above which a run does not start.
 MAX_MEAN_ERROR = 0.02
-# Largest distance between a logprob of a sample and that of its score, in nats; both are the model's, up to rounding.
+# Largest difference, in nats, between the logprob that a service returns with a sampled token and the logprob that it
+# returns when it scores that token. Both should be the model's own, up to rounding.
 _MAX_DISTANCE = 0.2
 _NUM_CHECKED = 16
 # Upper bound of the number of tokens of a model; the largest vocabularies have about 2 ** 18 tokens.
@@ -135,7 +136,7 @@ def sampled_logprobs(logprobs_T: Tensor, top_TK: Tensor, distribution: SamplingD
         The logprobs and the bounds of their errors, nats, ``(T,)`` each.
 
     Raises:
-        ConfigError: a token is outside of the tokens that could be sampled.
+        ConfigError: the distribution excludes a sampled token.
 
     >>> probs = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64)
     >>> cold = SamplingDistribution(temperature=0.5)
@@ -163,8 +164,8 @@ def sampled_logprobs(logprobs_T: Tensor, top_TK: Tensor, distribution: SamplingD
     outside_T = (power * logprobs_T).exp() < smallest_T * (1 - 1e-3)
     if bool(outside_T.any()):
         raise ConfigError(
-            f"The service sampled a token outside of the tokens that {distribution.describe()} allows, so its "
-            "distribution is another one: set rollout.logprobs to service, or leave out top_k and top_p."
+            f"The service sampled a token that {distribution.describe()} excludes, so it does not sample as requested: "
+            "set rollout.logprobs to service, or leave out top_k and top_p."
         )
     normalizer_T = (low_T.log() + high_T.log()) / 2
     return power * logprobs_T - normalizer_T, (high_T.log() - low_T.log()).abs() / 2
@@ -180,10 +181,10 @@ def _log_rest_bounds(top_TK: Tensor, power: float) -> tuple[Tensor, Tensor]:
 
 
 def _nucleus(scaled_TK: Tensor, total_T: Tensor, top_p: float, excess_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Mass of the smallest set of likeliest tokens with a share of at least `top_p`, and that of its last token.
+    """Mass of the smallest set of likeliest tokens with a share of at least `top_p`, and the mass of its last token.
 
     If the set extends beyond the K likeliest tokens, its mass is `top_p` of the total plus `excess_T`, by which the
-    last token may exceed it, and its last token counts as 0.
+    last token may exceed that share, and the mass of its last token counts as 0.
     """
     sums_TK = scaled_TK.cumsum(1)
     needed_T1 = top_p * total_T[:, None]
@@ -197,7 +198,8 @@ def _nucleus(scaled_TK: Tensor, total_T: Tensor, top_p: float, excess_T: Tensor)
 def check_service(sampler: tinker.SamplingClient, tokenizer: Tokenizer, distribution: SamplingDistribution) -> None:
     """Check that a service returns the logprobs of the model itself with the samples of a distribution.
 
-    It samples a few tokens and compares their logprobs with those of a prompt, which has no temperature.
+    The check samples a few tokens and compares their logprobs with the logprobs of the same tokens as part of a prompt,
+    for which a service applies no temperature.
 
     Raises:
         ConfigError: the logprobs differ.

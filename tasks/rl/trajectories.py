@@ -144,7 +144,7 @@ def _trained_tokens(groups: Sequence[TrajectoryGroup], trained: Sequence[tuple[i
 
 
 def _untempered_logprobs(groups: Sequence[TrajectoryGroup]) -> Tensor | None:
-    """Logprobs of the sampled tokens under the sampler's weights alone, ``(T,)``; None if they are the sampler's."""
+    """Logprobs of the sampled tokens under the sampler's weights alone, ``(T,)``; None if the samples have the same."""
     completions = [
         turn.ac for group in groups for trajectory in group.trajectories_G for turn in trajectory.transitions
     ]
@@ -225,7 +225,7 @@ def _repeated_share(tokens: Sequence[int]) -> float:
 
 
 def compute_durations(groups: Sequence[Group]) -> dict[str, float]:
-    """Compute the mean durations of the groups, in seconds, and the number of tokens sampled for them.
+    """Compute the mean durations of the completed groups, in seconds, and the number of tokens sampled for all groups.
 
     `time/sampling` is the longest time that a member of a group waited for the service, and `time/environment` is the
     rest of `time/rollout`: environments, rewards, failed attempts and the run itself. A completer of the user is not
@@ -318,8 +318,8 @@ def add_later_tokens(batch: Batch, values_DT: Tensor, discount: float) -> Tensor
 def compute_critic_metrics(trained: Sequence[TrainedBatch]) -> dict[str, float]:
     """Compute the quality of the value baseline over the sampled tokens.
 
-    `value_loss` is half of its mean squared error. `explained_variance` is the share of the returns' variance that it
-    explains: 1 for a perfect baseline, 0 for a constant one, absent if all returns are equal.
+    `value_loss` is half of the mean squared error. `explained_variance` is the share of the returns' variance that the
+    baseline explains: 1 for a perfect baseline, 0 for a constant one, absent if all returns are equal.
     """
     returns = _sampled_tokens([minibatch.batch.returns_DT for minibatch in trained], trained)
     error = returns - _sampled_tokens([minibatch.batch.values_DT for minibatch in trained], trained)
@@ -380,7 +380,7 @@ def has_several_turns(groups: Sequence[Group]) -> bool:
 
 
 def can_teach(group: Group, mix: RewardWeights | None, settings: AdvantageSettings, *, mask_truncated: bool) -> bool:
-    """Check whether a group has succeeded, has several rewards, and is not masked as a whole."""
+    """Check whether a group has succeeded, has members with different advantages, and is not masked as a whole."""
     if group.trajectories is None or _is_constant(group, mix, settings):
         return False
     return not (mask_truncated and all(map(is_truncated, group.trajectories.trajectories_G)))

@@ -24,7 +24,7 @@ class OverlongPenalty:
 
     Attributes:
         penalty: penalty of a completion that reaches the limit, in units of reward.
-        length: tokens before the limit from which on completions are penalized.
+        length: number of tokens before the limit over which the penalty grows from 0 to `penalty`.
         max_tokens: the limit, in tokens per turn.
     """
 

@@ -16,6 +16,7 @@ from tinker_cookbook.rl.types import RLDataset
 from blocks.errors import ConfigError, reason
 from tasks.rl.environments.groups import GroupsBuilder, MakeEnv
 
+# Distance of the seed of held-out problems from the seed of training problems, and the seed of solved examples.
 HELD_OUT_SEED, EXAMPLES_SEED = 1_000_003, 2_000_003
 
 
@@ -65,7 +66,7 @@ class GymBuilder(GroupsBuilder):
         num_held_out: number of other problems to test on.
         instruction: system message; "" for none, None for reasoning-gym's own, which asks for reasoning and then the
             answer in `<answer>` tags.
-        num_examples: number of solved examples at the start of the conversation, distinct from the run's problems.
+        num_examples: number of solved examples at the start of the conversation, from another seed than the problems.
         tags: True to score only the text in the tags, False to score the whole reply. Most datasets give partial
             credit for a correct answer with other words around it.
         format_coef: penalty for replies without tags and for truncated replies.
