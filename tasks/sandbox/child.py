@@ -37,7 +37,7 @@ DENIED = (
     *("memfd_create", "memfd_secret", "shmget", "shmat", "shmctl", "semget", "semop", "semctl", "semtimedop"),
     *("msgget", "msgsnd", "msgrcv", "msgctl", "add_key", "request_key", "keyctl", "unshare", "setns", "chroot"),
     *("mount", "umount2", "pivot_root", "fsopen", "fsmount", "fsconfig", "open_tree", "move_mount", "mount_setattr"),
-    "listen",  # the buffers of connections that wait are without a limit
+    "listen",  # the buffers of connections that wait to be accepted have no limit
     *("open_by_handle_at", "name_to_handle_at", "ptrace", "process_vm_readv", "process_vm_writev", "bpf"),
     *("perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register"),
 )
@@ -98,8 +98,8 @@ def _file_of(program: bytes) -> int:
 def _run_below_init(program: int) -> int:
     """Run the program below the first process of the PID namespace; return its exit status or negative signal number.
 
-    The kernel ends all processes of a PID namespace with its first one. That one is trusted: it ends with this process,
-    and signals from within the namespace do not reach it.
+    When the first process of a PID namespace ends, the kernel ends all others. The first process can be relied on: it
+    ends with this process, and signals from within the namespace do not reach it.
     """
     reports, report = os.pipe()
     gate, start = os.pipe()
@@ -109,7 +109,7 @@ def _run_below_init(program: int) -> int:
         os.setsid()  # the program's process group is without this process
         _prctl(DIE_WITH_PARENT, signal.SIGKILL)
         os.write(report, b"ready ")
-        if os.read(gate, 1):  # this process still has its parent
+        if os.read(gate, 1):  # empty if the parent has ended
             os.write(report, str(_run(program)).encode())
         os._exit(0)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(init, signal.SIGKILL))
@@ -149,7 +149,7 @@ def _filter_system_calls(seccomp: ctypes.CDLL) -> None:
     rules = ctypes.c_void_p(seccomp.seccomp_init(ctypes.c_uint32(ALLOW)))
 
     def deny(name: str, reason: int = errno.EPERM, *comparisons: _Comparison) -> None:
-        """Let a system call fail, or those whose arguments compare so."""
+        """Let a system call fail; with comparisons, only if its arguments match them."""
         number = seccomp.seccomp_syscall_resolve_name(name.encode())
         action = ctypes.c_uint32(FAIL | reason)
         if number < 0:
@@ -229,7 +229,7 @@ def _build_root(root: Path, memory_mb: int) -> None:
         target.mkdir(parents=True, exist_ok=True)
         for parent in target.relative_to(root).parents[:-1]:
             if parent != Path("tmp"):
-                (root / parent).chmod(0o711)  # may be passed, and not listed
+                (root / parent).chmod(0o711)  # a program may pass through the folder but not list it
         _mount(str(source), str(target), None, BIND | RECURSIVE)
         for folder in _mounts_below(target):
             _mount(None, folder, None, BIND | REMOUNT | READ_ONLY | NO_SUID | NO_DEV)
@@ -248,7 +248,7 @@ def _build_root(root: Path, memory_mb: int) -> None:
 
 
 def _mounts_below(target: Path) -> list[str]:
-    """Return the mount points at and below a folder: a remount applies to one of them."""
+    """Return the mount points at and below a folder, because a remount applies to a single mount point."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     points = {re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line.split()[4]) for line in lines}
     return sorted(point for point in points if Path(point) == target or target in Path(point).parents)

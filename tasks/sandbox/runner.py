@@ -27,7 +27,8 @@ OUTPUT_BYTES = 64 * 1024
 REFUSED = 86
 _CHILD = Path(__file__).with_name("child.py")
 _GRACE_S = 5.0
-# Field, type, smallest and largest value of each limit. With less, Python does not start and each reward would be 0.
+# Field, type, smallest and largest value of each limit. Below the smallest value, Python may not start, and each reward
+# would be 0.
 _RANGES = (
     ("seconds", (int, float), 0.1, 86_400),
     ("memory_mb", int, 32, 2**20),

@@ -39,7 +39,7 @@ class SupervisedSource(BatchSource):
         return [submit(load_batch, self, step)]
 
     def batch_at(self, step: int) -> Batch:
-        """Return the batch of a step, which depends only on the data, the seed and the step.
+        """Return the batch of a step; it depends only on the data, the seed and the step.
 
         The last batch is cached: callers may request a step twice, but a streaming dataset returns each index once.
         """
@@ -65,7 +65,9 @@ class SupervisedSource(BatchSource):
             num_complete += all(trained)
             if num_complete == len(self.train):
                 break
-        self._epoch = None  # a dataset may count its batches
+        self._epoch = (
+            None  # the next read sets the epoch again, because a dataset may count the batches that it returns
+        )
         return untrained
 
     def _read(self, step: int) -> list[tinker.Datum]:

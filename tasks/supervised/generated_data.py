@@ -31,7 +31,7 @@ WRITTEN_NAME = "written.jsonl"
 
 Conversation = Sequence[Message]
 
-# Conversations between two saves of the cache: a killed run loses at most these answers.
+# Conversations between two saves of the cache; a killed run loses at most the answers to these.
 _CHUNK = 32
 
 
@@ -63,7 +63,7 @@ class CachedSampler:
         keys = [_key(self.model, conversation, sampling) for conversation in conversations]
         cached = self.cache.find(keys)
         new = {key: messages for key, messages in zip(keys, conversations, strict=True) if key not in cached}
-        # The progress bar of the run starts with the first step, after this one has ended.
+        # The run's own progress bar starts with the first step, after this bar has ended.
         with tqdm(desc=f"sampling from {self.model.name}", total=len(new), unit="prompt", disable=not new) as bar:
             for start in range(0, len(new), _CHUNK):
                 chunk = dict(list(new.items())[start : start + _CHUNK])
@@ -103,7 +103,7 @@ class GeneratedDataBuilder(ChatDatasetBuilder):
         teacher_model: base model of the generating model, by the service's name; the trained model by default.
         max_tokens: maximum tokens of an answer; truncated answers are not used.
         temperature: sampling temperature.
-        seed: seed of the random choices.
+        seed: seed of the samples and of random choices.
         base_model: filled in by the run.
         session, token_meter: filled in by the run.
         directory: filled in by the run.
@@ -123,8 +123,8 @@ class GeneratedDataBuilder(ChatDatasetBuilder):
         """Open the generating model and load the cache of its answers."""
         model = self.teacher_model or self.base_model
         sampler, tokenizer = open_counted_sampler(self.session, self.teacher, model, self.token_meter)
-        same = model == self.base_model
-        renderer = self.renderer if same else get_renderer(renderer_of(model, tokenizer), tokenizer)
+        is_trained_model = model == self.base_model
+        renderer = self.renderer if is_trained_model else get_renderer(renderer_of(model, tokenizer), tokenizer)
         cache = JsonlCache()
         load_cache(cache, self.directory, WRITTEN_NAME)
         return CachedSampler(AnswerSampler(self.teacher or model, sampler, renderer), cache, self.directory)

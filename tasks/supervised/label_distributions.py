@@ -29,7 +29,7 @@ class DistributionRow:
 
 @chz.chz
 class LabelDistributionBuilder(ChatDatasetBuilder):
-    """Rows of a JSONL file with a `prompt` and a `distribution` over labels, of which one answers the prompt.
+    """Rows of a JSONL file with a `prompt` and a `distribution` over labels, each a possible answer to the prompt.
 
     The datum of a row ends where the answer begins. Every position has the first tokens of all K labels of the files as
     its targets, ``(T, K)``. At the last position their weights are the probabilities of the labels, elsewhere 0.

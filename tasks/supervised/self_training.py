@@ -23,7 +23,7 @@ from tasks.supervised.generated_data import Conversation, GeneratedDataBuilder
 
 @chz.chz
 class SelfTrainingBuilder(GeneratedDataBuilder):
-    """Questions of a JSONL file with those of a teacher's answers that pass a vote or a grader.
+    """Questions of a JSONL file with the answers of a teacher that pass a vote or a grader.
 
     Attributes:
         path: JSONL file whose rows have a `question`.
@@ -31,7 +31,7 @@ class SelfTrainingBuilder(GeneratedDataBuilder):
         test_path: held-out rows with a `question` and an `answer`.
         prompt: template of the prompt, with fields of the row in braces.
         num_samples: number of the teacher's answers per question.
-        min_agreement: share of the answers that must agree, by their final number or else their text.
+        min_agreement: share of the answers that must agree in their final number, or in their text if they have none.
         grader: import path of a function ``(row, answer) -> bool`` that replaces the vote.
         max_kept: maximum number of distinct answers per question to train on.
         drop_words: probability of dropping each word from the student's prompt.
@@ -82,7 +82,7 @@ class SelfTrainingBuilder(GeneratedDataBuilder):
 
 
 def majority_answers(answers: Sequence[str], num_samples: int, min_agreement: float) -> list[str]:
-    """Answers that agree with the most common final answer; empty if they are too small a share of the samples.
+    """Answers that agree with the most common final answer; empty if their share of the samples is too small.
 
     >>> majority_answers(["It is 4.", "4", "5"], num_samples=4, min_agreement=0.5)
     ['It is 4.', '4']

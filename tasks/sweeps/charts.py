@@ -80,7 +80,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
 
 
 def draw_maps(rows: Sequence[PointRow], metric: str) -> Figure:
-    """Heat maps of the metric over each pair of dimensions, averaged over all other dimensions."""
+    """Heat maps of the metric over the first pairs of dimensions, at most six, averaged over all other dimensions."""
     pairs = list(combinations(dimensions(rows), 2))[:_MAX_MAPS]
     columns = min(len(pairs), 3)
     figure = Figure(figsize=(5.2 * columns, 4.2 * math.ceil(len(pairs) / columns)), layout="constrained")

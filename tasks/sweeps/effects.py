@@ -112,7 +112,7 @@ def _regularizer_columns(
 
 
 def _other_columns(trials: Sequence[tuple[PointRow, Trial]]) -> list[np.ndarray]:
-    """Columns of the seeds and of all dimensions that are not a regularizer's.
+    """Columns of the seeds and of all dimensions except the regularizers'.
 
     A numeric dimension is one column, in logarithms if it spans a factor of ten. Other dimensions are indicators.
     """

@@ -156,7 +156,7 @@ def _body(summary: SweepSummary, effects: Sequence[Effect], figures: Mapping[str
     headings = {
         "effects": "",
         "pareto": "<h2>Base loss against each term</h2><p>Means over the seeds, labeled with point numbers.</p>",
-        "maps": f"<h2>{html.escape(summary.metric)} over each pair of dimensions</h2>",
+        "maps": f"<h2>{html.escape(summary.metric)} over pairs of dimensions</h2>",
         "parallel": "<h2>Parallel coordinates</h2>",
     }
     parts += [headings[name] + inline_svg(figure) for name, figure in figures.items()]

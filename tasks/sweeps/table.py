@@ -25,7 +25,7 @@ class PointRow:
         trials: finished trials of the point.
         completed: trials that completed.
         is_complete: True if a trial of every seed completed.
-        mean: mean of the metric over the completed trials; None without one.
+        mean: mean of the metric over the completed trials; None if there are none.
         half_width: half width of the mean's interval; None for fewer than two trials.
     """
 
@@ -43,7 +43,7 @@ class PointRow:
 
 
 def point_rows(trials: Trials, seeds: Sequence[int], metric: str, mode: Literal["min", "max"]) -> list[PointRow]:
-    """Rows of all points, the best first; points that lack a seed come after the complete ones."""
+    """Rows of all points, the best first; points without a completed trial of each seed come last."""
     rows = [_row(point, trials.finished, seeds) for point in trials.points]
     sign = 1.0 if mode == "min" else -1.0
 

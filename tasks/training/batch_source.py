@@ -31,7 +31,7 @@ class TrainedBatch:
 
 
 class MetricWarning(NamedTuple):
-    """Metric that has been beyond a limit long enough.
+    """Warning about a metric that has been beyond a limit for long enough.
 
     Attributes:
         check: name of the check, or the condition of an alert.
@@ -68,7 +68,7 @@ class SampledTokens:
         )
 
     def beyond(self, other: SampledTokens) -> SampledTokens:
-        """Return by how much each count exceeds another one; 0 if it does not.
+        """Return the amount by which each count exceeds the same count of `other`, at least 0.
 
         >>> SampledTokens(3, 2).beyond(SampledTokens(1, 5))
         SampledTokens(num_prefill_tokens=2, num_sample_tokens=0, num_cached_tokens=0)
@@ -110,7 +110,7 @@ class BatchSource(ABC):
         return True
 
     def skip(self, step: int) -> None:
-        """Note that the update of a loaded step is skipped, as it will be after a restart without being loaded."""
+        """Note that the update of a loaded step is skipped. After a restart, such a step is not even loaded."""
         return
 
     def metrics(self, step: int, trained: Sequence[TrainedBatch], terms: Mapping[str, float]) -> dict[str, float]:

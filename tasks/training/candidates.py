@@ -85,12 +85,12 @@ class CandidateSampler:
         """Prepare to sample.
 
         Args:
-            stop: function that returns the stop sequences; called at the first sampling.
+            stop: function that returns the stop sequences; first called when completions are sampled.
         """
         self.settings, self._directory, self._tokenizer, self._stop = settings, directory, tokenizer, stop
         # One thread keeps the order of steps, in which the files are written.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="candidates")
-        self._may_be_stored = True
+        self._may_be_stored = True  # until a step without stored candidates: later steps have none, either
         self._pending: Pending[Batch] | None = None
         self._sampled = SampledTokens()
         self._metrics: dict[int, dict[str, float]] = {}
@@ -102,7 +102,7 @@ class CandidateSampler:
     def start(self, step: int, supervised: Pending[Batch], client: tinker.TrainingClient) -> Pending[Batch]:
         """Start sampling the candidates of a step from the weights after all updates sent so far.
 
-        A step whose candidates are stored, as after a restart, uses those.
+        If the candidates of the step are stored, as after a restart, the stored ones are used.
         """
         stored = self._read(step) if self._may_be_stored else None
         self._may_be_stored = stored is not None
@@ -270,7 +270,7 @@ def prompts_of(batch: Batch) -> list[list[int]]:
 
 
 def _first_rows(batch: Batch) -> list[int]:
-    """Return the first datum of each prompt of a batch."""
+    """Return the index of the first datum of each prompt of a batch."""
     first: dict[int, int] = {}
     for row, number in enumerate(number_prompts(batch).tolist()):
         first.setdefault(number, row)
@@ -278,7 +278,7 @@ def _first_rows(batch: Batch) -> list[int]:
 
 
 def _prompt_tokens(batch: Batch, row: int) -> list[int]:
-    """Return the model input of a datum before its first trained target."""
+    """Return the tokens of a datum before its first trained target."""
     datum: tinker.Datum = list(batch.datums)[row]
     mask = unpack(batch.mask_DT, batch.offsets_D)[row]
     try:

@@ -46,11 +46,11 @@ class Example:
 
     Attributes:
         prompt: text of the prompt.
-        completion: text of the sampled completion; of the chosen one in a preference pair.
-        other: completion in the data, or the rejected one in a preference pair; empty without one.
+        completion: text of the sampled completion, or of the chosen completion of a preference pair.
+        other: completion in the data, or the rejected completion of a preference pair; empty if there is none.
         other_title: title of `other`.
         scores: value of each term on the completion, and scores of the method: reward, margin or teacher KL.
-        flags: parts of the completion.
+        flags: parts of the completion to which terms object.
     """
 
     prompt: str
@@ -63,7 +63,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class ExampleInput:
-    """Datums of an example: one completion, or the chosen and the rejected one of a pair."""
+    """Datums of an example: one completion, or both completions of a pair; `other` is `Example.other`."""
 
     evaluated: EvaluatedBatch
     other: str = ""
@@ -135,17 +135,17 @@ def measure_examples(
     reference: Reference | None,
     tokenizer: Tokenizer,
 ) -> list[Example]:
-    """Score the first examples by the terms of an objective, except those that compare with a reference."""
-    chosen = list(islice(inputs, num))
-    if not chosen:
+    """Score the first `num` examples by the terms of an objective, except terms that compare with a reference."""
+    entries = list(islice(inputs, num))
+    if not entries:
         return []
     terms = [term for term in objective.regularizers if "ref_logprobs" not in term.term.needs]
-    batches = [entry.evaluated.batch for entry in chosen]
-    scores_E = [dict(entry.evaluated.scores_D[0]) if entry.evaluated.scores_D else {} for entry in chosen]
-    flags_E: list[list[TermFlag]] = [[] for _ in chosen]
+    batches = [entry.evaluated.batch for entry in entries]
+    scores_E = [dict(entry.evaluated.scores_D[0]) if entry.evaluated.scores_D else {} for entry in entries]
+    flags_E: list[list[TermFlag]] = [[] for _ in entries]
     data = [
         (Outputs(entry.evaluated.logprobs_DT, None, batch.sampling_logprobs_DT), batch)
-        for entry, batch in zip(chosen, batches, strict=True)
+        for entry, batch in zip(entries, batches, strict=True)
     ]
     for term in terms:
         try:
@@ -159,7 +159,7 @@ def measure_examples(
             flags += find_flags(term, outputs, batch, tokenizer)
     is_pairs = batches[0].num_datums == 2
     if objective.base and is_pairs:
-        _add_margins(objective.base, chosen, scores_E, executor, reference)
+        _add_margins(objective.base, entries, scores_E, executor, reference)
     return [
         Example(
             _prompt(batch, tokenizer),
@@ -169,7 +169,7 @@ def measure_examples(
             scores,
             tuple(flags),
         )
-        for entry, batch, scores, flags in zip(chosen, batches, scores_E, flags_E, strict=True)
+        for entry, batch, scores, flags in zip(entries, batches, scores_E, flags_E, strict=True)
     ]
 
 
@@ -192,7 +192,7 @@ def append_examples(directory: RunDirectory, step: int, examples: Sequence[Examp
 
 
 def read_examples(directory: RunDirectory) -> dict[int, list[Example]]:
-    """Read the stored examples by step; those of a repeated evaluation replace earlier ones."""
+    """Read the stored examples by step; the examples of a repeated evaluation replace the earlier ones of its step."""
     return dict(
         read_jsonl(
             directory,
@@ -230,7 +230,7 @@ def _add_margins(
     executor: TaskTermExecutor,
     reference: Reference | None,
 ) -> None:
-    """Add the margin of each pair under a preference loss; the reference has cached its logprobs."""
+    """Add the margin of each pair under a preference loss; the reference's logprobs come from its cache."""
     inputs: list[tuple[Outputs, Batch]] = []
     for pair in pairs:
         batch = pair.evaluated.batch

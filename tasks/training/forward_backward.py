@@ -72,7 +72,7 @@ def enqueue_one_pass_update(
 
 @step_task(name="forward_backward")
 def forward_backward(pending: PendingOutput, batch: Batch) -> Outputs:
-    """Wait until the gradient is accumulated and return the logprobs before the update."""
+    """Wait until the service has accumulated the gradient; return the logprobs before the update."""
     return read_outputs(wait_for_response(pending, "run forward_backward"), batch)
 
 

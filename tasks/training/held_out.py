@@ -1,4 +1,4 @@
-"""Values of an objective's terms and scores of each problem on held-out data."""
+"""Held-out data: values of an objective's terms on each batch, and scores of each problem."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class BatchValues:
     digest: str = ""
 
     def is_paired_with(self, other: BatchValues | None) -> bool:
-        """Return whether other values are of the same batches; without a digest, of batches of the same sizes."""
+        """Return whether other values belong to the same batches; without digests, to batches of the same sizes."""
         if other is None or self.num_datums_B != other.num_datums_B:
             return False
         return self.digest == other.digest or not (self.digest and other.digest)
@@ -76,7 +76,7 @@ class BatchValues:
         return replace(self, values_B=[a - b for a, b in zip(self.values_B, other.values_B, strict=True)])
 
     def mean(self) -> tuple[float, float]:
-        """Weighted mean and its standard error, NaN for a single batch; batches are independent samples.
+        """Weighted mean and its standard error, NaN for a single batch; the batches count as independent samples.
 
         >>> BatchValues([1.0, 3.0], [4, 4]).mean()
         (2.0, 1.0)
@@ -115,7 +115,7 @@ class HeldOutTerms:
         metrics: `test/term/<name>/value`, the mean over the batches weighted by their number of datums; and, for
             several batches, `test/term/<name>/stderr`, the standard error of that mean.
         by_batch: values of each batch, by the name of the term.
-        failed: reasons why a term has no value, by its name.
+        failed: reason why a term has no value, by the name of the term.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -136,7 +136,8 @@ def measure_held_out(
 ) -> HeldOutTerms:
     """Measure the terms on held-out batches, concurrently.
 
-    A term that fails here, for example because held-out data lacks its labels, ends no run, whatever its `on_error`.
+    A term that fails here, for example because the held-out data lacks its labels, is listed in `failed` and never ends
+    the run, whatever its `on_error`.
 
     Args:
         reference: reference of the run, for terms that compare with it.
@@ -187,7 +188,8 @@ def measure_held_out(
 def digest_batches(batches: Sequence[Batch]) -> str:
     """Compute a digest of held-out batches that is the same in every evaluation of the same data.
 
-    Of sampled batches it covers the prompts, because the completions differ; of others all targets and their weights.
+    For sampled batches, whose completions differ, the digest covers the prompts; for other batches, all targets and
+    their weights.
     """
     digest = hashlib.sha256()
     for batch in batches:
@@ -219,9 +221,9 @@ def append_batch_values(
 
 
 def read_batch_values(directory: RunDirectory) -> dict[int, dict[str, BatchValues]]:
-    """Read the stored values by step and by term or metric; those of a repeated evaluation replace earlier ones.
+    """Read the stored values by step and by term or metric; a repeated evaluation replaces the values of its step.
 
-    The name of a metric begins with `test/`, that of a term contains no slash.
+    The name of a metric begins with `test/`; the name of a term contains no slash.
     """
 
     def values_of(record: dict[str, Any]) -> dict[str, BatchValues]:

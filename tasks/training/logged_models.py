@@ -21,7 +21,7 @@ _REJECTED = r"[/:.%\"']"
 
 
 def log_model(log: MetricsLog, name: str, step: int, tags: Mapping[str, str], recorded: Collection[str] = ()) -> str:
-    """Create the logged model of a checkpoint and return its ID; it gets the metrics that the run logs at the step.
+    """Create the logged model of a checkpoint, with the metrics that the run logs at the step; return its ID.
 
     A process that is killed before it has recorded the checkpoint leaves a logged model without a record. The
     checkpoint that the resumed run saves at this step adopts that model.
@@ -31,8 +31,8 @@ def log_model(log: MetricsLog, name: str, step: int, tags: Mapping[str, str], re
         recorded: IDs of the logged models in the run's record, which belong to other checkpoints.
 
     Raises:
-        MlflowException: MLflow did not store it.
-        LostRunError: Another process has taken over the run.
+        MlflowException: MLflow did not store the model.
+        LostRunError: another process has taken over the run.
     """
     name = re.sub(_REJECTED, "-", name)
     run = log.client.get_run(log.run_id)
@@ -61,7 +61,7 @@ def log_model(log: MetricsLog, name: str, step: int, tags: Mapping[str, str], re
 def _find_model(
     log: MetricsLog, experiment_id: str, name: str, step: int, recorded: Collection[str]
 ) -> LoggedModel | None:
-    """Return the logged model of this run, name and step that no checkpoint has; None without one."""
+    """Return the logged model of this run, name and step that is in no record; None if there is none."""
     query = f"name = '{name}' AND source_run_id = '{log.run_id}'"
     models = log.client.search_logged_models([experiment_id], query)
     return next(
@@ -70,7 +70,7 @@ def _find_model(
 
 
 def resume_model(log: MetricsLog, step: int, model_id: str) -> None:
-    """Link the metrics of a checkpoint to its logged model, unless an earlier process has done that."""
+    """Link the metrics of a checkpoint's step to its logged model, unless an earlier process has linked them."""
     if log.has_logged(step) and log.client.get_logged_model(model_id).metrics:
         return
     log.link(step, model_id)

@@ -43,7 +43,7 @@ def metric_values(client: MlflowClient, run_id: str, key: str) -> dict[int, floa
 class MetricsLog:
     """Metrics of one MLflow run; a step that a crashed run has already logged is not logged again.
 
-    A background thread writes in the order of the calls. What the store has not confirmed is kept and written again.
+    A background thread writes in the order of the calls. Writes that the store has not confirmed are repeated.
 
     Attributes:
         check_writer: raises StorageError if another process has taken over the run; call it before an effect outside of
@@ -112,7 +112,7 @@ class MetricsLog:
     def link(self, step: int, model_id: str) -> None:
         """Link the points of a step to a logged model, now or when they are logged.
 
-        Points that are logged again, with their original timestamps, add no points to the run.
+        This logs the points again. Because they have their original timestamps, the run gets no further points.
 
         Raises:
             MlflowException, ServiceError: MLflow did not store them.
@@ -174,7 +174,7 @@ class MetricsLog:
         return {key: list(self.values(key).items()) for key in self.step_keys()}
 
     def step_keys(self) -> list[str]:
-        """Names of the metrics by training step; those of the system count samples."""
+        """Names of the metrics of training steps, without system metrics, whose steps count samples."""
         keys = self.client.get_run(self.run_id).data.metrics
         return [key for key in keys if not key.startswith(SYSTEM_PREFIX)]
 
@@ -213,7 +213,7 @@ class MetricsLog:
                     del self._tags[key]
 
     def _write_steps(self) -> None:
-        """Write the first steps that fit into one write, or the parts of one large step."""
+        """Write as many of the next steps as fit into one write, or one large step in several writes."""
         with self._lock:
             steps = list(self._unwritten)
         points: list[Metric] = []
@@ -231,7 +231,7 @@ class MetricsLog:
                 self._unwritten.popleft()
 
     def _without_stored(self, points: list[Metric]) -> list[Metric]:
-        """Leave out the points of a large step that a killed process has stored, whose last part is missing."""
+        """Leave out points of a large step that a killed process had stored; it stored only the first parts."""
         if not self._has_metrics:
             return points
         for key in {point.key for point in points} - self._stored.keys():

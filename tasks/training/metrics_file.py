@@ -22,8 +22,8 @@ _SHORTEST_PAUSE_S = 0.5
 class MetricsFile:
     """Lines `{"step": ..., metric: value, ...}`, appended by a background thread.
 
-    A run that resumes at a step runs it and later ones again. Its first write removes their lines and a torn one, so
-    that each step has one line. A checkpoint is recorded only after all earlier lines are durable.
+    A resumed run repeats the steps from its first step on. Its first write removes the lines of these steps, and a torn
+    line, so that each step has one line. A checkpoint is recorded only after all earlier lines are durable.
     """
 
     def __init__(self, directory: RunDirectory, first: int) -> None:
@@ -39,6 +39,7 @@ class MetricsFile:
         """Append the line of a step without waiting; fast steps share a write."""
         numbers = {key: value if type(value) is int else float(value) for key, value in metrics.items()}
         with self._lock:
+            # `step` comes first in the line and overrides a metric of that name.
             self._unwritten.append(json.dumps({"step": step, **numbers} | {"step": step}))
         is_busy = self._writer is not None and self._writer.is_alive()
         if not is_busy and time.monotonic() - self._wrote_at >= self._pause_s:

@@ -27,10 +27,10 @@ class Promotion:
 
     Attributes:
         alias: alias of the model version: `best` or `final`.
-        step: number of updates in its weights.
+        step: step of the checkpoint; its weights contain the updates of all earlier steps.
         state_path: tinker:// path of its weights and optimizer state.
         lineage: tags such as the run's name, base model and parent.
-        model_id: its logged model; empty without one, which `promote` then creates.
+        model_id: ID of its logged model; if empty, `promote` creates the logged model.
     """
 
     alias: str

@@ -30,11 +30,11 @@ class Reference:
     """Frozen reference model.
 
     A sampling client scores the sequences, at the price of prompt tokens. It can only score the tokens of a sequence
-    itself, so a training client runs a forward pass over datums with other targets, such as K targets per position.
+    itself. For datums with other targets, such as K targets per position, a training client runs a forward pass.
 
     Attributes:
         cache: logprobs by the content of the datum.
-        model: base model, which decides the price.
+        model: base model of the reference, on which the price depends.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Reference:
         With `can_score_last_n`, targets before the first trained one of a datum get 0.
 
         Args:
-            step: step that pays for the tokens.
+            step: step whose cost includes the tokens.
 
         Raises:
             ServiceError: the service failed, or returned logprobs of another shape or that are not finite.
         """
         targets_D = unpack(batch.target_tokens_DT, batch.offsets_D)
         firsts_D = [self._first_scored(mask_T) for mask_T in unpack(batch.mask_DT, batch.offsets_D)]
-        # Logprobs of all targets serve a datum too of which only the last are needed.
+        # Cached logprobs of all targets also serve a datum of which only the last logprobs are needed.
         whole_D = self._keys(batch, targets_D)
         suffix_D = [f"{key}+{first}" if first else key for key, first in zip(whole_D, firsts_D, strict=True)]
         cached = self.cache.find([*whole_D, *suffix_D]) if self._uses_cache else self._find_recent(step)
@@ -187,7 +187,7 @@ def score_sequences(
     """Return the logprobs of all tokens but the first of each sequence, float32, in nats; NaN where not scored.
 
     Args:
-        action: what fails if the service fails, for the error message.
+        action: action of the request, for the error message.
         firsts: index of the first logprob that is needed of each sequence, if the service can score the end of a
             sequence alone (`supports_last_n`); None to score whole sequences.
 

@@ -25,7 +25,8 @@ class KeepPolicy:
     """Retention policy.
 
     Attributes:
-        last: number of newest checkpoints to keep; None keeps all.
+        last: number of newest checkpoints to keep, counted separately for checkpoints with a state and for checkpoints
+            with sampler weights alone; None keeps all.
         metric: name in MLflow of the metric of the best checkpoint, which is kept as well; empty for none.
         mode: `min` if smaller values of the metric are better, `max` otherwise.
         ttl_seconds: lifetime of checkpoints that are neither best nor final; None means forever.
@@ -71,7 +72,7 @@ def keep_checkpoints(rest: tinker.RestClient, directory: RunDirectory, log: Metr
 
 
 def _paths(record: CheckpointRecord) -> list[str]:
-    """Return the paths of a checkpoint on the service; the state, whose deletion deletes the record, is last."""
+    """Return the paths of a checkpoint on the service, the state last: its deletion marks the record as deleted."""
     return [path for path in (record.sampler_path, record.state_path) if path]
 
 
@@ -91,7 +92,7 @@ def find_best(
 
 
 def num_compared(directory: RunDirectory, values: Mapping[int, float]) -> int:
-    """Return the number of a run's own checkpoints, also deleted ones, that have a value of the metric at their step.
+    """Return the number of a run's own checkpoints, deleted ones included, that have a metric value at their step.
 
     Args:
         values: metric by step.

@@ -36,7 +36,7 @@ class Teacher:
 
 
 class TeacherRequest(NamedTuple):
-    """Datum for a teacher, whose prompt may differ from the student's."""
+    """Datum that a teacher scores; its prompt may differ from the student's."""
 
     teacher: Teacher
     datum: tinker.Datum
@@ -91,7 +91,7 @@ def trained_positions(datum: tinker.Datum) -> Tensor:
 
 
 def replace_prompt(prompt: tinker.ModelInput, datum: tinker.Datum) -> tinker.Datum:
-    """Datum of another prompt followed by the trained targets, which must be one answer at the end of the datum.
+    """Datum with another prompt before the trained targets, which must be one answer at the end of the datum.
 
     >>> from tinker import types
     >>> weights = types.TensorData(data=[0.0, 1.0, 1.0], dtype="float32", shape=[3])
@@ -151,7 +151,7 @@ async def _compute_top_k(request: TeacherRequest, top_k: int) -> TopK:
         )
     top_T = response.topk_prompt_logprobs
     rows = [top_T[position] or [] for position in positions] if top_T else [[]]
-    if not all(rows):
+    if not all(rows):  # an empty row has no tokens
         raise ServiceError(
             f"The service returns no top-k tokens of a prompt for the teacher {request.teacher.name}: set top_k to 0 "
             "or use another service."
@@ -165,7 +165,7 @@ async def _compute_top_k(request: TeacherRequest, top_k: int) -> TopK:
 
 
 def _pad(row: list[tuple[int, float]], top_k: int) -> list[tuple[int, float]]:
-    """Exactly K tokens; a vocabulary smaller than K is padded with probability 0."""
+    """Cut a row to K tokens, or pad the row of a vocabulary smaller than K with tokens of probability 0."""
     return row[:top_k] + [(row[0][0], -torch.inf)] * (top_k - len(row))
 
 

@@ -96,7 +96,7 @@ class TaskTermExecutor:
         """Check that the workers can import the terms.
 
         Raises:
-            ObjectiveError: A worker cannot import a term.
+            ObjectiveError: a worker cannot import a term.
         """
         self._runner = runner
         self._workers = None if isinstance(task_runner, ThreadPoolTaskRunner) else task_runner
@@ -180,7 +180,7 @@ class TaskTermExecutor:
         return self._workers is not None and regularizer.execution == "task_runner"
 
     def _sent(self, task: Task[..., bytes], regularizer: Regularizer) -> Call:
-        """Return a function that runs a call of a term as a task of a worker."""
+        """Return a function that runs a call of the term as a task on a worker of the task runner."""
         task, workers = _with_retries(task, regularizer), self._workers
         assert workers is not None
 
@@ -213,7 +213,7 @@ class TaskTermExecutor:
 
 @contextmanager
 def _lost_worker_reported(future: PrefectFuture[Any]) -> Iterator[None]:
-    """Set a task run to Crashed if its worker ended without a state; Prefect would show it as Running for ever."""
+    """Set a task run to Crashed if its worker ended without a final state; Prefect would show it as Running forever."""
     try:
         yield
     except (Exception, CancelledError) as error:

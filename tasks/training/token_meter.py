@@ -36,10 +36,10 @@ class TokenMeter:
         """Count the tokens of every response of a client.
 
         Args:
-            model: base model; empty to ask the client. Of saved sampler weights, a client of the local engine knows
-                only the name of the tokenizer.
+            model: base model; empty to ask the client. For saved sampler weights, a client of the local engine answers
+                with the name of the tokenizer.
         """
-        if not isinstance(sampler, tinker.SamplingClient):  # evaluators of tests may get others
+        if not isinstance(sampler, tinker.SamplingClient):  # a test may pass another client to its evaluators
             return
         model = model or sampler.get_base_model()
 
