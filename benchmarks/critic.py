@@ -2,8 +2,8 @@
 
 The tiny model plays games of three turns on the engine. The first token of a turn chooses one of three classes, and the
 prompt of the next turn names the classes chosen so far, so that all games can be enumerated: the engine returns the
-model's probability of every token after every history. Values, advantages and the gradient of the expected reward by
-the logits of the classes are exact.
+model's probability of every token after every history. Values, advantages and the gradient of the expected reward with
+respect to the logits of the classes are exact.
 
 For the policies before and during training, the table has the error of the advantages and the spread and bias of the
 gradient by baseline, and the exact reward after training with some of the baselines on equally many sampled tokens.
@@ -86,7 +86,7 @@ class Truth:
         probabilities_PHA: probability of each class after each history of a problem, float64.
         values_PH: expected return after each history.
         advantages_PHA: advantage of each class.
-        gradient_PHA: gradient of the mean expected reward by the logits of the classes.
+        gradient_PHA: gradient of the mean expected reward with respect to the logits of the classes.
     """
 
     probabilities_PHA: Tensor
@@ -118,12 +118,13 @@ def enumerate_games(probabilities_PHA: Tensor, kind: str) -> Truth:
             reached_PHA[problem].index_put_(place, chances_DT.prod(1), accumulate=True)
     values_PH = (probabilities_PHA * q_PHA).sum(2)
     advantages_PHA = q_PHA - values_PH[:, :, None]
-    # The score of a class is its one-hot vector minus the probabilities, whose mean advantage is 0.
+    # The gradient of a class's logprob is its one-hot vector minus the probabilities. Advantages have the mean 0 under
+    # the probabilities, so only the one-hot vector contributes.
     return Truth(probabilities_PHA, values_PH, advantages_PHA, reached_PHA * advantages_PHA / NUM_PROBLEMS)
 
 
 def play(truth: Truth, kind: str, num_groups: int, generator: torch.Generator) -> Games:
-    """Draw groups of games from the probabilities; the problems take turns."""
+    """Draw groups of games from the probabilities; consecutive groups have the problems in rotation."""
     groups_D = torch.arange(num_groups).repeat_interleave(GROUP_SIZE)
     problems_D = groups_D % NUM_PROBLEMS
     classes_DT = torch.zeros(len(groups_D), NUM_TURNS, dtype=torch.int64)
@@ -159,7 +160,7 @@ def game_features(prompt: tinker.ModelInput, history: Sequence[Transition]) -> l
 
 
 class Estimator:
-    """Estimator of `flows.rl`; its critic, if it has one, learns from each step after it has judged the step."""
+    """Estimator of `flows.rl`; a critic estimates the values of a step before it learns from the step."""
 
     def __init__(self, settings: AdvantageSettings) -> None:
         self._settings = settings
@@ -219,7 +220,7 @@ class Quality:
 
 
 def judge(estimator: Estimator, truth: Truth, kind: str, num_steps: int, seed: int) -> Quality:
-    """Measure an estimator on steps of one group per problem; the critic knows the preceding steps."""
+    """Measure an estimator on steps of one group per problem; a critic has learned from all preceding steps."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(NUM_WARM_UP):
         estimator(play(truth, kind, NUM_PROBLEMS, generator), truth)

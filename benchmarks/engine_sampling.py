@@ -39,7 +39,7 @@ def measure(
     dtype: DtypeName = "float32",
     num_tokens: int = 32,
 ) -> list[Row]:
-    """Return a row for concurrent prompts, one for a single prompt, and on a CPU the same two for determinism."""
+    """Return a row for concurrent prompts and one for a single prompt; on a CPU, also both with `--deterministic`."""
     with scratch_home():
         path = str(resolve_model(model, home() / "cache"))
         tokenizer = AutoTokenizer.from_pretrained(path)

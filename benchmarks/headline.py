@@ -270,7 +270,12 @@ def _samples(client: tinker.TrainingClient, problems: Sequence[Problem], rendere
 
 
 def run_all(folder: Path, path: Path = RESULTS) -> list[dict[str, Any]]:
-    """Run everything that the file of results lacks, with the run directories in a folder; return its lines."""
+    """Run everything that the file of results lacks; return the lines of the file.
+
+    Args:
+        folder: folder of the run directories.
+        path: file of results.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = read_lines(path)
@@ -317,7 +322,7 @@ def choose(lines: Sequence[Mapping[str, Any]], arm: str) -> Mapping[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the results of finished runs; none without a file."""
+    """Read the results of finished runs; empty if the file does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

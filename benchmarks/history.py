@@ -1,8 +1,8 @@
 """Results of the benchmarks per commit: `python -m benchmarks.history [BEFORE AFTER]` names what became worse.
 
 `python -m benchmarks --save` writes the ratios to the peers to `benchmarks/results/<commit>.json`. A ratio became worse
-if its repetitions after a change are all worse than all of those before it. Files of different machines are not
-compared, because a peer need not be slower by the same factor.
+if all of its repetitions after a change are worse than all repetitions before the change. Files of different machines
+are not compared, because the peer may not be slower by the same factor.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = parser.parse_args(argv).files
     if len(files) not in (0, 2):
         parser.error(f"{len(files)} files are given: name two, or none for the two newest in {FOLDER}")
-    results = sorted(map(read, files or FOLDER.glob("*.json")), key=lambda found: found.saved_at if not files else "")
+    saved = (read(path) for path in FOLDER.glob("*.json"))
+    results = [read(path) for path in files] if files else sorted(saved, key=lambda results: results.saved_at)
     if len(results) < 2:
         parser.error(f"{FOLDER} has the results of fewer than two commits: run `make bench` at both")
     before, after = results[-2:]

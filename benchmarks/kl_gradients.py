@@ -76,7 +76,7 @@ def _sample(logits: Tensor, length: int, num_completions: int, seed: int) -> Ten
 def _gradients(
     name: str, estimator: str, policy: Tensor, sampler: Tensor, reference: Tensor, states_DT: Tensor
 ) -> tuple[Tensor, float]:
-    """Gradient of each completion by the logits, ``(D, parameters)``, and the mean absolute log-ratio of a token."""
+    """Return each completion's gradient with respect to the logits, ``(D, parameters)``, and the mean |log ratio|."""
     previous, targets = states_DT[:, :-1].flatten(), states_DT[:, 1:].flatten()
     lengths_D = torch.full((len(states_DT),), states_DT.shape[1] - 1)
     batch = Batch(targets, torch.ones(len(targets)), torch.cat([torch.zeros(1).long(), lengths_D.cumsum(0)]))

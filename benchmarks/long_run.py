@@ -36,7 +36,7 @@ class Growth(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Memory of the flow at a moment of the run."""
+    """Memory of the flow process and size of Prefect's database at a moment of the run."""
 
     time_s: float
     memory_bytes: int

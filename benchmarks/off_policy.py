@@ -1,8 +1,8 @@
 """Reward after a fixed number of tokens, by correction and by the age of the sampler.
 
 The tiny model on the engine learns which of four classes of tokens each of its prompts asks for. The reward is the
-share of such tokens: 0.25 for a model that knows nothing. The sampler's weights are those of 1, 4 or 16 updates ago, as
-in mode `async`, and the losses and corrections are those of `flows.rl`. The peer is the base loss alone.
+share of such tokens: 0.25 for a model that knows nothing. The sampler's weights are 1, 4 or 16 updates old, as in mode
+`async`, and the losses and corrections are those of `flows.rl`. The peer is the base loss alone.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ def train(
     num_steps: int,
     learning_rate: float,
 ) -> float:
-    """Train on samples of weights of an age; return the mean reward of the weights over the last tenth of the steps."""
+    """Train on samples of weights that are `age` updates old; return the mean reward over the last tenth of the steps.
+
+    The reward of a step is that of the newest weights.
+    """
     client = session.create_lora_training_client("tiny", rank=8, seed=seed).result()
     samplers = deque([client.save_weights_and_get_sampling_client().result()], maxlen=age + 1)
     rewards: list[float] = []

@@ -1,7 +1,7 @@
 """Share of each term in the gradient, by the number of rows of the batch: the same rows, repeated.
 
-The rows are GSM8K solutions with a corrupted copy each, on the tiny model. Next to it, the shares under the convention
-of release 0.1.
+The rows are GSM8K solutions with a corrupted copy each, on the tiny model. The table also has the shares under the
+convention of release 0.1.
 """
 
 from __future__ import annotations

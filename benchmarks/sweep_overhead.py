@@ -125,7 +125,7 @@ def _processor_shares(directory: Path, num_trials: int) -> Iterator[list[float]]
             now = _ticks()
             record = directory / "trials.jsonl"
             lines = record.read_text().splitlines() if record.exists() else []
-            if lines and len(lines) - 1 < num_trials:
+            if lines and len(lines) - 1 < num_trials:  # the first line is the point of the sweep
                 shares.append((now[0] - previous[0]) / max(1, now[1] - previous[1]))
             previous = now
 

@@ -104,7 +104,7 @@ class Measured:
 
     Attributes:
         active: the active target.
-        inactive: last multiplier of the inactive one.
+        inactive: last multiplier of the inactive target.
     """
 
     active: TargetRow

@@ -1,8 +1,8 @@
 """Toy model whose sequences can be enumerated, for the exact gradients of expected scores.
 
-The toy has two prompts, six tokens and sequences of up to four tokens, which the last token ends early. Its parameters
-are the logits of the next token by prompt and previous token, so the gradient of an expected score is a sum over all
-sequences.
+The toy has two prompts and six tokens. A sequence has up to four tokens; the last of the six tokens ends it early. The
+toy's parameters are the logits of the next token by prompt and previous token, so the gradient of an expected score is
+a sum over all sequences.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = tuple[int, tuple[int, ...]]
 
 
 def enumerate_sequences() -> Sequences:
-    """Every sequence that the toy can write."""
+    """Return every sequence that the toy can sample."""
     finished = [(*body, END) for length in range(MAX_LENGTH) for body in product(range(NUM_TOKENS - 1), repeat=length)]
     return finished + list(product(range(NUM_TOKENS - 1), repeat=MAX_LENGTH))
 

@@ -81,6 +81,8 @@ class LettersBuilder(RLDatasetBuilder):
     Attributes:
         letters: letters of the prompts, one prompt per letter.
         num_letters: requested number of repetitions.
+        group_size: completions per prompt.
+        num_batches: steps per epoch.
     """
 
     model_name_for_tokenizer: str

@@ -35,7 +35,7 @@ _NUM_HELD_OUT = 10
 
 
 def short_problems() -> list[dict[str, str]]:
-    """Return short problems with ``question``, ``answer`` and corrupted solution ``wrong``; the last are held out."""
+    """Return short problems with ``question``, ``answer`` and a corrupted copy ``wrong``; the last ten are held out."""
     problems = []
     for index, row in enumerate(read_problems(DATA / "gsm8k_train.jsonl")):
         wrong = corrupt(row["answer"], random.Random(f"margins:{index}"))

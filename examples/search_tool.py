@@ -1,8 +1,8 @@
 """Questions that require a search tool: addresses, jobs and pets of the people of a fictional town.
 
-The model calls `search` with a query and receives the notes that share the most words with it; its last message must be
-`Answer: ...`. All facts are drawn from the seed, so a model cannot know them. tinker-cookbook provides the turns and
-the parsing of tool calls.
+The model calls `search` with a query and receives the notes that share the most words with the query. Its last message
+must have a line `Answer: ...`. All facts are drawn from the seed, so a model cannot know them. tinker-cookbook
+provides the turns and the parsing of tool calls.
 """
 
 from __future__ import annotations

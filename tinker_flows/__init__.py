@@ -1,6 +1,7 @@
-"""The public namespace: everything a script, a notebook or a config of your own writes.
+"""Public namespace: every name that your scripts, notebooks and configs need.
 
-Flows and their configs, objectives and regularizers, builders, environments, evaluators, and the errors to catch:
+It has flows and their configs, objectives and regularizers, builders, environments, evaluators, and the errors to
+catch:
 
     from tinker_flows import SftConfig, load_config, regularizer, run, sft
 

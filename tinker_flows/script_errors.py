@@ -14,12 +14,12 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def install() -> None:
-    """Shorten the traceback of an uncaught error of this package, and of Ctrl-C; other errors go to the hook so far."""
+    """Shorten the traceback of an uncaught error of this package and of Ctrl-C; the previous hook gets other errors."""
     sys.excepthook = partial(_show, sys.excepthook)
 
 
 def _show(previous: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught error; the process exits with 1 after an error, as always, and with 130 after Ctrl-C."""
+    """Print an uncaught error; the process exits with 1 after an error, as Python does, and with 130 after Ctrl-C."""
     # Imported here, because `import tinker_flows` loads nothing heavy.
     from blocks.errors import TinkerFlowsError, traceback_is_requested
     from blocks.terminal import print_notice
@@ -36,7 +36,7 @@ def _show(previous: Hook, kind: type[BaseException], error: BaseException, trace
 
 
 def _store(text: str) -> str:
-    """Write a traceback to the project home and return where it is; return the traceback if that fails."""
+    """Write a traceback to a file and return a sentence with its path; return the traceback itself if that fails."""
     from blocks.errors import StorageError
     from blocks.home import home
 
