@@ -77,8 +77,8 @@ class QuestionsBuilder(RLDatasetBuilder):
         path: rows to train on.
         test_path: held-out rows.
         student_prompt: template of the student's prompt.
-        teacher_prompt: template of the teacher's prompt. A template without fields becomes a system message before the
-            student's prompt; with an empty template the teacher gets the student's prompt.
+        teacher_prompt: template of the teacher's prompt. A template without fields of the rows becomes a system message
+            before the student's prompt; with an empty template, the teacher gets the student's prompt.
         batch_size: prompts per batch.
         group_size: completions per prompt.
         renderer_name: chat format; the model's own by default.
@@ -100,7 +100,11 @@ class QuestionsBuilder(RLDatasetBuilder):
         return self._read(self.path, renderer), self._read(self.test_path, renderer) if self.test_path else None
 
     def _read(self, path: str, renderer: Renderer) -> Prompts:
-        rows = read_rows(path, tuple(_FIELD.findall(self.student_prompt)))
+        student_fields, teacher_fields = _FIELD.findall(self.student_prompt), _FIELD.findall(self.teacher_prompt)
+        rows = read_rows(path, tuple(dict.fromkeys(student_fields)))
+        # Words in braces that are no fields of any row are part of a system message.
+        if any(field in row for row in rows for field in teacher_fields):
+            rows = read_rows(path, tuple(dict.fromkeys([*student_fields, *teacher_fields])))
         return Prompts([self._group(row, renderer) for row in rows], self.batch_size)
 
     def _group(self, row: Mapping[str, str], renderer: Renderer) -> PromptGroup:
@@ -108,7 +112,7 @@ class QuestionsBuilder(RLDatasetBuilder):
         teacher_prompt = fill(self.teacher_prompt, row)
         if not teacher_prompt:
             teacher_messages = [student_message]
-        elif teacher_prompt == self.teacher_prompt:
+        elif teacher_prompt == self.teacher_prompt:  # no field was filled in
             teacher_messages = [Message(role="system", content=teacher_prompt), student_message]
         else:
             teacher_messages = [Message(role="user", content=teacher_prompt)]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from blocks.errors import ConfigError
 from engine.tiny import byte_tokenizer
 from tasks.distillation.prompts import PromptGroup, QuestionsBuilder
 from tasks.distillation.soft_targets import TeacherSequence, compute_forward_kl, pack_sequences
@@ -88,3 +89,10 @@ def test_teacher_sees_a_system_message_or_another_prompt(tmp_path: Path) -> None
     (demonstration,) = groups(tmp_path, teacher_prompt="{question} As: {answer}")
     assert prompts(demonstration) == (student, student.replace("Why?", "Why? As: So."))
     assert prompts(demonstration.for_teacher())[0] == prompts(demonstration)[1]
+
+
+def test_a_row_without_a_field_of_the_teachers_prompt_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Line 1 of .*rows\.jsonl is not a JSON object with question and hint"):
+        groups(tmp_path, teacher_prompt="{question} Hint: {hint}")
+    (literal,) = groups(tmp_path, teacher_prompt="Write {label} at the end.")
+    assert "system\nWrite {label} at the end." in prompts(literal)[1]
