@@ -120,7 +120,8 @@ class HeldOutNLL(TrainingClientEvaluator):
 
     def _metrics(self, logprobs_D: list[tinker.TensorData]) -> dict[str, float]:
         weights_D = [datum.loss_fn_inputs["weights"] for datum in self._datums]
-        nll = compute_mean_nll(*([_flat(tensor) for tensor in tensors] for tensors in (logprobs_D, weights_D)))
+        # Flat, because with K targets per position both have the shape (T, K).
+        nll = compute_mean_nll([_flat(logprobs) for logprobs in logprobs_D], [_flat(weights) for weights in weights_D])
         if not math.isfinite(nll):
             raise PoisonedError(f"The held-out data has the mean negative log-likelihood {nll}: check its rows.")
         metrics = {"test/nll": nll}
@@ -157,6 +158,7 @@ class ConfiguredEvaluator:
     is_infrequent: bool = False
 
 
+# Called before each evaluator; False leaves out this evaluator and all later ones.
 Begin = Callable[[Evaluator | ConfiguredEvaluator], bool]
 
 

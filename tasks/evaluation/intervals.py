@@ -13,7 +13,7 @@ from scipy import stats
 from scipy.optimize import root_scalar
 
 _CONFIDENCE = 0.95
-# Level of a one-sided test.
+# Significance level of a test; a two-sided test has half of it on each side.
 LEVEL = 0.05
 _POWER = 0.8
 # Sign flips of the permutation test; with few problems P, the test uses all 2 ** P sign flips.
@@ -127,7 +127,7 @@ def sign_flip_p_value(differences_P: Sequence[float], level: float = LEVEL) -> f
         permutation_type="samples",
         alternative="greater",
         vectorized=True,
-        n_resamples=max(NUM_FLIPS, math.ceil(10 / level)),
+        n_resamples=max(NUM_FLIPS, math.ceil(10 / level)),  # about 10 flips of equal policies are beyond the level
         batch=max(10_000_000 // len(differences_P), 1),
         rng=np.random.default_rng(0),
     )
@@ -154,6 +154,7 @@ def detectable_difference(differences_P: Sequence[float], level: float = LEVEL) 
     """
     if len(differences_P) < num_problems_needed(level):
         return None
+    # About 50 flips of equal policies are beyond the level, or at least 5 if 50 would take more than `NUM_FLIPS` flips.
     num_flips = max(min(math.ceil(50 / level), NUM_FLIPS), math.ceil(5 / level))
     signs_FP = random_signs(len(differences_P), num_flips, np.random.default_rng(0)).astype(np.float32)
 

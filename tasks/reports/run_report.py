@@ -381,8 +381,7 @@ def sensitivity_cells(history: History, names: Sequence[str]) -> list[tuple[str,
     steps = sorted(points.get(_norm_key(BASE), {}))[-WINDOW:]
     gradients = [_gradients_at(points, names, step) for step in steps]
     rows: list[tuple[str, ...]] = []
-    for name in names:
-        index = names.index(name)
+    for index, name in enumerate(names):
         trained = [gradient for gradient in gradients if gradient.weighted_norms[index] > 0]
         if name == BASE or not trained:
             continue

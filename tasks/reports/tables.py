@@ -204,7 +204,7 @@ class HeldOutRow:
         )
 
     def compare(self, control: Control) -> Estimate:
-        """Return the last value minus that of a control, with an interval if both are of the same batches."""
+        """Return the last value minus that of a control, with an interval if both have values of the same batches."""
         difference = _paired_difference(self.batches, control.batches)
         return difference or Estimate(self.after.value - control.value.value)
 

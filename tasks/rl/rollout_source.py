@@ -148,7 +148,7 @@ class RolloutSource(BatchSource):
         reference: reference of the KL penalty, or None for no penalty.
         rewards: named rewards, or None to train on the environments' total reward.
         health: watch of the metrics, or None for no warnings.
-        correction: correction of the base loss, for its metrics; None for none.
+        correction: correction of the base loss, for its metrics; None for no correction.
         show: callback that gets the step and its transcript after the step, or None.
         measures_post_kl: score the sampled tokens again after the update of their step.
         scores_last_n: request these scores only from the first sampled token on (`prompt_logprobs_last_n`), if the

@@ -36,7 +36,7 @@ from tasks.training.batch_source import SampledTokens, TrainedBatch
 from tasks.training.datums import Datums
 from tasks.training.metric_names import safe_name
 
-# Label of a datum: index of its group among all groups of the step, dropped ones included.
+# Label of a datum: index of its group among all groups of the minibatch, dropped ones included.
 GROUP_INDEX = "played"
 
 

@@ -1,8 +1,9 @@
 """Sandbox for model-written code: limits on time, memory, processes and files, and no network.
 
 Each program runs in a process with its own Linux namespaces (`tasks.sandbox.child`): a read-only file system with
-Python, a small temporary `/tmp`, no network, no view of other processes, and an empty environment. This prevents harm
-to the machine. It does not make grades cheat-proof, because tests run in the same interpreter as the tested code.
+Python, a small temporary `/tmp`, no network, no view of other processes, and none of the run's environment variables.
+This prevents harm to the machine. It does not make grades cheat-proof, because tests run in the same interpreter as the
+tested code.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class LabelDistributionBuilder(ChatDatasetBuilder):
     Attributes:
         path: JSONL file, with rows such as ``{"prompt": "Is it good? ...", "distribution": {"yes": 7, "no": 3}}``. The
             numbers are probabilities, votes or odds; they are divided by their sum. Labels of other rows get 0.
-        test_path: held-out JSONL file in the same format; None for none.
+        test_path: held-out JSONL file in the same format; None for no held-out data.
     """
 
     path: str

@@ -41,7 +41,7 @@ class LabelledBuilder(ChatDatasetBuilder):
     Attributes:
         path: JSONL file, with rows such as
             ``{"prompt": "2+2?", "completions": ["4", "5"], "labels": {"group": 0, "constraints": "(assert ...)"}}``.
-        test_path: held-out JSONL file in the same format; None for none.
+        test_path: held-out JSONL file in the same format; None for no held-out data.
     """
 
     path: str

@@ -76,7 +76,7 @@ class MetricsLog:
         self.file: MetricsFile | None = None
         self._has_metrics = bool(client.get_run(run_id).data.metrics)
         self._steps = {metric.step for metric in client.get_metric_history(run_id, STEP_KEY)}
-        self._stored: dict[str, set[int]] = {}
+        self._stored: dict[str, set[int]] = {}  # steps of each metric that were stored when it was first looked up
         self._unwritten: deque[list[Metric]] = deque()  # the points of each step
         self._models: dict[int, str] = {}  # logged models by step, whose points are not logged yet
         self._points: dict[int, list[Metric]] = {}  # points of steps whose logged model is not created yet

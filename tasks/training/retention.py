@@ -81,6 +81,8 @@ def find_best(
 ) -> tuple[CheckpointRecord, float] | None:
     """Return the checkpoint with the best value of a metric and that value; the earliest checkpoint wins ties.
 
+    Returns None if no checkpoint has a value.
+
     Args:
         values: metric by step. The value of a step was measured on the weights of the checkpoint of that step, so
             checkpoints without a value at their step are ignored.

@@ -43,7 +43,7 @@ class Gsm8kBuilder(GroupsBuilder):
 
     Attributes:
         train_path: training questions.
-        test_path: held-out questions; None for none.
+        test_path: held-out questions; None for no held-out groups.
         limit: maximum number of questions per file, taken from its start.
         instruction: instruction that follows each question.
         format_coef: penalty for answers in another format and for truncated answers.

@@ -50,7 +50,7 @@ class HumanEvalBuilder(GroupsBuilder):
 
     Attributes:
         train_path: training functions.
-        test_path: held-out functions; None for none.
+        test_path: held-out functions; None for no held-out groups.
         limit: maximum number of functions per file, taken from its start.
         instruction: instruction that precedes each function.
         limits: resource limits of the code, the fields of `tasks.sandbox.runner.Limits`.
