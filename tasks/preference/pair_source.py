@@ -126,8 +126,8 @@ class PairSource(BatchSource):
 class HeldOutPairs(TrainingClientEvaluator):
     """Preference loss of held-out pairs, with metrics such as `test/accuracy` and `test/margin`.
 
-    Accuracy and margin have a score for each pair, for paired comparisons, but not those of `kto`, which compares each
-    completion with the whole batch. Of more than `MAX_SCORES` pairs, the scores are those of as many groups.
+    Accuracy and margin have a score for each pair, for paired comparisons. With more than `MAX_SCORES` pairs, each of
+    `MAX_SCORES` groups of pairs has a score. `kto` has no scores, because it compares each completion with the batch.
     """
 
     def __init__(self, pairs: PairBatches, loss: Regularizer, reference: Reference | None) -> None:
@@ -152,7 +152,7 @@ class HeldOutPairs(TrainingClientEvaluator):
         )
 
     def _scores(self, outputs: Outputs) -> dict[str, list[float]]:
-        """Return the scores by metric, whose mean is the metric."""
+        """Return the scores of each metric; their mean is the metric."""
         rows_P = torch.stack(find_preference_pairs(self._batch), dim=1)
         groups = [group for group in torch.tensor_split(rows_P, min(len(rows_P), MAX_SCORES)) if len(group)]
         scores: dict[str, list[float]] = {name: [] for name in self.scored_metrics}

@@ -90,7 +90,7 @@ class BatchValues:
         return mean, math.sqrt(variance)
 
 
-# Most scores of held-out data. Comparisons take time with their number, and more than this barely narrow an interval.
+# Maximum number of scores of held-out data. More scores slow a comparison down and barely narrow its interval.
 MAX_SCORES = 200
 
 
