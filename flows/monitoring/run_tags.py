@@ -132,7 +132,7 @@ def note_warning(log: MetricsLog, key: str, text: str) -> None:
     get_run_logger().warning("%s", text)
     log.tag(f"{WARNING_TAG}.{key}", text)
     if is_console_silent():
-        tqdm.write(f"warning: {text}", file=sys.stderr)
+        tqdm.write(escape_terminal(f"warning: {text}"), file=sys.stderr)
 
 
 def is_console_silent() -> bool:
