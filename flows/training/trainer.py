@@ -233,10 +233,10 @@ class Trainer:
     def _planned_tokens(self, steps: range, batch: Batch, num_minibatches: int) -> PlannedTokens:
         """Return the tokens of the remaining steps if all batches are like the first."""
         in_batches = batch.num_tokens * num_minibatches * len(steps)
+        passes = num_passes(self.objective, steps.start, self.config.guards.needs_forward_pass)
         held_out = sum(self.evaluation.num_tokens(step) for step in range(steps.start, steps.stop + 1))
-        in_passes = (
-            in_batches * num_passes(self.objective, steps.start, self.config.guards.needs_forward_pass) + held_out
-        )
+        # The last batch checks the final weights (`_check_last_weights`).
+        in_passes = in_batches * passes + batch.num_tokens + held_out
         has_samples = self.source.sampled or self.candidates is not None
         return PlannedTokens(in_batches, in_passes, self.ledger.price_of(in_passes), has_samples)
 

@@ -99,6 +99,24 @@ def test_every_method_shows_its_first_batch_once(
 
 
 @pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("objective", [{}, {"regularizers": [{"name": "confidence", "weight": 0.1}]}])
+def test_plan_counts_the_tokens_of_a_run_of_one_step(
+    tmp_path: Path,
+    mlflow_uri: str,
+    engine_url: str,
+    objective: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its only batch is like the first, so the plan has the tokens that the run counts."""
+    monkeypatch.setenv("TINKER_API_KEY", API_KEY)
+    fields = sft_fields(tmp_path, "planned", mlflow_uri, engine_url) | {"objective": objective}
+    result = sft(SftConfig.model_validate(fields | {"num_steps": 1, "eval_every": 1}))
+    planned = re.search(r"about ([\d,]+) tokens in all passes", capsys.readouterr().err)
+    assert planned
+    assert int(planned[1].replace(",", "")) == result.metrics["cost/num_train_tokens"]
+
+
 def test_plan_names_the_pace_of_an_earlier_run(
     tmp_path: Path,
     mlflow_uri: str,
@@ -110,10 +128,10 @@ def test_plan_names_the_pace_of_an_earlier_run(
     fields = sft_fields(tmp_path, "earlier", mlflow_uri, engine_url) | {"experiment": tmp_path.name, "objective": {}}
     fields |= {"num_steps": 2, "eval_every": 0}
     sft(SftConfig.model_validate(fields))
-    assert re.search(r"^earlier: .*, time unknown$", capsys.readouterr().err, re.MULTILINE)
+    assert re.search(r"^earlier: .*; time unknown$", capsys.readouterr().err, re.MULTILINE)
     sft(SftConfig.model_validate(fields | {"run_name": "later"}))
     assert re.search(
-        r"^later: .*, steps of about 0\.\d min at the pace of earlier, and the evaluations$",
+        r"^later: .*; steps of about 0\.\d min at the pace of earlier, and the evaluations$",
         capsys.readouterr().err,
         re.MULTILINE,
     )
