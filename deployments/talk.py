@@ -20,7 +20,7 @@ from flows.config.base import BASE, SERVICE_PATH, WeightsConfig
 from flows.config.loader import field_values, validate_fields
 from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import find_checkpoint, with_model
-from tasks.common.renderers import renderer_of
+from tasks.common.renderers import renderer_name_of
 from tasks.common.sampling import Answer, Sampling, open_renderer, open_sampler, sample_answers
 
 HELP = "Commands: /reset starts a new conversation, /system TEXT also gives it a system prompt, Ctrl-D ends the chat."
@@ -83,7 +83,7 @@ def open_conversation(weights: Weights, sampling: Sampling) -> Iterator[Conversa
     with open_service(config) as service, service.session() as session:
         sampler, tokenizer = open_sampler(session, checkpoint.path, config.model)
         names = [weights.renderer_name, *field_values(recorded, "renderer_name")]
-        name = next((name for name in names if name), None) or renderer_of(config.model, tokenizer)
+        name = next((name for name in names if name), None) or renderer_name_of(config.model, tokenizer)
         yield Conversation(sampler, open_renderer(name, tokenizer), sampling)
 
 

@@ -42,7 +42,7 @@ from objectives.aliases import renamed_attribute
 from objectives.batch import TOPK
 from objectives.objective import Objective
 from tasks.common.builders import build
-from tasks.common.renderers import renderer_of
+from tasks.common.renderers import renderer_name_of
 from tasks.common.sampling import open_renderer
 from tasks.distillation.hindsight import Hindsight
 from tasks.distillation.mixture import Mixture
@@ -188,7 +188,7 @@ def _open_hindsight(config: SamplingConfig, tokenizer: Tokenizer) -> Hindsight |
         return None
     fields = config.hindsight.model_dump(exclude={"renderer_name"})
     names = [config.hindsight.renderer_name, *renderer_names(config.datasets[0])]
-    name = next(filter(None, names), "") or renderer_of(config.model, tokenizer)
+    name = next(filter(None, names), "") or renderer_name_of(config.model, tokenizer)
     return Hindsight(**fields, renderer=open_renderer(name, tokenizer))
 
 

@@ -28,7 +28,7 @@ from flows.training.trainer import Trainer
 from objectives.aliases import renamed_attribute
 from objectives.objective import Objective
 from objectives.term import Regularizer
-from tasks.common.renderers import renderer_of
+from tasks.common.renderers import renderer_name_of
 from tasks.common.sampling import open_renderer
 from tasks.evaluation.evaluators import build_evaluators
 from tasks.preference.dataset import Rendering, Verdict, build_comparisons
@@ -84,7 +84,7 @@ def open_pairs(
         ConfigError: The dataset is missing, unreadable or smaller than a batch.
     """
     data, test = build_comparisons(config.comparisons.builder, config.comparisons.params, tokenizer, resources)
-    renderer = open_renderer(config.renderer_name or renderer_of(config.model, tokenizer), tokenizer)
+    renderer = open_renderer(config.renderer_name or renderer_name_of(config.model, tokenizer), tokenizer)
     verdict = Verdict(**config.verdict.model_dump()) if config.verdict else None
     rendering = Rendering(renderer, config.max_length, verdict)
     pairs = PairBatches(data, rendering, tokenizer, unrelated=loss.term.name == "kto")

@@ -40,7 +40,7 @@ def resolve_start(run: Run, config: TrainConfig, steps_per_epoch: int, num_steps
     return start
 
 
-def first_step(directory: RunDirectory) -> int:
+def origin_step(directory: RunDirectory) -> int:
     """Return the first step of a run: 0, or the step of the checkpoint that it was forked from."""
     records = resumable(directory)
     return step_of(records[-1]) if records and records[-1].has("parent") else 0

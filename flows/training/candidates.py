@@ -8,7 +8,7 @@ from flows.config.distill import TeacherTargetsConfig
 from flows.config.loader import renderer_names
 from flows.config.train import CandidatesConfig, SftConfig, TrainConfig
 from flows.runs.run import Run
-from tasks.common.renderers import renderer_of
+from tasks.common.renderers import renderer_name_of
 from tasks.common.sampling import open_renderer
 from tasks.evaluation.evaluators import HeldOutNLL
 from tasks.training.candidates import CandidateSampler, CandidateSettings
@@ -42,7 +42,7 @@ def _open(run: Run, config: TrainConfig, settings: CandidateSettings) -> Candida
 
     def stop() -> list[str] | list[int]:
         names = renderer_names(config)
-        renderer = open_renderer(names[0] if names else renderer_of(config.model, tokenizer), tokenizer)
+        renderer = open_renderer(names[0] if names else renderer_name_of(config.model, tokenizer), tokenizer)
         return renderer.get_stop_sequences()
 
     return CandidateSampler(settings, run.directory, tokenizer, stop)

@@ -32,7 +32,7 @@ class PreparedBatch:
         batch: the packed datums.
         reference: the reference's logprobs, ``(N,)`` nats; None if no term needs them.
         terms: the terms due at the step, with their features.
-        supervised: for a batch of sampled candidates, the supervised batch whose prompts they complete; else None.
+        completed: for a batch of sampled candidates, the supervised batch whose prompts they complete; else None.
     """
 
     at: StepPosition
@@ -40,7 +40,12 @@ class PreparedBatch:
     batch: Pending[Batch]
     reference: Pending[Tensor] | None
     terms: tuple[DueTerm, ...]
-    supervised: Pending[Batch] | None = None
+    completed: Pending[Batch] | None = None
+
+    @property
+    def is_candidates(self) -> bool:
+        """Return whether the batch holds sampled candidates."""
+        return self.completed is not None
 
     def outputs(self, logprobs_DT: Tensor | None = None) -> Outputs:
         """Return the inputs of the terms; the current logprobs are 0 if they are not known yet."""

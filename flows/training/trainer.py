@@ -40,7 +40,7 @@ from flows.runs.contents import open_contents
 from flows.runs.lineage import data_assets, log_datasets
 from flows.runs.prompts import register_prompts
 from flows.runs.result import EndReasons, TrainResult, finish
-from flows.runs.resume import first_step, resolve_start
+from flows.runs.resume import origin_step, resolve_start
 from flows.runs.run import Run
 from flows.runs.teachers import open_reference
 from flows.training.alerts import Alerts
@@ -145,7 +145,7 @@ class Trainer:
         schedule = Schedule(config, source.steps_per_epoch)
         self.start = resolve_start(run, config, schedule.steps_per_epoch, schedule.num_steps)
         self.first_step = step_of(self.start) if self.start else 0
-        self.schedule = replace(schedule, first=first_step(run.directory))
+        self.schedule = replace(schedule, first=origin_step(run.directory))
         run.log.file = MetricsFile(run.directory, self.first_step)
         self.contents = open_contents(run, config, objective, source, self.start)
         warn_of_pitfalls(run, config)
@@ -191,7 +191,7 @@ class Trainer:
                 and saved.
         """
         first, num_steps = self.first_step, self.schedule.num_steps
-        if first == self.schedule.first and not self.guard.skipped_steps:
+        if first == self.schedule.first and not self.guard.skipped_steps:  # no step has been trained yet
             steps = range(first, num_steps)
             self.guard.check_batches(self.source.untrained_steps(steps), len(steps))
         with (
@@ -255,6 +255,7 @@ class Trainer:
             def run_all(steps: range) -> None:
                 for step in steps:
                     run_step(self.config.granularity, step, run_one)
+                    # An update that is sent already is in the weights, so a stop waits for its step.
                     if self.budget_message or (stop.requested and not self.sent):
                         self._save(step + 1)
                         if stop.requested:
@@ -345,8 +346,9 @@ class Trainer:
         if step == self.schedule.num_steps or stop.requested:
             return
         num_tokens = sum(minibatch.batch.result().num_tokens for minibatch in last)
-        for_last, uncounted = self.source.sampled_for(step - 1)
-        if not self._stops_for_budget(step, num_tokens, uncounted + for_last):
+        # The rollouts of this step are expected to have as many tokens as those of the last one.
+        expected, uncharged = self.source.sampled_for(step - 1)
+        if not self._stops_for_budget(step, num_tokens, uncharged + expected):
             self._prepare(step)
 
     def _stops_for_budget(self, step: int, num_tokens: int, sampled: SampledTokens) -> bool:
@@ -368,10 +370,10 @@ class Trainer:
             return
         if not self.candidates.is_due(step):
             return
-        supervised = self.prepared[0].batch
-        batch = self.candidates.start(step, supervised, self.run.client)
+        completed = self.prepared[0].batch
+        batch = self.candidates.start(step, completed, self.run.client)
         candidates = prepare_batch(batch, self.objective, None, self.executor, at, passes=2)
-        self.prepared = [*self.prepared, replace(candidates, supervised=supervised)]
+        self.prepared = [*self.prepared, replace(candidates, completed=completed)]
 
     def _request_forward(self, step: int) -> None:
         """Enqueue the forward pass of the prepared step, if it needs one, unless the budget ends the run before it."""
@@ -409,7 +411,7 @@ class Trainer:
         # An update without a forward pass is sent while the service computes the previous update. It waits if an
         # evaluation or a stop needs the weights in between, or if the metrics of the previous update set the weight of
         # a term.
-        has_candidates = any(prepared.supervised for prepared in self.prepared or ())
+        has_candidates = any(prepared.is_candidates for prepared in self.prepared or ())
         waits = self.forward is not None or has_candidates or bool(self.objective.targets)
         pipelined = not waits and not self.schedule.evaluates_before(step) and not stop.requested
         self.sent = self._send_step(step, self.prepared, None) if self.prepared is not None and pipelined else None
@@ -423,16 +425,17 @@ class Trainer:
             if step in self.guard.skipped_steps:
                 checked = []  # sent alone, the first minibatch would leave its gradient to the next update
                 self.source.skip(step)
-        num_minibatches = self.source.num_minibatches + sum(minibatch.supervised is not None for minibatch in prepared)
+        # A step may have several updates. Candidates are one more minibatch of its only update.
+        num_per_update = self.source.num_minibatches + sum(minibatch.is_candidates for minibatch in prepared)
         for number, (minibatch, linearized) in enumerate(checked, start=1):
             # Without a gradient, an optimizer step would still move the weights by its momentum.
             is_only_scored = not (self.source.teaches(step) or self.objective.due(step))
             if is_only_scored:
                 update = PendingUpdate(self._enqueue_forward(minibatch.batch.result()), None)
             else:
-                update = self._send_batch(minibatch, linearized, is_last=number % num_minibatches == 0)
+                update = self._send_batch(minibatch, linearized, is_last=number % num_per_update == 0)
             batches.append(SentBatch(minibatch, update, linearized, is_only_scored))
-            self.cadence.num_tokens += minibatch.batch.result().num_tokens if minibatch.supervised is None else 0
+            self.cadence.num_tokens += 0 if minibatch.is_candidates else minibatch.batch.result().num_tokens
         effect_passes: list[PendingOutput] = []
         if self.objective.measures_effects(step):
             effect_passes = [self._enqueue_forward(sent.prepared.batch.result()) for sent in batches]
@@ -453,7 +456,7 @@ class Trainer:
             linearized = None
             if forward:
                 compute = partial(self._linearize, minibatch, forward)
-                linearized = self.guard.check(step, compute, checks_spike=minibatch.supervised is None)
+                linearized = self.guard.check(step, compute, checks_spike=not minibatch.is_candidates)
                 if linearized is None:
                     return
                 self._record_saves()
@@ -502,7 +505,7 @@ class Trainer:
                 self._record_saves()
             linearized_batches.append(linearized)
             before.append(outputs.logprobs_DT)
-            if sent.prepared.supervised is None:
+            if not sent.prepared.is_candidates:
                 trained.append(TrainedBatch(batch, outputs.logprobs_DT, linearized.by_datum))
         self.contents.add(step, [minibatch.batch for minibatch in trained], sampled=self.source.sampled)
         joined = join_metrics(linearized_batches)
@@ -549,8 +552,8 @@ class Trainer:
 
     def _evaluate_terms(self, prepared: PreparedBatch, outputs: Outputs) -> Linearized:
         known, batch = prepared.outputs(outputs.logprobs_DT), prepared.batch.result()
-        supervised = prepared.supervised.result() if prepared.supervised else None
-        return evaluate_terms(self.objective, prepared.terms, known, batch, self.executor, prepared.at, supervised)
+        completed = prepared.completed.result() if prepared.completed else None
+        return evaluate_terms(self.objective, prepared.terms, known, batch, self.executor, prepared.at, completed)
 
     def _needs_logprobs(self, prepared: PreparedBatch) -> bool:
         """Return whether the update of a batch needs a forward pass before it."""
@@ -567,11 +570,11 @@ class Trainer:
         """
         step = prepared.at.step
         is_plain = self.objective.base is None and not self.objective.due(step)
-        if is_plain or prepared.supervised or self.config.guards.needs_forward_pass:
+        if is_plain or prepared.is_candidates or self.config.guards.needs_forward_pass:
             return None
         try:
             loss = self.one_pass.loss_at(step, prepared.outputs(), prepared.batch.result())
-        except tinker.TinkerError:
+        except tinker.TinkerError:  # not around the call: a ValueError of the objective is no error of the service
             with service_errors("take the objective as a loss"):
                 raise
         for note in self.one_pass.pop_notes():
@@ -608,7 +611,7 @@ class Trainer:
     def _check_last_weights(self, step: int) -> None:
         """Run one more forward pass over the last batch, because no later step checks these weights.
 
-        The final weights are evaluated and recorded only after it, so that the best checkpoint may be the final one.
+        Then evaluate the final weights, and record their checkpoint last, so that `keep_best` can choose it.
         """
         if self.unchecked and self.last_batch:
             with self.guard.checked_responses(step):
@@ -647,9 +650,10 @@ class Trainer:
         return state | own
 
     def _restore(self, start: CheckpointRecord | None) -> None:
-        """Restore `_state` from the checkpoint that the run starts from."""
+        """Create guard, alerts, ledger and cadence, with their state in a checkpoint, and start the data source."""
         config, state = self.config, start.extra if start else {}
         self.objective.restore(state.get("objective", {}))
+        # A run keeps the conventions of the release that started it: the scale of terms, and `kl` without ratios.
         started_with = recorded_format(self.run.directory)
         if started_with < FORMAT_OF_SCALES:
             self.objective.keep_conventions_of_0_1()

@@ -22,7 +22,7 @@ from blocks.paths import path_of
 from objectives.import_path import import_path
 from objectives.import_policy import NotAllowedError, check_builder, check_function
 from tasks.common.chz_internals import guard_imports
-from tasks.common.renderers import find_renderer
+from tasks.common.renderers import find_renderer_name
 from tasks.common.tokenizers import lock_tokenizers
 
 # Extras of this project by the package that they install.
@@ -197,7 +197,7 @@ def one_line(error: Exception) -> str:
 def default_params(tokenizer: Tokenizer, resources: Mapping[str, Any]) -> dict[str, Any]:
     """Return the run's values for parameters of tinker-cookbook's builders; in chz, `...` matches at any depth."""
     name = tokenizer.name_or_path
-    renderer = find_renderer(name, tokenizer)
+    renderer = find_renderer_name(name, tokenizer)
     defaults: dict[str, Any] = {"...model_name_for_tokenizer": name, "model_name": name, "policy_model_name": name}
     defaults |= {f"...{parameter}": value for parameter, value in resources.items()}
     return defaults | ({"...renderer_name": renderer, "policy_renderer_name": renderer} if renderer else {})

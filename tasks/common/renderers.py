@@ -21,8 +21,8 @@ def recommended_renderers(model: str) -> list[str]:
     return []
 
 
-def find_renderer(model: str, tokenizer: Tokenizer) -> str | None:
-    """Return the renderer of a model, or None if its chat template is unknown.
+def find_renderer_name(model: str, tokenizer: Tokenizer) -> str | None:
+    """Return the name of a model's renderer, or None if its chat template is unknown.
 
     tinker-cookbook's recommendation comes first, then the chat template. A model without a template is a base model.
     """
@@ -34,13 +34,13 @@ def find_renderer(model: str, tokenizer: Tokenizer) -> str | None:
     return next((renderer for marker, renderer in _TEMPLATES.items() if marker in template), None)
 
 
-def renderer_of(model: str, tokenizer: Tokenizer) -> str:
-    """Return the renderer of a model.
+def renderer_name_of(model: str, tokenizer: Tokenizer) -> str:
+    """Return the name of a model's renderer.
 
     Raises:
         ConfigError: the chat template of the model is unknown.
     """
-    renderer = find_renderer(model, tokenizer)
+    renderer = find_renderer_name(model, tokenizer)
     if renderer is None:
         raise ConfigError(
             f"The chat format of {model} is unknown: set renderer_name to a renderer of tinker-cookbook, such as "

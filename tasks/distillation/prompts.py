@@ -13,7 +13,7 @@ from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, 
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 from tasks.common.jsonl import _FIELD, QUESTION, fill, read_rows
-from tasks.common.renderers import renderer_of
+from tasks.common.renderers import renderer_name_of
 from tasks.common.sampling import open_renderer
 
 
@@ -95,7 +95,7 @@ class QuestionsBuilder(RLDatasetBuilder):
 
     async def __call__(self) -> tuple[Prompts, Prompts | None]:
         tokenizer = get_tokenizer(self.model_name_for_tokenizer)
-        name = self.renderer_name or renderer_of(self.model_name_for_tokenizer, tokenizer)
+        name = self.renderer_name or renderer_name_of(self.model_name_for_tokenizer, tokenizer)
         renderer = open_renderer(name, tokenizer)
         return self._read(self.path, renderer), self._read(self.test_path, renderer) if self.test_path else None
 

@@ -16,7 +16,7 @@ from tinker_cookbook.preference.types import (
 from tinker_cookbook.renderers import Message, get_renderer, get_text_content
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-from tasks.common.renderers import renderer_of
+from tasks.common.renderers import renderer_name_of
 from tasks.preference.judges import Judge, JudgeGuidance, build_judge, completer_judge
 from tasks.training.token_meter import TokenMeter, open_counted_sampler
 
@@ -91,7 +91,7 @@ class PromptedJudgeBuilder(PreferenceModelBuilder):
 
     def __call__(self) -> PreferenceModel:
         sampler, tokenizer = open_counted_sampler(self.session, self.path, self.model, self.token_meter)
-        renderer = get_renderer(renderer_of(self.model, tokenizer), tokenizer)
+        renderer = get_renderer(renderer_name_of(self.model, tokenizer), tokenizer)
         completer = TinkerMessageCompleter(sampler, renderer, self.max_tokens, None, 0.0)
         return JudgedPreference(completer_judge(completer, JudgeGuidance(self.criteria, self.principles)))
 

@@ -18,7 +18,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from blocks.storage import RunDirectory
-from tasks.common.renderers import renderer_of
+from tasks.common.renderers import renderer_name_of
 from tasks.common.sampling import open_renderer
 from tasks.common.tokenizers import TokenizedEvaluator
 from tasks.preference.dataset import Comparisons, build_comparisons
@@ -63,7 +63,7 @@ class RankingEvaluator(TokenizedEvaluator):
         Raises:
             ConfigError: the verdicts start with the same token.
         """
-        renderer = open_renderer(self._renderer_name or renderer_of(self._model, tokenizer), tokenizer)
+        renderer = open_renderer(self._renderer_name or renderer_name_of(self._model, tokenizer), tokenizer)
         _check_verdicts(renderer)
         _, test = build_comparisons(self._builder, self._params, tokenizer, self._resources)
         if test is None:

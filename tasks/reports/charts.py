@@ -242,7 +242,9 @@ def mean_cosines(history: History, names: Sequence[str]) -> np.ndarray:
 
 
 def smooth(values: Sequence[float]) -> tuple[int, list[float]]:
-    """Return the width of a running mean, a tenth of the values, and the means; the first means cover fewer values.
+    """Return the width of a running mean and its values; the first values are means of fewer points.
+
+    The width is a tenth of the number of points, but at least 2.
 
     >>> smooth([4.0, 2.0, 0.0])
     (2, [4.0, 3.0, 1.0])

@@ -21,7 +21,7 @@ from blocks.storage import RunDirectory
 from objectives.jsonl_cache import JsonlCache
 from tasks.common.datum_cache import load_cache, save_cache
 from tasks.common.event_loop import run_coroutine
-from tasks.common.renderers import renderer_of
+from tasks.common.renderers import renderer_name_of
 from tasks.common.sampling import Sampling, sample_answers
 from tasks.common.service_errors import service_errors
 from tasks.common.task import call, opaque_argument, retried_task
@@ -124,7 +124,7 @@ class GeneratedDataBuilder(ChatDatasetBuilder):
         model = self.teacher_model or self.base_model
         sampler, tokenizer = open_counted_sampler(self.session, self.teacher, model, self.token_meter)
         is_trained_model = model == self.base_model
-        renderer = self.renderer if is_trained_model else get_renderer(renderer_of(model, tokenizer), tokenizer)
+        renderer = self.renderer if is_trained_model else get_renderer(renderer_name_of(model, tokenizer), tokenizer)
         cache = JsonlCache()
         load_cache(cache, self.directory, WRITTEN_NAME)
         return CachedSampler(AnswerSampler(self.teacher or model, sampler, renderer), cache, self.directory)

@@ -131,12 +131,12 @@ def conservative_metrics(
 ) -> dict[str, float]:
     """Metrics of the parts of the loss.
 
-    ``policy`` is the surrogate per token, ``kl_q_p`` the divergence in nats per token, and ``beyond_wall`` is 1 if the
-    divergence exceeds twice the target, else 0.
+    ``policy`` is the surrogate per token, ``kl_q_p`` the divergence in nats per token, and ``beyond_cutoff`` is 1 if
+    the divergence exceeds twice the target, else 0.
     """
     kl = mean_kl(logprobs_DT, sampling_logprobs_DT).item()
     policy = importance_sampling(logprobs_DT, sampling_logprobs_DT, advantages_DT).item() / max(1, len(logprobs_DT))
-    return {"policy": policy, "kl_q_p": kl, "beyond_wall": float(kl > 2 * kl_target)}
+    return {"policy": policy, "kl_q_p": kl, "beyond_cutoff": float(kl > 2 * kl_target)}
 
 
 def mean_kl(logprobs_DT: Tensor, sampling_logprobs_DT: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from blocks.errors import ConfigError
 from engine.tiny import byte_tokenizer
 from examples.search_tool import Town
 from flows.config.yaml_reader import read_yaml
-from tasks.common.renderers import find_renderer
+from tasks.common.renderers import find_renderer_name
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.rollout_source import build_environments
 from tasks.rl.trajectories import pack_groups
@@ -80,7 +80,7 @@ def test_renderer_is_found_by_model_name_or_chat_template(
     name: str, template: str | None, renderer: str | None
 ) -> None:
     model: Any = SimpleNamespace(name_or_path=name, chat_template=template)
-    assert find_renderer(name, model) == renderer
+    assert find_renderer_name(name, model) == renderer
 
 
 def test_gsm8k_rewards_the_number_and_the_format(tokenizer: Any) -> None:
