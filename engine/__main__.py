@@ -97,7 +97,7 @@ def _arguments() -> argparse.ArgumentParser:
         type=_megabytes,
         metavar="MB",
         help="memory for adapters, optimizer moments and snapshots; the least recently used are moved to disk "
-        "(default: half of the machine's memory, or a quarter of the GPU's)",
+        "(default: half of the machine's memory; on a GPU, a quarter of the memory that the model leaves)",
     )
 
     behaviour = parser.add_argument_group("behaviour")

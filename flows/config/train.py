@@ -215,10 +215,10 @@ class TrainConfig(RunConfig):
     prompt_logprobs_last_n: Literal["auto", "off"] = Field(
         default="auto",
         title="Score the end of sequences",
-        description="How the reference, teachers and `compute_post_kl` score a sequence. `auto`: with the SDK's "
-        "option of this name, only from the first trained token onwards, so that the service can take the prompt from "
-        "its prefix cache; if the service does not know the option, the run warns and scores whole sequences. `off`: "
-        "score whole sequences.",
+        description="How the reference, teachers and `compute_post_kl` score a sequence. `auto`: score it only from "
+        "the first trained token onwards, with the SDK's option of this name, so that the service can take the prompt "
+        "from its prefix cache; if the service does not know the option, the run warns and scores whole sequences. "
+        "`off`: score whole sequences.",
     )
     lora_rank: int = Field(default=32, ge=1, le=4096, title="LoRA rank", description="Rank of the trained adapter.")
     train_attn: bool = Field(
