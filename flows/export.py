@@ -21,7 +21,7 @@ from blocks import TinkerService
 from blocks.console import TextConsole
 from blocks.errors import ConfigError
 from blocks.paths import path_of
-from flows.config.base import CHECKPOINT, CHECKPOINT_HELP, WeightsConfig
+from flows.config.base import CHECKPOINT, WeightsConfig
 from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import find_checkpoint, with_model
 from flows.runs.rights import apply_rights
@@ -34,7 +34,11 @@ Form = Literal["adapter", "merged", "both"]
 class ExportConfig(WeightsConfig):
     """Export of a checkpoint."""
 
-    checkpoint: str = Field(title="Checkpoint", description=CHECKPOINT_HELP, pattern=CHECKPOINT)
+    checkpoint: str = Field(
+        title="Checkpoint",
+        description="`RUN`, `RUN@STEP`, `RUN@best` or `RUN@final` of a run in the storage, or a `tinker://` path.",
+        pattern=CHECKPOINT,
+    )
     output: str = Field(
         title="Output",
         description="Output directory. The adapter is written to its folder `adapter`, and the merged model to its "

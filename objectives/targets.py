@@ -74,8 +74,9 @@ class TargetSpec(BaseModel):
         gt=0,
         allow_inf_nan=False,
         title="Integral gain",
-        description="Change of the multiplier per evaluation while the violation equals `scale`, in units per scale. "
-        "`docs/targets.md` explains the unit; it is 1 for a mean over tokens added to cross-entropy.",
+        description="Change of the multiplier per evaluation while the violation equals `scale`, as a multiple of the "
+        "unit of the gains divided by `scale`. `docs/targets.md` explains the unit; it is 1 for a mean over tokens "
+        "added to cross-entropy.",
     )
     proportional_gain: float = Field(
         default=0.5,
@@ -83,7 +84,7 @@ class TargetSpec(BaseModel):
         allow_inf_nan=False,
         title="Proportional gain",
         description="Part of the multiplier that is proportional to the current violation: its size while the "
-        "violation equals `scale`, in units per scale.",
+        "violation equals `scale`, as a multiple of the unit of the gains divided by `scale`.",
     )
     smoothing: float = Field(
         default=0.5,

@@ -19,6 +19,15 @@ Checkpoint = Annotated[
         show_default=False,
     ),
 ]
+ExportedCheckpoint = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        autocompletion=complete_run,
+        help="`RUN`, `RUN@STEP`, `RUN@best`, `RUN@final`, or a `tinker://` path.",
+        show_default=False,
+    ),
+]
 Model = Annotated[str, typer.Option("--model", metavar="NAME", help="Base model.", show_default="the model of the run")]
 RendererName = Annotated[
     str,
@@ -153,7 +162,7 @@ def compare(
 
 
 def export(
-    checkpoint: Checkpoint,
+    checkpoint: ExportedCheckpoint,
     overrides: Overrides = None,
     merged: Annotated[
         str, typer.Option("--merged", metavar="OUT", help="Write the merged model to OUT/merged.", show_default=False)
