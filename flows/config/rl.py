@@ -32,8 +32,8 @@ class CriticConfig(Config):
         default="tinker_flows:turn_features",
         title="Features",
         description="Import path of a function of the prompt of a turn and the list of the turns before it, which "
-        "returns a list of numbers. The default returns the number of the turn, the rewards so far and the length of "
-        "the prompt.",
+        "returns a list of numbers. The default returns 1 divided by the number of the turn, the sum of the rewards so "
+        "far, and the decimal logarithm of the length of the prompt.",
     )
     ridge: float = Field(
         default=1.0,
