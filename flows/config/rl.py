@@ -47,7 +47,7 @@ class CriticConfig(Config):
         ge=1,
         title="Steps",
         description="Number of steps that the regression remembers: it weighs the turns of a step `1 - 1 / steps` "
-        "times as much as those of the next step.",
+        "times as much as the turns of the next step.",
     )
 
 
