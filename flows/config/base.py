@@ -235,8 +235,8 @@ class ServiceConfig(Config):
     base_url: str = Field(
         default="",
         title="Tinker service",
-        description="URL, `block:NAME`, or `local` to start an engine for this run. Empty: TINKER_BASE_URL if set, the "
-        "hosted service if TINKER_API_KEY is set, else `local`.",
+        description="Tinker service: a URL, `block:NAME`, or `local` to start an engine for this run. Empty: "
+        "TINKER_BASE_URL if set, the hosted service if TINKER_API_KEY is set, else `local`.",
     )
     engine: EngineConfig = Field(
         default=EngineConfig(), title="Local engine", description="Settings of the engine that the run starts."
@@ -244,7 +244,8 @@ class ServiceConfig(Config):
     storage: str = Field(
         default="",
         title="Run storage",
-        description="Directory, s3://bucket/prefix or `block:NAME`. Empty: `runs` in the project's home directory.",
+        description="Location of the run records: a directory, s3://bucket/prefix or `block:NAME`. Empty: `runs` in "
+        "the project's home directory.",
     )
 
 
@@ -254,7 +255,7 @@ class TrackedConfig(ServiceConfig):
     tracking: str = Field(
         default="",
         title="MLflow tracking",
-        description="Tracking URI or `block:NAME`. Empty: MLFLOW_TRACKING_URI if set, else a SQLite file in the "
+        description="MLflow tracking URI or `block:NAME`. Empty: MLFLOW_TRACKING_URI if set, else a SQLite file in the "
         "project's home directory.",
     )
     experiment: str = Field(

@@ -238,8 +238,8 @@ class CorrectionConfig(Config):
         description="`truncate`: clamp the multiplier of the advantages to `low` and `high`, as TIS does. `mask`: set "
         "a multiplier outside of `low` and `high` to 0, as IcePop does.",
     )
-    low: float = Field(default=0.0, ge=0, title="Low", description="Lower bound of the multiplier.")
-    high: float = Field(default=2.0, gt=0, title="High", description="Upper bound of the multiplier.")
+    low: float = Field(default=0.0, ge=0, title="Low", description="Lower bound of the multiplier of the advantages.")
+    high: float = Field(default=2.0, gt=0, title="High", description="Upper bound of the multiplier of the advantages.")
     sequence_low: float | None = Field(
         default=None,
         ge=0,
@@ -298,47 +298,65 @@ class HealthConfig(Config):
         default=0.1,
         ge=0,
         title="Entropy below",
-        description="Entropy of the samples, as a share of the entropy at the start. The run warns below this limit.",
+        description="The run warns if the entropy of the samples falls below this share of the entropy at the start.",
     )
     mismatch_above: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
         default="auto",
         title="Mismatch above",
-        description="Metric `mismatch/kl_k3`, in nats per token. `auto`: in mode `sync` with one update per step, "
-        "0.005 for a dense model and 0.05 for a mixture of experts; otherwise 0.1, because samples may be older than "
-        "the weights. With `rollout.completer`, no limit, because its distribution may differ from the model's.",
+        description="Value of the metric `mismatch/kl_k3`, in nats per token, above which the run warns. `auto`: in "
+        "mode `sync` with one update per step, 0.005 for a dense model and 0.05 for a mixture of experts; otherwise "
+        "0.1, because samples may be older than the weights. With `rollout.completer`, no limit, because its "
+        "distribution may differ from the model's.",
     )
     truncated_above: float = Field(
-        default=0.5, ge=0, title="Truncated above", description="Share of completions that reached the token limit."
+        default=0.5,
+        ge=0,
+        title="Truncated above",
+        description="Share of truncated completions above which the run warns.",
     )
     constant_above: float = Field(
-        default=0.9, ge=0, title="Constant above", description="Share of groups whose members all have the same reward."
+        default=0.9,
+        ge=0,
+        title="Constant above",
+        description="Share of groups with equal rewards above which the run warns.",
     )
     length_factor: float = Field(
         default=3.0,
         gt=1,
         title="Length factor",
-        description="Factor by which completions grow or shrink since the start while the reward rises.",
+        description="The run warns if the reward rises while completions have grown or shrunk by more than this factor "
+        "since the start.",
     )
     repetition_above: float = Field(
-        default=0.5, ge=0, title="Repetition above", description="Share of repeated 4-grams while the reward rises."
+        default=0.5,
+        ge=0,
+        title="Repetition above",
+        description="Share of repeated 4-grams above which the run warns if the reward rises.",
     )
     stale_above: float = Field(
-        default=0.5, ge=0, title="Stale above", description="Share of groups that were too old to train on."
+        default=0.5,
+        ge=0,
+        title="Stale above",
+        description="Share of groups that are too old to train on, above which the run warns.",
     )
     skipped_above: float = Field(
-        default=0.1, ge=0, title="Skipped above", description="Share of groups whose environments failed."
+        default=0.1,
+        ge=0,
+        title="Skipped above",
+        description="Share of groups whose environments fail, above which the run warns.",
     )
     environment_above: float = Field(
         default=0.9,
         ge=0,
         title="Environment above",
-        description="Share of the rollouts' time that environments take, if they take more than one second.",
+        description="Share of the rollouts' time that environments take, above which the run warns if they take more "
+        "than one second.",
     )
     logprob_error_above: float = Field(
         default=0.05,
         ge=0,
         title="Error of log-probabilities above",
-        description="Metric `rollout/logprob_error`, in nats.",
+        description="Value of the metric `rollout/logprob_error`, in nats, above which the run warns.",
     )
     hang_seconds: float = Field(
         default=60.0,

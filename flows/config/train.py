@@ -109,13 +109,13 @@ class BudgetConfig(Config):
         default=None,
         gt=0,
         title="Hours",
-        description="Wall-clock hours for which the run may be open, over all restarts. Unset: no limit.",
+        description="Maximum number of wall-clock hours for which the run is open, over all restarts. Unset: no limit.",
     )
     usd: float | None = Field(
         default=None,
         gt=0,
         title="US dollars",
-        description="Cost of the service's passes and sampled tokens. Unset: no limit.",
+        description="Maximum cost of the service's passes and sampled tokens, in US dollars. Unset: no limit.",
     )
     prices: str = Field(
         default="",
