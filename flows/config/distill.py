@@ -224,7 +224,7 @@ class HindsightConfig(Config):
         default=1.0,
         title="Reward of a success",
         description="Minimum total reward of a successful rollout. When the teacher scores another rollout of the "
-        "group, its prompt contains a successful one.",
+        "group, the teacher's prompt contains a successful rollout.",
     )
     solution: str = Field(
         default="\n\nCorrect solution:\n\n{solution}",
@@ -240,7 +240,9 @@ class HindsightConfig(Config):
         min_length=1,
     )
     closing: str = Field(
-        default="\n\nCorrectly solve the original question.\n\n", title="End", description="Text after both parts."
+        default="\n\nCorrectly solve the original question.\n\n",
+        title="End",
+        description="Text at the end of the prompt, after both parts.",
     )
     renderer_name: str = Field(
         default="",

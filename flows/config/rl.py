@@ -363,14 +363,14 @@ class HealthConfig(Config):
         gt=0,
         title="Hang seconds",
         description="Minimum number of seconds without a response of a group's environment, reward or completer after "
-        "which the group counts as hanging. `rollout.timeout_s` is added to it, because it ends hanging turns.",
+        "which the group counts as hanging. `rollout.timeout_s`, which ends hanging turns, is added to this number.",
     )
     hang_factor: float = Field(
         default=10.0,
         gt=1,
         title="Hang factor",
         description="A group must also be without a response for this multiple of the median duration of a group to "
-        "count as hanging. Before the first group has finished, it is a multiple of `hang_seconds`.",
+        "count as hanging. Before the first group has finished, the factor applies to `hang_seconds`.",
     )
 
 
