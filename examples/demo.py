@@ -63,10 +63,12 @@ def main(overrides: list[str]) -> None:
     if shutil.which("tinker-flows") is None:
         command = os.path.relpath(Path(sys.executable).with_name("activate"))
         print(f"shell        source {command}   # finds the command tinker-flows")
-    changes = " ".join(["run_name=mine", *overrides, "objective.regularizers.logic.weight=20"])
-    print("next         give logic four times the weight, and compare both runs: its effect and share of the gradient")
+    changes = " ".join(["run_name=without-logic", *overrides, "objective.regularizers.logic.weight=0"])
+    print(
+        "next         see what logic alone did: train without it; expect a higher value of logic, and compare both runs"
+    )
     print(f"             tinker-flows run sft --config {os.path.relpath(CONFIG)} {changes}")
-    print(f"             tinker-flows report {result.run_name} mine")
+    print(f"             tinker-flows report {result.run_name} without-logic")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,9 @@ def method_figures(metrics: Mapping[str, float]) -> list[str]:
     ['reward=0.5', 'short=0.1', 'num_letters=3']
     """
     keys = {key: label for key, label in _FIGURES.items() if key in metrics}
-    if keys.keys() & {REWARD, "accuracy"}:
+    if "teacher_kl" in keys and metrics.get(REWARD) == 0:
+        del keys[REWARD]  # distillation without rewards
+    if keys.keys() & {REWARD, "accuracy", "teacher_kl"}:
         keys.pop("train_mean_nll", None)  # the NLL of samples, or of both completions of pairs, says little
     figures = [f"{label}={metrics[key]:.4g}" for key, label in keys.items()]
     if REWARD in keys:

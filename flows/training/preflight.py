@@ -360,7 +360,8 @@ def plan_lines(
     duration = "time unknown"
     if pace:
         run = "its own pace" if pace.run_name == config.run_name else f"the pace of {pace.run_name}"
-        duration = f"steps of about {format_hours(pace.hours(tokens.in_batches))} at {run}, and the evaluations"
+        hours = format_hours(pace.hours(tokens.in_batches))
+        duration = f"the steps take about {hours} at {run}, and the evaluations come on top"
     return [
         f"{method} of {config.model}{on_data}, steps {steps.start + 1} to {steps.stop}, learning rate "
         f"{config.learning_rate:g}",

@@ -200,7 +200,10 @@ def draw_cosines(run: DrawnRun, names: Sequence[str]) -> Chart | None:
     figure.add_hline(0, line_width=1, line_color=NEUTRAL)
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
-    reading = "Below 0, two terms pull against each other; at 0, neither affects the other."
+    reading = (
+        "Below 0, two terms pull against each other; at 0, neither affects the other. A warning needs at least 5 % of "
+        "the gradient for both."
+    )
     if len(pairs) > len(lowest):
         reading += f" The {len(lowest)} of {len(pairs)} pairs with the lowest mean."
     return Chart("Cosines of the gradients", reading, _styled(figure, _HEIGHT_PX))

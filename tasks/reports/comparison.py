@@ -121,7 +121,7 @@ def _changed_contents(first: ReportedRun, second: ReportedRun) -> list[str]:
         contents = records[0].get(CONTENTS_KEY, None) if records else None
         digests.append((contents or {}).get("digests", {}))
     return [
-        f"The content of {kind} differs between the runs: {', '.join(names)}. Compare its metrics with care."
+        f"The {kind} {', '.join(names)} may differ between the runs: their files have changed."
         for kind, names in changed_contents(*digests).items()
     ]
 

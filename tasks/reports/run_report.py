@@ -59,7 +59,7 @@ FACTORS = (0.5, 2.0, 10.0)
 WINDOW = 20
 SENSITIVITY_COLUMNS = (
     "term",
-    "share now",
+    "share when it has a gradient",
     *(f"share at weight x{factor:g}" for factor in FACTORS),
     *(f"cosine of the total to the base at x{factor:g}" for factor in FACTORS),
     "factor for half of the gradient",
@@ -315,9 +315,13 @@ def metric_sections(runs: Sequence[DrawnRun]) -> Iterator[str]:
     keys = {key for run in runs for key in run.history}
     trains_on_text = not keys & {REWARD, "accuracy"}
     results = [*_RESULTS, *([_LIKELIHOOD] if trains_on_text else [])]
+    has_rewards = any(value for run in runs for _, value in run.history.get(REWARD, ()))
+    is_distilled = "teacher_kl" in keys and not has_rewards
+    if is_distilled:
+        results = [metric for metric in results if metric.train != REWARD]
     yield html_section("Results", html_charts(_draw_all(runs, results)))
     yield html_section("Parts of the reward", html_charts(_draw_all(runs, _reward_parts(keys))))
-    is_rl = REWARD in keys
+    is_rl = REWARD in keys and not is_distilled
     yield html_section("Health of reinforcement learning", html_charts(_draw_all(runs, _HEALTH if is_rl else ())))
     yield html_section("Evaluators", html_charts(_draw_all(runs, _evaluations(keys))))
 

@@ -76,9 +76,9 @@ def test_the_plan_names_what_will_be_trained_and_the_price() -> None:
         "if all batches are like the first; time unknown",
     ]
     paced = plan_lines(config, "sft", range(8, 24), tokens, Pace("earlier", tokens_per_s=20.0))[2]
-    assert paced.endswith("; steps of about 13.3 min at the pace of earlier, and the evaluations")
+    assert paced.endswith("; the steps take about 13.3 min at the pace of earlier, and the evaluations come on top")
     resumed = plan_lines(config, "sft", range(8, 24), tokens, Pace(config.run_name, tokens_per_s=20.0))[2]
-    assert resumed.endswith("steps of about 13.3 min at its own pace, and the evaluations")
+    assert resumed.endswith("the steps take about 13.3 min at its own pace, and the evaluations come on top")
     timed = config.model_copy(update={"checkpoint_every": 4, "checkpoint_every_seconds": 600.0})
     line = plan_lines(timed, "sft", range(24), PlannedTokens(240, 480, None, has_samples=True))[2]
     assert line.endswith("(price unknown, besides sampled tokens), if all batches are like the first; time unknown")
