@@ -134,10 +134,11 @@ class PrefectServer:
 
 @dataclass(frozen=True, slots=True)
 class RunningPrefectServer:
-    """URL of the API of a Prefect server, and its login `USER:PASSWORD`."""
+    """Prefect server of `tinker-flows up`: URL of its API, its login `USER:PASSWORD`, and URL of the MLflow server."""
 
     url: str
     login: str
+    mlflow_url: str
 
 
 def running_prefect_server() -> RunningPrefectServer | None:
@@ -148,7 +149,8 @@ def running_prefect_server() -> RunningPrefectServer | None:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return None  # nobody holds the lock, so the `up` that wrote the file has ended
             exports = json.load(file)["exports"]
-            server = RunningPrefectServer(exports["PREFECT_API_URL"], exports["PREFECT_API_AUTH_STRING"])
+            urls = (exports["PREFECT_API_URL"], exports["MLFLOW_TRACKING_URI"])
+            server = RunningPrefectServer(urls[0], exports["PREFECT_API_AUTH_STRING"], urls[1])
         with urllib.request.urlopen(f"{server.url}/health", timeout=5):
             return server
     except (

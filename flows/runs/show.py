@@ -12,6 +12,7 @@ from rich.table import Table
 
 from blocks.console import TextConsole
 from blocks.home import home
+from blocks.processes import running_prefect_server
 from blocks.urls import hide_credentials
 from flows.monitoring.progress import method_figures
 from flows.runs.result import TrainResult
@@ -75,7 +76,8 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 def _prefect_ui(result: TrainResult) -> str:
     page = f"/runs/flow-run/{result.flow_run_id}"
-    if api := PREFECT_API_URL.value():
+    server = None if PREFECT_API_URL.value() else running_prefect_server()
+    if api := server.url if server else PREFECT_API_URL.value():
         return hide_credentials(api).removesuffix("/api") + page
     ui = "http://127.0.0.1:4200"
     return f"{_UP}\n             then log in at {ui} and open {ui}{page}"
@@ -86,5 +88,7 @@ def _mlflow_ui(result: TrainResult) -> str:
     if result.tracking_uri.startswith("http"):
         return result.tracking_uri.rstrip("/") + page
     is_in_home = result.tracking_uri == f"sqlite:///{home() / 'mlflow.db'}"
+    if is_in_home and (server := running_prefect_server()):
+        return server.mlflow_url + page
     command = _UP if is_in_home else f"{sys.executable} -m mlflow ui --backend-store-uri {result.tracking_uri}"
     return f"{command}\n             then open http://127.0.0.1:5000{page}"

@@ -135,11 +135,11 @@ def test_the_prefect_server_of_up_is_found(home: Path, prefect_server: str) -> N
         fcntl.flock(file, fcntl.LOCK_EX)  # as `up` does while it runs
         stack.write_text('{"pid": 1, "places": [], "exports": {}}')  # `up` is starting
         assert running_prefect_server() is None
-        login = {"PREFECT_API_AUTH_STRING": "me:secret"}
+        login = {"PREFECT_API_AUTH_STRING": "me:secret", "MLFLOW_TRACKING_URI": "http://127.0.0.1:5000"}
         stack.write_text(json.dumps({"exports": {"PREFECT_API_URL": "http://127.0.0.1:1/api", **login}}))
         assert running_prefect_server() is None
         stack.write_text(json.dumps({"exports": {"PREFECT_API_URL": prefect_server, **login}}))
-        assert running_prefect_server() == RunningPrefectServer(prefect_server, "me:secret")
+        assert running_prefect_server() == RunningPrefectServer(prefect_server, "me:secret", "http://127.0.0.1:5000")
     assert running_prefect_server() is None  # of an `up` that has ended
 
 

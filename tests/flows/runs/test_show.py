@@ -1,0 +1,31 @@
+"""Addresses of the pages of a run that its end shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from blocks.processes import RunningPrefectServer
+from flows.runs import show
+from flows.runs.result import TrainResult
+
+
+@pytest.mark.parametrize("is_up", [False, True])
+def test_pages_are_those_of_running_servers(is_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tinker-flows up` may serve the home of a run although no setting names its servers."""
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path))
+    server = RunningPrefectServer("http://127.0.0.1:4300/api", "me:secret", "http://127.0.0.1:5300")
+    monkeypatch.setattr(show, "running_prefect_server", lambda: server if is_up else None)
+    fields = dict.fromkeys(TrainResult.__dataclass_fields__, cast(Any, ""))
+    fields |= {"tracking_uri": f"sqlite:///{tmp_path / 'mlflow.db'}", "flow_run_id": "f", "mlflow_run_id": "m"}
+    result = TrainResult(**fields | {"experiment_id": "1"})
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        pages = show._prefect_ui(result), show._mlflow_ui(result)
+    if is_up:
+        expected = ("http://127.0.0.1:4300/runs/flow-run/f", "http://127.0.0.1:5300/#/experiments/1/runs/m")
+        assert pages == expected
+    else:
+        assert all(page.startswith("tinker-flows up --no-engine\n") for page in pages)
