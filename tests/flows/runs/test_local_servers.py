@@ -47,7 +47,8 @@ def test_a_run_starts_one_server_of_each_kind_and_stops_them(tmp_path: Path) -> 
 def test_a_run_uses_the_prefect_server_of_up(tmp_path: Path, prefect_server: str, engine_url: str) -> None:
     (tmp_path / "home").mkdir()
     with (tmp_path / "home" / "up.json").open("w") as stack:
-        json.dump({"exports": {"PREFECT_API_URL": prefect_server, "PREFECT_API_AUTH_STRING": "u:p"}}, stack)
+        exports = {"PREFECT_API_URL": prefect_server, "PREFECT_API_AUTH_STRING": "u:p"}
+        json.dump({"exports": exports | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:5000"}}, stack)
         stack.flush()
         fcntl.flock(stack, fcntl.LOCK_EX)  # as `up` does while it runs
         run = run_sft(tmp_path, engine_url)
