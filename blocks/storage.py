@@ -43,7 +43,7 @@ class RunDirectory(Protocol):
         ...
 
     def names(self) -> list[str]:
-        """List the names of the files, sorted, without the lock; empty if the directory does not exist."""
+        """List the names of the files, sorted; the lock file is left out. Empty if the directory does not exist."""
         ...
 
     def remove(self, name: str) -> None:
@@ -55,9 +55,9 @@ class RunDirectory(Protocol):
         ...
 
     def check_writer(self) -> None:
-        """Verify that this process still holds the directory, before an effect outside of it.
+        """Raise an error if another process has taken over the directory; call it before writing elsewhere.
 
-        A directory that was never locked has no writer to check.
+        It does nothing if the directory was never locked.
 
         Raises:
             StorageError: another process took the directory over, or it was removed.
@@ -111,7 +111,7 @@ class RunStorage(Block):
         default=600.0,
         ge=0,
         title="Patience (s)",
-        description="How long a run waits for an S3 server that responded earlier and is now down before it fails.",
+        description="How long a run waits for an S3 server that has stopped responding. Then the run fails.",
     )
 
     def run_directory(self, run_name: str) -> RunDirectory:

@@ -3,7 +3,8 @@
 `python supervise.py [--grace=SECONDS] [--children-first] COMMAND ...`
 
 The parent process holds the other end of standard input. The kernel closes it when the parent ends, and the supervisor
-then stops the command and all its descendants. `--children-first` stops the children before the command, for a command
+then stops the command and all its descendants, as it does when the command itself ends: with SIGTERM, and with SIGKILL
+after `--grace` seconds (15 by default). `--children-first` stops the children before the command, for a command
 that would not give them time to exit. This module imports nothing of the project, so that it starts in milliseconds.
 """
 
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, stop)
     threading.Thread(target=stop_when_parent_ends, daemon=True).start()
     status = child.wait()
-    stop()
+    stop()  # what the command left running
     _reap_descendants(child.pid, deadlines[0])
     return status
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,7 +40,7 @@ class StoredRun:
 
 
 def find_run(run_name: str, storage: str) -> StoredRun:
-    """Return the run with a name.
+    """Return the run called `run_name`.
 
     Raises:
         ConfigError: the storage has no run of that name, or its config.json is invalid.
@@ -51,9 +51,12 @@ def find_run(run_name: str, storage: str) -> StoredRun:
     content = directory.read_bytes(CONFIG)
     if content is None:
         names = run_storage.run_names()
-        stored = f"contains {', '.join(names[:20])}{' and others' if len(names) > 20 else ''}" if names else "is empty"
+        place = directory.location.removesuffix(run_name)
+        if not names:
+            raise ConfigError(f"Run {run_name!r} does not exist in {place}, which is empty. Use another --storage.")
+        stored = f"{', '.join(names[:20])}{' and others' if len(names) > 20 else ''}"
         raise ConfigError(
-            f"Run {run_name!r} does not exist in {directory.location.removesuffix(run_name)}, which {stored}"
+            f"Run {run_name!r} does not exist in {place}, which contains {stored}"
             f"{did_you_mean(run_name, names) or '.'} Use one of its runs or another --storage."
         )
     fields = RecordedConfig.parse(content, directory.location).fields
@@ -69,7 +72,7 @@ def resume_config(run: StoredRun, overrides: Sequence[str]) -> tuple[str, NamedC
     fields = {**run.fields, "storage": run.storage}
     if fields.get("resume") == "never":  # "never" rejects an existing run name, and this run exists
         fields["resume"] = "auto"
-    if "if_exists" in fields:
+    if "if_exists" in fields:  # `delete` and `ask` would delete the run, or ask about it
         fields["if_exists"] = "resume"
     methods = list(_matching_methods(fields))
     if len(methods) != 1:
@@ -111,12 +114,17 @@ def report_of(run_name: str, storage: str, *, rebuild: bool) -> str:
     client, mlflow_run = find_mlflow_run(run, read_records(run.directory))
     log = MetricsLog(client, mlflow_run.info.run_id) if mlflow_run else None
     history = log.history() if log else {}
-    if log is None or not any(key.startswith("term/") for key in history):
+    if log is None or not _has_logged_a_step(history):
         raise ConfigError(_nothing_logged(run_name))
     from tasks.reports.run_report import write_report
 
     with run.directory as directory:
         return write_report.fn(directory, log, run_name, history)
+
+
+def _has_logged_a_step(history: Mapping[str, object]) -> bool:
+    """Return whether a run has trained a step, each of which logs at least the base loss."""
+    return any(key.startswith("term/") for key in history)
 
 
 def compare_runs(first: str, second: str, storage: str) -> str:
@@ -134,7 +142,7 @@ def compare_runs(first: str, second: str, storage: str) -> str:
         run = find_run(name, storage)
         client, mlflow_run = find_mlflow_run(run, read_records(run.directory))
         history = MetricsLog(client, mlflow_run.info.run_id).history() if mlflow_run else {}
-        if mlflow_run is None or not any(key.startswith("term/") for key in history):
+        if mlflow_run is None or not _has_logged_a_step(history):
             raise ConfigError(_nothing_logged(name))
         reported.append(ReportedRun(name, mlflow_run, run.directory, history))
     page = comparison_page(*reported)

@@ -1,4 +1,4 @@
-"""Answers of trained weights to prompts of the terminal: single prompts, or a conversation."""
+"""Talk to trained weights in the terminal: answer single prompts, or hold a conversation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flows.runs.checkpoint_refs import find_checkpoint, with_model
 from tasks.common.renderers import renderer_name_of
 from tasks.common.sampling import Answer, Sampling, open_renderer, open_sampler, sample_answers
 
-HELP = "Commands: /reset starts a new conversation, /system TEXT also gives it a system prompt, Ctrl-D ends the chat."
+HELP = "Commands: /reset starts a new conversation, /system TEXT starts one with a system prompt, Ctrl-D ends the chat."
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,7 @@ def open_conversation(weights: Weights, sampling: Sampling) -> Iterator[Conversa
     config = with_model(config, checkpoint)
     with open_service(config) as service, service.session() as session:
         sampler, tokenizer = open_sampler(session, checkpoint.path, config.model)
+        # The renderer that the user chose, else that of the run, else that of the model.
         names = [weights.renderer_name, *field_values(recorded, "renderer_name")]
         name = next((name for name in names if name), None) or renderer_name_of(config.model, tokenizer)
         yield Conversation(sampler, open_renderer(name, tokenizer), sampling)
@@ -111,7 +112,7 @@ def show_samples(weights: Weights, prompts: Sequence[str], system: str, sampling
 
 
 def chat(weights: Weights, system: str, sampling: Sampling) -> None:
-    """Read messages from the terminal until its end and print the replies."""
+    """Print a reply to each line of the input, until the input ends (Ctrl-D)."""
     console = TextConsole()
     with open_conversation(weights, sampling) as conversation:
         conversation.reset(system)

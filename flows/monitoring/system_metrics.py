@@ -1,4 +1,4 @@
-"""Use of processor, memory, disk, network and GPUs by the machine of a run, logged by MLflow's own monitor."""
+"""Metrics of the machine that runs a run: processor, memory, disk, network and GPU use, by MLflow's monitor."""
 
 from __future__ import annotations
 

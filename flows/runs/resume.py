@@ -1,4 +1,7 @@
-"""Start of an open run: step 0, its own checkpoint, its origin, or a checkpoint of tinker-cookbook."""
+"""Where a run starts: at step 0, at its own last checkpoint, or at the weights of its origin.
+
+The origin is the checkpoint that a run is forked from, or that `init_from` names. tinker-cookbook may have written it.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,10 @@ def resolve_start(run: Run, config: TrainConfig, steps_per_epoch: int, num_steps
     start = run.start
     if start is None:
         return None
-    if not start.has("step"):
+    if not start.has("step"):  # a record that tinker-cookbook wrote
         step = cookbook_step(run.directory, start, steps_per_epoch)
         return replace(start, extra={**start.extra, "step": step})
-    if start.has("parent") and not resumable(run.directory):
+    if start.has("parent") and not resumable(run.directory):  # the first start of a run with an origin
         _check_origin(run, config, start, num_steps)
         return _record_origin(run, config, start, steps_per_epoch)
     return start
@@ -42,7 +45,7 @@ def resolve_start(run: Run, config: TrainConfig, steps_per_epoch: int, num_steps
 
 def origin_step(directory: RunDirectory) -> int:
     """Return the first step of a run: 0, or the step of the checkpoint that it was forked from."""
-    records = resumable(directory)
+    records = resumable(directory)  # newest first: the origin is the oldest
     return step_of(records[-1]) if records and records[-1].has("parent") else 0
 
 
