@@ -338,6 +338,7 @@ def test_each_checkpoint_of_a_tagged_run_is_evaluated(
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     run_fields = fields(tmp_path, "watched", engine_url) | {"num_steps": 4, "checkpoint_every": 2}
     measured = {"run_name": "evaluate-{start}", "checkpoint": "base", "model": "tiny", "data": run_fields["data"]}
+    measured["base_url"] = engine_url
     with serving(prefect_server, SERVE_EVALUATE, measured):
         with get_client(sync_client=True) as client:
             wait_for(lambda: [d for d in client.read_deployments() if d.name == "evaluate"], "a deployment", 90)
