@@ -91,7 +91,7 @@ def test_a_trial_that_an_earlier_stage_ends_fails_with_its_reason(
     fields = sweep_fields(tmp_path, "gated", mlflow_uri, engine_url, prune=None, space={})
     gate = {"register_as": "gated-reward", "promote_if": "test/accuracy > 1", "num_steps": 1, "eval_every": 1}
     fields["base"]["reward"]["training"] |= gate
-    message = "metric 'optim/lr'; an earlier stage ended the trial: The checkpoint at step 1 is not promoted: test/accuracy is"
+    message = "an earlier stage ended the trial: The checkpoint at step 1 is not promoted: test/accuracy is"
     with pytest.raises(ServiceError, match=message):
         sweep(SweepConfig.model_validate(fields))
     assert not (tmp_path / "runs" / "gated-001-s0-policy").exists()
