@@ -1,4 +1,4 @@
-"""Where a run starts: at step 0, at its own last checkpoint, or at the weights of its origin.
+"""Start of a run: at step 0, at its own last checkpoint, or at the weights of its origin.
 
 The origin is the checkpoint that a run is forked from, or that `init_from` names. tinker-cookbook may have written it.
 """
