@@ -149,8 +149,8 @@ def running_prefect_server() -> RunningPrefectServer | None:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return None  # nobody holds the lock, so the `up` that wrote the file has ended
             exports = json.load(file)["exports"]
-            urls = (exports["PREFECT_API_URL"], exports["MLFLOW_TRACKING_URI"])
-            server = RunningPrefectServer(urls[0], exports["PREFECT_API_AUTH_STRING"], urls[1])
+            names = ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "MLFLOW_TRACKING_URI")
+            server = RunningPrefectServer(*(exports[name] for name in names))
         with urllib.request.urlopen(f"{server.url}/health", timeout=5):
             return server
     except (

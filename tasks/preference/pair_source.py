@@ -13,7 +13,7 @@ from tinker_cookbook.eval.evaluators import TrainingClientEvaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
-from objectives.batch import Batch, Outputs, unpack
+from objectives.batch import Batch, Outputs
 from objectives.evaluate import evaluate_term
 from objectives.labels import find_preference_pairs
 from objectives.term import BASE, Regularizer
@@ -21,7 +21,7 @@ from tasks.common.task import Pending, retried_task, submit
 from tasks.preference.dataset import Comparisons, Rendering
 from tasks.training.batch_source import BatchSource, TrainedBatch
 from tasks.training.datums import pack_datums
-from tasks.training.examples import take_datums
+from tasks.training.examples import take_datums, take_values
 from tasks.training.forward_backward import enqueue_forward, read_outputs
 from tasks.training.held_out import MAX_SCORES, EvaluatedBatch, GradedMetrics, digest_batches
 from tasks.training.reference import Reference
@@ -30,6 +30,8 @@ from tasks.training.reference import Reference
 _METRICS = ("accuracy", "margin", "chosen_reward", "rejected_reward")
 # Those with a score for each pair.
 _SCORED = ("accuracy", "margin")
+# Losses whose metrics of a batch are the means of those of its pairs.
+_PAIR_LOSSES = frozenset({"dpo", "ipo", "simpo", "orpo", "bradley_terry"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class HeldOutPairs(TrainingClientEvaluator):
     """
 
     def __init__(self, pairs: PairBatches, loss: Regularizer, reference: Reference | None) -> None:
-        self.scored_metrics = () if pairs.unrelated else tuple(f"test/{name}" for name in _SCORED)
+        self.scored_metrics = tuple(f"test/{name}" for name in _SCORED) if loss.term.name in _PAIR_LOSSES else ()
         self._batch, self._loss, self._reference = pairs.batch(range(len(pairs.comparisons))), loss, reference
         self.num_tokens = self._batch.num_tokens
         self.evaluated: Sequence[EvaluatedBatch] = ()
@@ -158,26 +160,17 @@ class HeldOutPairs(TrainingClientEvaluator):
         scores: dict[str, list[float]] = {name: [] for name in self.scored_metrics}
         for group_P in groups:
             rows = group_P.flatten().tolist()
-            selected = _select(outputs, self._batch, rows)
+            logprobs_DT, reference_DT = (
+                None if values_DT is None else take_values(values_DT, self._batch.offsets_D, rows)
+                for values_DT in (outputs.logprobs_DT, outputs.ref_logprobs_DT)
+            )
+            assert logprobs_DT is not None
+            selected = Outputs(logprobs_DT, ref_logprobs_DT=reference_DT)
             evaluation = evaluate_term(self._loss, selected, take_datums(self._batch, rows), first_step=False)
             share = len(groups) * len(group_P) / len(rows_P)
             for name in _SCORED:
                 scores[f"test/{name}"].append(share * evaluation.metrics[name])
         return scores
-
-
-def _select(outputs: Outputs, batch: Batch, rows: Sequence[int]) -> Outputs:
-    """Return the logprobs of some datums of a batch."""
-
-    def take(values_DT: torch.Tensor | None) -> torch.Tensor | None:
-        if values_DT is None:
-            return None
-        values_D = unpack(values_DT, batch.offsets_D)
-        return torch.cat([values_D[row] for row in rows])
-
-    logprobs_DT = take(outputs.logprobs_DT)
-    assert logprobs_DT is not None
-    return Outputs(logprobs_DT, ref_logprobs_DT=take(outputs.ref_logprobs_DT))
 
 
 @retried_task(name="batch", task_run_name="batch-{step}")

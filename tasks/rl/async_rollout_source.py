@@ -129,9 +129,7 @@ class AsyncRolloutSource(RolloutSource):
             self._taken = {taken_at: groups for taken_at, groups in self._taken.items() if taken_at >= step - 1}
 
         def wait(part: range) -> list[Group]:
-            if (
-                part.start == 0
-            ):  # the first minibatch also waits for the snapshot, for the groups that start from now on
+            if part.start == 0:  # the first minibatch also waits for the snapshot of the groups that start from now on
                 weights = Weights(step, self.wait_for_sampler(snapshot))
                 with self._changed:
                     self._weights = weights

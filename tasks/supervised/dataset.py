@@ -65,9 +65,7 @@ class SupervisedSource(BatchSource):
             num_complete += all(trained)
             if num_complete == len(self.train):
                 break
-        self._epoch = (
-            None  # the next read sets the epoch again, because a dataset may count the batches that it returns
-        )
+        self._epoch = None  # the next read sets the epoch again, because a dataset may count the batches it returns
         return untrained
 
     def _read(self, step: int) -> list[tinker.Datum]:

@@ -69,13 +69,17 @@ class ExampleInput:
     other: str = ""
 
 
+def take_values(values_DT: Tensor, offsets_D: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the packed values of some datums."""
+    return torch.cat([values_DT[offsets_D[row] : offsets_D[row + 1]] for row in rows])
+
+
 def take_datums(batch: Batch, rows: Sequence[int]) -> Batch:
     """Return a batch of some datums of another batch, without features."""
 
     def taken(name: str, value: object) -> object:
         if isinstance(value, Tensor) and name.endswith("_DT"):
-            parts = unpack(value, batch.offsets_D)
-            return torch.cat([parts[row] for row in rows])
+            return take_values(value, batch.offsets_D, rows)
         if isinstance(value, tuple) and value:
             return tuple(value[row] for row in rows)
         if isinstance(value, Mapping):
@@ -121,10 +125,10 @@ def example_inputs(evaluated: Sequence[EvaluatedBatch], others: Sequence[str] = 
             rows_E = [[row] for row in _first_rows(entry.batch)]
         for rows in rows_E:
             batch = take_datums(entry.batch, rows)
-            logprobs_D = unpack(entry.logprobs_DT, entry.batch.offsets_D)
+            logprobs_DT = take_values(entry.logprobs_DT, entry.batch.offsets_D, rows)
             scores_D = tuple(entry.scores_D[row] for row in rows) if entry.scores_D else ()
             other = batch.texts_D[1] if is_pair else next(remaining, "")
-            yield ExampleInput(EvaluatedBatch(batch, torch.cat([logprobs_D[row] for row in rows]), scores_D), other)
+            yield ExampleInput(EvaluatedBatch(batch, logprobs_DT, scores_D), other)
 
 
 def measure_examples(

@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from prefect import Task
 from prefect.client.orchestration import get_client
-from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.states import Crashed
@@ -217,10 +216,11 @@ def _lost_worker_reported(future: PrefectFuture[Any]) -> Iterator[None]:
     try:
         yield
     except (Exception, CancelledError) as error:
-        with suppress(ObjectNotFound, *TRANSIENT_ERRORS), get_client(sync_client=True) as client:
+        with suppress(*TRANSIENT_ERRORS):
             if not future.state.is_final():
                 state = Crashed(message=f"The worker did not finish it: {first_line(error)}")
-                client.set_task_run_state(future.task_run_id, state, force=True)
+                with get_client(sync_client=True) as client:
+                    client.set_task_run_state(future.task_run_id, state, force=True)
         raise
 
 

@@ -11,6 +11,7 @@ import torch
 from objectives.batch import Batch, Outputs, pack
 from objectives.evaluate import evaluate_term
 from objectives.objective import Objective
+from objectives.term import regularizer
 from tasks.preference.pair_source import HeldOutPairs
 from tasks.training.held_out import MAX_SCORES
 
@@ -28,8 +29,8 @@ def make_pairs(num_pairs: int, *, unrelated: bool = False) -> Any:
     return SimpleNamespace(batch=lambda indices: batch, comparisons=range(num_pairs), unrelated=unrelated)
 
 
-def loss(name: str) -> Any:
-    return Objective(base_loss={"name": name, "params": {"beta": BETA}}).base
+def loss(name: str, **params: float) -> Any:
+    return Objective(base_loss={"name": name, "params": params}).base
 
 
 def outputs(batch: Batch) -> Outputs:
@@ -42,7 +43,7 @@ def outputs(batch: Batch) -> Outputs:
 def test_the_scores_are_those_of_the_pairs_and_average_to_the_metric(num_pairs: int) -> None:
     pairs = make_pairs(num_pairs)
     batch: Batch = pairs.batch(())
-    held_out, measured = HeldOutPairs(pairs, loss("dpo"), cast(Any, None)), outputs(pairs.batch(()))
+    held_out, measured = HeldOutPairs(pairs, loss("dpo", beta=BETA), cast(Any, None)), outputs(pairs.batch(()))
     scores = held_out._scores(measured)
     rewards_D = []
     for start, end in zip(batch.offsets_D[:-1].tolist(), batch.offsets_D[1:].tolist(), strict=True):
@@ -54,7 +55,7 @@ def test_the_scores_are_those_of_the_pairs_and_average_to_the_metric(num_pairs: 
         for pair in range(num_pairs)
     ]
     expected = {"test/accuracy": [float(margin > 0) for margin in margins_P], "test/margin": margins_P}
-    whole = evaluate_term(loss("dpo"), measured, batch, first_step=False).metrics
+    whole = evaluate_term(loss("dpo", beta=BETA), measured, batch, first_step=False).metrics
     for name, values_P in expected.items():
         if num_pairs <= MAX_SCORES:
             assert scores[name] == pytest.approx(values_P, abs=1e-6)
@@ -64,5 +65,20 @@ def test_the_scores_are_those_of_the_pairs_and_average_to_the_metric(num_pairs: 
         assert mean == pytest.approx(whole[name.removeprefix("test/")], abs=1e-6)
 
 
-def test_kto_has_no_scores_of_pairs() -> None:
+@pytest.mark.parametrize("name", ["ipo", "simpo", "orpo", "bradley_terry"])
+def test_the_scores_of_every_pair_loss_average_to_the_metric(name: str) -> None:
+    pairs = make_pairs(MAX_SCORES + 37)
+    batch: Batch = pairs.batch(())
+    scores = HeldOutPairs(pairs, loss(name), cast(Any, None))._scores(outputs(batch))
+    whole = evaluate_term(loss(name), outputs(batch), batch, first_step=False).metrics
+    means = {key.removeprefix("test/"): sum(values) / len(values) for key, values in scores.items()}
+    assert means == pytest.approx({key: whole[key] for key in ("accuracy", "margin")}, abs=1e-6)
+
+
+def test_losses_that_compare_a_batch_have_no_scores_of_pairs() -> None:
+    @regularizer("test_own_preference_loss")
+    def own_loss(outputs: Outputs, batch: Batch) -> torch.Tensor:
+        return -outputs.logprobs_DT
+
+    assert HeldOutPairs(make_pairs(2), loss("test_own_preference_loss"), cast(Any, None)).scored_metrics == ()
     assert HeldOutPairs(make_pairs(2, unrelated=True), loss("kto"), cast(Any, None)).scored_metrics == ()
