@@ -12,10 +12,12 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from flows.runs.config_record import changed_fields
-from tasks.reports.tables import Control, Estimate
+from tasks.reports.tables import Control, Estimate, HeldOutRow
 from tasks.training.checkpoints import resumable
 from tasks.training.held_out import BatchValues
 from tinker_flows import RunStorage, SftConfig, exit_on_error, load_config, run, sft, show_result
@@ -48,10 +50,24 @@ def read_control() -> dict[str, Control]:
     }
 
 
+def describe_nll(rows: Sequence[HeldOutRow], control: Mapping[str, Control]) -> str:
+    """Return how the NLL of right solutions and of corrupted ones differs from the control; empty if it is unknown.
+
+    Each right solution of the held-out data is followed by its corrupted copy.
+    """
+    measured = next((row.batches for row in rows if row.metric == "nll"), None)
+    if measured is None or not measured.is_paired_with(control["nll"].batches):
+        return ""
+    assert control["nll"].batches
+    effects = measured.minus(control["nll"].batches).values_B
+    right, corrupted = (f"{fmean(effects[start::2]):+.2g}" for start in (0, 1))
+    return f"nll: {right} on the right solutions, {corrupted} on their corrupted copies, which are half of the data"
+
+
 def main(overrides: list[str]) -> None:
     """Run the demo and show what its terms changed."""
-    result = run(sft, next_run(overrides))
-    show_result(result, None if overrides else read_control())
+    result, control = run(sft, next_run(overrides)), read_control()
+    show_result(result, None if overrides else control)
     if overrides:
         print("control      none: the values without the terms are stored for the whole demo only, `make demo`")
     else:
@@ -59,7 +75,7 @@ def main(overrides: list[str]) -> None:
             "control      a stored run with the same seed and the weight 0 for all terms; effect: after minus control"
         )
         print("             logic, topology, confidence: lower is better; a term may also change another one's value")
-        print("             nll rises: half of the held-out solutions are corrupted, and the terms make them unlikely")
+        print(f"             {describe_nll(result.held_out, control)}")
     if shutil.which("tinker-flows") is None:
         command = os.path.relpath(Path(sys.executable).with_name("activate"))
         print(f"shell        source {command}   # finds the command tinker-flows")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 from benchmarks.demo_control import control_config, demo_config
-from examples.demo import CONTROL, read_control
+from examples.demo import CONTROL, describe_nll, read_control
+from tasks.reports.tables import Estimate, HeldOutRow
+from tasks.training.held_out import BatchValues
 
 
 def test_control_differs_from_the_demo_by_the_weights_alone() -> None:
@@ -16,6 +18,19 @@ def test_control_differs_from_the_demo_by_the_weights_alone() -> None:
     assert all(term.pop("weight") for term in trained)
     assert terms == trained
     assert control | {"run_name": "demo"} == demo
+
+
+def test_the_effect_on_nll_is_split_into_right_and_corrupted_solutions() -> None:
+    control = read_control()
+    stored = control["nll"].batches
+    assert stored
+    changed = BatchValues(
+        [value + 0.1 + 0.2 * (row % 2) for row, value in enumerate(stored.values_B)], stored.num_datums_B, stored.digest
+    )
+    value = Estimate(0.0)
+    row = HeldOutRow("nll", 0, 24, value, value, value, changed, False)
+    assert describe_nll([row], control).startswith("nll: +0.1 on the right solutions, +0.3 on their corrupted copies")
+    assert describe_nll([], control) == ""
 
 
 def test_stored_control_is_of_the_current_demo() -> None:
