@@ -19,7 +19,7 @@ requests_log = logging.getLogger("engine.requests")
 
 _LOCAL = re.compile(r"(localhost|[0-9.]+|\[[0-9a-fA-F:.]+\])(:[0-9]+)?")
 
-OPEN_PATHS = ("/api/v1/healthz", "/healthz", "/")
+OPEN_PATHS = ("/api/v1/healthz", "/")
 SIGNED_PATHS = "/api/v1/external/"  # signed links below this path need no API key
 
 

@@ -119,10 +119,6 @@ def check_job(job: SampleJob, max_context: int) -> None:
         (not 0 <= job.temperature < math.inf, f"temperature is {job.temperature}; use 0 or more."),
         (not 0 < job.top_p <= 1, f"top_p is {job.top_p}; use a number above 0 and at most 1."),
         (job.top_k < 1, f"top_k is {job.top_k}; use 1 or more, or -1 for no limit."),
-        (
-            not 0 <= job.prompt_logprobs <= length,
-            f"prompt_logprobs_last_n is {job.prompt_logprobs}; use 1 to {length - 1}, the prompt's length minus 1.",
-        ),
         *(
             (not 0 <= k <= MAX_TOP, f"{name} is {k}; use 0 to {MAX_TOP}.")
             for name, k in (

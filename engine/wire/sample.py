@@ -31,6 +31,11 @@ def decode_job(request: SampleRequest, loaded: LoadedModel) -> SampleJob:
         if not isinstance(chunk, EncodedTextChunk):
             raise RequestError(f"The prompt has a chunk of type {chunk.type}; send encoded text only.")
         tokens.extend(chunk.tokens)
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and not 1 <= last_n < len(tokens):
+        raise RequestError(
+            f"prompt_logprobs_last_n is {last_n}; use 1 to {len(tokens) - 1}, the prompt's length minus 1."
+        )
     params = request.sampling_params
     room = loaded.max_context - len(tokens) + 1  # the model never reads the last sampled token
     stop_tokens, stop_strings = _stop_conditions(params.stop, loaded)
@@ -44,7 +49,7 @@ def decode_job(request: SampleRequest, loaded: LoadedModel) -> SampleJob:
         stop_tokens=stop_tokens,
         stop_strings=stop_strings,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
-        prompt_logprobs=(request.prompt_logprobs_last_n or len(tokens)) if request.prompt_logprobs else 0,
+        prompt_logprobs=(last_n or len(tokens)) if request.prompt_logprobs else 0,
         topk_prompt=request.topk_prompt_logprobs,
         topk_sample=request.topk_sample_logprobs,
         prompt_targets=_prompt_targets(request, len(tokens)),

@@ -134,7 +134,8 @@ def test_sampling_scoring_and_training_agree(
         ({"topk_sample_logprobs": -1}, "topk_sample_logprobs is -1"),
         ({"target_prompt_logprobs": torch.zeros(3, 2, dtype=torch.int64)}, r"int64 of shape \(11, K\)"),
         ({"target_prompt_logprobs": torch.full((11, 1), 999)}, "target_prompt_logprobs has the token id 999"),
-        ({"include_prompt_logprobs": True, "prompt_logprobs_last_n": 99}, "use 1 to 11"),
+        ({"include_prompt_logprobs": True, "prompt_logprobs_last_n": 99}, "prompt_logprobs_last_n is 99"),
+        ({"include_prompt_logprobs": True, "prompt_logprobs_last_n": 12}, "use 1 to 11"),
     ],
 )
 def test_error_names_the_invalid_option(sampler: tinker.SamplingClient, options: dict[str, Any], message: str) -> None:
