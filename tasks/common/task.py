@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from prefect import State, Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
+from prefect.states import Failed
 from prefect.tasks import MaterializingTask
 from prefect.utilities.annotations import opaque
 
@@ -66,16 +67,18 @@ def inline_tasks() -> Iterator[None]:
 
 
 def call(task: Task[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a task. If an inline task with retries fails, it is called again with a task run, which handles the retries.
+    """Call a task. If an inline task fails with an error that may be retried, a task run calls it again.
 
-    A task that materializes an asset always has a task run, because the task run reports the asset.
+    That task run handles further retries. A task that materializes an asset always has a task run, because the task
+    run reports the asset.
     """
     if not _INLINE.get() or isinstance(task, MaterializingTask):
         return task(*args, **kwargs)
     try:
         return task.fn(*args, **kwargs)
-    except Exception:
-        if not task.retries:
+    except Exception as error:
+        condition = task.retry_condition_fn
+        if not task.retries or (condition and not condition(task, None, Failed(data=error))):  # pyright: ignore[reportArgumentType]
             raise
         return task(*args, **kwargs)
 

@@ -8,7 +8,7 @@ import pytest
 from prefect import Task, flow
 
 from blocks.errors import ConfigError
-from tasks.common.task import retried_task
+from tasks.common.task import call, inline_tasks, retried_task
 
 calls: list[str] = []
 
@@ -36,6 +36,23 @@ def test_only_transient_errors_are_retried(
     @flow
     def run() -> None:
         task.submit(kind).result()
+
+    with pytest.raises((ConfigError, RuntimeError), match="no"):
+        run()
+    assert len(calls) == num_calls
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize(("kind", "num_calls"), [(ConfigError, 1), (RuntimeError, 4)], ids=["to fix", "transient"])
+def test_inline_task_has_a_task_run_only_for_an_error_that_may_be_retried(
+    kind: Callable[[str], Exception], num_calls: int
+) -> None:
+    calls.clear()
+
+    @flow
+    def run() -> None:
+        with inline_tasks():
+            call(sync_task, kind)
 
     with pytest.raises((ConfigError, RuntimeError), match="no"):
         run()
