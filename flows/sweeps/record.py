@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +12,14 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from prefect.runtime import flow_run
+from pydantic import ValidationError
 
 from blocks import MLflowTracking
 from blocks.errors import ConfigError
 from blocks.storage import RunDirectory
 from flows.runs.blocks import tracking_of
 from flows.runs.mlflow_run import open_mlflow_run
+from flows.sweeps.config import SweepConfig
 from flows.sweeps.plan import SweepPlan
 from tasks.training.metrics import metric_values
 
@@ -60,18 +62,25 @@ def check_sweep(directory: RunDirectory, plan: SweepPlan) -> None:
     """Record the config of a new sweep; check that a resumed sweep has the same config.
 
     Raises:
-        ConfigError: The name is in use by another sweep or by a run.
+        ConfigError: The name is in use by another sweep or by a run, or the recorded config is damaged.
     """
     if directory.read_bytes("config.json") is not None:
         raise ConfigError(
             f"The run name {plan.config.run_name!r} is in use by a run in {directory.location}: choose another one."
         )
-    now = _as_recorded(plan)
+    now = _as_recorded(plan.config, plan.base)
     recorded = directory.read_bytes(CONFIG_NAME)
     if recorded is None:
         directory.write_bytes(CONFIG_NAME, json.dumps(now, indent=2).encode())
         return
-    before = json.loads(recorded)
+    try:
+        # Validation fills in fields that later releases added.
+        before = type(plan.config).model_validate_json(recorded)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{directory.location}/{CONFIG_NAME} is not the config of a sweep: restore it to resume the sweep."
+        ) from error
+    before = _as_recorded(before, before.base)
     changed = sorted(key for key in now.keys() | before.keys() if now.get(key) != before.get(key))
     if changed:
         raise ConfigError(
@@ -109,9 +118,9 @@ def log_best(log: SweepLog, point: int, mean: float, metric: str) -> None:
         log.client.set_tag(log.run_id, "tinker_flows.best_point", str(point))
 
 
-def _as_recorded(plan: SweepPlan) -> dict[str, Any]:
-    fields = plan.config.model_dump(mode="json", exclude=_MAY_CHANGE)
-    fields["base"] = dict(plan.base)  # the content, because the file may change
-    fields.pop("fixed")  # part of `plan.base`
+def _as_recorded(config: SweepConfig, base: Mapping[str, Any] | str) -> dict[str, Any]:
+    fields = config.model_dump(mode="json", exclude=_MAY_CHANGE)
+    fields["base"] = base  # the content, because the file may change
+    fields.pop("fixed")  # part of the plan's base
     fields["search"].pop("num_points")
     return json.loads(json.dumps(fields))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from flows.sweeps.ablation import subsets
 from flows.sweeps.config import PruneConfig, SearchConfig, SweepConfig
 from flows.sweeps.plan import SweepPlan, make_plan
 from flows.sweeps.pruning import Pruner
+from flows.sweeps.record import CONFIG_NAME, check_sweep
 from flows.sweeps.scheduler import Schedule
 from flows.sweeps.search import TriedPoint, next_point
 from flows.sweeps.space import dimensions_of
@@ -49,6 +51,25 @@ def test_grid_contains_every_combination(tmp_path: Path) -> None:
     # The base is unchanged.
     assert sweep.base["learning_rate"] == 1e-2
     assert sweep.base["objective"]["regularizers"][1]["weight"] == 2.0
+
+
+def test_sweep_of_a_release_without_some_fields_resumes(tmp_path: Path) -> None:
+    directory = LocalDirectory(tmp_path / "s")
+    recorded = tmp_path / "s" / CONFIG_NAME
+    space = {"learning_rate": [1e-3, 1e-2]}
+    check_sweep(directory, plan(tmp_path, space=space))
+    fields = json.loads(recorded.read_text())
+    for key in ("ablation", "measure_ablated", "weight_factors"):
+        del fields[key]
+    recorded.write_text(json.dumps(fields))
+
+    check_sweep(directory, plan(tmp_path, space=space))
+    with pytest.raises(ConfigError, match="was started with another ablation, space: restore it"):
+        check_sweep(directory, plan(tmp_path, space={"lora_rank": [4, 8]}, ablation="one_at_a_time"))
+
+    recorded.write_text(recorded.read_text()[:20])
+    with pytest.raises(ConfigError, match=rf"{CONFIG_NAME} is not the config of a sweep: restore it"):
+        check_sweep(directory, plan(tmp_path, space=space))
 
 
 def test_points_without_any_layer_are_refused_before_the_first_trial(tmp_path: Path) -> None:
