@@ -13,7 +13,7 @@ from mlflow.entities import Run as MlflowRun
 from rich.table import Table
 
 from blocks.console import TextConsole
-from blocks.errors import ServiceError
+from blocks.errors import ConfigError, ServiceError
 from blocks.terminal import escape_terminal
 from blocks.urls import hide_credentials
 from deployments.run_lookup import StoredRun, find_mlflow_run, find_run
@@ -38,8 +38,9 @@ class RunStatus:
     """Status of one run; its fields are the keys of `--json`.
 
     Attributes:
-        state: running, finished, stopped, failed, killed (ended without reporting), or unknown (MLflow unreachable).
-        why: recorded reason for the end of the run, or the MLflow error; may be empty.
+        state: running, finished, stopped, failed, killed (ended without reporting), unknown (MLflow unreachable), or
+            damaged (a file of the run directory is invalid).
+        why: recorded reason for the end of the run, the MLflow error, or what is damaged; may be empty.
         step: number of steps that are logged to MLflow or contained in the newest checkpoint, whichever is more.
         num_steps: total steps of the run; None if unknown.
         checkpoint_step, checkpoint: step and path of the newest checkpoint, where a resumed run continues; None and
@@ -56,17 +57,17 @@ class RunStatus:
     model: str
     state: str
     why: str
-    step: int
-    num_steps: int | None
-    checkpoint_step: int | None
-    checkpoint: str
-    metric: str
-    value: float | None
-    writer: str
-    mlflow_run_id: str
-    mlflow: str
-    flow_run_id: str
     directory: str
+    step: int = 0
+    num_steps: int | None = None
+    checkpoint_step: int | None = None
+    checkpoint: str = ""
+    metric: str = ""
+    value: float | None = None
+    writer: str = ""
+    mlflow_run_id: str = ""
+    mlflow: str = ""
+    flow_run_id: str = ""
     warnings: tuple[str, ...] = ()
 
 
@@ -113,6 +114,15 @@ def status_of(run: StoredRun) -> RunStatus:
     )
 
 
+def _status_or_damage(run_name: str, storage: str) -> RunStatus:
+    """Return the status of a run, so that the list shows the other runs too if the files of one are invalid."""
+    try:
+        return status_of(find_run(run_name, storage))
+    except ConfigError as error:
+        directory = storage_at(storage).run_directory(run_name).location
+        return RunStatus(run_name, model="", state="damaged", why=str(error), directory=directory)
+
+
 def _warnings(client: MlflowClient, mlflow_run: MlflowRun) -> tuple[str, ...]:
     """Return the sentences that the report and the end of the run show too."""
     skipped = [key for key in mlflow_run.data.metrics if key.endswith("/skipped")]
@@ -123,7 +133,7 @@ def _warnings(client: MlflowClient, mlflow_run: MlflowRun) -> tuple[str, ...]:
 def show_runs(storage: str, as_json: bool) -> None:
     """Print a table of all runs in a storage location."""
     names = storage_at(storage).run_names()
-    runs = [status_of(find_run(name, storage)) for name in names]
+    runs = [_status_or_damage(name, storage) for name in names]
     if as_json:
         print(json.dumps([asdict(run) for run in runs], indent=2))
         return
@@ -143,7 +153,7 @@ def show_runs(storage: str, as_json: bool) -> None:
         cells = (run.run_name, run.state, _steps(run), checkpoint, _value(run), run.mlflow_run_id[:8], run.writer)
         table.add_row(*cells[: len(columns)])
     console.print(table)
-    for message in dict.fromkeys(run.why for run in runs if run.state == "unknown"):
+    for message in dict.fromkeys(run.why for run in runs if run.state in ("unknown", "damaged")):
         console.print(message)
 
 
@@ -205,6 +215,8 @@ def _main_metric(run: StoredRun, metrics: Mapping[str, float]) -> str:
 
 
 def _steps(run: RunStatus) -> str:
+    if run.state == "damaged":
+        return ""
     return f"{run.step} of {run.num_steps}" if run.num_steps is not None else str(run.step)
 
 
