@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowRun
@@ -15,12 +15,18 @@ from blocks.storage import CONFIG, RunDirectory
 from deployments.methods import METHODS, config_type_of
 from flows.config.base import NamedConfig
 from flows.config.loader import set_overrides, validate_fields
+from flows.monitoring.run_tags import REJECTED_TAG
 from flows.runs.blocks import storage_at, tracking_at
 from flows.runs.config_record import RecordedConfig
 from flows.runs.mlflow_run import find_recorded_run
 from objectives.errors import did_you_mean
+from objectives.targets import TargetSpec
 from tasks.training.checkpoints import Records, read_records
+from tasks.training.metric_names import safe_name
 from tasks.training.metrics import MetricsLog
+
+if TYPE_CHECKING:
+    from tasks.reports.tables import Control
 
 REPORT = "report.html"
 
@@ -96,11 +102,12 @@ def find_mlflow_run(run: StoredRun, records: Records) -> tuple[MlflowClient, Mlf
     return client, find_recorded_run(client, tracking_at(reference, experiment), run.directory, records)
 
 
-def report_of(run_name: str, storage: str, *, rebuild: bool) -> str:
+def report_of(run_name: str, storage: str, *, rebuild: bool, control: Mapping[str, Control] | None = None) -> str:
     """Return the location of a run's report; build the report from MLflow if it is missing.
 
     Args:
         rebuild: build the report even if it exists.
+        control: held-out values of a run without the terms, to show in a report that is built.
 
     Raises:
         ConfigError: the run does not exist, or has not logged a step.
@@ -112,14 +119,28 @@ def report_of(run_name: str, storage: str, *, rebuild: bool) -> str:
     if not rebuild and run.directory.read_bytes(REPORT) is not None:
         return location
     client, mlflow_run = find_mlflow_run(run, read_records(run.directory))
-    log = MetricsLog(client, mlflow_run.info.run_id) if mlflow_run else None
-    history = log.history() if log else {}
-    if log is None or not _has_logged_a_step(history):
+    if mlflow_run is None:
         raise ConfigError(_nothing_logged(run_name))
-    from tasks.reports.run_report import write_report
+    log = MetricsLog(client, mlflow_run.info.run_id)
+    history = log.history()
+    if not _has_logged_a_step(history):
+        raise ConfigError(_nothing_logged(run_name))
+    from tasks.reports.run_report import ReportExtras, write_report
+    from tasks.reports.tables import target_rows
 
+    note = mlflow_run.data.tags.get(REJECTED_TAG, "")
+    extras = ReportExtras(note, target_rows(history, _targets(run.fields)), control)
     with run.directory as directory:
-        return write_report.fn(directory, log, run_name, history)
+        return write_report.fn(directory, log, run_name, history, extras)
+
+
+def _targets(fields: Mapping[str, Any]) -> dict[str, TargetSpec]:
+    """Return the targets in a config by the prefix of their metrics."""
+    terms: list[dict[str, Any]] = (fields.get("objective") or {}).get("regularizers") or []
+    rewards: dict[str, dict[str, Any]] = fields.get("rewards") or {}
+    targets = {term["name"]: term.get("target") for term in terms}
+    targets |= {safe_name(f"reward/{name}"): reward.get("target") for name, reward in rewards.items()}
+    return {name: TargetSpec.model_validate(target) for name, target in targets.items() if target}
 
 
 def _has_logged_a_step(history: Mapping[str, object]) -> bool:

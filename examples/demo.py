@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from deployments.run_lookup import report_of
 from flows.runs.config_record import changed_fields
 from tasks.reports.tables import Control, Estimate, HeldOutRow
 from tasks.training.checkpoints import resumable
@@ -66,7 +67,10 @@ def describe_nll(rows: Sequence[HeldOutRow], control: Mapping[str, Control]) -> 
 
 def main(overrides: list[str]) -> None:
     """Run the demo and show what its terms changed."""
-    result, control = run(sft, next_run(overrides)), read_control()
+    config, control = next_run(overrides), read_control()
+    result = run(sft, config)
+    if not overrides:
+        report_of(result.run_name, config.storage, rebuild=True, control=control)
     show_result(result, None if overrides else control)
     if overrides:
         print("control      none: the values without the terms are stored for the whole demo only, `make demo`")

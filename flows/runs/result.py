@@ -19,7 +19,7 @@ from flows.runs.checkpoint_refs import checkpoint_key
 from flows.runs.run import Run
 from objectives.targets import TargetSpec
 from tasks.common.assets import asset_key, materialize
-from tasks.reports.run_report import write_report
+from tasks.reports.run_report import ReportExtras, write_report
 from tasks.reports.summary import run_warnings
 from tasks.reports.tables import HeldOutRow, TermRow, held_out_rows, recent_term_rows, target_rows
 from tasks.training.checkpoints import step_of
@@ -125,7 +125,7 @@ def finish(
         state_path=last.state_path,
         sampler_path=last.sampler_path or "",
         directory=location,
-        report=report(run.directory, run.log, run_name, history, reasons.not_promoted, rows),
+        report=report(run.directory, run.log, run_name, history, ReportExtras(reasons.not_promoted, rows)),
         flow_run_id=flow_run.get_id() or "",
         tracking_uri=hide_credentials(run.log.client.tracking_uri),
         experiment_id=mlflow_run.info.experiment_id,

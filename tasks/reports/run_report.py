@@ -38,6 +38,7 @@ from tasks.reports.tables import (
     COLUMNS,
     REWARD,
     TARGET_COLUMNS,
+    Control,
     HeldOutRow,
     History,
     TargetRow,
@@ -186,25 +187,35 @@ _HEADER = """<h1>{name}</h1>
 {warnings}"""
 
 
+@dataclass(frozen=True, slots=True)
+class ReportExtras:
+    """What a report shows besides the metrics and tags of the run.
+
+    Attributes:
+        note: sentence at the top, such as the reason why no checkpoint was registered.
+        targets: rows of the targets of terms and rewards.
+        control: held-out values of a run without the terms, to show beside those of this run.
+    """
+
+    note: str = ""
+    targets: Sequence[TargetRow] = ()
+    control: Mapping[str, Control] | None = None
+
+
 @retried_task(name="report")
 def write_report(
-    directory: RunDirectory,
-    log: MetricsLog,
-    run_name: str,
-    history: History,
-    note: str = "",
-    targets: Sequence[TargetRow] = (),
+    directory: RunDirectory, log: MetricsLog, run_name: str, history: History, extras: ReportExtras
 ) -> str:
-    """Write the report of a run, with a note at its top, and return its location."""
+    """Write the report of a run and return its location."""
     summary = summarize(run_name, log.client.get_run(log.run_id), directory, history)
-    page = _page(run_name, log, summary, note, _sections(directory, history, summary, targets))
+    page = _page(run_name, log, summary, extras.note, _sections(directory, history, summary, extras))
     directory.write_bytes("report.html", page.encode())
     log.client.log_text(log.run_id, page, "report.html")
     location = f"{directory.location}/report.html"
-    log.tag(DESCRIPTION_TAG, _description(summary, note, location))
+    log.tag(DESCRIPTION_TAG, _description(summary, extras.note, location))
     log.flush()
     if flow_run.get_id():  # Prefect shows artifacts on the page of a flow run
-        _create_artifact(run_name, location, log, report_markdown(summary, note, history, targets))
+        _create_artifact(run_name, location, log, report_markdown(summary, history, extras))
     return location
 
 
@@ -216,16 +227,16 @@ def _description(summary: RunSummary, note: str, location: str) -> str:
     )
 
 
-def report_markdown(summary: RunSummary, note: str, history: History, targets: Sequence[TargetRow]) -> str:
+def report_markdown(summary: RunSummary, history: History, extras: ReportExtras) -> str:
     """Verdict, warnings, tables and commands of a run in Markdown, for the page of its flow run."""
     title, rows = recent_term_rows(history)
     tables = _facts_and_results(summary)
     if rows:
         tables += [f"{title.capitalize()}:", markdown_table(COLUMNS, [format_row(row) for row in rows])]
-    tables += [markdown_table(TARGET_COLUMNS, [row.format() for row in targets])] if targets else []
+    tables += [markdown_table(TARGET_COLUMNS, [row.format() for row in extras.targets])] if extras.targets else []
     if sensitivity := sensitivity_cells(history, [row.name for row in rows]):
         tables += [SENSITIVITY_NOTE, markdown_table(SENSITIVITY_COLUMNS, sensitivity)]
-    return "\n\n".join(filter(None, [*_opening(summary, note), *tables, _commands(summary)]))
+    return "\n\n".join(filter(None, [*_opening(summary, extras.note), *tables, _commands(summary)]))
 
 
 def _opening(summary: RunSummary, note: str) -> list[str]:
@@ -264,9 +275,7 @@ def _page(run_name: str, log: MetricsLog, summary: RunSummary, note: str, sectio
     return html_page(run_name, "\n".join([header, html_section("Use the weights", *use), *sections, script]))
 
 
-def _sections(
-    directory: RunDirectory, history: History, summary: RunSummary, targets: Sequence[TargetRow]
-) -> Iterator[str]:
+def _sections(directory: RunDirectory, history: History, summary: RunSummary, extras: ReportExtras) -> Iterator[str]:
     """Sections of the page after its header."""
     from tasks.reports.charts import (  # Plotly takes long to import
         DrawnRun,
@@ -283,7 +292,7 @@ def _sections(
     names = order_by_share(run, [row.name for row in rows])
     yield CHART_HINT
     yield from metric_sections([run])
-    limits = {row.name: row.target.limit for row in targets}
+    limits = {row.name: row.target.limit for row in extras.targets}
     colors = term_colors(names)
     yield html_section(
         "What did each term do?",
@@ -296,11 +305,11 @@ def _sections(
     )
     yield html_section(
         "Targets",
-        html_table(TARGET_COLUMNS, [row.format() for row in targets]) if targets else "",
+        html_table(TARGET_COLUMNS, [row.format() for row in extras.targets]) if extras.targets else "",
         intro="A target is met if the mean violates it by at most 10 % of its scale, or by less than the mean's 95 % "
         "interval.",
     )
-    yield held_out_section(summary.held_out)
+    yield _held_out_section(summary.held_out, extras.control)
     yield examples_section(read_examples(directory))
     sensitivity = sensitivity_cells(history, names)
     yield html_section(
@@ -326,12 +335,19 @@ def metric_sections(runs: Sequence[DrawnRun]) -> Iterator[str]:
     yield html_section("Evaluators", html_charts(_draw_all(runs, _evaluations(keys))))
 
 
-def held_out_section(rows: Sequence[HeldOutRow]) -> str:
-    """Section with a table of the held-out metrics before and after."""
+def _held_out_section(rows: Sequence[HeldOutRow], control: Mapping[str, Control] | None) -> str:
+    """Section with a table of the held-out metrics before and after, and of those of a control."""
+    effect = (
+        " Effect of the terms: after, minus the value of the control, a run that differs only in that its terms have "
+        "the weight 0."
+        if control
+        else ""
+    )
     return html_section(
         "Held-out data",
-        html_table(*held_out_table(rows)) if rows else "",
-        intro="±: 95 % interval over held-out batches, rows or problems; of a change, over pairs of them.",
+        html_table(*held_out_table(rows, control)) if rows else "",
+        intro="±: 95 % interval over held-out batches, rows or problems; of a change or an effect, over pairs of them."
+        + effect,
     )
 
 

@@ -40,7 +40,7 @@ from tasks.reports.comparison import ReportedRun, comparison_page
 from tasks.reports.evaluation_page import evaluation_page
 from tasks.reports.first_batch import WeightedDatum, first_batch_page
 from tasks.reports.html import escape_markdown, html_page, markdown_code, markdown_table
-from tasks.reports.run_report import report_markdown, write_report
+from tasks.reports.run_report import ReportExtras, report_markdown, write_report
 from tasks.reports.summary import RunSummary
 from tasks.rl.group_rollout import Group
 from tasks.rl.rollout_log import Transcript
@@ -88,7 +88,7 @@ def test_markdown_shows_a_text_and_makes_nothing_of_it(text: str) -> None:
 def test_the_artifact_of_a_run_shows_its_texts() -> None:
     facts = tuple((text, text) for text in HOSTILE)
     summary = RunSummary(HOSTILE[0], facts, (), (), tuple(HOSTILE), "", tuple((text, text) for text in HOSTILE))
-    markdown = report_markdown(summary, HOSTILE[2], {}, ())
+    markdown = report_markdown(summary, {}, ReportExtras(HOSTILE[2]))
     elements = {"html_block", "html_inline", "link_open", "image", "heading_open", "em_open", "s_open"}
     assert not kinds(markdown) & elements
 
@@ -219,7 +219,7 @@ def stored_run(folder: Path) -> tuple[RunDirectory, MlflowClient, str]:
 def pages(folder: Path) -> dict[str, str]:
     """Every kind of page, with the hostile text wherever data, models and users have a say."""
     directory, client, run_id = stored_run(folder)
-    report = Path(write_report.fn(directory, MetricsLog(client, run_id), TEXT, HISTORY, TEXT)).read_text()
+    report = Path(write_report.fn(directory, MetricsLog(client, run_id), TEXT, HISTORY, ReportExtras(TEXT))).read_text()
     info = RunInfo("id", "1", "user", RunStatus.to_string(RunStatus.FINISHED), 0, 1, "active")
     tags = [RunTag("tinker_flows.warning.x", TEXT)]
     runs = [

@@ -18,12 +18,13 @@ from tasks.reports.run_report import (
     SENSITIVITY_COLUMNS,
     SENSITIVITY_NOTE,
     WINDOW,
+    ReportExtras,
     report_markdown,
     sensitivity_cells,
     write_report,
 )
 from tasks.reports.summary import RunSummary
-from tasks.reports.tables import target_rows
+from tasks.reports.tables import Control, Estimate, target_rows
 from tasks.training.metrics import MetricsLog
 
 HOSTILE = "</script><script>document.title='pwned'</script>"
@@ -57,11 +58,16 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     client.log_param(run.info.run_id, "model", "tiny")
     history = rl_history()
     targets = target_rows(history, {"kl": TargetSpec(at_most=0.25)})
+    control = {"exact_match": Control(Estimate(0.125))}
     with RunStorage(url=str(folder / "runs")).run_directory("mine") as directory:
         record = {"name": "30", "batch": 30, "epoch": 0, "final": True, "state_path": "tinker://a/weights/final"}
         directory.append_line("checkpoints.jsonl", json.dumps(record))
         log = MetricsLog(client, run.info.run_id)
-        return Path(write_report.fn(directory, log, f"mine {HOSTILE}", history, targets=targets))
+        return Path(
+            write_report.fn(
+                directory, log, f"mine {HOSTILE}", history, ReportExtras("not registered", targets, control)
+            )
+        )
 
 
 def test_the_page_is_one_file_with_every_section(page: Path) -> None:
@@ -74,6 +80,13 @@ def test_the_page_is_one_file_with_every_section(page: Path) -> None:
     assert HOSTILE not in text
     assert "tinker-flows run rl --config CONFIG run_name=NEW" in text
     assert "was skipped at 2 steps (3, 4)." in text
+    assert "<b>not registered</b>" in text
+
+
+def test_effect_of_the_terms_is_the_value_minus_that_of_the_control(page: Path) -> None:
+    text = page.read_text()
+    assert "<th>without the terms<th>effect of the terms<tr>" in text
+    assert "<tr><td>exact_match<td>0<td>0.5<td>0.125<td>+0.375<" in text
 
 
 @pytest.fixture
@@ -166,7 +179,7 @@ def test_the_artifact_shows_the_spread_and_the_window_of_the_sensitivity() -> No
         "term/base/weight": [(1, 1.0)],
         "term/a/weight": [(1, 1.0)],
     }
-    text = report_markdown(RunSummary("", (), (), (), (), "", ()), "", history, ())
+    text = report_markdown(RunSummary("", (), (), (), (), "", ()), history, ReportExtras())
     assert SENSITIVITY_NOTE in text
     assert f"last {WINDOW} steps" in SENSITIVITY_NOTE
     assert "| x2 (x1 to x3) |" in text

@@ -1,0 +1,51 @@
+"""Reports that are rebuilt from MLflow and the config of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from blocks.storage import RunStorage
+from deployments.run_lookup import report_of
+from flows.monitoring.run_tags import REJECTED_TAG
+
+
+@pytest.fixture
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Storage with the run `rl`, which has targets for a term and a reward, and whose checkpoint was not registered."""
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
+    tracking = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(tracking)
+    experiment = client.create_experiment("x", artifact_location=str(tmp_path / "artifacts"))
+    run_id = client.create_run(experiment, tags={REJECTED_TAG: "worse than the baseline"}).info.run_id
+    for step in range(8):
+        for prefix in ("term/base", "term/kl", "reward/format"):
+            client.log_metric(run_id, f"{prefix}/value", 0.5, step=step)
+            client.log_metric(run_id, f"{prefix}/multiplier", 0.125, step=step)
+    fields = {
+        "run_name": "rl",
+        "tracking": tracking,
+        "experiment": "x",
+        "objective": {"regularizers": [{"name": "kl", "target": {"at_most": 0.4}}, {"name": "length", "weight": 1.0}]},
+        "rewards": {"format": {"target": {"at_least": 0.1}}, "length": {"weight": 1.0}},
+    }
+    record = {"name": "8", "batch": 8, "epoch": 0, "final": True, "state_path": "tinker://a", "mlflow_run_id": run_id}
+    with RunStorage(url=str(tmp_path / "runs")).run_directory("rl") as directory:
+        directory.write_bytes("config.json", json.dumps(fields).encode())
+        directory.append_line("checkpoints.jsonl", json.dumps(record))
+    return str(tmp_path / "runs")
+
+
+def test_rebuilt_report_has_the_targets_and_the_reason_against_a_registration(storage: str) -> None:
+    text = Path(report_of("rl", storage, rebuild=True)).read_text()
+
+    assert "<b>worse than the baseline</b>" in text
+    section = text[text.index("<h2>Targets</h2>") :].partition("</section>")[0]
+    rows = [row.split("<td>")[1:] for row in section.split("<tr>")[2:]]
+    assert [(row[0], row[1], row[-1].partition("<")[0]) for row in rows] == [
+        ("kl", "value at most 0.4", "missed"),
+        ("reward/format", "value at least 0.1", "met"),
+    ]
