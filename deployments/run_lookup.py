@@ -73,7 +73,7 @@ def resume_config(run: StoredRun, overrides: Sequence[str]) -> tuple[str, NamedC
     """Return the method of a run and the config that resumes it: the stored config with overrides applied.
 
     Raises:
-        ConfigError: no method matches the stored config, or an override is invalid.
+        ConfigError: the stored config matches no method or several, or an override is invalid.
     """
     fields = {**run.fields, "storage": run.storage}
     if fields.get("resume") == "never":  # "never" rejects an existing run name, and this run exists

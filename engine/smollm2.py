@@ -40,7 +40,7 @@ OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight
 
 
 def write(directory: Path) -> None:
-    """Write config, bfloat16 weights and tokenizer into ``directory``, byte for byte reproducibly.
+    """Write the config, the bfloat16 weights and the tokenizer into ``directory``; every call writes the same bytes.
 
     Raises:
         ModelError: the package is not installed, or its file has another checksum.

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from blocks.console import TextConsole
 from blocks.storage import RunDirectory
-from flows.monitoring.interrupts import CancelledInTheUI
+from flows.monitoring.interrupts import RunCancelled
 from flows.runs.blocks import storage_of
 from flows.runs.retries import leave_state_to_successor
 from flows.runs.rights import apply_rights
@@ -52,7 +52,7 @@ def sweep(config: SweepConfig) -> SweepResult:
                 # unavailable.
                 with TagsContext(current_tags=set()):
                     return finish_sweep(plan, directory, log, schedule.trials)
-        except CancelledInTheUI as cancelled:
+        except RunCancelled as cancelled:
             return cast(SweepResult, Cancelled(message=str(cancelled)))
 
 

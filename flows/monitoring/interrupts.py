@@ -23,12 +23,15 @@ SignalHandler = Callable[[int, FrameType | None], object] | int | None
 POLL_EVERY_S = 5.0
 
 
-class CancelledInTheUI(Exception):
+class RunCancelled(Exception):
     """Raised to end a run that was cancelled in the UI or by its step callback."""
 
 
 class StopRequest:
-    """Request to stop the run, by a signal or a cancel; a second signal stops the process at once."""
+    """Record of whether a signal or a cancel has asked the run to stop.
+
+    The first signal is deferred; a second one stops the process at once.
+    """
 
     def __init__(self) -> None:
         self._signal: int | None = None
@@ -45,12 +48,12 @@ class StopRequest:
         self._cancelled, self._reason = True, reason
 
     def raise_if_requested(self) -> None:
-        """Raise the deferred signal, or CancelledInTheUI after a cancel."""
+        """Raise the deferred signal, or RunCancelled after a cancel."""
         if self._signal is not None:
             self._restore_handlers()
             signal.raise_signal(self._signal)
         if self._cancelled:
-            raise CancelledInTheUI(self._reason)
+            raise RunCancelled(self._reason)
 
     def _install_handlers(self) -> None:
         for number in SIGNALS:
@@ -66,10 +69,7 @@ class StopRequest:
         print_notice("\nStopping after the current step is saved. Press Ctrl-C again to stop at once.")
 
     def _poll(self, closed: threading.Event, flow_run: FlowRun) -> None:
-        """Poll the Prefect server for a cancel of a flow run or of the one that called it.
-
-        Workers send signals only to flow runs that they started.
-        """
+        """Poll the Prefect server for a cancel of a flow run or of the one that called it."""
         while not self._cancelled and not closed.wait(POLL_EVERY_S):
             # The run continues while the server is down or another program responds in its place.
             with suppress(*TRANSIENT_ERRORS), get_client(sync_client=True) as client:
@@ -94,7 +94,8 @@ def _with_callers(client: SyncPrefectClient, flow_run: FlowRun) -> Sequence[UUID
 def deferred_interrupts() -> Iterator[StopRequest]:
     """Turn Ctrl-C, SIGTERM and a cancel in the UI into a stop request within this block.
 
-    Signals reach only the main thread. A worker sends SIGTERM on a cancel; other flow runs poll the Prefect server.
+    Signals reach only the main thread. If a worker started the flow run, it sends SIGTERM on a cancel. A flow run that
+    no worker started gets no signal, so a thread polls the Prefect server.
     """
     stop, closed = StopRequest(), threading.Event()
     context = FlowRunContext.get()

@@ -1,7 +1,7 @@
 """Local Dask cluster of one run: ``python -m flows.runs.local_dask FD``, started by `LocalDask`.
 
-The cluster has a separate process, because Dask's workers import the main module of their parent, the user's program.
-It ends with the run, also if the run is killed.
+The cluster runs in a process of its own. Dask's workers import the main module of their parent; if the run were their
+parent, they would run the user's program again. The cluster ends with the run, also if the run is killed.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from blocks.errors import ServiceError, StorageError
 from blocks.storage import CONFIG, RunDirectory
 from blocks.tracking import RECORD_TAG
 from flows.config.base import RunConfig, TrackedConfig
-from flows.monitoring.interrupts import CancelledInTheUI
+from flows.monitoring.interrupts import RunCancelled
 from flows.runs.blocks import tracking_of
 from tasks.reports.html import DESCRIPTION_TAG, flow_run_link, markdown_code
 from tasks.training.checkpoints import Records
@@ -81,7 +81,7 @@ def open_mlflow_run(  # noqa: PLR0913 - three of a run, four of its record
         yield log
         log.flush()
         status = "FINISHED"
-    except (KeyboardInterrupt, TerminationSignal, CancelledInTheUI):
+    except (KeyboardInterrupt, TerminationSignal, RunCancelled):
         status = "KILLED"
         raise
     finally:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from blocks.errors import LostRunError, RolledBackError, ServiceLostError, UnreachableError
 from blocks.terminal import escape_terminal
 from flows.config.base import RunConfig
-from flows.monitoring.interrupts import CancelledInTheUI
+from flows.monitoring.interrupts import RunCancelled
 from flows.runs.approval import decide
 from flows.runs.blocks import storage_of
 from flows.runs.existing_run import settle_run_name
@@ -66,7 +66,7 @@ def _run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T])
             # Clear the tags: a tagged task first requests a concurrency slot, and fails if the Prefect server is down.
             with TagsContext(current_tags=set()), leave_state_to_successor():
                 return attempt(tuple(reasons))
-        except CancelledInTheUI as cancelled:
+        except RunCancelled as cancelled:
             return cast(T, Cancelled(message=str(cancelled)))
         except RolledBackError as error:  # terminates, because each rollback skips another step
             reasons.append(str(error))

@@ -122,7 +122,7 @@ def run_trials(executor: TrialExecutor, schedule: Schedule, concurrency: int) ->
     """Run all remaining trials; a stop request lets the running ones save their state first.
 
     Raises:
-        KeyboardInterrupt, TerminationSignal, CancelledInTheUI: The sweep was stopped.
+        KeyboardInterrupt, TerminationSignal, RunCancelled: The sweep was stopped.
     """
     _replay(executor.pruning, schedule.trials)
     with deferred_interrupts() as stop:

@@ -36,7 +36,8 @@ class TermWarning:
         terms: the term that dominates, is idle, gets worse, collapses or misses its target; or the two terms in
             conflict.
         step: last step of the period.
-        figure: gradient share, effect, cosine or violation at this step, or the smoothed metric that shows a collapse.
+        figure: gradient share, effect, cosine or violation at this step, or the smoothed metric that shows a collapse;
+            the smoothed share for a term that was idle in a whole short run.
         text: one sentence for the user.
     """
 
@@ -48,7 +49,7 @@ class TermWarning:
 
     @property
     def key(self) -> str:
-        """``dominance.<term>``, ``conflict.<term>.<term>`` or ``<kind>.<term>``."""
+        """``<kind>.<term>``; for a conflict ``conflict.<term>.<term>``."""
         return ".".join([self.kind, *self.terms])
 
 
@@ -56,18 +57,20 @@ class Watch:
     """Monitor of the metrics of consecutive steps.
 
     - Dominance: a term's share of the gradient is above a threshold. The base loss is exempt.
-    - Idle: a weighted term has no gradient, or a scored term next to no share of it. The base loss is exempt.
-    - Adverse: the updates raise the value of a weighted term (``term/<name>/effect``), which is minimized. The base
-      loss is exempt, and so are terms with a target, whose values may rise up to it.
+    - Idle: a weighted term has no gradient, or a scored term without a target has almost no share of the total
+      gradient. The base loss is exempt.
+    - Adverse: the updates raise the value of a weighted term, although it is minimized (``term/<name>/effect`` is
+      positive). The base loss is exempt, and so are terms with a target, whose values may rise up to it.
     - Target: a term misses its target although its multiplier is at its bound.
     - Conflict: the cosine of two gradients, including the base loss's, is below a threshold, and both have at least 5 %
-      of the gradient: a smaller share hardly changes the update. Terms of weight 0 are exempt, and so are those with a
-      target: a limit that needs a multiplier is in conflict with another term.
+      of the gradient: a smaller share hardly changes the update. Terms of weight 0 are exempt. So are terms with a
+      target, whose multiplier is above 0 only because they work against another term.
     - Collapse of a preference loss: its margin explodes, its accuracy stays at chance, or its rewards correlate with
       the lengths of completions.
 
     A problem causes one warning after it persists for `patience` consecutive evaluations, and again only after it has
-    disappeared and returned.
+    disappeared and returned. Accuracy at chance needs five times as many. In a run that is shorter than `patience`, a
+    term that was idle in every step is reported at the end.
 
     Attributes:
         effect_every: steps between measurements of the effects of updates; 0 for none.
@@ -113,7 +116,7 @@ class Watch:
                     f"Term {name!r} has trained next to nothing in each of the {num_steps} steps; check what it "
                     "scores, and whether its values differ between completions or are all within its limits."
                 )
-                self._warnings.append(TermWarning("idle", (name,), num_steps - 1, 0.0, text))
+                self._warnings.append(TermWarning("idle", (name,), num_steps - 1, self._smoothed[name], text))
 
     def pop_warnings(self) -> list[TermWarning]:
         """Return the warnings since the last call."""
@@ -189,26 +192,26 @@ class Watch:
         if len(metrics) < len(PREFERENCE_METRICS):
             return  # A user's term has a metric of the same name.
         smoothed = {key: self._smooth(f"{name}/{key}", value) for key, value in metrics.items()}
-        for collapse in find_collapses(name, smoothed):
-            if self._persists(f"{collapse.kind}.{name}", collapse.detected, collapse.patience):
-                text = f"{collapse.problem} for {self._duration(step, collapse.patience)}; {collapse.fix}."
-                self._warnings.append(TermWarning(collapse.kind, (name,), step, collapse.figure, text))
+        for check in check_collapses(name, smoothed):
+            if self._persists(f"{check.kind}.{name}", check.detected, check.patience_factor):
+                text = f"{check.problem} for {self._duration(step, check.patience_factor)}; {check.fix}."
+                self._warnings.append(TermWarning(check.kind, (name,), step, check.figure, text))
 
     def _smooth(self, key: str, figure: float) -> float:
         decay = self._spec.share_decay
         self._smoothed[key] = decay * self._smoothed.get(key, figure) + (1 - decay) * figure
         return self._smoothed[key]
 
-    def _persists(self, key: str, detected: bool, patience: int = 1) -> bool:
-        """Count consecutive detections; return True exactly once, at the end of the patience."""
+    def _persists(self, key: str, detected: bool, patience_factor: int = 1) -> bool:
+        """Count consecutive detections; return True once, when there are `patience_factor` times `patience`."""
         if not detected:
             self._durations.pop(key, None)
             return False
         self._durations[key] = self._durations.get(key, 0) + 1
-        return self._durations[key] == patience * self._spec.patience
+        return self._durations[key] == patience_factor * self._spec.patience
 
-    def _duration(self, step: int, patience: int = 1) -> str:
-        return f"{patience * self._spec.patience} consecutive steps, up to step {step}"
+    def _duration(self, step: int, patience_factor: int = 1) -> str:
+        return f"{patience_factor * self._spec.patience} consecutive steps, up to step {step}"
 
 
 def _has_target(name: str, metrics: Mapping[str, float]) -> bool:
@@ -230,39 +233,39 @@ _CHANCE_PATIENCE = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Collapse:
+class CollapseCheck:
     """Check for one kind of collapse of a preference loss.
 
     Attributes:
         kind: kind of collapse.
         detected: result of the check on smoothed metrics.
         figure: the smoothed metric.
-        patience: multiple of the usual number of steps before a warning.
+        patience_factor: multiple of the usual number of steps before a warning.
         problem, fix: text before and after the duration in the warning.
     """
 
     kind: Literal["explosion", "chance", "length"]
     detected: bool
     figure: float
-    patience: int
+    patience_factor: int
     problem: str
     fix: str
 
 
-def find_collapses(name: str, smoothed: Mapping[str, float]) -> list[Collapse]:
-    """Check a preference loss for every kind of collapse.
+def check_collapses(name: str, smoothed: Mapping[str, float]) -> list[CollapseCheck]:
+    """Check a preference loss for collapses; return one check for each kind, whether or not it detected one.
 
     Args:
         name: name of the term.
         smoothed: its `PREFERENCE_METRICS`, smoothed over the last steps.
 
     >>> metrics = {"accuracy": 1.0, "margin": 21.0, "length_correlation": 0.1}
-    >>> [collapse.kind for collapse in find_collapses("base", metrics) if collapse.detected]
+    >>> [check.kind for check in check_collapses("base", metrics) if check.detected]
     ['explosion']
     """
     accuracy, margin, correlation = (smoothed[key] for key in PREFERENCE_METRICS)
     return [
-        Collapse(
+        CollapseCheck(
             "explosion",
             margin > _MAX_MARGIN,
             margin,
@@ -271,7 +274,7 @@ def find_collapses(name: str, smoothed: Mapping[str, float]) -> list[Collapse]:
             "the policy is far from its start and these pairs have no gradient left, so lower the learning rate, raise "
             "beta, or train for fewer steps",
         ),
-        Collapse(
+        CollapseCheck(
             "chance",
             accuracy < _MIN_ACCURACY,
             accuracy,
@@ -279,7 +282,7 @@ def find_collapses(name: str, smoothed: Mapping[str, float]) -> list[Collapse]:
             f"The accuracy of {name!r} has been at chance ({accuracy:.2f})",
             "raise the learning rate, lower beta, or check that the pairs label the better completion",
         ),
-        Collapse(
+        CollapseCheck(
             "length",
             abs(correlation) > _MAX_CORRELATION,
             correlation,

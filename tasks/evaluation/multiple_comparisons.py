@@ -24,16 +24,20 @@ _MAX_SIMULATED = 1000
 def compare_with_first(scores_KP: Floats) -> list[Difference]:
     """Compare the first of K policies, which is the best, with each of the others by their scores on P problems.
 
-    The p-value is the probability that any two of K equal policies differ at least that much, in either direction: the
-    signs of a problem's differences are flipped for all pairs at once, and each pair's sum of differences is divided by
-    the root of its sum of squares. The intervals hold for all pairs at once (Bonferroni), and therefore also for the
-    pairs with the policy that was selected as the best. The detectable difference is that of the same test.
+    The statistic of a pair is the sum of its differences divided by the root of their sum of squares. Its p-value is
+    the probability that, among K equally good policies, some pair has a statistic at least as large, in either
+    direction. The distribution of the largest statistic comes from random sign flips; a flip changes the sign of a
+    problem's differences for all pairs. The intervals hold for all pairs at once (Bonferroni), and therefore also for
+    the pairs with the policy that was selected as the best. `detectable` is the smallest true difference that this test
+    finds with a probability of 0.8.
 
     Source: Westfall and Young 1993, "Resampling-Based Multiple Testing", single-step maxT.
 
-    >>> [difference.p_value for difference in compare_with_first(np.eye(2).repeat(6, axis=1)[:, :6])]  # 2 of 64
+    >>> scores_KP = np.array([[1.0] * 6, [0.0] * 6])  # 2 of the 64 flips are as extreme
+    >>> [difference.p_value for difference in compare_with_first(scores_KP)]
     [0.03125]
     """
+    # F sign flips, R simulated comparisons.
     num_pairs, num_problems = math.comb(len(scores_KP), 2), scores_KP.shape[1]
     signs_FP = random_signs(num_problems, NUM_FLIPS, np.random.default_rng(0))
     largest_F = np.sort(_largest_statistics(scores_KP, signs_FP))
@@ -41,12 +45,14 @@ def compare_with_first(scores_KP: Floats) -> list[Difference]:
     # largest insignificant and the smallest significant statistic.
     insignificant = largest_F[len(largest_F) - 1 - math.floor(LEVEL * len(largest_F) + 1e-9)]
     significant = largest_F[largest_F > insignificant + 1e-9]
-    greatest = math.sqrt(num_problems)
+    greatest = math.sqrt(num_problems)  # reached if all differences are equal
     critical = (insignificant + (significant[0] if len(significant) else greatest)) / 2
 
     def is_significant(differences_RP: Floats) -> NDArray[np.bool_]:
+        """Return whether the first policy, which is the best, is significantly better."""
         return _statistic(differences_RP) > critical
 
+    # LEVEL / 2: two of the 2^P flips, all signs and none, are the most extreme.
     can_be_significant = num_problems >= num_problems_needed(LEVEL / 2) and critical < greatest - 1e-3
     compared: list[Difference] = []
     for differences_P in scores_KP[0] - scores_KP[1:]:

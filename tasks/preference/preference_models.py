@@ -22,7 +22,7 @@ from tasks.training.token_meter import TokenMeter, open_counted_sampler
 
 
 class JudgedPreference(PreferenceModel):
-    """Judge of `tasks.preference.judges` as a preference model; the question is the last user message."""
+    """Judge of `tasks.preference.judges` as a preference model; the question is the last message of the prompt."""
 
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
@@ -30,12 +30,18 @@ class JudgedPreference(PreferenceModel):
     async def __call__(self, comparison: Comparison) -> float:
         question = get_text_content(comparison.prompt_conversation[-1])
         first, second = _text(comparison.completion_A), _text(comparison.completion_B)
+        # A judge returns 1 if the first answer is better and 0 if the second is; a preference model returns -1 and 1.
         return 1 - 2 * await self._judge({"question": question}, first, second)
 
 
 @chz.chz
 class JudgeBuilder(PreferenceModelBuilder):
-    """Builder of a judge from the import path of a function, as in `tasks.preference.judges`."""
+    """Builder of a judge that calls a user's function.
+
+    Attributes:
+        judge: import path of a function of a row and two answers that returns a number from 0 (the second is better) to
+            1 (the first is better).
+    """
 
     judge: str
 
@@ -92,7 +98,7 @@ class PromptedJudgeBuilder(PreferenceModelBuilder):
     def __call__(self) -> PreferenceModel:
         sampler, tokenizer = open_counted_sampler(self.session, self.path, self.model, self.token_meter)
         renderer = get_renderer(renderer_name_of(self.model, tokenizer), tokenizer)
-        completer = TinkerMessageCompleter(sampler, renderer, self.max_tokens, None, 0.0)
+        completer = TinkerMessageCompleter(sampler, renderer, self.max_tokens, stop_condition=None, temperature=0.0)
         return JudgedPreference(completer_judge(completer, JudgeGuidance(self.criteria, self.principles)))
 
 

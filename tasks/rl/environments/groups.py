@@ -1,4 +1,4 @@
-"""Base classes of environments whose groups each share one problem."""
+"""Groups of rollouts on one problem, the dataset of such groups, and the base class of the dataset's builders."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from waiting import wait_for
 from blocks.processes import free_port
 from flows.monitoring import interrupts
 from flows.monitoring.drain import deliver_events
-from flows.monitoring.interrupts import CancelledInTheUI, deferred_interrupts
+from flows.monitoring.interrupts import RunCancelled, deferred_interrupts
 
 
 @pytest.mark.parametrize("action", ["garbage", "500 after"])
@@ -42,7 +42,7 @@ def test_cancel_is_noticed_after_a_failed_request(
                 client.set_flow_run_state(run_id, Cancelling())
             wait_for(lambda: stop.requested, "the request to stop")
             noticed.append(stop.requested)
-            with pytest.raises(CancelledInTheUI):
+            with pytest.raises(RunCancelled):
                 stop.raise_if_requested()
 
     through_proxy = {PREFECT_API_URL: f"http://127.0.0.1:{proxy.port}/api", PREFECT_LOGGING_TO_API_ENABLED: False}

@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from prefect.exceptions import TerminationSignal
 
 from blocks import MLflowTracking
-from flows.monitoring.interrupts import CancelledInTheUI
+from flows.monitoring.interrupts import RunCancelled
 from flows.runs.mlflow_run import open_mlflow_run
 from tasks.training.metrics import MetricsLog
 
@@ -30,7 +30,7 @@ def status_of(tracking: MLflowTracking, run_id: str) -> str:
     [
         (KeyboardInterrupt(), "KILLED"),
         (TerminationSignal(signal=15), "KILLED"),
-        (CancelledInTheUI("cancelled"), "KILLED"),
+        (RunCancelled("cancelled"), "KILLED"),
         (ValueError("no data"), "FAILED"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value,
