@@ -10,9 +10,10 @@ from tasks.reports.html import html_section, html_table
 from tasks.training.examples import Example, TermFlag
 
 _INTRO = (
-    "Held-out prompts with completions before and after training. A term objects to the marked parts; the reason is in "
-    "the list below them. For the score of a term, lower is better; 0 can mean that a text has nothing that the term "
-    "checks, such as annotations."
+    "Held-out prompts with completions before and after training, sampled at temperature 1 or, if the run trains on "
+    "rollouts, as its rollouts. Texts of the data may end at the maximum length of the data. A term objects to the "
+    "marked parts; the reason is in the list below them. For the score of a term, lower is better; 0 can mean that a "
+    "text has nothing that the term checks, such as annotations."
 )
 _PAIRS_INTRO = (
     "Held-out prompts with the chosen and the rejected completion of the data. The margin is the reward of the chosen "
