@@ -84,6 +84,8 @@ def _rl_fields(mode: str) -> dict[str, Any]:
         "rollout": {"max_tokens": 8},
         "schedule": {"groups_per_batch": GROUPS, **_MODES[mode]},
         "correction": _CORRECTIONS.get(mode, "auto"),
+        # A critic learns from every step, so a resume must also restore what it has learned.
+        **({"advantage": {"estimator": "gae", "critic": {}}} if mode == "stream" else {}),
         "environment": {
             "builder": "examples.letters:LettersBuilder",
             "params": {
