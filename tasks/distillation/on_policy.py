@@ -20,7 +20,7 @@ from torch import Tensor
 
 from objectives.batch import Batch, unpack
 from objectives.labels import MEMBER
-from objectives.reductions import mean_by_datum
+from objectives.reductions import mean_by_datum, sum_by_datum
 from tasks.common.sampling import wait_for_snapshot
 from tasks.common.service_errors import wait_for_response
 from tasks.common.task import Pending, call, opaque_argument
@@ -28,12 +28,21 @@ from tasks.distillation.hindsight import Hindsight
 from tasks.distillation.mixture import Mixture
 from tasks.distillation.prompts import PromptGroup
 from tasks.distillation.soft_targets import OnPolicyTopK, with_top_k
+from tasks.evaluation.grading_metrics import digest_problems
+from tasks.evaluation.policy_metrics import ratio_scores
 from tasks.rl.group_rollout import Group
-from tasks.rl.rollout_source import HeldOutGroups, MinibatchSettings, RolloutSettings, RolloutSource, name_held_out
+from tasks.rl.rollout_source import (
+    HeldOutGroups,
+    MinibatchSettings,
+    RolloutSettings,
+    RolloutSource,
+    first_prompt,
+    name_held_out,
+)
 from tasks.rl.trajectories import GROUP_INDEX, add_later_tokens, compute_entropy, pack_groups
 from tasks.training.batch_source import TrainedBatch
 from tasks.training.examples import take_datums
-from tasks.training.held_out import EvaluatedBatch
+from tasks.training.held_out import EvaluatedBatch, GradedMetrics
 from tasks.training.teacher import Teacher, TeacherRequest, compute_top_k, replace_prompt, score, score_all
 
 logger = logging.getLogger(__name__)
@@ -306,8 +315,11 @@ class OnPolicySource(RolloutSource):
 class TeacherKL(HeldOutGroups):
     """Reverse KL `test/teacher_kl` to the teachers on held-out groups, in nats per sampled token.
 
-    Estimated from one sample of the student per group member, with the same seeds at every evaluation.
+    Estimated from one sample of the student per group member, with the same seeds at every evaluation. Each group has a
+    score for paired comparisons; the mean of the scores is the metric.
     """
+
+    scored_metrics = ("test/teacher_kl",)
 
     def __init__(
         self, tests: Sequence[tuple[Teacher, RLDataset]], tokenizer: Tokenizer, settings: RolloutSettings
@@ -354,7 +366,16 @@ class TeacherKL(HeldOutGroups):
         kl_DT = -_logprob_gap(batch, await score_all(requests_D))
         scores_D = tuple({"teacher_kl": value} for value in mean_by_datum(kl_DT, batch).tolist())
         self.evaluated = [EvaluatedBatch(batch, batch.snapshot_logprobs_DT, scores_D)]
-        return {"test/teacher_kl": kl_DT[batch.mask_DT].mean().item()}
+        num_tokens_D = sum_by_datum(batch.mask_DT.float(), batch)
+        sums_D = sum_by_datum(kl_DT, batch)
+        scores_G = ratio_scores(
+            sums_D.tolist(), num_tokens_D.tolist(), batch.labels_D["group"].tolist(), len(rolled_out)
+        )
+        return GradedMetrics(
+            {"test/teacher_kl": kl_DT[batch.mask_DT].mean().item()},
+            {"test/teacher_kl": scores_G},
+            digest_problems(first_prompt(group) for group in rolled_out),
+        )
 
 
 class _MixtureDataset(RLDataset):

@@ -639,7 +639,7 @@ class HeldOutEnvironments(HeldOutGroups):
         completed = [group.trajectories for group in groups if group.trajectories is not None]
         rewards_G = [group.get_total_rewards() for group in completed]
         share = len(rewards_G) / max(sum(map(len, rewards_G)), 1)
-        problems = digest_problems(_first_prompt(group) for group in completed)
+        problems = digest_problems(first_prompt(group) for group in completed)
         return GradedMetrics(metrics, {f"test/{REWARD}": [share * fsum(rewards) for rewards in rewards_G]}, problems)
 
     def _pack(self, groups: Sequence[Group]) -> EvaluatedBatch:
@@ -652,8 +652,8 @@ class HeldOutEnvironments(HeldOutGroups):
         return EvaluatedBatch(batch, batch.snapshot_logprobs_DT, scores_D)
 
 
-def _first_prompt(group: TrajectoryGroup) -> str:
-    """Prompt of a group as text; empty if no member has taken a turn."""
+def first_prompt(group: TrajectoryGroup) -> str:
+    """Return the prompt of a group as text; empty if no member has taken a turn."""
     turns = [turn for trajectory in group.trajectories_G for turn in trajectory.transitions[:1]]
     return turns[0].ob.model_dump_json() if turns else ""
 

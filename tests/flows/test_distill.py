@@ -23,6 +23,7 @@ from flows.runs.result import TrainResult
 from flows.runs.teachers import TEACHERS
 from tasks.distillation.teacher_data import TAUGHT_NAME
 from tasks.rl.health import HealthLimits
+from tasks.training.held_out import read_batch_values
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ("on_policy_distillation", "off_policy_distillation", "prompt_distillation", "self_distillation")
@@ -40,7 +41,13 @@ def test_each_dataset_has_its_teacher(tmp_path: Path, engine_url: str, mlflow_ur
     assert curve(result, "teacher_kl/dataset_0")[0] == pytest.approx(0.0, abs=1e-4)
     assert curve(result, "teacher_kl/dataset_1")[0] > 0.1
     assert curve(result, "env/all/total_episodes") == [4.0, 4.0]
-    assert len(curve(result, "test/teacher_kl")) == 2
+    measured = curve(result, "test/teacher_kl")
+    assert len(measured) == 2
+    stored = read_batch_values(RunStorage(url=fields["storage"]).run_directory("two-teachers"))
+    before, after = (stored[step]["test/teacher_kl"] for step in sorted(stored))
+    assert len(before.values_B) == 32  # prompts of both datasets
+    assert [scores.mean()[0] for scores in (before, after)] == pytest.approx(measured, rel=1e-5)
+    assert after.is_paired_with(before)
 
 
 def test_rewards_are_trained_on_together_with_the_teacher(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
