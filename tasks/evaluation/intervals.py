@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
-from scipy.optimize import root_scalar
+from scipy.special import stdtrit
 
 _CONFIDENCE = 0.95
 # Significance level of a test; a two-sided test has half of it on each side.
@@ -49,7 +48,7 @@ def proportion_interval(scores_P: Sequence[float]) -> Interval | None:
         return None
     mean, variance = float(np.mean(scores_P)), float(np.var(scores_P, ddof=1)) / num
     size = mean * (1 - mean) / variance if variance > 0 else float(num)
-    quantile = float(stats.t.ppf((1 + _CONFIDENCE) / 2, num - 1))
+    quantile = float(stdtrit(num - 1, (1 + _CONFIDENCE) / 2))
     shrinkage = quantile**2 / size
     centre = (mean + shrinkage / 2) / (1 + shrinkage)
     width = math.sqrt(shrinkage * mean * (1 - mean) + shrinkage**2 / 4) / (1 + shrinkage)
@@ -105,7 +104,7 @@ def difference_interval(differences_P: Sequence[float], confidence: float = _CON
     error = float(np.std(differences_P, ddof=1)) / math.sqrt(num) if num > 1 else 0.0
     if error == 0:
         return None
-    width = float(stats.t.ppf((1 + confidence) / 2, num - 1)) * error
+    width = float(stdtrit(num - 1, (1 + confidence) / 2)) * error
     return Interval(mean - width, mean + width)
 
 
@@ -121,7 +120,9 @@ def sign_flip_p_value(differences_P: Sequence[float], level: float = LEVEL) -> f
     """
     if len(differences_P) == 1:
         return 0.5 if differences_P[0] > 0 else 1.0
-    test = stats.permutation_test(
+    from scipy.stats import permutation_test  # takes a third of a second to import, and few runs compare checkpoints
+
+    test = permutation_test(
         (np.asarray(differences_P, dtype=np.float64),),
         np.mean,
         permutation_type="samples",
@@ -203,6 +204,8 @@ def smallest_detectable(
         index_RP = np.searchsorted(np.cumsum(shares(tilt)), draws_RP)
         simulated_RP = values_V[np.minimum(index_RP, len(values_V) - 1)] + shift
         return float(is_significant(simulated_RP).mean()) - _POWER
+
+    from scipy.optimize import root_scalar  # takes long to import
 
     # At the upper end, all differences are positive and nearly equal.
     effect = float(root_scalar(excess_power, bracket=(0.0, 1000.0 if is_continuous else 50.0), xtol=1e-3).root)
