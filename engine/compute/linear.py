@@ -1,7 +1,8 @@
 """Linear layers with frozen weights and LoRA factors. oneDNN computes them in float32 on a CPU, torch all others.
 
-torch computes float32 products with MKL, which uses AVX-512 on Intel's processors only; oneDNN uses it on all. A oneDNN
-product of two or more rows also gives each row the same bits, whatever the number and the content of the others.
+torch computes float32 products with MKL, which uses AVX-512 on Intel's processors only; oneDNN uses it on all. On most
+processors, a oneDNN product of two or more rows also gives each row the same bits, whatever the number and the content
+of the others; `keeps_bits` checks it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def lora_linear(x: Tensor, layer: nn.Linear, a: Tensor, b: Tensor, scale: float)
     Args:
         a: ``(r, in)``.
         b: ``(out, r)``.
-        scale: applied to x A', the smaller tensor.
+        scale: factor of the adapter's output.
     """
     if not _uses_onednn(x, layer.weight):
         y, down = layer(x), nn.functional.linear(x, a.to(x.dtype))

@@ -1,4 +1,7 @@
-"""Sizes of an engine that by default depend on the model and on the memory of the device."""
+"""Limits of an engine: tokens per pass, and bytes for caches and adapters.
+
+A limit that the settings leave open depends on the model and on the memory of the device.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +20,36 @@ _CPU_CACHE_BYTES = 2 * 2**30
 def max_pass_tokens(settings: Settings, base: BaseModel) -> int:
     """Return the maximum size of a forward pass in tokens, including padding; a single sequence may exceed it.
 
-    On a CPU, small models get larger passes, because calling them takes longer than computing them; other models gain
-    nothing from larger passes. On a GPU, the activations of a pass with gradients take an estimated quarter of the
-    memory at most, unless even 1,024 tokens need more.
+    On a CPU, small models get larger passes, because the fixed cost of a pass exceeds that of its arithmetic; other
+    models gain nothing from larger passes. On a GPU, the activations of a pass with gradients take an estimated quarter
+    of the memory that the weights leave, unless even 1,024 tokens need more.
     """
     if settings.micro_batch_tokens:
         return settings.micro_batch_tokens
     if base.device.type != "cuda":
         return 2048 if base.num_parameters < SMALL_MODEL else 1024
-    return max(1024, min(MAX_PASS_TOKENS, _quarter(base) // base.bytes_per_trained_token))
+    return max(1024, min(MAX_PASS_TOKENS, _quarter_of_free_memory(base) // base.bytes_per_trained_token))
 
 
 def max_cache_bytes(settings: Settings, base: BaseModel) -> int:
-    """Return the memory for keys and values of one model: 2 GiB, or on a GPU an equal share of a quarter of it."""
+    """Return the memory for keys and values of one model.
+
+    On a CPU, it is 2 GiB; on a GPU, a quarter of the memory that the weights leave, divided by the number of models.
+    """
     if settings.sampling_cache_bytes:
         return settings.sampling_cache_bytes
-    return _CPU_CACHE_BYTES if base.device.type != "cuda" else _quarter(base) // len(settings.models)
+    return _CPU_CACHE_BYTES if base.device.type != "cuda" else _quarter_of_free_memory(base) // len(settings.models)
 
 
 def max_adapter_bytes(settings: Settings, base: BaseModel) -> int:
-    """Return the memory for adapters and moments: half of the machine's, or a quarter of the GPU's."""
+    """Return the memory for adapters and moments: half of the machine's, or a quarter of what a GPU's weights leave."""
     if settings.memory_limit_bytes:
         return settings.memory_limit_bytes
     if base.device.type != "cuda":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return _quarter(base)
+    return _quarter_of_free_memory(base)
 
 
-def _quarter(base: BaseModel) -> int:
+def _quarter_of_free_memory(base: BaseModel) -> int:
     """Return a quarter of the GPU memory that the model's weights leave."""
     return (torch.cuda.get_device_properties(base.device).total_memory - base.num_bytes) // 4

@@ -18,7 +18,7 @@ PROTOBUF = "application/x-protobuf"
 
 @dataclass(frozen=True, slots=True)
 class WireResponse:
-    """Body of a finished request, as sent over the wire."""
+    """Response to a finished request, as sent to the client."""
 
     body: bytes
     media_type: str = PROTOBUF
@@ -36,8 +36,9 @@ class WireResponse:
 class Futures:
     """Pending and finished requests.
 
-    A fetched result is kept in case the client lost the response, up to ``keep_bytes`` of the newest results. A
-    result that was never fetched is kept until its session ends.
+    In case the client lost the response, fetched results are kept: those that were fetched last, up to ``keep_bytes``,
+    but at least one. A result that was never fetched, or that is from an earlier process, is kept until its session
+    ends.
     """
 
     def __init__(self, keep_bytes: int = 256 * 2**20) -> None:
@@ -46,7 +47,7 @@ class Futures:
         self._fetched: OrderedDict[str, int] = OrderedDict()
         self._fetched_bytes = 0
         self._keep_bytes = keep_bytes
-        self._closing: asyncio.Future[WireResponse] | None = None
+        self._stop_signal: asyncio.Future[WireResponse] | None = None  # ends the wait of fetches; has no result
         self._is_closing = False
 
     def open(self, request_id: str) -> None:
@@ -71,7 +72,7 @@ class Futures:
         """Return the result of ``request_id``; None if it is pending after ``timeout_s`` or when the server stops.
 
         Raises:
-            NotFoundError: the request is unknown, or its result was fetched long ago.
+            NotFoundError: the request is unknown, or its result was fetched and has been dropped since.
         """
         if (restored := self._restored.get(request_id)) is not None:
             return restored
@@ -84,9 +85,9 @@ class Futures:
         if not future.done():
             if self._is_closing:
                 return None
-            if self._closing is None:
-                self._closing = asyncio.get_running_loop().create_future()
-            await asyncio.wait({future, self._closing}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._stop_signal is None:
+                self._stop_signal = asyncio.get_running_loop().create_future()
+            await asyncio.wait({future, self._stop_signal}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
                 return None
         response = future.result()
@@ -96,8 +97,8 @@ class Futures:
     def release_waiters(self) -> None:
         """Make every fetch of a pending result return None at once, so that the server can stop."""
         self._is_closing = True
-        if self._closing is not None and not self._closing.done():
-            self._closing.set_result(WireResponse(b""))
+        if self._stop_signal is not None:
+            self._stop_signal.cancel()
 
     def drop(self, prefix: str) -> None:
         """Drop all requests whose id starts with ``prefix``."""

@@ -29,8 +29,8 @@ CheckpointKind = Literal["state", "sampler", "both"]
 # Kinds of content whose digests a checkpoint records.
 ContentKind = Literal["data", "terms", "evaluators", "environment", "model", "tokenizer"]
 CHECKPOINT_HELP = (
-    "`RUN`, `RUN@STEP`, `RUN@best` or `RUN@final` of a run in the storage, a `tinker://` path, or `base`, the model "
-    "without an adapter."
+    "`RUN` (its newest weights), `RUN@STEP`, `RUN@best` or `RUN@final` of a run in the storage, a `tinker://` path, or "
+    "`base`, the model without an adapter."
 )
 
 
@@ -91,7 +91,7 @@ class Config(BaseModel):
             CredentialsError: a string at any depth has one.
         """
         for path, text in _strings(fields, ""):
-            fix = _CREDENTIALS_OF.get(path)
+            fix = _CREDENTIALS_OF.get(path)  # set for the fields that are addresses, which may lack a scheme
             if contains_credentials(text) or (fix and has_credentials(text)):
                 raise CredentialsError(
                     f"The config is invalid: {path!r} is {hide_credentials(text)!r}, but it has a user name or "
@@ -197,6 +197,7 @@ class KeepBestConfig(Config):
     @classmethod
     def _check_fields(cls, fields: object) -> object:
         if isinstance(fields, str):
+            # The loader puts "'keep_best' is VALUE, but " in front.
             raise ValueError(
                 f"it has the fields metric and mode: write keep_best.metric={fields} on the command line, or "
                 f"`keep_best: {{metric: {fields}, mode: min}}` in YAML"
@@ -386,7 +387,8 @@ class RunConfig(TrackedConfig, NamedConfig):
         le=0.999,
         title="Promote with confidence",
         description="Confidence with which the checkpoint must be better than the baseline on the same problems. At "
-        "0.95, a run whose checkpoints are only as good as the baseline registers one in at most 5 % of cases. With "
+        "0.95, the probability that a run registers a checkpoint is at most 5 % if all of its checkpoints are only as "
+        "good as the baseline. With "
         "`keep_best`, the p-value is multiplied by the number of checkpoints that it compares. Only for `test/nll`, "
         "`test/env/all/reward/total`, `test/accuracy` and `test/margin` of preferences, and the metrics of evaluators "
         "that grade answers. Unset: compare the two values and ignore their uncertainty.",

@@ -107,7 +107,7 @@ def renderer_names(config: BaseModel) -> list[str]:
 
 
 def field_values(fields: Any, name: str) -> Iterator[Any]:
-    """Yield the values of every field with this name, including those in nested dicts, lists and dotted paths."""
+    """Yield the values of every field with this name, in nested dicts and lists and under dotted keys (`a.b.name`)."""
     if isinstance(fields, Mapping):
         for key, value in fields.items():
             if str(key).rpartition(".")[2] == name:
@@ -124,12 +124,13 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
     errors = error.errors(include_url=False)
     first = next((entry for entry in errors if entry["type"] == "extra_forbidden"), errors[0])
     parts: list[str] = []
-    for part in first["loc"]:  # descend in `fields`
-        if isinstance(fields, list) and isinstance(part, int) and part < len(fields):
-            fields = fields[part]
-            parts.append(str(fields.get("name", part)) if isinstance(fields, dict) else str(part))
+    value = fields
+    for part in first["loc"]:
+        if isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+            parts.append(str(value.get("name", part)) if isinstance(value, dict) else str(part))
         else:
-            fields = fields.get(part) if isinstance(fields, dict) else None
+            value = value.get(part) if isinstance(value, dict) else None
             parts.append(str(part))
     path = ".".join(parts)
     if first["type"] == "missing":
@@ -138,7 +139,7 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
         known = _fields_beside(config_type, first["loc"])
         others = f"; the fields are {', '.join(known)}" if known else ""
         return f"the field {path!r} is unknown{did_you_mean(parts[-1], known).removesuffix('?') or others}"
-    # A validator that builds a config of its own, as rlhf does for each stage, raises the whole sentence.
+    # A validator that loads another config, as rlhf does for each stage, raises a message with this prefix.
     raised = first["msg"].removeprefix("Value error, ").removeprefix("The config is invalid: ").removesuffix(".")
     message = hide_credentials(raised)
     if first["type"] == "value_error" and isinstance(first["input"], Mapping):  # a rule about several fields
@@ -172,7 +173,7 @@ def _set(fields: Any, path: Sequence[str], value: Any, key: str) -> None:
     head, *rest = path
     if isinstance(fields, list):
         names = [str(item.get("name")) if isinstance(item, Mapping) else "" for item in fields]
-        # The first of several entries with one name counts, and an index counts before a name.
+        # If several entries have the same name, it means the first. A number is an index before it is a name.
         entries = {name: index for index, name in reversed([*enumerate(names)])}
         entries |= {str(index): index for index in range(len(fields))}
         if head not in entries:

@@ -114,9 +114,10 @@ class RlhfConfig(TrackedConfig, NamedConfig):
     needs_approval: bool = Field(
         default=False,
         title="Needs approval",
-        description="Ask a person before each stage after the first, and before a stage with `register_as` registers "
-        "its checkpoint. A flow run of a deployment is suspended until someone submits the form in the Prefect UI; a "
-        "run from a terminal asks in the terminal.",
+        description="Ask a person after each stage except the last whether to continue. A stage with `register_as` "
+        "asks whether to register its checkpoint instead, which also decides about the next stage. A flow run of a "
+        "deployment is suspended until someone submits the form in the Prefect UI; a run from a terminal asks in the "
+        "terminal.",
     )
 
     budget: BudgetConfig = Field(

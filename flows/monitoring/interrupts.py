@@ -71,13 +71,13 @@ class StopRequest:
     def _poll(self, closed: threading.Event, flow_run: FlowRun) -> None:
         """Poll the Prefect server for a cancel of a flow run or of the one that called it."""
         while not self._cancelled and not closed.wait(POLL_EVERY_S):
-            # The run continues while the server is down or another program responds in its place.
+            # Ignore errors: the server may be down, and another program may respond at its address.
             with suppress(*TRANSIENT_ERRORS), get_client(sync_client=True) as client:
                 watched = _with_callers(client, flow_run)
                 while not self._cancelled and not closed.is_set():
                     states = [client.read_flow_run(flow_run_id).state for flow_run_id in watched]
                     if any(state.is_cancelling() for state in states if state):
-                        self._cancelled = True  # never reset: `cancel` may have set it during the requests
+                        self._cancelled = True  # never set it to False: `cancel` may have set it meanwhile
                     closed.wait(POLL_EVERY_S)
 
 

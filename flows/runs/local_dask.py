@@ -67,7 +67,7 @@ def serve(connection: Connection) -> None:
     folder = tempfile.mkdtemp(prefix="dask-")
     options = {
         "temporary-directory": folder,
-        # Retry a task once after its worker died, because another task on this worker may have caused it.
+        # If a worker dies, retry its tasks once: another task on that worker may have killed it.
         "distributed.scheduler.allowed-failures": 1,
         # Time limit for the restart of a worker, after which the cluster gives the worker up; Dask's default is 15 s.
         "distributed.deploy.lost-worker-timeout": f"{START_S}s",

@@ -43,7 +43,7 @@ class SequenceSettings:
     """Settings of a teacher's sequences.
 
     Attributes:
-        key: cache key of everything that the sequences depend on.
+        key: digest of all settings that the sequences depend on; their cache keys begin with it.
         rollout: settings of the teacher's rollouts.
         top_k: number of soft targets per position; 0 for hard targets.
     """
@@ -152,8 +152,8 @@ class TeacherDataSource(BatchSource):
         ]
 
     def _hard_sequences(self, items: Sequence[Item[TeacherInput]], step: int) -> list[list[TeacherSequence]]:
-        """Hard sequences of the items: given sequences, and the teachers' completions of groups."""
-        # With a temperature or truncation, the samples do not follow the distribution that `top` is taken from.
+        """Sequences without soft targets: given sequences, and the teachers' completions of groups."""
+        # With a temperature or truncation, the samples do not follow the distribution of the soft targets.
         is_unbiased = self._settings.rollout.distribution.is_plain
         pending = [self._start(item, step, index) for index, item in enumerate(items)]
         return [
@@ -211,12 +211,12 @@ def dataset_values(dataset: BatchedDataset[TeacherInput] | None) -> list[Teacher
 
 
 def item_key(item: Item[TeacherInput]) -> str:
-    """Cache key of an item: a digest of a sequence, whose position differs between epochs, or the position of a group.
+    """Cache key of an item: the index of its dataset, and the position of a group or a digest of a given sequence.
 
-    The key starts with the index of the dataset.
+    The position of a given sequence differs between epochs.
     """
     if isinstance(item.value, tinker.Datum):
         targets = item.value.loss_fn_inputs["target_tokens"].to_numpy().tobytes()
-        tokens = hashlib.sha256(item.value.model_input.model_dump_json().encode() + targets).hexdigest()
-        return f"{item.dataset}/{tokens}"
+        digest = hashlib.sha256(item.value.model_input.model_dump_json().encode() + targets).hexdigest()
+        return f"{item.dataset}/{digest}"
     return f"{item.dataset}/{item.position}"

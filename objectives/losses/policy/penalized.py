@@ -1,7 +1,8 @@
 """Policy losses with a divergence penalty instead of a clip: dro, stable_reinforce and conservative_ppo.
 
 Symbols: p is the policy in training, q the policy that sampled the tokens, ``r = p / q`` the ratio of a token, A its
-advantage and ``sg`` stop-gradient. ``_DT`` is one axis: the tokens of all datums, one after the other.
+advantage and ``sg`` stop-gradient. ``_DT`` is one axis of length
+N: the tokens of all datums, one after the other.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ def conservative_metrics(
 ) -> dict[str, float]:
     """Metrics of the parts of the loss.
 
-    ``policy`` is the surrogate per token, ``kl_q_p`` the divergence in nats per token, and ``beyond_cutoff`` is 1 if
-    the divergence exceeds twice the target, else 0.
+    ``policy`` is the loss without its penalty, per token, ``kl_q_p`` the divergence in nats per token, and
+    ``beyond_cutoff`` is 1 if the divergence exceeds twice the target, else 0.
     """
     kl = mean_kl(logprobs_DT, sampling_logprobs_DT).item()
     policy = importance_sampling(logprobs_DT, sampling_logprobs_DT, advantages_DT).item() / max(1, len(logprobs_DT))

@@ -22,9 +22,9 @@ def kl(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Estimate of the KL divergence between policy p and reference q at each target, nats, ``(N,)``.
 
-    **Samples.** If the batch has the logprobs of the policy s that sampled it, each target is weighted by the
-    importance ratio of its completion up to and including itself. With ``d_t = log p_t - log q_t`` and
-    ``k3(d) = exp(-d) - 1 + d``::
+    **Samples.** If the batch has the logprobs of the policy s that sampled it, the value at each target is multiplied
+    by the importance ratio of the completion's tokens up to this target, inclusive. With ``d_t = log p_t - log q_t``
+    and ``k3(d) = exp(-d) - 1 + d``::
 
         reverse, KL(p || q):  k3(d_t)  * exp(sum_{u <= t} (log p_u - log s_u))
         forward, KL(q || p):  k3(-d_t) * exp(sum_{u <= t} (log q_u - log s_u))
@@ -52,7 +52,11 @@ def kl(
         prefix_ratio_max: maximum weight of a trained token.
 
     >>> batch = Batch(torch.tensor([5, 6]), torch.ones(2), torch.tensor([0, 2]))
-    >>> outputs = Outputs(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -4.0]), torch.tensor([-1.5, -2.0]))
+    >>> outputs = Outputs(
+    ...     logprobs_DT=torch.tensor([-1.0, -2.0]),
+    ...     ref_logprobs_DT=torch.tensor([-1.0, -4.0]),
+    ...     sampling_logprobs_DT=torch.tensor([-1.5, -2.0]),
+    ... )
     >>> kl(outputs, batch, estimator="k1")[0]
     tensor([0.0000, 3.2974])
     """
@@ -86,22 +90,21 @@ def kl_unweighted(
     =========  ======================  ======================  ==============
     direction  reverse, KL(p || q)     forward, KL(q || p)     symmetric
     =========  ======================  ======================  ==============
-    samples    of the policy           of the reference        of either
     k1         ``d``                   ``-d``                  (sums to 0)
     k2         ``d^2 / 2``             ``d^2 / 2``             ``d^2 / 2``
     k3         ``exp(-d) - 1 + d``     ``exp(d) - 1 - d``      ``cosh(d) - 1``
     =========  ======================  ======================  ==============
 
-    Values: on tokens sampled from the model in the row "samples", k1 and k3 are unbiased estimates of the KL divergence
-    in their column. k3 is never negative.
+    Values: k1 and k3 are unbiased estimates of the reverse KL on tokens sampled from the policy, and of the forward KL
+    on tokens sampled from the reference. symmetric is the mean of both columns and unbiased on neither: the expectation
+    of its k3 is half of the chi-square divergence. k3 is never negative.
 
     Gradients, in expectation, for given preceding tokens: on samples of the policy, k2 has the gradient of the reverse
     KL, reverse k3 has the gradient of the forward KL, and reverse k1 has gradient 0. On samples of the reference,
     forward k1 and forward k3 have the gradient of the forward KL. No gradient accounts for the effect of a token on the
     distribution of later tokens; the term `kl` does. k2, k3 and symmetric are minimal at ``p = q``; k1 has no minimum.
 
-    Source: Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); symmetric is half of
-    Jeffreys' divergence.
+    Source: Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html).
 
     Args:
         estimator: estimator of the divergence; the three differ in variance and gradient.
