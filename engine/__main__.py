@@ -169,4 +169,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 if __name__ == "__main__":
     os.umask(0o077)  # checkpoints and journals are the owner's
+    # None makes a package appear as not installed. transformers imports both for functions that the engine does not
+    # call, which takes a second.
+    sys.modules["scipy"] = sys.modules["sklearn"] = None  # pyright: ignore[reportArgumentType]
     sys.exit(main())
