@@ -32,6 +32,7 @@ from tinker_cookbook.rl.types import RolloutError, Trajectory, TrajectoryGroup, 
 from blocks.console import TextConsole
 from blocks.storage import RunDirectory, RunStorage
 from blocks.terminal import escape_terminal
+from deployments.command_line import main
 from engine.tiny import byte_tokenizer
 from flows.sweep import show_sweep
 from flows.sweeps.result import SweepResult
@@ -155,13 +156,17 @@ def test_errors_of_commands_escape_their_arguments(tmp_path: Path, command: tupl
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", output)
 
 
-@pytest.mark.process
-def test_status_escapes_what_a_run_has_stored(tmp_path: Path) -> None:
+def test_status_escapes_what_a_run_has_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path))
     with RunStorage(url=str(tmp_path / "runs")).run_directory("mine") as directory:
         config = {"run_name": "mine", "model": ESCAPE, "tracking": f"sqlite:///{tmp_path}/mlflow.db"}
         directory.write_bytes("config.json", json.dumps(config).encode())
     for arguments in (("status", "mine"), ("status",), ("status", "mine", "--json")):
-        output = output_of(tmp_path, *COMMAND, *arguments)
+        with pytest.raises(SystemExit):
+            main([*arguments])
+        output = "".join(capsys.readouterr())
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", output)
         assert "mine" in output
         assert ("1b[31mX" in output) == (arguments[1:] != ())
