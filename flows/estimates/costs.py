@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, NamedTuple
 
+from tinker_cookbook.rl.preference_envs import PairwisePreferenceGroupBuilder, get_pairs_chunked
 from tinker_cookbook.rl.types import EnvGroupBuilder, InitialObservationOverflow
 from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
 
@@ -24,7 +25,9 @@ from tasks.common.task import inline_tasks
 from tasks.distillation.prompts import PromptGroup
 from tasks.evaluation.evaluators import ConfiguredEvaluator
 from tasks.evaluation.sampled import SampledEvaluator
+from tasks.preference.preference_models import verdict_tokens
 from tasks.reports.summary import STOPPED_TAG
+from tasks.rl.environments.pairwise import ChosenAnswerGroupBuilder
 from tasks.rl.environments.reward_model import RewardModelGroupBuilder
 from tasks.training.batch_source import SampledTokens
 from tasks.training.metrics import metric_values
@@ -119,26 +122,39 @@ class GroupSizes(NamedTuple):
         num_prompt_tokens: Prompt tokens of all rollouts.
         num_shared_tokens: Prompt tokens that repeat those of the group's first rollout; a prefix cache may hold them.
         num_teacher_tokens: Prompt tokens of all rollouts as the teacher sees them.
-        num_reward_tokens: Tokens of all rollouts as a reward model sees them, with empty answers; 0 without one.
+        reward_model: Base model of the reward model or judge; empty without one, and if its tokens are unknown.
+        num_reward_tokens: Tokens of all requests to the reward model or judge, with empty answers.
+        num_shown: Number of answers in these requests.
+        num_verdicts: Number of these requests.
+        max_reply_tokens: Maximum tokens of all replies; the minimum is one token each.
     """
 
     num_rollouts: int = 0
     num_prompt_tokens: int = 0
     num_shared_tokens: int = 0
     num_teacher_tokens: int = 0
+    reward_model: str = ""
     num_reward_tokens: int = 0
+    num_shown: int = 0
+    num_verdicts: int = 0
+    max_reply_tokens: int = 0
 
     def plus(self, other: GroupSizes) -> GroupSizes:
-        """Return the sums of both."""
-        return GroupSizes(*(a + b for a, b in zip(self, other, strict=True)))
+        """Return the sums of both; the groups of a run have the same reward model."""
+        sums = {key: value + getattr(other, key) for key, value in self._asdict().items() if key != "reward_model"}
+        return GroupSizes(**sums, reward_model=self.reward_model or other.reward_model)
 
     def sampling(self, num_tokens: int) -> SampledTokens:
         """Return the tokens for sampling one completion of this length per rollout."""
         return SampledTokens(self.num_prompt_tokens, self.num_rollouts * num_tokens, self.num_shared_tokens)
 
-    def rewarding(self, num_tokens: int) -> SampledTokens:
-        """Return the tokens of a reward model that scores one answer per rollout, each of `num_tokens` tokens."""
-        return SampledTokens(self.num_reward_tokens + self.num_rollouts * num_tokens, self.num_rollouts)
+    def rewarding(self, num_tokens: int, *, is_high: bool) -> SampledTokens:
+        """Return the tokens of the reward model or judge for answers of `num_tokens` tokens.
+
+        Its tokenizer is assumed to need as many tokens as that of the policy.
+        """
+        num_replied = self.max_reply_tokens if is_high else self.num_verdicts
+        return SampledTokens(self.num_reward_tokens + self.num_shown * num_tokens, num_replied)
 
     def scoring(self, num_tokens: int, *, by_teacher: bool = False) -> SampledTokens:
         """Return the tokens for scoring one completion of this length per rollout; a score costs one sampled token."""
@@ -229,10 +245,26 @@ async def _measure(groups: Sequence[EnvGroupBuilder]) -> GroupSizes:
         prompt, _ = first
         shown = group.teacher_prompt if isinstance(group, PromptGroup) else prompt
         num = len(environments)
-        num_scored = group.num_scored_tokens() if isinstance(group, RewardModelGroupBuilder) else 0
-        measured = (num * prompt.length, (num - 1) * prompt.length, num * shown.length, num * num_scored)
-        sizes = sizes.plus(GroupSizes(num, *measured))
+        of_prompts = (num * prompt.length, (num - 1) * prompt.length, num * shown.length)
+        sizes = sizes.plus(GroupSizes(num, *of_prompts, *_of_rewards(group, num)))
     return sizes
+
+
+def _of_rewards(group: EnvGroupBuilder, num_rollouts: int) -> tuple[str, int, int, int, int]:
+    """Return the last five fields of a group's sizes."""
+    if isinstance(group, RewardModelGroupBuilder):
+        model = group.reward_model.teacher.sampler.get_base_model()
+        return model, num_rollouts * group.num_scored_tokens(), num_rollouts, num_rollouts, num_rollouts
+    if isinstance(group, PairwisePreferenceGroupBuilder):
+        tokens = verdict_tokens(group.preference_model, group.convo_prefix)
+        if tokens:
+            num_pairs = 2 * num_rollouts  # with the chosen answer, in both orders
+            if not isinstance(group, ChosenAnswerGroupBuilder):
+                num_pairs = len(get_pairs_chunked(num_rollouts, group.tournament_pattern, group.matchup_group_size))
+            num_calls = num_pairs * tokens.num_calls
+            num_prompt_tokens = num_pairs * tokens.num_prompt_tokens
+            return tokens.model, num_prompt_tokens, 2 * num_calls, num_calls, num_pairs * tokens.max_reply_tokens
+    return "", 0, 0, 0, 0
 
 
 class AnswerSizes(NamedTuple):

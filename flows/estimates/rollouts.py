@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tinker_cookbook.rl.preference_envs import PairwisePreferenceGroupBuilder
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
 
 from flows.config.distill import GroupsConfig, OnPolicyConfig, SelfConfig
@@ -28,7 +29,7 @@ from flows.training.step import num_passes
 from objectives.objective import Objective
 from tasks.distillation.mixture import Mixture
 from tasks.evaluation.evaluators import build_evaluators
-from tasks.rl.environments.reward_model import RewardModelGroupBuilder
+from tasks.preference.preference_models import verdict_tokens
 from tasks.rl.group_batches import GroupBatches
 from tasks.rl.rollout_source import build_environments
 
@@ -45,7 +46,7 @@ class RunSizes:
         trained: Groups of the first step that are trained on; without over-sampling, all of them.
         held_out: Held-out groups, by teacher's model.
         evaluators: Evaluators of the config.
-        reward_model: Base model of the reward model; None without one.
+        has_unknown_judge: True if answers are compared by a model whose tokens are unknown.
     """
 
     steps_per_epoch: int
@@ -53,7 +54,7 @@ class RunSizes:
     trained: GroupSizes
     held_out: Mapping[str, GroupSizes]
     evaluators: EvaluatorSizes
-    reward_model: str | None = None
+    has_unknown_judge: bool = False
 
     @property
     def all_of_step(self) -> GroupSizes:
@@ -127,11 +128,14 @@ def _count(
     num_evaluations = schedule.num_often
     bill.add("evaluations", config.model, held_out.sampling(length), num_evaluations)
     sizes.evaluators.add_to(bill, num_evaluations, schedule.num_rarely, is_high=is_high)
-    if sizes.reward_model:
-        num_text_tokens = length if is_high else 0  # the stop token is no part of the answer
-        bill.add("reward model", sizes.reward_model, started.rewarding(num_text_tokens), num_steps)
-        bill.add("reward model", sizes.reward_model, step.rewarding(num_text_tokens), num_steps * refills)
-        bill.add("evaluations", sizes.reward_model, held_out.rewarding(num_text_tokens), num_evaluations)
+    num_text_tokens = length if is_high else 0  # the stop token is no part of the answer
+    for part, groups, times in (
+        ("reward model", started, num_steps),
+        ("reward model", step, num_steps * refills),
+        ("evaluations", held_out, num_evaluations),
+    ):
+        if groups.reward_model:
+            bill.add(part, groups.reward_model, groups.rewarding(num_text_tokens, is_high=is_high), times)
     if has_teacher and not (isinstance(config, OnPolicyConfig) and config.hindsight):
         for model, of_teacher in sizes.held_out.items():
             bill.add("evaluations", model, of_teacher.scoring(length, by_teacher=True), num_evaluations)
@@ -140,7 +144,9 @@ def _count(
 
 def _excluded(config: SamplingMethod, objective: Objective, sizes: RunSizes) -> Iterator[str]:
     """Yield the costs that the bounds leave out."""
-    yield "turns of a rollout after the first, retries, models that compare answers, clients of the user's own code"
+    yield "turns of a rollout after the first, retries, clients of the user's own code"
+    if sizes.has_unknown_judge:
+        yield "the model that compares answers"
     yield from sizes.evaluators.others
     if isinstance(config, RlConfig) and config.schedule.mode == "async":
         yield "groups that are sampled again because they became too old"
@@ -190,15 +196,17 @@ def _sizes_of(config: SamplingMethod) -> RunSizes:
         trained = total(step.values())
         if num_cancelled:  # any group may be cancelled; assume the last ones
             trained = measure(first[models[0]][:-num_cancelled])
-        return RunSizes(num_steps, step, trained, test_sizes, evaluators, _reward_model_of(first.values()))
+        return RunSizes(num_steps, step, trained, test_sizes, evaluators, _has_unknown_judge(first.values()))
 
 
 def _groups_of(dataset: RLDataset) -> list[EnvGroupBuilder]:
     return [group for index in range(len(dataset)) for group in dataset.get_batch(index)]
 
 
-def _reward_model_of(parts: Iterable[Sequence[EnvGroupBuilder]]) -> str | None:
-    """Return the base model of the groups' reward model; None without a reward model."""
-    groups = (group for part in parts for group in part if isinstance(group, RewardModelGroupBuilder))
-    group = next(groups, None)
-    return group.reward_model.teacher.sampler.get_base_model() if group else None
+def _has_unknown_judge(parts: Iterable[Sequence[EnvGroupBuilder]]) -> bool:
+    return any(
+        isinstance(group, PairwisePreferenceGroupBuilder)
+        and verdict_tokens(group.preference_model, group.convo_prefix) is None
+        for part in parts
+        for group in part
+    )

@@ -193,6 +193,12 @@ def _preference_model_judge(model: PreferenceModel) -> Judge:
     return judge
 
 
+def judge_message(guidance: JudgeGuidance, question: str, first: str, second: str) -> Message:
+    """Return the message that asks a model for a verdict."""
+    content = _PROMPT.format(guidance=guidance, question=question, first=first, second=second)
+    return Message(role="user", content=content)
+
+
 def completer_judge(completer: MessageCompleter, guidance: JudgeGuidance = NO_GUIDANCE) -> Judge:
     """Judge that prompts a model for a verdict in both orders.
 
@@ -201,8 +207,7 @@ def completer_judge(completer: MessageCompleter, guidance: JudgeGuidance = NO_GU
     """
 
     async def prompt(question: str, first: str, second: str) -> float:
-        content = _PROMPT.format(guidance=guidance, question=question, first=first, second=second)
-        reply = get_text_content(await completer([Message(role="user", content=content)]))
+        reply = get_text_content(await completer([judge_message(guidance, question, first, second)]))
         verdict = parse_verdict(reply)
         record = _RECORD.get()
         if verdict is None:

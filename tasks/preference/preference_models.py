@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import chz
 import tinker
@@ -13,12 +14,28 @@ from tinker_cookbook.preference.types import (
     PreferenceModelBuilder,
     PreferenceModelFromChatRenderer,
 )
-from tinker_cookbook.renderers import Message, get_renderer, get_text_content
+from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 from tasks.common.renderers import renderer_name_of
-from tasks.preference.judges import Judge, JudgeGuidance, build_judge, completer_judge
+from tasks.preference.judges import Judge, JudgeGuidance, build_judge, completer_judge, judge_message
 from tasks.training.token_meter import TokenMeter, open_counted_sampler
+
+
+class VerdictTokens(NamedTuple):
+    """Tokens of one comparison by a preference model.
+
+    Attributes:
+        model: base model that compares.
+        num_calls: number of requests, each of which shows both answers.
+        num_prompt_tokens: tokens of all requests, with empty answers.
+        max_reply_tokens: maximum tokens of all replies; the minimum is one token each.
+    """
+
+    model: str
+    num_calls: int
+    num_prompt_tokens: int
+    max_reply_tokens: int
 
 
 class JudgedPreference(PreferenceModel):
@@ -32,6 +49,22 @@ class JudgedPreference(PreferenceModel):
         first, second = _text(comparison.completion_A), _text(comparison.completion_B)
         # A judge returns 1 if the first answer is better and 0 if the second is; a preference model returns -1 and 1.
         return 1 - 2 * await self._judge({"question": question}, first, second)
+
+
+class PromptedJudge(JudgedPreference):
+    """Judge that prompts a model for the better answer, in both orders."""
+
+    def __init__(
+        self, sampler: tinker.SamplingClient, renderer: Renderer, max_tokens: int, guidance: JudgeGuidance
+    ) -> None:
+        completer = TinkerMessageCompleter(sampler, renderer, max_tokens, stop_condition=None, temperature=0.0)
+        super().__init__(completer_judge(completer, guidance))
+        self._sampler, self._renderer, self._max_tokens, self._guidance = sampler, renderer, max_tokens, guidance
+
+    def count_tokens(self, question: str) -> VerdictTokens:
+        """Return the tokens of a comparison of two empty answers."""
+        prompt = self._renderer.build_generation_prompt([judge_message(self._guidance, question, "", "")])
+        return VerdictTokens(self._sampler.get_base_model(), 2, 2 * prompt.length, 2 * self._max_tokens)
 
 
 @chz.chz
@@ -98,8 +131,23 @@ class PromptedJudgeBuilder(PreferenceModelBuilder):
     def __call__(self) -> PreferenceModel:
         sampler, tokenizer = open_counted_sampler(self.session, self.path, self.model, self.token_meter)
         renderer = get_renderer(renderer_name_of(self.model, tokenizer), tokenizer)
-        completer = TinkerMessageCompleter(sampler, renderer, self.max_tokens, stop_condition=None, temperature=0.0)
-        return JudgedPreference(completer_judge(completer, JudgeGuidance(self.criteria, self.principles)))
+        return PromptedJudge(sampler, renderer, self.max_tokens, JudgeGuidance(self.criteria, self.principles))
+
+
+def verdict_tokens(model: PreferenceModel, prompt: Sequence[Message]) -> VerdictTokens | None:
+    """Return the tokens of a comparison of two empty answers; None for a model whose tokens are unknown."""
+    if isinstance(model, PromptedJudge):
+        return model.count_tokens(get_text_content(prompt[-1]))
+    if isinstance(model, PreferenceModelFromChatRenderer):
+        shown = model.comparison_renderer.build_generation_prompt(
+            Comparison(list(prompt), [_empty_answer()], [_empty_answer()])
+        )
+        return VerdictTokens(model.sampling_client.get_base_model(), 1, shown.length, 1)
+    return None
+
+
+def _empty_answer() -> Message:
+    return Message(role="assistant", content="")
 
 
 def _text(answer: list[Message]) -> str:

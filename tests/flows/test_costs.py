@@ -175,19 +175,24 @@ def test_terms_on_held_out_groups_are_excluded(
         assert {*estimate_rollouts(queued).excluded} - {*excluded} == {replayed}
 
 
-@pytest.mark.parametrize("kind", ["reward model", "judge"])
+@pytest.mark.parametrize("kind", ["reward model", "judge", "pairwise"])
 def test_costs_of_reward_models_and_judges(kind: str, tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
     fields = rlhf_fields(tmp_path, "judged", mlflow_uri, engine_url) | {"warm_start": {}}
     path = ""
     if kind == "judge":
         del fields["reward"]
-        params = {"model": "tiny", "max_tokens": 5}
+        params = {"model": "tiny", "max_tokens": 1}
         fields["judge"] = {"builder": "tinker_flows:PromptedJudgeBuilder", "params": params}
+    elif kind == "pairwise":
+        del fields["reward"]
+        params = {"path": "", "model_name_for_tokenizer": "tiny", "renderer_name": "role_colon"}
+        fields["judge"] = {"builder": "tinker_flows:PairwiseBuilder", "params": params}
     else:
         session = tinker.ServiceClient(base_url=engine_url)
         path = session.create_lora_training_client("tiny", rank=4).result().save_state("reward").result().path
     config = RlhfConfig.model_validate(fields).policy_stage("", path)
-    config = config.model_copy(update={"prompt_logprobs_last_n": "off", "eval_every": 3})
+    rollout = config.rollout.model_copy(update={"max_tokens": 1})
+    config = config.model_copy(update={"prompt_logprobs_last_n": "off", "eval_every": 3, "rollout": rollout})
     expected = estimate_rollouts(config)
     before = engine_tokens(engine_url)
     metrics = rl(config).metrics  # pyright: ignore[reportArgumentType]
@@ -195,11 +200,12 @@ def test_costs_of_reward_models_and_judges(kind: str, tmp_path: Path, engine_url
     counted = {use: after[use] - before.get(use, 0.0) for use in after}
     assert metrics["cost/num_sample_tokens"] == counted["sampled"]
     assert metrics["cost/num_prefill_tokens"] - metrics["cost/num_cached_tokens"] == counted["prompt"]
-    if kind == "reward model":
-        low, high = expected.low.sampled, expected.high.sampled
-        assert low.num_sample_tokens <= metrics["cost/num_sample_tokens"] <= high.num_sample_tokens
-        # No upper bound: bytes of the untrained model that are no text become three tokens of the reward model each.
-        assert low.num_prefill_tokens <= metrics["cost/num_prefill_tokens"]
+    assert "reward model" in expected.parts
+    assert not any("compares" in phrase for phrase in expected.excluded)
+    low, high = expected.low.sampled, expected.high.sampled
+    assert low.num_sample_tokens == metrics["cost/num_sample_tokens"] == high.num_sample_tokens
+    # No upper bound: bytes of the untrained model that are no text become three tokens of the reward model each.
+    assert low.num_prefill_tokens <= metrics["cost/num_prefill_tokens"]
     # Two steps with two evaluations say nothing about longer runs, which evaluate every three steps.
     of_steps = {num: estimate_rollouts(config.model_copy(update={"num_steps": num})).like for num in (1, 2, 3, 4)}
     assert of_steps == {1: config.run_name, 2: config.run_name, 3: "", 4: ""}
