@@ -150,7 +150,8 @@ def show_runs(storage: str, as_json: bool) -> None:
         table.add_column(column, overflow="fold", justify=justify, min_width=len(column))
     for run in runs:
         checkpoint = "" if run.checkpoint_step is None else str(run.checkpoint_step)
-        cells = (run.run_name, run.state, _steps(run), checkpoint, _value(run), run.mlflow_run_id[:8], run.writer)
+        process = run.writer.partition(",")[0]  # without the id of the flow run, which fills half of the row
+        cells = (run.run_name, run.state, _steps(run), checkpoint, _value(run), run.mlflow_run_id[:8], process)
         table.add_row(*cells[: len(columns)])
     console.print(table)
     for message in dict.fromkeys(run.why for run in runs if run.state in ("unknown", "damaged")):
