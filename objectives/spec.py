@@ -68,7 +68,12 @@ class RegularizerSpec(BaseModel):
     every: int = Field(
         default=1, ge=1, title="Every", description="Evaluate at steps that are divisible by this number."
     )
-    retries: int = Field(default=0, ge=0, title="Retries", description="Number of retries of a failed evaluation.")
+    retries: int = Field(
+        default=0,
+        ge=0,
+        title="Retries",
+        description="Number of retries if preparing or evaluating the term fails.",
+    )
     on_error: OnError = Field(
         default="raise",
         title="On error",
