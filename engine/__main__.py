@@ -85,7 +85,12 @@ def _arguments() -> argparse.ArgumentParser:
 
     compute = parser.add_argument_group("compute")
     compute.add_argument("--device", default="cpu", help="torch device (default: cpu)")
-    compute.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "autocast-bf16"))
+    compute.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "autocast-bf16"),
+        help="dtype of the weights; autocast-bf16 has float32 weights and bfloat16 matrix products (default: float32)",
+    )
     compute.add_argument("--threads", type=int, help="number of torch threads (default: chosen by torch)")
     compute.add_argument(
         "--deterministic",

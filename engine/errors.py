@@ -35,4 +35,4 @@ class BusyError(EngineError):
 
 
 class NotFoundError(RequestError):
-    """Unknown model, session, sampler or checkpoint."""
+    """Unknown session, model, sampler, request, training run, checkpoint or custom loss."""

@@ -45,7 +45,7 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
     """
     worker = start_worker(settings.threads or torch.get_num_threads())
     engine = Engine(settings, worker.call(lambda: _load_models(settings)), worker)
-    gc.freeze()  # no collection, also not the one at exit, scans the modules of torch and transformers
+    gc.freeze()  # no collection, not even the one at exit, scans the modules of torch and transformers
     gc.enable()
     config = uvicorn.Config(
         make_app(engine), log_level="warning", access_log=False, timeout_graceful_shutdown=5, lifespan="off"

@@ -101,7 +101,7 @@ class PolicyLoss:
         untempered_DT = batch.untempered_logprobs_DT if self.correction.reads_snapshot else None
         snapshot_DT = None if untempered_DT is None else untempered_DT[batch.mask_DT]
         factors_DT = self.correction.factors(logprobs_DT, sampling_DT, advantages_DT, offsets_D, snapshot_DT)
-        if self.correction.ratio != "loss":  # the ratios of the loss are 1
+        if self.correction.ratio != "loss":  # these factors replace the loss's own ratios, which become 1
             sampling_DT = logprobs_DT.detach()
         return inputs | {"logprobs": sampling_DT, "advantages": factors_DT * advantages_DT}, factors_DT
 
@@ -137,4 +137,4 @@ def policy_loss_term(name: str, params: Mapping[str, object], correction: Correc
     if correction is not None:
         correction.check_loss(name)
     evaluate = PolicyLoss(loss, loss.check_params(params), correction)
-    return Term(name, "differentiable", evaluate, None, "none", None, NoParams, evaluate.needs)
+    return Term(name, "differentiable", evaluate, None, "none", None, NoParams, evaluate.needs, loss.unit)

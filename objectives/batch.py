@@ -24,7 +24,8 @@ class Batch:
             per position, as in distillation from a teacher's top-K tokens.
         weights_DT: float32, same shape: weight of each target token in the base loss; 0 for prompt and padding.
         offsets_D: int64 ``(D + 1,)``: datum ``d`` is ``[offsets_D[d], offsets_D[d + 1])``.
-        texts_D: decoded trained tokens of each datum (non-zero weight); ``D`` strings.
+        texts_D: decoded trained tokens of each datum (non-zero weight); ``D`` strings, or empty with K targets per
+            position.
         features: result of the term's ``prepare`` for this batch; ``None`` for a term without ``prepare``.
         datums: the service's datums, read only by loss functions of the SDK.
         advantages_DT: float32 ``(N,)``: advantage of each sampled token, 0 for other tokens; ``None`` for fixed data.
@@ -37,6 +38,10 @@ class Batch:
         values_DT: float32 ``(N,)``: a critic's estimate of the return from each sampled token on, in units of reward;
             ``None`` without a critic.
         returns_DT: float32 ``(N,)``: training targets of the critic; ``None`` without a critic.
+
+    Raises:
+        ObjectiveError: the batch has no datum, no token or no trained token, or a field with one value per token has
+            another length.
     """
 
     target_tokens_DT: Tensor

@@ -74,9 +74,10 @@ def score_function(outputs: Outputs, batch: Batch, scores_D: Tensor) -> Tensor:
 def minimum_risk(outputs: Outputs, batch: Batch, scores_D: Tensor, *, alpha: Alpha = 1.0) -> Tensor:
     """Expected score under the model, renormalized over each prompt's completions; for fixed data.
 
-    Estimand: the gradient of ``R = mean_prompts sum_d p_d s_d`` with ``p = softmax(alpha sum_t logprob_dt)`` over the
-    prompt's completions in the batch. It is exact: ``dR/dlogprob_dt = alpha p_d (s_d - R) / P`` for ``P`` prompts. If
-    the completions are all possible ones, R with ``alpha = 1`` is the expected score under the model.
+    Estimand: the gradient of ``R = mean_prompts S`` with ``S = sum_d p_d s_d`` and
+    ``p = softmax(alpha sum_t logprob_dt)`` over the prompt's completions in the batch. It is exact:
+    ``dR/dlogprob_dt = alpha p_d (s_d - S) / P`` for ``P`` prompts. If the completions are all possible ones, R with
+    ``alpha = 1`` is the expected score under the model.
 
     Source: Shen et al. 2016, "Minimum Risk Training for Neural Machine Translation" (arXiv:1512.02433), equations 6
     to 8.

@@ -98,7 +98,9 @@ def evaluate_term(regularizer: Regularizer, outputs: Outputs, batch: Batch, firs
             ``on_error`` is not ``raise`` is checked at every step, because the first one may have been skipped.
 
     Raises:
-        ObjectiveError: the term raises, returns a value that its kind does not allow, or is not finite.
+        ObjectiveError: an input of the term is missing or has another shape; the term raises, changes its input, is
+            async and exceeds its time limit, or returns a value that its kind does not allow; the value or the gradient
+            is not finite; or the value of a differentiable term does not depend on the logprobs.
     """
     start = time.perf_counter()
     _check_inputs(regularizer, outputs, batch)
@@ -235,8 +237,8 @@ def _reject_constant(regularizer: Regularizer, outputs: Outputs, batch: Batch) -
 def _check_inputs(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> None:
     if outputs.logprobs_DT.shape != batch.target_tokens_DT.shape:
         raise ObjectiveError(
-            f"Term {regularizer.name!r} received logprobs of shape {tuple(outputs.logprobs_DT.shape)}, but the batch "
-            f"has {batch.num_tokens} tokens; pack the service's result with the offsets of the same batch."
+            f"Term {regularizer.name!r} received logprobs of shape {tuple(outputs.logprobs_DT.shape)}, but the targets "
+            f"of the batch have {tuple(batch.target_tokens_DT.shape)}; pass the service's result for the same batch."
         )
     if TOPK in regularizer.term.needs and outputs.logprobs_DT.ndim != 2:
         raise ObjectiveError(

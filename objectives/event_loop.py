@@ -90,7 +90,7 @@ def wait_for(awaitable: Awaitable[T], timeout_s: float | None) -> T:
     """Await an object on the loop of the term's runner, or outside a runner on a loop of this call.
 
     Raises:
-        ObjectiveError: the time limit was exceeded; the awaitable is cancelled.
+        ObjectiveError: see `TermLoop.wait_for`.
     """
     active = _ACTIVE.get()
     if active is not None:

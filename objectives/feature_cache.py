@@ -24,8 +24,8 @@ from objectives.term import Regularizer, Term, definition_of, globals_of, origin
 class FeatureCache(JsonlCache):
     """Cache of features per datum.
 
-    A key is a hash of the term's ``prepare``, its version and parameters, and the datum's tokens, mask, text and text
-    labels.
+    A key is a hash of the term's ``prepare`` (its module's source, declared version and parameters) and of the datum's
+    tokens, mask, text and text labels.
     """
 
     def features(self, regularizer: Regularizer, batch: Batch, prepare: Callable[[Batch], Any]) -> list[object]:

@@ -1,4 +1,4 @@
-"""Modules and commands that configs may name: all of them from a terminal, else those that the operator named.
+"""Modules and commands that configs may name: from a terminal all, else own modules and what the operator named.
 
 A worker of Prefect runs a deployment's flow in a process with the variable `PREFECT__FLOW_RUN_ID`, and a flow that is
 served on its own restricts its process when it starts (`flows.runs.rights`). The processes of the run inherit these
@@ -38,7 +38,7 @@ class NotAllowedError(ObjectiveError):
 
 
 def is_restricted() -> bool:
-    """Return whether configs of this process may name only what the operator has named."""
+    """Return whether configs of this process may name only modules of this project and what the operator has named."""
     run = os.environ.get(_RESTRICTED_RUN) or os.environ.get(_FLOW_RUN_OF_WORKER)
     return bool(run) and os.environ.get(_SIGNED_RUN) != run
 
@@ -125,13 +125,15 @@ def check_builder(target: object, path: str, interface: tuple[type, ...]) -> Non
 
 
 def find_command(name: str) -> tuple[str, ...]:
-    """Return the command that the operator named, as a list of words.
+    """Return the words of the command that the operator gave this name in the variable `COMMANDS`.
 
     Raises:
         ObjectiveError: there is no such command, or the variable is malformed.
     """
     try:
         commands = json.loads(os.environ.get(COMMANDS) or "{}")
+        if not all(isinstance(command, list) for command in commands.values()):
+            raise TypeError("a command is not a list")
         words = {key: tuple(value) for key, value in commands.items()}
         if not all(isinstance(word, str) for command in words.values() for word in command):
             raise TypeError("a word is not a string")

@@ -24,7 +24,7 @@ class JsonlCache:
         self._lock = threading.Lock()
 
     def find(self, keys: Collection[str]) -> dict[str, JsonData]:
-        """Return the cached values of the given keys."""
+        """Return the values by key, without the keys that are not cached."""
         return {key: self._values[key] for key in set(keys) & self._values.keys()}
 
     def put(self, values: Mapping[str, object]) -> None:

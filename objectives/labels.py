@@ -169,7 +169,8 @@ def find_pairs(batch: Batch, name: str) -> Pairs:
     """Find the pairs of datums that share a label; the first datum of a pair comes first in the batch.
 
     Raises:
-        ObjectiveError: there are no pairs, a label does not occur exactly twice, or a datum has no trained token.
+        ObjectiveError: no datum has the label, a value of the label is not on exactly two datums, or a datum of a pair
+            has no trained token.
 
     >>> labels_D = {"pair": torch.tensor([7, 3, NONE, 3, 7])}
     >>> find_pairs(Batch(torch.zeros(5).long(), torch.ones(5), torch.arange(6), labels_D=labels_D), "pair")

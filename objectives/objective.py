@@ -199,7 +199,8 @@ class Objective:
             can_sample: True if the flow can sample candidates, which have sampling logprobs.
 
         Raises:
-            ObjectiveError: a term needs another input.
+            ObjectiveError: a term needs an input that the flow does not provide, or has the estimator
+                ``score_function`` although the flow has no samples and cannot sample candidates.
         """
         for term in self._all_terms():
             if term.estimator == "score_function" and "sampling_logprobs" not in given and not can_sample:
@@ -237,7 +238,7 @@ class Objective:
                 estimator fits the batch.
 
         Raises:
-            ObjectiveError: no estimator fits the batch.
+            ObjectiveError: no estimator fits the batch, and `can_sample` is False.
         """
         auto = [regularizer.name for regularizer in self.regularizers if regularizer.estimator == "auto"]
         if can_sample and batch.sampling_logprobs_DT is None:  # on fixed data, `score_function` needs candidates
@@ -281,14 +282,15 @@ class Objective:
         """Correct the base loss for samples of another policy, or remove its correction with None.
 
         Raises:
-            ObjectiveError: the base loss is not a policy loss, or it has a penalty that depends on the
-                sampler's logprobs.
+            ObjectiveError: a correction is given, but the base loss is not a policy loss by name, or has a penalty that
+                depends on the sampler's logprobs.
         """
         policy_loss = self.base.term.evaluate if self.base else None
         if self.base is None or not isinstance(policy_loss, PolicyLoss):
             if correction is not None:
                 raise ObjectiveError(
-                    "The base loss is not a policy loss by name, so it has no correction; remove the correction."
+                    "A correction needs a policy loss of this package, such as 'ppo', as the base loss; set one, or "
+                    "remove the correction."
                 )
             return
         term = policy_loss_term(policy_loss.loss.name, policy_loss.params, correction)
@@ -477,7 +479,7 @@ def _check_target(spec: RegularizerSpec, term: Term) -> None:
 def _check_execution(spec: RegularizerSpec, term: Term) -> None:
     if spec.execution == "inline" and spec.timeout_s is not None:
         raise ObjectiveError(
-            f"Term {spec.name!r} has timeout_s={spec.timeout_s:g} and the execution 'inline', which cannot be stopped; "
+            f"Term {spec.name!r} has timeout_s={spec.timeout_s:g} and the execution 'inline', which has no time limit; "
             "remove timeout_s, or set execution to 'thread', 'async' or 'process'."
         )
     if spec.execution == "process":

@@ -59,7 +59,11 @@ def prefix_sum_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
 
 
 def mean_by_datum(values_DT: Tensor, batch: Batch) -> Tensor:
-    """Mean of each datum's trained tokens: ``(N,) -> (D,)``; 0 for a datum without trained tokens."""
+    """Mean of each datum's trained tokens: ``(N,) -> (D,)``; 0 for a datum without trained tokens.
+
+    Raises:
+        ObjectiveError: the values have another shape.
+    """
     counts_D = sum_by_datum(torch.ones_like(values_DT), batch)
     return sum_by_datum(values_DT, batch) / counts_D.clamp(min=1)
 
@@ -82,7 +86,11 @@ def check_single_target(batch: Batch) -> None:
 
 
 def trained_tokens(batch: Batch) -> list[list[int]]:
-    """Return the trained target tokens of each datum, as ``D`` lists."""
+    """Return the trained target tokens of each datum, as ``D`` lists.
+
+    Raises:
+        ObjectiveError: the batch has K targets per position.
+    """
     check_single_target(batch)
     lengths_D = sum_by_datum(torch.ones(batch.num_tokens), batch).long().tolist()
     return [tokens.tolist() for tokens in batch.target_tokens_DT[batch.mask_DT].split(lengths_D)]

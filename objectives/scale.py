@@ -5,8 +5,8 @@ multiplies each term by the size of the base loss, and the sum of all gradients 
 
     S * d/dlogprobs [base / S + sum_k weight_k value_k * (scale_k / S)]
 
-``S`` is the sum of the weights of the base loss; it is the number of trained tokens if all weights are 1, as in
-supervised training and in reinforcement learning. The scale of a term is S if its gradient at one token shrinks with
+``S`` is the sum of the absolute weights of the base loss; it is the number of trained tokens if all weights are 1, as
+in supervised training and in reinforcement learning. The scale of a term is S if its gradient at one token shrinks with
 the number of tokens (``unit="token"``): a term that is a mean over tokens compares with the base loss per token. It is
 ``S D / N``, for ``D`` sequences of ``N`` tokens, if its gradient at one token shrinks with the number of sequences
 (``unit="sequence"``), as for an expected score per completion: such a term compares with the base loss per sequence.
@@ -31,8 +31,9 @@ class Scale:
     """Factors of the terms of one batch.
 
     Attributes:
-        base: factor of the base loss: 1, or the share of a minibatch if the base loss is a mean.
-        size: S; the sum of the base loss's weights. Shown values of the total loss are divided by it.
+        base: factor of the base loss: 1, the share of the minibatch if the base loss is a mean, or 0 for candidates.
+        size: S, or the share of the minibatch if the base loss is a mean, or 0 for candidates. The metrics of the total
+            loss are divided by the size.
         token: scale of terms with the unit ``"token"``.
         sequence: scale of terms with the unit ``"sequence"``.
         plain: scale of terms that are sums; they grow with the batch as the base loss does.
@@ -101,16 +102,18 @@ def unit_of(regularizer: Regularizer, batch: Batch) -> Unit:
 
 
 def gain_unit(regularizer: Regularizer, base: Regularizer | None, batch: Batch) -> float:
-    """Return the size of the base loss with which a weight of 1 of a term compares; the unit of a target's gains.
+    """Return the factor that gives equal multipliers of a target equal strength: the unit of the target's gains.
 
-    With T trained tokens per sequence, in the mean over the sequences that the term sees:
+    T is the mean number of trained tokens of the sequences in the batch. The unit is:
 
     - T for a term with the unit ``"sequence"`` next to a loss per token, such as cross-entropy: it competes with the
       loss of a whole sequence;
     - 1/T for a term with the unit ``"token"`` next to a loss per sequence, such as a preference loss;
-    - 1 for equal units, and next to a policy loss, every token of which has the advantage of a whole completion.
+    - 1 for equal units, for a term with the reduction ``sum``, and next to a policy loss, in which every token has the
+      advantage of a whole completion.
     """
-    if regularizer.adds_up or (base is not None and base.adds_up):
+    is_policy_loss = base is not None and "advantages" in base.term.needs
+    if regularizer.adds_up or is_policy_loss:
         return 1.0
     base_unit = "token" if base is None else unit_of(base, batch)
     unit = unit_of(regularizer, batch)

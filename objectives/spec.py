@@ -62,13 +62,18 @@ class RegularizerSpec(BaseModel):
         title="Estimator",
         description="Estimator that turns the scores of a scored term into a gradient. `auto` chooses by the data: "
         "`score_function` for samples of the model, `minimum_risk` for fixed data with several completions per "
-        "prompt, and the term's own estimator for flagged tokens. Differentiable terms ignore it.",
+        "prompt, and the term's own estimator for flagged tokens. Terms that are not scored accept only `auto`.",
     )
     enabled: bool = Field(default=True, title="Enabled", description="Evaluate the term.")
     every: int = Field(
         default=1, ge=1, title="Every", description="Evaluate at steps that are divisible by this number."
     )
-    retries: int = Field(default=0, ge=0, title="Retries", description="Number of retries of a failed evaluation.")
+    retries: int = Field(
+        default=0,
+        ge=0,
+        title="Retries",
+        description="Number of retries if preparing or evaluating the term fails.",
+    )
     on_error: OnError = Field(
         default="raise",
         title="On error",
@@ -86,7 +91,8 @@ class RegularizerSpec(BaseModel):
         default=None,
         gt=0,
         title="Timeout (s)",
-        description="Time limit for preparing or evaluating one batch, in seconds. A term that exceeds it has failed.",
+        description="Time limit for preparing or evaluating one batch, in seconds. A term that exceeds it has failed. "
+        "The execution `inline` has no time limit.",
     )
 
     _unset_weight = model_validator(mode="before")(unset_weight)
@@ -192,20 +198,22 @@ class WatchSpec(BaseModel):
         ge=0,
         lt=1,
         title="Idle below",
-        description="Gradient share of a scored term below which the run warns, because the term has almost no effect.",
+        description="Gradient share of a term with one score per completion below which the run warns, because the "
+        "term has almost no effect.",
     )
     patience: int = Field(
         default=20,
         ge=1,
-        title="Patience (steps)",
-        description="Number of consecutive steps after which a condition causes a warning.",
+        title="Patience (evaluations)",
+        description="Number of consecutive evaluations of a term after which a condition causes a warning.",
     )
     share_decay: float = Field(
         default=0.9,
         ge=0,
         lt=1,
         title="Decay of shares",
-        description="Decay of the moving average of gradient shares, per step.",
+        description="Decay of the moving averages of gradient shares and of the metrics of preference losses, per "
+        "evaluation.",
     )
     effect_every: int = Field(
         default=10,
@@ -233,9 +241,7 @@ class ObjectiveSpec(BaseModel):
         description="Rule that adapts the weights at each step: a mapping whose `method` is `upgrad`, `dualproj`, "
         "`cagrad`, `mgda`, `imtl_g`, `aligned_mtl`, `pcgrad`, `random` or `gradnorm`. Unset or `off`: no balancing.",
     )
-    watch: WatchSpec = Field(
-        default=WatchSpec(), title="Watch", description="Warnings about terms that dominate or conflict."
-    )
+    watch: WatchSpec = Field(default=WatchSpec(), title="Watch", description="Thresholds of the warnings about terms.")
     backend: Backend = Field(
         default="auto",
         title="Backend",

@@ -206,8 +206,8 @@ class TargetController:
         integral   = clamp(integral + gain_unit * integral_gain * e / unit, lower, upper)
         multiplier = clamp(integral + gain_unit * proportional_gain * e / unit, lower, upper)
 
-    ``gain_unit`` is the size of the base loss with which a weight of the term compares (`objectives.scale.gain_unit`),
-    fixed at the first evaluation; 1 unless `set_gain_unit` sets it before.
+    ``gain_unit`` is `objectives.scale.gain_unit` of the term's first batch; 1 if `set_gain_unit` was not called before
+    the first evaluation.
 
     ``average`` is the moving average of the values, because single batches are noisy. The clamp of the violation is
     applied to the average, so the noise of the batches does not bias the mean. At rest ``e = 0``, so the mean value is
@@ -225,7 +225,7 @@ class TargetController:
         self._gain_unit: float | None = None
 
     def set_gain_unit(self, gain_unit: float) -> None:
-        """Set the unit of the gains, unless an earlier evaluation has fixed it."""
+        """Set the unit of the gains, unless it is set already."""
         if self._gain_unit is None:
             self._gain_unit = gain_unit
 
@@ -238,9 +238,10 @@ class TargetController:
         """Update the multiplier with the value of a step; return the metrics of this step.
 
         Returns:
-            ``multiplier``: the multiplier that the step used; ``violation``: moving average minus limit, in the unit
-            of the value, positive if the target is violated (`equals`: if the value is too high); ``at_bound``: 1 if a
-            bound of the multiplier keeps the controller from meeting the target.
+            ``multiplier``: the multiplier that the step used; ``violation``: moving average minus limit (`at_least`:
+            limit minus moving average), in the unit of the value, positive if the target is violated (`equals`: if the
+            value is too high); ``at_bound``: 1 if a bound of the multiplier keeps the controller from meeting the
+            target, else 0.
         """
         self.set_gain_unit(1.0)
         assert self._gain_unit is not None
@@ -298,7 +299,7 @@ class Targets:
         return self._controllers[name].weight
 
     def set_gain_unit(self, name: str, gain_unit: float) -> None:
-        """Set the unit of the gains of a term, unless an earlier evaluation has fixed it."""
+        """Set the unit of the gains of a term, unless it is set already."""
         self._controllers[name].set_gain_unit(gain_unit)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -79,7 +79,7 @@ class Term:
         needs: inputs beyond the current logprobs, such as ``ref_logprobs_DT`` of `Outputs` or ``advantages_DT`` of
             `Batch`.
         metric_values: functions of the metrics that a target can constrain, by metric: like ``evaluate``, but
-            ``(outputs, batch, **params) -> value``, with the metric as the reduced value.
+            ``(outputs, batch, **params) -> value``, whose reduced value is the metric.
         flag: finds the parts of a text to which the term objects; None if it cannot name them.
     """
 
@@ -100,7 +100,7 @@ class Term:
 
 
 class NoParams(BaseModel):
-    """Parameters of a term without parameters, or with bound ones."""
+    """Parameters of a term that has none, or whose parameters are already bound."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -272,8 +272,9 @@ _VERSION = "__tinker_flows_per_datum__"
 def per_datum(version: int = 1) -> Callable[[F], F]:
     """Declare that ``prepare`` returns a list with one feature per datum.
 
-    A feature may depend only on the datum's tokens, mask and text and on the parameters. A run then prepares each datum
-    once and caches its feature as JSON, using the annotated return type of the function, such as ``list[Verdict]``.
+    A feature may depend only on the datum's tokens, mask, text and text labels and on the parameters. A run then
+    prepares each datum once and caches its feature as JSON, using the annotated return type of the function, such as
+    ``list[Verdict]``.
 
     Args:
         version: increase it when a change in another module changes the features, to invalidate cached ones. Changes in

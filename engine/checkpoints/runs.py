@@ -40,6 +40,11 @@ class RunStore:
         self._runs = state / "runs"
 
     def save(self, run: TrainingRun) -> None:
+        """Write the metadata of a training run.
+
+        Raises:
+            EngineError: the write to disk failed.
+        """
         folder = self._runs / run_folder(run.model_id)
         with disk_errors(f"The training run {run.model_id}"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +63,7 @@ class RunStore:
         return _read(path)
 
     def all(self) -> list[TrainingRun]:
-        """List all runs, newest first."""
+        """List all runs, newest first; skip a run with a damaged description, with a warning in the log."""
         runs = []
         for path in self._runs.glob("*/run.json"):
             try:

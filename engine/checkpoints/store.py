@@ -31,7 +31,11 @@ from engine.errors import EngineError, NotFoundError, RequestError
 log = logging.getLogger(__name__)
 
 _CHECKPOINT = TypeAdapter(Checkpoint)
-_FILE_CONTENTS = {OPTIMIZER: "optimizer state", ADAPTER: "adapter weights"}
+_MISSING = {
+    OPTIMIZER: "no optimizer state: load only its weights, or load a checkpoint written by save_state.",
+    # The adapter of external weights may be encrypted.
+    ADAPTER: "no plain adapter weights: load a checkpoint written by save_state or save_weights_for_sampler.",
+}
 
 
 class CheckpointStore:
@@ -106,7 +110,7 @@ class CheckpointStore:
         return checkpoint
 
     def read(self, checkpoint: Checkpoint, file: str) -> dict[str, Tensor]:
-        """Read the tensors of one file and verify its checksum.
+        """Read the tensors of one file, `ADAPTER` or `OPTIMIZER`, and verify its checksum.
 
         Raises:
             RequestError: the checkpoint has no such file.
@@ -114,10 +118,7 @@ class CheckpointStore:
         """
         stored = checkpoint.files.get(file)
         if stored is None:
-            raise RequestError(
-                f"The checkpoint {checkpoint.name.path} has no {_FILE_CONTENTS.get(file, file)}: load it without, "
-                "or load a checkpoint written by save_state."
-            )
+            raise RequestError(f"The checkpoint {checkpoint.name.path} has {_MISSING[file]}")
         path = self.file_path(checkpoint, file)
         content = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(content).hexdigest() != stored.sha256:

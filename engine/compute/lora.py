@@ -1,8 +1,9 @@
 """LoRA adapters on a shared base model: W x + (alpha / r) B A x (Hu et al. 2021, arXiv:2106.09685).
 
-An adapter maps module names to its two factors. The base model's linear layers are wrapped once and read the
-active adapters from a shared object. Switching adapters is therefore free, gradients never reach another
-adapter, and dropping the mapping frees the adapter. On disk the factors have peft's names.
+An adapter maps the name of each adapted module to two factors. The base model's linear layers are wrapped once and read
+the active adapters from a shared object. Switching adapters is therefore free, and gradients never reach an inactive
+adapter. The layers keep no reference to an inactive adapter, so its memory is freed with its last owner. On disk the
+factors have peft's names.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def iterate_loss(
         max_tokens: maximum size of a micro-batch in tokens, including padding; a longer sequence has its own.
 
     Raises:
-        RequestError: a loss or a gradient is not finite.
+        RequestError: a custom loss fails or has no gradient, or a loss or a gradient is not finite.
     """
     logprobs_D: list[Tensor] = [torch.empty(0)] * len(data_D)
     metrics_D: list[Mapping[str, float]] = [{}] * len(data_D)

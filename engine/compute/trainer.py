@@ -22,8 +22,9 @@ _PEFT_PREFIX = "base_model.model."
 class Trainer:
     """Mutable training state of one adapter. Only the compute thread uses it.
 
-    After a failed forward_backward, the next optimizer step also fails and drops the whole gradient. Otherwise, a
-    client that sends both requests without waiting would unknowingly take a step on part of a batch.
+    After a failed forward_backward, the caller calls `invalidate_gradient`, so that the next optimizer step also fails
+    and drops the whole gradient. Otherwise, a client that sends both requests without waiting would unknowingly take a
+    step on part of a batch.
 
     Attributes:
         micro_batch_tokens: maximum size of one forward pass in tokens, including padding; a longer sequence has a pass
@@ -46,8 +47,8 @@ class Trainer:
         The generator yields between micro-batches.
 
         Raises:
-            RequestError: the batch is empty, a datum is invalid for the model or the loss, or the loss or its gradient
-                is not finite.
+            RequestError: the batch is empty, a datum is invalid for the model or the loss, a custom loss fails or has
+                no gradient, or the loss or its gradient is not finite.
         """
         if not data_D:
             raise RequestError("The batch is empty: send at least one datum.")

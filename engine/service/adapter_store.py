@@ -53,7 +53,11 @@ class AdapterStore:
         return store
 
     def adapter(self) -> Adapter:
-        """Return the adapter, read first if it is not in memory."""
+        """Return the adapter, read first if it is not in memory.
+
+        Raises:
+            EngineError: the adapter's checkpoint was deleted, is damaged, or does not fit the base model.
+        """
         if self._adapter is None:
             assert self._read is not None
             adapter = self._base.new_adapter(self._spec)

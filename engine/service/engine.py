@@ -235,7 +235,12 @@ class Engine:
         return session.samplers[sampler_id]
 
     async def new_snapshot_sampler(self, model: TrainingModel, seq_id: int) -> Sampler:
-        """Create a sampler for the current weights of a model."""
+        """Create sampler ``seq_id`` of the model's session, for the current weights of the model.
+
+        Raises:
+            NotFoundError: the session is not open.
+            RequestError, LostStateError: see `TrainingModel.snapshot`.
+        """
         session = self.session(model.model_id.partition(":")[0])
         base_name, adapter = await model.snapshot()
         sampler_id = f"{session.session_id}:sample:{seq_id}"

@@ -79,7 +79,7 @@ GAUGES = {
     "running_requests": "Training requests in progress.",
     "adapter_bytes": "Memory of adapters, moments, gradients and snapshots.",
     "evictions": "Evictions from memory to disk.",
-    "prefill_tokens_requested": "Tokens of samples when they joined the batch, including those of suspended samples.",
+    "prefill_tokens_requested": "Tokens of samples when they joined the batch; a suspended sample joins again.",
     "prefill_tokens_computed": "Tokens computed for these samples; equal beginnings of prompts are computed once.",
     "busy_seconds": "Time spent computing training and sampling.",
     "resident_bytes": "Resident memory of the process.",

@@ -18,6 +18,8 @@ class Settings:
         models: names or directories of the models to serve.
         state: folder that stores checkpoints, training runs and sessions.
         cache: folder that stores the weights of the built-in models.
+        host, port: address to listen on; port 0 is a free port.
+        device, dtype: torch device and dtype of the models; see `engine.models.load_model`.
         threads: number of torch threads; None leaves the choice to torch.
         api_key: key that clients must send; None accepts all clients and is allowed only for loopback addresses.
         micro_batch_tokens: maximum size of a forward pass in tokens, including padding; bounds memory. A longer

@@ -85,7 +85,11 @@ class TrainingModel:
 
     @property
     def origin(self) -> Origin:
-        """State the model was created from or last saved to; raises a RequestError before its creation."""
+        """State that the model was created from, or last loaded from or saved to.
+
+        Raises:
+            RequestError: the model is not created yet, or its creation failed.
+        """
         if self._origin is None:
             raise self._not_created()
         return self._origin
@@ -186,7 +190,7 @@ class TrainingModel:
         """Return the base model's name and a copy of the current adapter.
 
         Raises:
-            RequestError: the model was not created.
+            RequestError: the model is not created yet, or its creation failed.
             LostStateError: the weights were lost when the engine restarted.
         """
         return self.origin.base_model, await self._run(lambda trainer: trainer.snapshot())
@@ -234,7 +238,8 @@ class TrainingModel:
 
     def _not_created(self) -> RequestError:
         return RequestError(
-            f"The model {self.model_id} was not created, because its first request failed: create a new one."
+            f"The model {self.model_id} is not created: wait for the result of its first request, or create a new "
+            "model if that request failed."
         )
 
     def _record_origin(self, origin: Origin) -> None:

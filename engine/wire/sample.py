@@ -24,7 +24,7 @@ def decode_job(request: SampleRequest, loaded: LoadedModel) -> SampleJob:
     """Convert a request to a job.
 
     Raises:
-        RequestError: the model cannot run it.
+        RequestError: the request is invalid, or the model cannot run it.
     """
     tokens = []
     for chunk in request.prompt.chunks:

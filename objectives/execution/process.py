@@ -42,6 +42,9 @@ class TermProcess:
 
     A call that exceeds the time limit is killed with its process, and the next call starts a new one. The process is
     spawned, not forked, so it inherits no threads or locks. It ends with the run.
+
+    Raises:
+        ExecutionError: another process cannot import the term.
     """
 
     def __init__(self, term: Term) -> None:
@@ -50,11 +53,12 @@ class TermProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def call(self, doing: str, regularizer: Regularizer, *arguments: object) -> object:
-        """Call the function `objectives.execution.runner.FUNCTIONS[doing]` in the process.
+        """Call the function `objectives.execution.runner.FUNCTIONS[doing]` in the process, which is started if needed.
 
         Raises:
             ObjectiveError: the function raised.
-            ExecutionError: the call exceeded the time limit, the process ended, or an argument cannot be pickled.
+            ExecutionError: the process did not start, could not import the term, or ended; the call exceeded the time
+                limit; or an argument cannot be pickled.
         """
         with self._lock:
             self._start()

@@ -33,13 +33,23 @@ def load_term(module: str, name: str) -> Term:
         importlib.import_module(module)
         return registered_terms()[name]
     except Exception as error:
-        raise ExecutionError(f"it could not be imported there ({type(error).__name__}: {error})") from error
+        raise ExecutionError(
+            f"its process or worker could not import it from {module} ({type(error).__name__}: {error}); install the "
+            "module there"
+        ) from error
 
 
 def respond(
     term: Term, doing: str, fields: SentFields, arguments: Sequence[object], deliver: Callable[[object], T]
 ) -> T:
-    """Run a call; deliver ``(True, result)``, or ``(False, message)`` if the call fails."""
+    """Run a call and deliver ``(True, result)``, or ``(False, message)`` if the call fails.
+
+    Returns:
+        The result of `deliver`.
+
+    Raises:
+        OSError: `deliver` raised it, because the connection is closed.
+    """
     regularizer = Regularizer(term=term, schedule=Constant(value=1.0), **fields)
     try:
         answer = (True, worker_runner().call(doing, regularizer, *arguments))
@@ -56,7 +66,7 @@ def respond(
 
 @cache
 def worker_runner() -> TermRunner:
-    """Return the runner of this process, a worker of terms with one thread per tensor operation."""
+    """Return the runner of this process; limit torch to one thread per operation, because other terms compute too."""
     torch.set_num_threads(1)
     return TermRunner()
 

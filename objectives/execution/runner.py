@@ -127,7 +127,7 @@ class TermRunner:
 
         Raises:
             ObjectiveError: the function raised.
-            ExecutionError: the call exceeded the time limit, or the term's process ended.
+            ExecutionError: the call exceeded the time limit, or the term's process failed (`TermProcess.call`).
         """
         if regularizer.execution == "process":
             return self._process_of(regularizer, doing).call(doing, regularizer, *map(without_datums, arguments))

@@ -112,7 +112,7 @@ def evaluate_terms(  # noqa: PLR0913 - the objective, its inputs and where they 
         supervised: the batch whose prompts the candidates were sampled for, if this is a batch of candidates.
 
     Raises:
-        ObjectiveError: a term failed, and its ``on_error`` is ``raise``.
+        ObjectiveError: a term failed, and its ``on_error`` is ``raise``; the base loss failed; or `linearize` failed.
     """
     pending = [
         (term.regularizer, executor.evaluate(term.regularizer, term.features, outputs, batch, position.step == 0))

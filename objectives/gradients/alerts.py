@@ -57,8 +57,8 @@ class Watch:
     """Monitor of the metrics of consecutive steps.
 
     - Dominance: a term's share of the gradient is above a threshold. The base loss is exempt.
-    - Idle: a weighted term has no gradient, or a scored term without a target has almost no share of the total
-      gradient. The base loss is exempt.
+    - Idle: a weighted term has no gradient, or a term that scores whole datums and has no target has almost no share of
+      the total gradient. The base loss is exempt.
     - Adverse: the updates raise the value of a weighted term, although it is minimized (``term/<name>/effect`` is
       positive). The base loss is exempt, and so are terms with a target, whose values may rise up to it.
     - Target: a term misses its target although its multiplier is at its bound.
@@ -68,9 +68,9 @@ class Watch:
     - Collapse of a preference loss: its margin explodes, its accuracy stays at chance, or its rewards correlate with
       the lengths of completions.
 
-    A problem causes one warning after it persists for `patience` consecutive evaluations, and again only after it has
-    disappeared and returned. Accuracy at chance needs five times as many. In a run that is shorter than `patience`, a
-    term that was idle in every step is reported at the end.
+    A problem causes one warning after it persists for `patience` consecutive evaluations of the term, and again only
+    after it has disappeared and returned. Accuracy at chance needs five times as many evaluations. In a run that is
+    shorter than `patience`, a term that was idle in every step is reported at the end.
 
     Attributes:
         effect_every: steps between measurements of the effects of updates; 0 for none.
@@ -106,7 +106,7 @@ class Watch:
         return averages
 
     def end(self, num_steps: int) -> None:
-        """Warn of terms that were idle in every step of a short run, of at least `_MIN_STEPS` steps."""
+        """Warn of terms that were idle in every step of a run that has `_MIN_STEPS` to ``patience - 1`` steps."""
         if not _MIN_STEPS <= num_steps < self._spec.patience:
             return
         for key, duration in self._durations.items():
@@ -144,7 +144,7 @@ class Watch:
         """Check a weighted term; a small share is normal for a target that is easy to meet."""
         if metrics.get(f"term/{name}/weight", 0.0) == 0:
             return
-        trained_prompts = metrics.get(f"term/{name}/trained_prompts")  # None if the term is not scored
+        trained_prompts = metrics.get(f"term/{name}/trained_prompts")  # None if no datum has a score
         is_small = share < self._spec.idle_below and not _has_target(name, metrics)
         is_idle = share == 0 or (trained_prompts is not None and is_small)
         if not self._persists(f"idle.{name}", is_idle):
@@ -190,7 +190,7 @@ class Watch:
 
     def _check_collapse(self, name: str, metrics: Mapping[str, float], step: int) -> None:
         if len(metrics) < len(PREFERENCE_METRICS):
-            return  # A user's term has a metric of the same name.
+            return  # This is not a preference loss, but a user's term that has a metric of the same name.
         smoothed = {key: self._smooth(f"{name}/{key}", value) for key, value in metrics.items()}
         for check in check_collapses(name, smoothed):
             if self._persists(f"{check.kind}.{name}", check.detected, check.patience_factor):
@@ -211,7 +211,7 @@ class Watch:
         return self._durations[key] == patience_factor * self._spec.patience
 
     def _duration(self, step: int, patience_factor: int = 1) -> str:
-        return f"{patience_factor * self._spec.patience} consecutive steps, up to step {step}"
+        return f"{patience_factor * self._spec.patience} consecutive evaluations, up to step {step}"
 
 
 def _has_target(name: str, metrics: Mapping[str, float]) -> bool:

@@ -40,8 +40,11 @@ class Balance(Protocol):
 
         Args:
             names_K, values_K: the balanced terms, the base loss first, and their unweighted values.
-            gramian_KK: float64 ``(K, K)``, the scalar products of the weighted gradients; none of them is zero.
+            gramian_KK: float64 ``(K, K)``, the scalar products of the weighted gradients; no gradient is zero.
             step: step of the run, from 0.
+
+        Raises:
+            ObjectiveError: the rule does not accept a value.
         """
         ...
 
@@ -98,9 +101,9 @@ def balance_weights(
 class GramianBalance:
     """Rule of TorchJD that computes weights from a Gramian matrix.
 
-    Rules that average the gradients are multiplied by the number of gradients, so that all rules replace the sum of the
-    weighted gradients: without a conflict, `upgrad` and `dualproj` change nothing. The Gramian is divided by its trace,
-    because TorchJD takes gradients with a squared norm below 1e-4 for zero.
+    The factors of rules that average the gradients are multiplied by the number of gradients, so that all rules replace
+    the sum of the weighted gradients: without a conflict, `upgrad` and `dualproj` change nothing. The Gramian is
+    divided by its trace, because TorchJD takes gradients with a squared norm below 1e-4 for zero.
 
     Raises:
         ObjectiveError: the rule needs a library that is not installed.
@@ -191,16 +194,15 @@ class GradNorm:
     """GradNorm: learn weights that give the gradients of all terms comparable norms.
 
     The weighted norm ``G_k = e_k w_k |g_k|`` is pulled to ``mean(G) r_k^alpha``. ``r_k`` is the term's value divided by
-    its first value, relative to the mean of this ratio over the terms. ``e_k`` starts at 1 and takes gradient steps on
-    ``sum_k |G_k - mean(G) r_k^alpha| / mean(G)`` with a constant target; then all ``e_k`` are scaled to mean 1. The
-    division by ``mean(G)`` is not in the paper; it makes the learning rate independent of the gradients' unit. Terms
-    with zero gradient or zero weight are ignored.
+    its first positive value, relative to the mean of this ratio over the terms. ``e_k`` starts at 1 and takes gradient
+    steps on ``sum_k |G_k - mean(G) r_k^alpha| / mean(G)`` with a constant target; then all ``e_k`` are clamped to at
+    least 1e-3 and scaled to mean 1. The division by ``mean(G)`` is not in the paper; it makes the learning rate
+    independent of the gradients' unit. Terms with zero gradient or zero weight are ignored.
 
     Source: Chen et al. 2018, "GradNorm: Gradient Normalization for Adaptive Loss Balancing in Deep Multitask
     Networks" (arXiv:1711.02257), equations 1 and 2.
 
-    Raises:
-        ObjectiveError: a term has a negative value, for which the ratio is undefined.
+    `factors` raises an ObjectiveError for a term with a negative value, for which the ratio is undefined.
     """
 
     def __init__(self, spec: GradNormSpec) -> None:

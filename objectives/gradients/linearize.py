@@ -44,8 +44,8 @@ class Linearized:
 
     Attributes:
         loss_weights_DT: ``(N,)``, dtype of the gradients: the ``weights`` of cross_entropy.
-        total: value of the trained sum: the base loss and all terms with their weights and scales.
-        size: divisor of the shown total; see `objectives.scale.Scale.size`.
+        total: value of the sum of the base loss and all terms, with their scales and their weights before balancing.
+        size: divisor of ``total`` in the metrics; see `objectives.scale.Scale.size`.
         rows: the base loss, with its value per unit of ``size``, and the terms.
         products_KK: float64 ``(K, K)``, scalar products of the rows' gradients.
         factors_K: float64 ``(K,)``: factors of the rows in the sum, after balancing.
@@ -79,7 +79,7 @@ def linearize(
         base: the base loss.
         terms: the terms due at this step with their weights.
         balance: rule that adapts the weights, including that of the base loss.
-        step: step of the run, from which a rule draws its random numbers.
+        step: step of the run; with a rule's own seed, it determines the random numbers of the rule.
         scale: scale of the batch; by default, weights are plain factors.
 
     Raises:

@@ -29,9 +29,9 @@ class Response:
     """Total gradient with the weight of one term multiplied by a factor.
 
     Attributes:
-        share: gradient share of this term, in [0, 1].
+        share: gradient share of this term, in [0, 1]; 0 if all gradients are zero.
         cosine_to_base: cosine of the total gradient and the base loss's, in [-1, 1]; 0 if one of them is zero.
-        norm: norm of the total gradient, relative to the norm for factor 1.
+        norm: norm of the total gradient, divided by the norm for factor 1; 0 if the latter is 0.
     """
 
     share: float

@@ -51,6 +51,7 @@ class BuiltInLoss:
             to the policy surrogate, the metrics include ``policy``, the surrogate per token.
         reduction: ``"sum"`` over tokens, or ``"mean"`` over tokens or completions; the mean of each minibatch is
             weighted by its share of the update.
+        unit: for a mean, what the gradient at one token shrinks with; see `objectives.term.Term.unit`.
     """
 
     name: str
@@ -62,6 +63,7 @@ class BuiltInLoss:
     optional_inputs: Mapping[str, str] = field(default_factory=dict)
     extra_metrics: Callable[..., dict[str, float]] | None = None
     reduction: Literal["sum", "mean"] = "sum"
+    unit: Literal["token", "sequence"] = "token"
 
     @property
     def is_policy_loss(self) -> bool:
@@ -128,7 +130,8 @@ class BuiltInLoss:
         """Validate the parameters and fill in the defaults.
 
         Raises:
-            ObjectiveError: a name is unknown, or a value is not a number of at least 0.
+            ObjectiveError: a name is unknown, a value is not a number of at least 0, or the lower clip bound is above
+                the upper one.
 
         >>> find_built_in("ppo").check_params({"clip_high_threshold": 1.3})
         {'clip_low_threshold': 0.8, 'clip_high_threshold': 1.3}
@@ -199,7 +202,16 @@ CLIENT_SIDE: dict[str, BuiltInLoss] = {
     loss.name: loss
     for loss in (
         BuiltInLoss("grpo", grpo, POLICY_INPUTS, "advantages", _CLIP, takes_offsets=True, reduction="mean"),
-        BuiltInLoss("dr_grpo", dr_grpo, POLICY_INPUTS, "advantages", _CLIP, takes_offsets=True, reduction="mean"),
+        BuiltInLoss(
+            "dr_grpo",
+            dr_grpo,
+            POLICY_INPUTS,
+            "advantages",
+            _CLIP,
+            takes_offsets=True,
+            reduction="mean",
+            unit="sequence",
+        ),
         BuiltInLoss("dapo", dapo, POLICY_INPUTS, "advantages", {CLIP_LOW: 0.8, CLIP_HIGH: 1.28}, reduction="mean"),
         BuiltInLoss(
             "enhanced_ppo",

@@ -172,8 +172,8 @@ class OnePass:
                     f"The objective cannot run in one pass as the backend 'server' requires, because {error}; set the "
                     "backend to 'auto' or 'client'."
                 ) from error
-            changed = ", equal to those before to 1e-6 and not to the bit" if previous_passes == 1 else ""
-            self._notes.append(f"A step takes two passes of the service{changed}, because {error}.")
+            changed = "; gradients differ from those of the earlier steps by up to 1e-6" if previous_passes == 1 else ""
+            self._notes.append(f"A step takes two passes of the service, because {error}{changed}.")
             objective.passes = 2
             return None
         objective.passes = 1

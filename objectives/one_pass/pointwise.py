@@ -17,7 +17,8 @@ from objectives.errors import UntraceableError
 from objectives.proxies import BY_DATUM, PREFIX_BY_DATUM
 
 Kind = Literal["number", "token", "several", "datum"]
-"""Value of a node: not a tensor of the datum, a tensor ``(T,)``, a tensor ``(T, K)``, or one number per datum."""
+"""Value of a node. ``number`` is not computed from the datum, ``token`` is a tensor ``(T,)``, ``several`` is a tensor
+``(T, K)``, and ``datum`` is one number per datum."""
 
 _POINTWISE = """
 abs absolute add addcdiv addcmul and_ asinh atan bool ceil celu clamp clamp_max clamp_min clip clone copysign cosh
@@ -42,7 +43,8 @@ def check_pointwise(graph: Graph, ranks: Mapping[str, int]) -> Kind:
         ranks: number of dimensions of the inputs, by name.
 
     Raises:
-        UntraceableError: the value may depend on more than one token or datum, or is constant.
+        UntraceableError: the value may depend on more than one token or datum, is constant or has K numbers per
+            position; or the graph has an operation that the service does not have.
     """
     kinds: dict[Node, Kind] = {}
     value = None
@@ -72,6 +74,7 @@ def _kind(node: Node, kinds: Mapping[Node, Kind]) -> Kind:
         return "token"
     if name == "getattr":
         return _attribute(node)
+    # `math.exp` has the name of a pointwise operation, but accepts only one number.
     if getattr(node.target, "__module__", None) != "math" and name in _POINTWISE_NAMES:
         if len(input_kinds) > 1:
             raise UntraceableError(f"its operation {name} combines values per token with values per datum or target")
@@ -92,8 +95,9 @@ def _reshaped(name: str, node: Node, input_kinds: set[Kind]) -> Kind | None:
     """Kind of an operation that reshapes along the axis of the targets; None for other operations."""
     everything = slice(None)
     match name, *input_kinds, node.args[1:]:
-        case "getitem", "several", ((first, int()),) if first == everything:
+        case "getitem", "several", ((first, int()),) if first == everything:  # x[:, 0]
             return "token"
+        # x[:, 1:] of several targets, or x[:, None] of one
         case ("getitem", "several", ((first, slice()),)) | ("getitem", "token", ((first, None),)) if (
             first == everything
         ):

@@ -127,7 +127,8 @@ def trace_term(regularizer: Regularizer, outputs: Outputs, batch: Batch) -> Trac
         outputs: tensors of the batch; the values of the logprobs are ignored.
 
     Raises:
-        UntraceableError: the term is not pointwise, `torch.fx` cannot trace it, or the traced term differs from it.
+        UntraceableError: the term is not pointwise, its settings rule out tracing, `torch.fx` cannot trace it, or the
+            traced function fails or has other values than the term on the batch.
     """
     _check_traceable(regularizer)
     signature = InputSignature.of(outputs, batch)

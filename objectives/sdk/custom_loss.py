@@ -60,7 +60,7 @@ def _split(returned: Any) -> tuple[Tensor, dict[str, float]]:
 
 @contextmanager
 def _explained_errors() -> Iterator[None]:
-    """Add to an error of the function how it was called; its cause is the error itself."""
+    """Raise an error of the function as an ObjectiveError that also says how the function was called."""
     try:
         yield
     except Exception as error:

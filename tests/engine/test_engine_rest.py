@@ -122,6 +122,8 @@ def test_external_weights_can_be_encrypted(rest: tinker.RestClient, trainer: tin
         assert pyrage.decrypt(fetch(secret[f"{name}.age"]), [identity]) == fetch(url)
     with pytest.raises(tinker.RequestFailedError, match="is not an age recipient"):
         trainer.save_weights_external("f", age_encryption_recipients=["age1nonsense"]).result()
+    with pytest.raises(tinker.RequestFailedError, match="no plain adapter weights: load a checkpoint written by"):
+        trainer.load_state(saved.path).result()
 
 
 def test_server_capabilities(rest: tinker.RestClient) -> None:

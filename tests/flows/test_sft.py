@@ -183,7 +183,7 @@ def test_warnings_are_tags_and_learned_weights_are_in_the_checkpoint(
     result = sft(SftConfig.model_validate(fields))
     tags = MlflowClient(result.tracking_uri).get_run(result.mlflow_run_id).data.tags
     assert (
-        "'logic' has had more than 0% of the gradient for 2 consecutive steps"
+        "'logic' has had more than 0% of the gradient for 2 consecutive evaluations"
         in tags["tinker_flows.warning.dominance.logic"]
     )
     record = json.loads((folder / "runs" / "watched" / "checkpoints.jsonl").read_text().splitlines()[-1])

@@ -290,7 +290,7 @@ def test_a_failing_prepare_raises_with_the_term_name():
 def test_logprobs_of_another_batch_raise():
     batch, _ = make_batch([2, 3])
     _, outputs = make_batch([2])
-    with pytest.raises(ObjectiveError, match=r"shape \(2,\), but the batch has 5 tokens"):
+    with pytest.raises(ObjectiveError, match=r"shape \(2,\), but the targets of the batch have \(5,\)"):
         evaluate(bind("confidence"), outputs, batch)
 
 

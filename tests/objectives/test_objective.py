@@ -59,7 +59,7 @@ def test_a_monitor_has_no_weight():
         ({"name": "topology", "timeout_s": 0}, "'timeout_s' is 0, but input should be greater than 0"),
         (
             {"name": "topology", "execution": "inline", "timeout_s": 1},
-            "the execution 'inline', which cannot be stopped",
+            "the execution 'inline', which has no time limit",
         ),
         ({"name": "topology", "execution": "async"}, "has the execution 'async' but no async function"),
         ({"weight": 1}, "'name': field required"),

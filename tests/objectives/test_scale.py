@@ -83,7 +83,7 @@ def test_the_share_of_a_term_does_not_depend_on_the_number_of_rows(case):
     assert large["loss/total"] == pytest.approx(small["loss/total"], rel=0.05)
 
 
-@pytest.mark.parametrize("case", ["cross entropy", "policy loss"])
+@pytest.mark.parametrize("case", ["cross entropy", "policy loss", "policy loss that is a mean"])
 def test_the_share_of_a_term_does_not_depend_on_the_lengths(case):
     """A completion that is repeated has the same value per token.
 

@@ -227,7 +227,7 @@ def test_warnings_of_a_term_with_a_target() -> None:
     (warning,) = watch.pop_warnings()
     assert (warning.key, warning.step, warning.figure) == ("target.a", 5, 0.3)
     assert warning.text == (
-        "Term 'a' has missed its target by 0.3 for 2 consecutive steps, up to step 5, with its multiplier at the "
+        "Term 'a' has missed its target by 0.3 for 2 consecutive evaluations, up to step 5, with its multiplier at the "
         "bound; relax the target, or widen the multiplier's bounds."
     )
 
@@ -238,6 +238,10 @@ def test_warnings_of_a_term_with_a_target() -> None:
         ("cross_entropy", "repetition", 2.5),
         ("cross_entropy", "confidence", 1.0),
         ("importance_sampling", "repetition", 1.0),
+        ("grpo", "repetition", 1.0),
+        ("dr_grpo", "repetition", 1.0),
+        ("dr_grpo", "confidence", 1.0),
+        ("teacher_reverse_kl_topk", "repetition", 2.5),
         ("dpo", "repetition", 1.0),
         ("dpo", "confidence", 0.4),
     ],

@@ -145,8 +145,8 @@ def test_strings_in_nested_parameters_import_and_run_nothing(value: str, module:
     ],
 )
 def test_allowed_modules_do_not_lend_their_functions_and_imports(path: str) -> None:
-    for field in ("data.builder", "environment.builder", "nested", "evaluators.builder", "completer"):
-        with pytest.raises(ConfigError, match=ALLOWED_MODULES):
+    for field in ("data.builder", "environment.builder", "nested", "evaluators.builder", "completer", "simulation"):
+        with pytest.raises(ValueError, match=ALLOWED_MODULES):  # of this project, or of pydantic
             FIELDS[field](path)
 
 
@@ -156,6 +156,7 @@ def test_own_modules_and_named_ones_are_allowed(module: str, monkeypatch: pytest
     assert ExactMatch(path=ROWS, renderer_name="x").is_right("4", "#### 4")
     assert build_judge("tasks.preference.judges:by_answer", {})
     assert find_flow("sft").module == "flows.sft"
+    assert make_simulation("examples.term_data:miss").regularizers
     monkeypatch.setenv(ALLOWED_MODULES, f"acme, {module}")
     assert takes("data", f"{module}:Builder", {}, "common_config")
     assert ImportedFunction(f"{module}:function").load()() == 0.0
@@ -181,9 +182,10 @@ def test_commands_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
         make_simulation("touch")
     monkeypatch.setenv(COMMANDS, json.dumps({"touch": ["touch", "y"]}))
     assert make_simulation("touch").regularizers[0].params["scorer"] == ("touch", "y")
-    monkeypatch.setenv(COMMANDS, '{"touch": "touch y"')
-    with pytest.raises(ObjectiveError, match=f"{COMMANDS} is malformed"):
-        find_command("touch")
+    for malformed in ('{"touch": "touch y"', '{"touch": "touch y"}', '{"touch": {"touch": "y"}}'):
+        monkeypatch.setenv(COMMANDS, malformed)
+        with pytest.raises(ObjectiveError, match=f"{COMMANDS} is malformed"):
+            find_command("touch")
     with pytest.raises(ConfigError, match="runs code without isolation"):
         Limits(network="allow")
 

@@ -2,9 +2,10 @@
 
 The sampler differs from the trainer if it is some updates old, or if it computes with other kernels or another
 precision. Every correction here is a factor of the advantages, at least 0, so that it works with each loss whose
-gradient is proportional to them. Symbols: p is the policy in training, whose logprobs the trainer has just computed, q
-the policy that sampled the tokens, A the advantage. With a temperature, top-k or top-p, q is not the distribution of
-the sampler's weights, s: importance ratios are ``p / q``, but s measures how far the weights have moved since.
+gradient is proportional to the advantages. Symbols: p is the policy in training, whose logprobs the trainer has just
+computed, q the policy that sampled the tokens, A the advantage. With a temperature, top-k or top-p, q is not the
+distribution of the sampler's weights, s: importance ratios are ``p / q``, but s measures how far the weights have moved
+since.
 """
 
 from __future__ import annotations
@@ -75,14 +76,14 @@ class Correction:
 
     @property
     def reads_snapshot(self) -> bool:
-        """True if it reads the logprobs under the sampler's weights alone."""
+        """True if the correction reads log s (see the docstring of this module)."""
         return self.off_policy_above is not None or self.trust_region is not None
 
     def check_loss(self, name: str) -> None:
-        """Check that a loss is proportional to the advantages.
+        """Check that the gradient of a loss is proportional to the advantages.
 
         Raises:
-            ObjectiveError: it is not.
+            ObjectiveError: the gradient is not proportional to the advantages.
         """
         if name not in CORRECTABLE:
             raise ObjectiveError(
@@ -140,7 +141,7 @@ class Correction:
         return factors_DT
 
     def _multipliers(self, log_ratio_DT: Tensor, offsets_D: Tensor | None) -> Tensor:
-        """Importance ratios within the bounds; 1 if the ratios are those of the loss, or left out."""
+        """Importance ratios within the bounds; 1 if the loss has the ratios itself, or for ``"none"``."""
         if self.ratio in ("loss", "none"):
             return torch.ones_like(log_ratio_DT)
         if self.ratio == "sequence":

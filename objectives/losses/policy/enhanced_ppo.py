@@ -64,9 +64,9 @@ def enhanced_ppo(  # noqa: PLR0913 - six values per token, two bounds, three coe
         sampling_logprobs_DT: nats, ``(N,)``, under the policy that sampled the tokens, q.
         advantages_DT: ``(N,)``, such as those of `objectives.advantages.compute_gae`; a token with advantage 0 does not
             contribute to ``policy``.
-        ref_logprobs_DT: nats, ``(N,)``, under a frozen reference; required unless kl_coeff is 0.
-        values_DT: ``(N,)``: V, the critic's estimate at each token, in units of reward; required, like returns_DT,
-            unless value_coeff is 0.
+        ref_logprobs_DT: nats, ``(N,)``, under a frozen reference; ``None`` leaves out ``kl``.
+        values_DT: ``(N,)``: V, the critic's estimate at each token, in units of reward; ``None``, here or for
+            returns_DT, leaves out ``value``.
         returns_DT: ``(N,)``: R, the target of V, such as advantage plus value.
         clip_low_threshold: lower bound of the ratio, at least 0; a number, or ``(N,)``.
         clip_high_threshold: upper bound of the ratio; a number, or ``(N,)``.

@@ -30,7 +30,7 @@ def gspo(  # noqa: PLR0913 - four values per token, the sequences, two bounds
         sampling_logprobs_DT: nats, ``(N,)``, under the policy that sampled the tokens, q.
         advantages_DT: ``(N,)``; a token with advantage 0 has no gradient but still counts in the ratio.
         ratio_mask_DT: ``(N,)``: non-zero for the sampled tokens, which make up the ratio.
-        offsets_D: ``(D + 1,)``: sequence ``d`` is ``[offsets_D[d], offsets_D[d + 1])``.
+        offsets_D: ``(D + 1,)``: sequence ``d`` is ``[offsets_D[d], offsets_D[d + 1])``; ``None`` for one sequence.
         clip_low_threshold: lower bound of the ratio, at least 0; a number, or ``(N,)``.
         clip_high_threshold: upper bound of the ratio; a number, or ``(N,)``.
 

@@ -1,8 +1,7 @@
 """Policy losses with a divergence penalty instead of a clip: dro, stable_reinforce and conservative_ppo.
 
 Symbols: p is the policy in training, q the policy that sampled the tokens, ``r = p / q`` the ratio of a token, A its
-advantage and ``sg`` stop-gradient. ``_DT`` is one axis of length
-N: the tokens of all datums, one after the other.
+advantage and ``sg`` stop-gradient. ``_DT`` is one axis of length N: the tokens of all datums, one after the other.
 """
 
 from __future__ import annotations

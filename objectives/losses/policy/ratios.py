@@ -26,7 +26,8 @@ def summed_log_ratios(
 ) -> Tensor:
     """Return ``log p(sequence) - log q(sequence)``, the sum over the trained tokens of each sequence, ``(D,)``.
 
-    Its exponential is the importance weight of a sequence that q sampled. It is differentiable by ``logprobs_DT``.
+    The exponential of the sum is the importance weight of a sequence that q sampled. The sum is differentiable with
+    respect to ``logprobs_DT``.
 
     Args:
         trained_DT: bool ``(N,)``: the sampled tokens.

@@ -2,8 +2,9 @@
 
 The format is that of Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems" (arXiv:2110.14168).
 Texts come from models and from the web, so parsing has bounded cost and never raises. An annotation is counted as
-unparsable if one of its sides is longer than `MAX_CHARS`, it comes after the first `MAX_STEPS` annotations, it is not
-arithmetic, it is not linear in the unknowns x, y and z, or it has a power other than a number to a one-digit exponent.
+unparsable if one of its sides is longer than `MAX_CHARS`, it comes after the first `MAX_STEPS` annotations, it does not
+have exactly one ``=``, it is not arithmetic, it is not linear in the unknowns x, y and z, or it has a power other than
+a number to an exponent from 1 to 9.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ class Annotation:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Annotations of one text in order, number of unparsable annotations, and the answer after ``####``."""
+    """Parsed annotations of one text in order, number of unparsable ones, and the answer after the last ``####``.
+
+    The answer is None if the text states none, or an answer that cannot be parsed.
+    """
 
     steps: tuple[Annotation, ...]
     num_unparsable: int

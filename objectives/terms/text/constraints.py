@@ -117,7 +117,7 @@ def check_values(constraints: Sequence[Constraint], values: Values, context: z3.
     """Count the constraints that the stated values violate, satisfy and leave open; see `Checked`.
 
     A constraint is violated if it depends on a name with two different values, on a value of the wrong type (2.5 for an
-    Int), or on a division by zero.
+    Int), on a number of more than `MAX_BITS`, or on a division by zero.
 
     >>> context = z3.Context()
     >>> rules = parse_constraints("(declare-const x Int)(declare-const y Int)(assert (> x y))(assert (< x 9))", context)
@@ -184,7 +184,7 @@ def _exact(value: Value) -> Fraction | str:
 
 
 def _numeral(name: Expression, values: set[Fraction | str]) -> Expression | None:
-    """Return the stated value as a constant of the name's sort; None if it is ambiguous or of another type."""
+    """Return the stated value as a constant of the name's sort; None if ambiguous, too large or of another type."""
     if len(values) > 1:
         return None
     (value,) = values

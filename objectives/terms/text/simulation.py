@@ -16,7 +16,7 @@ from torch import Tensor
 
 from objectives.batch import Batch, Outputs
 from objectives.errors import ObjectiveError
-from objectives.import_path import import_path
+from objectives.import_path import ImportedFunction
 from objectives.import_policy import check_command, find_command, is_restricted
 from objectives.term import regularizer
 from objectives.terms.text.extractors import get_texts
@@ -34,7 +34,7 @@ def _check_scorer(scorer: str | tuple[str, ...]) -> str | tuple[str, ...]:
     if ":" not in scorer:
         return find_command(scorer)
     if is_restricted():
-        import_path(scorer)
+        ImportedFunction(scorer).load()  # checks the module and the function
     return scorer
 
 
@@ -75,8 +75,8 @@ def simulation(outputs: Outputs, batch: Batch, *, timeout_score: float = 1.0) ->
 
     Args:
         scorer: a command as a list of words, the name of a command in ``TINKER_FLOWS_COMMANDS``, or
-            ``"package.module:function"`` of a function from a text to a number. A run of a deployment may name commands
-            and functions only as its worker allows (``docs/security.md``).
+            ``"package.module:function"`` of a function from a text to a number. A run of a deployment may name only the
+            commands and functions that its worker allows (``docs/security.md``).
         timeout_s: seconds per text.
         workers: number of concurrent processes.
         timeout_score: score of a text whose scorer timed out.

@@ -107,9 +107,10 @@ def betti_numbers(
 def compute_shape(solution: Solution) -> Shape:
     """Compute the shape of the reasoning graph of one solution.
 
-    The nodes are the steps, the final answer and the input numbers. Each number of a step connects it to the latest
-    earlier step with this result. A number without such a step is an input and becomes a new node each time, because
-    two steps that share an input do not depend on each other. The filtration is the order of the steps.
+    The nodes are the steps, the final answer and the input numbers. Each number on the left side of a step connects the
+    step to the latest earlier step with this result. A number without such a step is an input and becomes a new node
+    each time, because two steps that share an input do not depend on each other. The filtration is the order of the
+    steps.
 
     >>> from objectives.terms.text.annotations import read_solution
     >>> shape = compute_shape(read_solution("<<48/2=24>> <<48+24=72>> #### 72"))

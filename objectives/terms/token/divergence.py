@@ -81,8 +81,8 @@ def label_divergence_topk(
     q are the weights of the K targets, divided by their sum; all other tokens have probability 0 under q. ``forward``
     is ``KL(q || p) = sum_k q_k (log q_k - log p_k)``, with the gradient of the cross-entropy and 0 for equal
     distributions. ``jensen_shannon`` is the mean of KL(p || m) and KL(q || m) with ``m = (p + q) / 2``, at most log 2;
-    tokens without a target add ``log 2 / 2`` times their probability. Both equal those over the whole vocabulary. The
-    reverse KL is infinite, because q is 0 for most tokens. The value is 0 at positions without targets.
+    tokens without a target add ``log 2 / 2`` times their probability. Both values equal the divergences over the whole
+    vocabulary. The reverse KL is infinite, because q is 0 for most tokens. The value is 0 at positions without targets.
 
     Sources: Kullback & Leibler 1951, "On Information and Sufficiency"; Lin 1991, "Divergence Measures Based on the
     Shannon Entropy".

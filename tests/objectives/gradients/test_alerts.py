@@ -140,11 +140,11 @@ def test_a_warning_is_one_sentence():
     watch.observe(7, metrics(0.9, cosine=-0.25) | idle)
     texts = [warning.text for warning in watch.pop_warnings()]
     assert texts == [
-        "Term 'a' has had more than 80% of the gradient for 1 consecutive steps, up to step 7; lower its weight.",
-        "The gradients of 'base' and 'a' have been in conflict (cosine -0.25) for 1 consecutive steps, up to step 7; "
-        "lower one of the weights, or set balance to dualproj.",
-        "Term 'c' has trained next to nothing for 1 consecutive steps, up to step 7, because its gradient is zero; "
-        "check that its values are not all within its limits, or remove it.",
+        "Term 'a' has had more than 80% of the gradient for 1 consecutive evaluations, up to step 7; lower its weight.",
+        "The gradients of 'base' and 'a' have been in conflict (cosine -0.25) for 1 consecutive evaluations, up to "
+        "step 7; lower one of the weights, or set balance to dualproj.",
+        "Term 'c' has trained next to nothing for 1 consecutive evaluations, up to step 7, because its gradient is "
+        "zero; check that its values are not all within its limits, or remove it.",
     ]
 
 

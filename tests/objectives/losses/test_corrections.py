@@ -241,7 +241,7 @@ def test_what_cannot_be_corrected_is_refused():
     for base in ("dro", "stable_reinforce", "conservative_ppo", "enhanced_ppo"):
         with pytest.raises(ObjectiveError, match=f"The loss '{base}' has a penalty that depends on the sampler"):
             Objective(base).correct(Correction())
-    with pytest.raises(ObjectiveError, match="not a policy loss by name"):
+    with pytest.raises(ObjectiveError, match="A correction needs a policy loss"):
         Objective().correct(Correction())
     Objective().correct(None)
     with pytest.raises(ObjectiveError, match=r"low=3 and high=2\.0; set 0 <= low <= high"):

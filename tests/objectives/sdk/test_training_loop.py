@@ -381,7 +381,9 @@ def test_warnings_are_returned_once(service, trainer, passes):
     assert ["surrogate_loss:sum" in output.metrics for output in outputs] == [passes == 2] * 3
     (warning,) = outputs[1].warnings
     assert (warning.kind, warning.terms, warning.step) == ("dominance", ("confidence",), 1)
-    assert warning.text.startswith("Term 'confidence' has had more than 50% of the gradient for 2 consecutive steps")
+    assert warning.text.startswith(
+        "Term 'confidence' has had more than 50% of the gradient for 2 consecutive evaluations"
+    )
     assert outputs[0].warnings == outputs[2].warnings == ()
 
 
