@@ -625,10 +625,14 @@ class HeldOutEnvironments(HeldOutGroups):
         self._groups = name_held_out(self._evaluator.env_group_builders_P)
         self._evaluator.env_group_builders_P[:] = self._groups
         self._settings, self._tokenizer = settings, tokenizer
-        self._batch_size = len(dataset.get_batch(0))
+        self._batch_size = len(dataset.get_batch(0)) if self._groups else 0
         self._has_several_turns = False
 
     async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
+        if not self._groups:
+            raise ConfigError(
+                "The held-out problems of the environments have no full batch: add problems, or set eval_every to 0."
+            )
         self._evaluator.strategy = self.watched(self._settings.strategy)
         # All groups share this completer, so their seeds must also depend on the prompt.
         policy = self._settings.policy(sampling_client, merges=not self._has_several_turns)
