@@ -3,8 +3,8 @@
 python -m examples.margins [--plot margins.png] [field=value ...]
 
 Each batch has two solutions of some short GSM8K problems: the correct one, and one that `examples.gsm8k.corrupt`
-corrupted. Cross-entropy trains on both equally. The terms see only the texts, without labels. Every few
-steps the margin is measured on held-out problems: the log-probability of the correct solution minus that of the
+corrupted. Cross-entropy trains on both equally. The terms see only the texts, without labels. Every few steps, the
+margin is measured on held-out problems: the log-probability of the correct solution minus the log-probability of the
 corrupted one, in nats.
 """
 

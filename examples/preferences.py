@@ -1,7 +1,7 @@
 """Preference pairs of a confident and a hedging answer to a sum; `python -m examples.preferences` writes the files.
 
 Both answers of a pair contain the correct sum and have about the same length, so neither correctness nor length reveals
-the preferred one. The order of the two completions is random. The sums of the held-out pairs do not occur in training.
+the preferred one. The order of the two completions is random. No prompt of the held-out pairs occurs in training.
 `sums.jsonl` has one answer of either kind to each training sum, for the warm start of `examples/rlhf.yaml`.
 """
 

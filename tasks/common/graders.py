@@ -45,6 +45,8 @@ def same_text(answer: str, expected: str) -> bool:
 def pass_at(k: int, num_samples: int, num_right: int) -> float:
     """Return the probability that at least one of k answers, drawn from the sampled ones, is correct.
 
+    `k` is at most `num_samples`.
+
     Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374), equation 1.
 
     >>> pass_at(2, num_samples=4, num_right=1)

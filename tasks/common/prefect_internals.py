@@ -35,8 +35,8 @@ class _SerializedSettings(SettingsContext):
 def settings_serialized_once() -> Iterator[None]:
     """Serialize Prefect's settings once in this block, not for each task that is submitted to a worker.
 
-    This takes 12 ms per task, most of a submission. Settings that are changed inside the block have a context of their
-    own, so a worker receives the changed ones.
+    Serializing takes 12 ms, most of the time of a submission. Settings that are changed inside the block have a context
+    of their own, so a worker receives the changed ones.
     """
     settings = SettingsContext.get()
     assert settings is not None, "Prefect's global settings are the default"

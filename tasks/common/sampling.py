@@ -138,6 +138,9 @@ def open_training_client(session: tinker.ServiceClient, path: str, model: str) -
     Args:
         path: checkpoint, `tinker://...`; empty for the base model.
         model: base model by the service's name.
+
+    Raises:
+        ServiceError: the service failed or does not have the weights.
     """
     lock_tokenizers()
     if "/sampler_weights/" in path:
@@ -150,7 +153,11 @@ def open_training_client(session: tinker.ServiceClient, path: str, model: str) -
 
 
 def open_sampler(session: tinker.ServiceClient, path: str, model: str) -> tuple[tinker.SamplingClient, Tokenizer]:
-    """Open a sampling client of the weights; return it with the model's tokenizer."""
+    """Open a sampling client of the weights; return it with the model's tokenizer. Arguments as `open_training_client`.
+
+    Raises:
+        ServiceError: the service failed or does not have the weights.
+    """
     training_client = open_training_client(session, path, model)
     with service_errors(f"load {path or model} for sampling"):
         if training_client is None:

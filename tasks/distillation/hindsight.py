@@ -44,7 +44,7 @@ class Hindsight:
     renderer: Renderer
 
     def contexts(self, group: Group) -> list[str]:
-        """Return the context of each rollout of a group; empty if no other rollout succeeded and it has no feedback."""
+        """Return the context of each rollout of a group; empty if a rollout has no feedback and no successful peer."""
         assert group.trajectories is not None
         rewards = group.trajectories.get_total_rewards()
         labels_G = group.text_labels_G or ({},) * len(rewards)
@@ -66,7 +66,7 @@ class Hindsight:
         return "\n\n".join(get_text_content(message).strip() for message in messages)
 
     def datum(self, datum: tinker.Datum, context: str, tokenizer: Tokenizer) -> tinker.Datum:
-        """Return a datum with the context at the end of the user's message before its first trained token.
+        """Return a datum with the context appended to the user's message that precedes the first trained token.
 
         Raises:
             ConfigError: the prompt does not end with the renderer's start of an answer.

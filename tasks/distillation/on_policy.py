@@ -1,4 +1,4 @@
-"""On-policy distillation: rollouts of the student, with per-token advantages from a teacher."""
+"""On-policy distillation: rollouts of the student, with per-token advantages or soft targets from a teacher."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class OnPolicySource(RolloutSource):
         """Create the source.
 
         Args:
-            sync: replacement of the teacher of a mixture of one dataset; None to keep it.
+            sync: replacement of the teacher of a mixture of one dataset; None to keep the first teacher.
         """
         super().__init__(_MixtureDataset(mixture), None, tokenizer, settings, MinibatchSettings())
         self._mixture, self._teachers, self._targets, self._sync = mixture, teachers, targets, sync
@@ -172,7 +172,10 @@ class OnPolicySource(RolloutSource):
         return replace(self._sync.open(path), can_score_last_n=self._teachers[0].can_score_last_n)
 
     def _teacher_is_policy(self, step: int) -> bool:
-        """Return whether the teacher of a step is the policy that samples, whose snapshot exists anyway."""
+        """Return whether the teacher of a step is the policy that samples, whose snapshot exists anyway.
+
+        Without hindsight, step 0 has the first teacher, because no replacement is due before step `every`.
+        """
         return self._sync is not None and self._sync.every == 1 and (step > 0 or self.hindsight is not None)
 
     def _replace_teacher(self, step: int) -> None:
@@ -214,9 +217,10 @@ class OnPolicySource(RolloutSource):
         return replace(batch, advantages_DT=add_teacher_advantages(batch, self._gaps[step], self._targets))
 
     def _with_hindsight(self, step: int, hindsight: Hindsight, batch: Batch, groups: Sequence[Group]) -> TaughtBatch:
-        """Return the samples whose teacher has a context; all of them if they also train on rewards.
+        """Return the samples whose teacher has a context; all samples if the run also trains on rewards.
 
-        If no sample has a context, the result is one sample that the teacher does not score.
+        If the run does not train on rewards and no sample has a context, the result is one sample that the teacher does
+        not score.
         """
         contexts = {number: hindsight.contexts(group) for number, group in enumerate(groups) if group.trajectories}
         places_D = zip(batch.labels_D[GROUP_INDEX].tolist(), batch.labels_D[MEMBER].tolist(), strict=True)
@@ -316,7 +320,8 @@ class TeacherKL(HeldOutGroups):
     """Reverse KL `test/teacher_kl` to the teachers on held-out groups, in nats per sampled token.
 
     Estimated from one sample of the student per group member, with the same seeds at every evaluation. Each group has a
-    score for paired comparisons; the mean of the scores is the metric.
+    score for paired comparisons; the mean of the scores is the metric. Failed groups are left out; if all groups fail,
+    there is no metric.
     """
 
     scored_metrics = ("test/teacher_kl",)
@@ -390,9 +395,10 @@ class _MixtureDataset(RLDataset):
 
 
 def add_teacher_advantages(batch: Batch, gap_DT: Tensor, targets: TeacherTargets) -> Tensor:
-    """Advantages from the teacher, plus those of the rewards if `targets` trains on rewards, ``(N,)``.
+    """Advantages from the teacher, ``(N,)``; with `train_on_rewards`, plus the advantages from the rewards.
 
-    The advantages equal those of tinker-cookbook's on-policy distillation at the sampled tokens, and are 0 elsewhere.
+    The advantages from the teacher equal those of tinker-cookbook's on-policy distillation at the sampled tokens, and
+    are 0 elsewhere.
 
     Args:
         gap_DT: teacher's logprob minus the student's of each sampled token; 0 at other tokens.

@@ -174,8 +174,8 @@ def with_top_k(batch: Batch, tops_D: Sequence[TopK], skip_first_n_tokens: int, *
         probs_DTK[positions] = top.probs_MK[skip_first_n_tokens:]
     if not bool(probs_DTK.any()):
         raise ConfigError(
-            f"All samples of a step have at most {skip_first_n_tokens} tokens, and skip_first_n_tokens is "
-            f"{skip_first_n_tokens}: reduce it."
+            f"No sample of a step has more than skip_first_n_tokens={skip_first_n_tokens} tokens: reduce "
+            "skip_first_n_tokens."
         )
     weights_DTK = scale * probs_DTK / probs_DTK.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     pairs_D = zip(unpack(targets_DTK, batch.offsets_D), unpack(weights_DTK, batch.offsets_D), strict=True)
@@ -203,7 +203,7 @@ def _forward_kl(probs_MK: Tensor, logprobs_MK: Tensor) -> Tensor:
 
 
 def _unbiased_targets(top: TopK, drawn_M: Tensor) -> TopK:
-    """Targets whose weighted cross entropy equals, in expectation, that over the teacher's full distribution.
+    """Targets whose expected weighted cross-entropy is the cross-entropy to the teacher's full distribution.
 
     The K - 1 most likely tokens have their own probabilities. A drawn token outside of them has weight 1 and stands for
     the rest of the vocabulary. Source: Anshumann et al. 2025 (arXiv:2503.16870).

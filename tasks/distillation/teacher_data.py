@@ -87,7 +87,7 @@ class TeacherDataSource(BatchSource):
         return {"teacher_kl/forward": compute_forward_kl(self._pending[step], minibatch.logprobs_DT)}
 
     def held_out(self, tests: Sequence[BatchedDataset[TeacherInput] | None]) -> TeacherNLL | None:
-        """Evaluator on the held-out sequences of each dataset and the teachers' completions of held-out prompts."""
+        """Evaluator on held-out sequences and the teachers' completions of held-out prompts; None without any."""
         items = [
             Item(number, position, value)
             for number, test in enumerate(tests)

@@ -93,7 +93,7 @@ class Benchmark(GradedEvaluator):
         """Return the metrics of the sampler's weights.
 
         Raises:
-            ConfigError: the data cannot be loaded.
+            ConfigError: the data cannot be loaded, or the renderer does not suit the tokenizer.
             EvaluatorError: more than `max_failures` answers failed.
             tinker.TinkerError: the service failed.
         """

@@ -79,7 +79,8 @@ class HeldOutNLL(TrainingClientEvaluator):
         self._datums = [without_labels(datum) for batch in batches for datum in batch]
         if not self._datums:
             raise ConfigError(
-                "The held-out data has no full batch: add rows, reduce batch_size, or set eval_every to 0."
+                "The held-out data has no full batch: add rows, reduce batch_size, or, in a training run, set "
+                "eval_every to 0."
             )
         self.num_tokens = sum(datum.model_input.length for datum in self._datums)
         self.num_datums = len(self._datums)
@@ -123,7 +124,9 @@ class HeldOutNLL(TrainingClientEvaluator):
         # Flat, because with K targets per position both have the shape (T, K).
         nll = compute_mean_nll([_flat(logprobs) for logprobs in logprobs_D], [_flat(weights) for weights in weights_D])
         if not math.isfinite(nll):
-            raise PoisonedError(f"The held-out data has the mean negative log-likelihood {nll}: check its rows.")
+            raise PoisonedError(
+                f"The held-out data has the mean negative log-likelihood {nll}: check its rows and the weights."
+            )
         metrics = {"test/nll": nll}
         if weights_D[0].to_torch().ndim == 1:
             targets_D = [datum.loss_fn_inputs["target_tokens"] for datum in self._datums]
@@ -147,8 +150,9 @@ class ConfiguredEvaluator:
         evaluator: the evaluator.
         name: its import path and its position in the field, for messages.
         key: its position in the field, for tags.
-        on_error: `raise` ends the run if the evaluator fails, `skip` leaves its metrics out.
-        is_infrequent: whether it is an entry of `infrequent_evaluators`, which have a period of their own.
+        on_error: `raise` ends the run if the evaluator fails, `skip` leaves its metrics out. A lost service or a value
+            that is not finite is raised in both cases, because a restart or a guard handles it.
+        is_infrequent: whether the evaluator is an entry of `infrequent_evaluators`, which have a period of their own.
     """
 
     evaluator: Evaluator
@@ -173,7 +177,7 @@ class EvaluationResult:
     Attributes:
         metrics: numbers by the name under which MLflow stores them (`safe_name`).
         texts: metrics that are strings, by such a name.
-        scores: score of each problem by such a name, for metrics that have one.
+        scores: scores of the problems by such a name, for metrics with a score for each problem.
         skipped: error message of each skipped evaluator, by its `ConfiguredEvaluator.key`.
     """
 

@@ -215,7 +215,7 @@ def smallest_detectable(
 def random_signs(num_problems: int, num_flips: int, generator: np.random.Generator) -> Floats:
     """Signs of the problems in each flip: all combinations if there are at most `num_flips`, otherwise random ones.
 
-    The first flip changes no sign.
+    The first flip changes no sign. Random flips come in addition, `num_flips` of them.
     """
     if 2**num_problems <= num_flips:
         bits_FP = np.arange(2**num_problems)[:, None] >> np.arange(num_problems) & 1

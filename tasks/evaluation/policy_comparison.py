@@ -45,8 +45,8 @@ class PolicyComparison:
         metrics: metrics by `<key>/<policy name>`, differences of scores and win rates by `difference/<key>`, and the
             metrics of a prompted judge.
         rows: the same metrics as rows: key, value of the checkpoint, value of the policy that it is compared against. A
-            metric of the pair, such as a difference, is in the second column.
-        samples: prompt, sample index, both answers and the judge's verdict; None without a judge.
+            metric of the pair, such as a difference, is in the checkpoint's column.
+        samples: prompt, sample index, both answers and the judge's verdict, which is None without a judge.
     """
 
     metrics: dict[str, float]

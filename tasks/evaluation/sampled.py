@@ -48,6 +48,7 @@ class SampledEvaluator(GradedEvaluator):
     """Evaluator over the problems of a JSONL file; a subclass defines the prompt and the grading.
 
     Attributes:
+        required: fields that each row must have.
         path: JSONL file of problems.
         renderer_name: tinker-cookbook renderer of the model's chat format.
         instruction: instruction that comes with each problem.

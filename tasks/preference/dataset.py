@@ -54,6 +54,23 @@ class Comparisons:
         return Preference(comparison.prompt_conversation, chosen, rejected)
 
 
+def held_out_comparisons(builder: ComparisonDatasetBuilder, rows: Dataset | None) -> Comparisons | None:
+    """Return the comparisons of held-out rows; None without rows.
+
+    Raises:
+        ConfigError: the rows have no comparison.
+    """
+    if rows is None:
+        return None
+    comparisons = Comparisons(builder, rows)
+    if len(comparisons) == 0:
+        raise ConfigError(
+            f"The held-out rows of {type(builder).__name__} have no comparison: check its parameters, or drop the "
+            "held-out rows."
+        )
+    return comparisons
+
+
 def build_comparisons(
     builder: str, params: Mapping[str, Any], tokenizer: Tokenizer, resources: Mapping[str, Any] = NO_RESOURCES
 ) -> tuple[Comparisons, Comparisons | None]:
@@ -73,14 +90,9 @@ def build_comparisons(
                 f"a {type(instance).__name__} is not a ComparisonDatasetBuilder; give its comparison_builder"
             )
         train, test = instance.get_train_and_test_datasets()
-        return Comparisons(instance, train), None if test is None else Comparisons(instance, test)
+        return Comparisons(instance, train), held_out_comparisons(instance, test)
 
-    train, test = build("comparisons", builder, params, tokenizer, read, resources)
-    if test is not None and len(test) == 0:
-        raise ConfigError(
-            f"The held-out rows of {builder} have no comparison: check comparisons.params, or drop the held-out rows."
-        )
-    return train, test
+    return build("comparisons", builder, params, tokenizer, read, resources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +123,8 @@ class Rendering:
     def pair(self, preference: Preference, number: int) -> list[tinker.Datum]:
         """Return both answers as datums with the labels ``pair`` and ``desirable``.
 
-        The list is empty if truncation to `max_length` removes an answer or makes both equal.
+        The list is empty if truncation to `max_length` removes an answer, or if both answers are equal, truncated or
+        not.
         """
         chosen, rejected = (
             self.datum([*preference.prompt, *answer]) for answer in (preference.chosen, preference.rejected)

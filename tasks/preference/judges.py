@@ -124,7 +124,8 @@ def build_judge(builder: str, params: Mapping[str, Any]) -> Judge:
     Preference models and completers judge both orders, so that a position bias cancels.
 
     Raises:
-        ConfigError: the judge does not exist, cannot be built, or has another type.
+        ConfigError: the judge does not exist, cannot be built, has another type, or is no completer but gets `criteria`
+            or `principles`.
     """
     judge = import_object(builder, "judge.builder")
     params, guidance = _split_guidance(judge, params)

@@ -28,9 +28,9 @@ from tasks.training.reference import Reference
 
 # Metrics of a preference loss that are logged under tinker-cookbook's names.
 _METRICS = ("accuracy", "margin", "chosen_reward", "rejected_reward")
-# Those with a score for each pair.
+# Metrics with a score for each pair.
 _SCORED = ("accuracy", "margin")
-# Losses whose metrics of a batch are the means of those of its pairs.
+# Losses whose metrics of a batch are the means over its pairs.
 _PAIR_LOSSES = frozenset({"dpo", "ipo", "simpo", "orpo", "bradley_terry"})
 
 
@@ -50,7 +50,7 @@ class PairBatches:
     def batch(self, indices: Sequence[int]) -> Batch:
         """Pack both answers of each pair with the labels `pair` and `desirable`.
 
-        Pairs in which truncation removes an answer, or makes both equal, are skipped.
+        Pairs without two distinct answers after truncation are skipped.
 
         Raises:
             ConfigError: no pair is left.
@@ -59,9 +59,15 @@ class PairBatches:
         datums_P = {index: self.rendering.pair(preferences[index], index) for index in indices}
         pairs = [index for index in indices if datums_P[index]]
         if not pairs:
+            limit = self.rendering.max_length
+            if limit is None:
+                raise ConfigError(
+                    f"A batch of {len(indices)} pairs has no pair with two distinct answers: check the rows of the "
+                    "data."
+                )
             raise ConfigError(
-                f"max_length={self.rendering.max_length} leaves no pair with two distinct answers in a batch of "
-                f"{len(indices)} pairs: increase it or check the rows of the data."
+                f"max_length={limit} leaves no pair with two distinct answers in a batch of {len(indices)} pairs: "
+                "increase it or check the rows of the data."
             )
         datums = [datum for index in pairs for datum in datums_P[index]]
         if self.unrelated and len(pairs) > 1:

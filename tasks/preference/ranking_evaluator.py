@@ -61,7 +61,8 @@ class RankingEvaluator(TokenizedEvaluator):
         """Return the accuracy, or no metrics if the builder has no held-out rows.
 
         Raises:
-            ConfigError: the verdicts start with the same token.
+            ConfigError: the verdicts start with the same token, the renderer is unknown or does not suit the tokenizer,
+                or the builder fails (`build_comparisons`).
         """
         renderer = open_renderer(self._renderer_name or renderer_name_of(self._model, tokenizer), tokenizer)
         _check_verdicts(renderer)

@@ -77,7 +77,7 @@ def term_colors(names: Sequence[str]) -> dict[str, str]:
 
 
 def order_by_share(run: DrawnRun, names: Sequence[str]) -> list[str]:
-    """Order the base loss first, then the terms by the sum of their shares of the gradient over the steps."""
+    """Order the base loss first, then the terms by their share of the gradient over all steps, largest first."""
 
     def share(name: str) -> float:
         return sum(value for _, value in run.history.get(f"term/{name}/grad_share", ()))
@@ -106,6 +106,8 @@ def draw_metric(
 
 def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limit: float | None = None) -> Chart | None:
     """Chart of a term: its values, its weight or multiplier, and the measured effect of the updates on it.
+
+    None if no run has values of the term.
 
     Args:
         color: color of the term if there is one run; with several runs, each run has a color.
@@ -160,7 +162,7 @@ def draw_shares(run: DrawnRun, names: Sequence[str]) -> Chart | None:
     """Stacked chart of each term's share of the gradient; None without a step.
 
     Args:
-        names: terms in the order of `order_by_share`. Those after the sixth regularizer are one band.
+        names: terms in the order of `order_by_share`. The regularizers after the sixth are one band.
     """
     figure, colors = go.Figure(), term_colors(names)
     shares = {name: dict(run.history.get(f"term/{name}/grad_share", ())) for name in names}
@@ -201,11 +203,11 @@ def draw_cosines(run: DrawnRun, names: Sequence[str]) -> Chart | None:
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
     reading = (
-        "Below 0, two terms pull against each other; at 0, neither affects the other. A warning needs at least 5 % of "
-        "the gradient for both."
+        "Below 0, two terms pull against each other; at 0, neither affects the other. The run warns of a conflict only "
+        "if both terms have at least 5 % of the gradient."
     )
     if len(pairs) > len(lowest):
-        reading += f" The {len(lowest)} of {len(pairs)} pairs with the lowest mean."
+        reading += f" Shown are the {len(lowest)} of {len(pairs)} pairs with the lowest mean."
     return Chart("Cosines of the gradients", reading, _styled(figure, _HEIGHT_PX))
 
 

@@ -79,7 +79,7 @@ def comparison_page(first: ReportedRun, second: ReportedRun) -> str:
             "Held-out data",
             html_table(columns, [difference.format() for difference in differences]) if differences else "",
             intro=f"Difference: {second.name} minus {first.name}. ±: 95 % interval over held-out batches, rows or "
-            "problems; of a difference, over pairs of them if both runs evaluated the same ones.",
+            "problems. A difference has an interval, over pairs of them, if both runs evaluated the same ones.",
         ),
         html_section(
             "Settings that differ",
@@ -121,7 +121,7 @@ def _changed_contents(first: ReportedRun, second: ReportedRun) -> list[str]:
         contents = records[0].get(CONTENTS_KEY, None) if records else None
         digests.append((contents or {}).get("digests", {}))
     return [
-        f"The {kind} {', '.join(names)} may differ between the runs: their files have changed."
+        f"{kind}: the content of {', '.join(names)} differs between the runs."
         for kind, names in changed_contents(*digests).items()
     ]
 

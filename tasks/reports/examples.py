@@ -31,7 +31,7 @@ def examples_section(examples: Mapping[int, Sequence[Example]]) -> str:
 
 
 def example_rows(columns: Sequence[tuple[str, Sequence[Example]]]) -> list[str]:
-    """Return an HTML block for each prompt. All lists of examples have the same prompts; each list is a column."""
+    """Return an HTML block for each position at which all lists have the same prompt; each list is a column."""
     blocks: list[str] = []
     for shown in zip(*(examples for _, examples in columns), strict=False):
         titles = [title for title, _ in columns]

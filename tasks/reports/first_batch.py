@@ -1,7 +1,7 @@
 """First batch of a run with its loss weights: printed in the terminal, and a page of the run.
 
-The colors are tinker-cookbook's: green for a positive weight, yellow for 0, red for a negative one. The weights of
-sampled data are its advantages.
+The colors in the terminal are tinker-cookbook's: green for a positive weight, yellow for 0, red for a negative one. The
+page leaves tokens of weight 0 plain. The weights of sampled data are its advantages.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class WeightedDatum:
     Attributes:
         title: its place in the batch, such as `pair 3, chosen`.
         tokens: its input tokens and its last target.
-        weights: loss weight of each token; that of the first, which is never a target, is 0.
+        weights: loss weight of each token; 0 for the first token, which is never a target.
     """
 
     title: str
@@ -72,7 +72,7 @@ class WeightedDatum:
 
 
 def weighted_datums(batch: Batch, tokenizer: Tokenizer) -> list[WeightedDatum]:
-    """Return the datums of a batch; if a position has several weighted targets, its weight is their sum."""
+    """Return the datums of a batch; the weights of several targets at one position are added up."""
     weights_DT = batch.weights_DT if batch.advantages_DT is None else batch.advantages_DT
     if weights_DT.ndim > 1:
         weights_DT = weights_DT.sum(-1)
@@ -88,7 +88,8 @@ def weighted_datums(batch: Batch, tokenizer: Tokenizer) -> list[WeightedDatum]:
 def first_group(batch: Batch, datums: Sequence[WeightedDatum]) -> list[WeightedDatum]:
     """Return the datums to print: the first pair, two rollouts of the first prompt, or the first datum.
 
-    The two rollouts are those with the greatest and the smallest advantage of a token.
+    The two rollouts have the greatest and the smallest advantage of a token; if one rollout has both, it is printed
+    alone.
     """
     if _PAIR in batch.labels_D:
         return _with_first_label(batch, datums, _PAIR)

@@ -194,7 +194,7 @@ class ReportExtras:
     Attributes:
         note: sentence at the top, such as the reason why no checkpoint was registered.
         targets: rows of the targets of terms and rewards.
-        control: held-out values of a run without the terms, to show beside those of this run.
+        control: held-out values of a run without the terms, to show alongside those of this run.
     """
 
     note: str = ""
@@ -306,8 +306,8 @@ def _sections(directory: RunDirectory, history: History, summary: RunSummary, ex
     yield html_section(
         "Targets",
         html_table(TARGET_COLUMNS, [row.format() for row in extras.targets]) if extras.targets else "",
-        intro="A target is met if the mean violates it by at most 10 % of its scale, or by less than the mean's 95 % "
-        "interval.",
+        intro="A target is met if the mean violates its limit by at most 10 % of its scale, or by at most half the "
+        "width of the mean's 95 % interval.",
     )
     yield _held_out_section(summary.held_out, extras.control)
     yield examples_section(read_examples(directory))
@@ -325,6 +325,7 @@ def metric_sections(runs: Sequence[DrawnRun]) -> Iterator[str]:
     trains_on_text = not keys & {REWARD, "accuracy"}
     results = [*_RESULTS, *([_LIKELIHOOD] if trains_on_text else [])]
     has_rewards = any(value for run in runs for _, value in run.history.get(REWARD, ()))
+    # Distillation without rewards logs rewards of 0, which say nothing.
     is_distilled = "teacher_kl" in keys and not has_rewards
     if is_distilled:
         results = [metric for metric in results if metric.train != REWARD]
@@ -336,7 +337,7 @@ def metric_sections(runs: Sequence[DrawnRun]) -> Iterator[str]:
 
 
 def _held_out_section(rows: Sequence[HeldOutRow], control: Mapping[str, Control] | None) -> str:
-    """Section with a table of the held-out metrics before and after, and of those of a control."""
+    """Section with a table of the held-out metrics before and after training, and of a control's metrics."""
     effect = (
         " Effect of the terms: after, minus the value of the control, a run that differs only in that its terms have "
         "the weight 0."
@@ -346,8 +347,8 @@ def _held_out_section(rows: Sequence[HeldOutRow], control: Mapping[str, Control]
     return html_section(
         "Held-out data",
         html_table(*held_out_table(rows, control)) if rows else "",
-        intro="±: 95 % interval over held-out batches, rows or problems; of a change or an effect, over pairs of them."
-        + effect,
+        intro="±: 95 % interval over held-out batches, rows or problems. The interval of a change or an effect is "
+        "over pairs of them." + effect,
     )
 
 

@@ -44,7 +44,7 @@ class RunSummary:
         held_out: metrics of the held-out data at the first and the last evaluation.
         headlines: rows of `held_out` with the main metrics.
         warnings: warnings, each a sentence.
-        weights: tinker:// path of the newest weights; empty before the first checkpoint.
+        weights: tinker:// path of the newest weights with optimizer state; empty if no checkpoint has them.
         commands: purpose and text of the commands that the user may need next.
     """
 

@@ -166,9 +166,9 @@ class HeldOutRow:
 
     Attributes:
         metric: name without `test/`; for the value of a term, the name of the term.
-        first_step, last_step: updates in the weights of `before` and `after`; equal after a single evaluation.
-        before, after: with intervals if the run stored the values of its batches.
-        change: mean change, with the interval of paired batches.
+        first_step, last_step: steps of the two evaluations; equal after a single evaluation.
+        before, after: values, with intervals if the run stored the values of its batches.
+        change: mean change, with an interval if the run stored the values of the same batches at both steps.
         batches: values of the last evaluation, for comparisons with other runs; None if the run did not store them.
         is_of_term: whether the metric is the value of a term.
     """
@@ -210,7 +210,10 @@ class HeldOutRow:
 
 
 def is_bookkeeping(metric: str) -> bool:
-    """Return whether a metric of an environment counts tokens, turns or kinds of groups, without the prefix `test/`.
+    """Return whether a metric of an environment counts tokens, turns or kinds of groups.
+
+    Args:
+        metric: name without the prefix `test/`.
 
     >>> is_bookkeeping("env/all/total_episodes"), is_bookkeeping("env/all/num_letters")
     (True, False)
@@ -330,7 +333,7 @@ class TargetRow:
 
     @property
     def is_met(self) -> bool:
-        """True if the mean violates the limit by at most 10 % of the scale, or by less than the interval if wider."""
+        """True if the mean violates the limit by at most 10 % of the scale or `half_width`, whichever is larger."""
         violation = self.target.sign * (self.mean - self.target.limit)
         if self.target.equals is not None:
             violation = abs(violation)

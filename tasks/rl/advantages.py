@@ -29,7 +29,7 @@ class AdvantageSettings:
         discount: discount per token, or per turn with a critic; for `discounted` and `gae`.
         decay: lambda of `gae`.
         critic: critic of `gae`, which then gives all tokens of a turn one advantage; None for no critic.
-        drop_constant: drop groups whose members all have the same advantage; see `has_no_advantages`.
+        drop_constant: drop groups whose advantages are all 0; see `has_no_advantages`.
         kl_coefficient: penalty per nat of KL from the reference.
         kl_discount_factor: discount per token for the penalties of later tokens; 0 to leave them out.
     """

@@ -94,7 +94,8 @@ class AsyncRolloutSource(RolloutSource):
 
     def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
         super().begin(step, num_steps, state)
-        # If a fork has another number of groups per step than its parent, the parent's places mean nothing here.
+        # A new run and a fork have no state. If a changed environment has another number of groups per step, the places
+        # of the state mean nothing.
         same_size = state.get("groups_per_batch") == self._size
         self._next_step = state["next_step"] if same_size else step
         self._waiting = deque(Place(*place) for place in state["untrained"]) if same_size else deque()
@@ -202,7 +203,7 @@ class AsyncRolloutSource(RolloutSource):
         self._stale += [completed.group for completed in stale]
 
     def _start(self) -> None:
-        """Start groups until enough run or are completed for all steps that may train on samples of these weights."""
+        """Start groups until enough run or are completed for all steps that may train on the newest weights' groups."""
         if self._weights is None or self._error:
             return
         steps = min(self._weights.version + self._max_age + 1, self._num_steps) - self._step

@@ -39,7 +39,7 @@ class SnapshotCompleter(TokenCompleter):
         key: run's seed, step and group; with the attempt, member and turn, it determines the seed of a request.
         by_prompt: True if the seed also depends on the prompt, for groups that share a key.
         custom: completer of the user, which samples in place of this one; None if there is none.
-        merges: True to merge equal requests of members; False if members go on to a next turn.
+        merges: True to merge equal requests of members; False for rollouts of several turns.
         progress: tokens sampled by all members in all attempts.
     """
 

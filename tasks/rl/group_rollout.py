@@ -1,4 +1,4 @@
-"""Rollout of one group as one task. Its environments share an event loop and rewards, and may share state."""
+"""Rollout of one group as one task. A group's environments share an event loop and rewards, and may share state."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class RewardedGroup(EnvGroupBuilder):
         """Compute the rewards and keep them for `compute_group_rewards`.
 
         The metrics of prompted judges are added to those of each trajectory. tinker-cookbook itself applies the
-        termination policy, so that training and held-out rollouts get the same rewards as in its loop. The penalty for
-        long completions follows.
+        termination policy, so that training and held-out rollouts get the same rewards as in tinker-cookbook's loop.
+        The penalty for long completions follows.
 
         Returns:
             Replies of prompted judges without a verdict, as errors of type `UnparsedVerdict`.
@@ -189,6 +189,7 @@ class RetryWholeGroup(RolloutStrategy):
         Raises:
             AllTrajectoriesFailedError: every attempt failed.
             ServiceError: the service failed.
+            ConfigError: a hook or a completer of the user returned an invalid value.
         """
         assert isinstance(policy, SnapshotCompleter)
         assert isinstance(env_group_builder, RewardedGroup)
@@ -307,6 +308,7 @@ def rollout(
 
     Raises:
         ServiceError: the service failed to sample.
+        ConfigError: a hook or a completer of the user returned an invalid value.
     """
     tags = tuple(builder.logging_tags())
     group, began = RewardedGroup(builder), perf_counter()

@@ -102,7 +102,7 @@ class HangWatch:
         with self._lock:
             typical = median(self._durations) if self._durations else None
             for group in self._running.values():
-                counts = group.progress.counts
+                counts = group.progress.counts  # each request and each response replaces the object
                 if counts.num_open or counts is not group.counts:
                     group.counts, group.since = counts, now
                 waited = now - group.since

@@ -22,7 +22,7 @@ LENGTH = "env/all/ac_tokens_per_turn"
 _MISMATCH_OF_DENSE, _MISMATCH_OF_MIXTURES, _MISMATCH_OF_OLDER = 0.005, 0.05, 0.1
 # Evaluations in a row at which the reward rises in training and falls on held-out groups.
 _NUM_DIVERGED = 2
-# An environment is slow if it takes longer than this, in seconds, besides its share of the rollout.
+# Seconds that environments must take, in addition to their share of the rollout, to count as slow.
 _MIN_ENVIRONMENT_S = 1.0
 
 
@@ -156,7 +156,7 @@ class HealthWatch:
                 "mismatch/kl_k3",
                 limits.mismatch_above,
                 "The divergence of the trainer from the sampler",
-                "lower schedule.max_steps_off_policy or the learning rate, or set a stricter correction",
+                "lower the learning rate or (mode async) schedule.max_steps_off_policy, or set a stricter correction",
             ),
             (
                 "truncated",

@@ -58,8 +58,9 @@ TurnFunction = Callable[[RolloutState], HookResult | Awaitable[HookResult]]
 class HookSpec:
     """Import path of a hook and its parameters.
 
-    A hook is a function of tinker-cookbook's `RolloutState` that is called after each turn, or a class whose instances,
-    one per rollout, have it as the method `on_turn_end`. A class may also implement tinker-cookbook's `RolloutHooks`.
+    A hook is a function of tinker-cookbook's `RolloutState` that is called after each turn, or a class with such a
+    function as its method `on_turn_end`. Each rollout has an instance of the class. A class may also implement
+    tinker-cookbook's `RolloutHooks`.
 
     Attributes:
         path: import path.
@@ -76,7 +77,7 @@ class HookSpec:
         """Import a hook.
 
         Raises:
-            ConfigError: it cannot be imported, rejects the parameters, or has none of the methods of hooks.
+            ConfigError: the hook cannot be imported, rejects the parameters, or lacks methods of a hook.
         """
         target = import_builder(path, "rollout.hook.builder", RolloutHooks)
         is_class = inspect.isclass(target)
@@ -197,7 +198,10 @@ def _as_actions(path: str, outcome: HookResult) -> list[HookAction]:
 
 
 def _apply(result: StepResult, actions: Sequence[HookAction]) -> StepResult:
-    """Add the rewards and metrics of actions to the result of a step; end the episode at the first that stops."""
+    """Add the rewards and metrics of all actions to the result of a step; end the episode if an action stops it.
+
+    The first action that stops names the stop reason, unless the environment has ended the episode or gives a reason.
+    """
     metrics = {**result.metrics, **{f"{PREFIX}{action.name}/reward": action.reward for action in actions}}
     stop = next((action for action in actions if action.stop), None)
     if stop and not result.episode_done:

@@ -222,7 +222,7 @@ class NamedRewards:
     def pop_warnings(self) -> dict[str, str]:
         """Return a warning by name for each reward that no completion has reported by the end of the first step.
 
-        The name may be misspelled, or the metric may be one that few completions report.
+        The name may be misspelled, or the metric may be one that few completions report. Later calls return nothing.
         """
         with self._lock:
             if self._is_checked or not self._reported:

@@ -241,7 +241,8 @@ class RolloutSource(BatchSource):
     def load(self, step: int, client: tinker.TrainingClient) -> Sequence[Pending[Batch]]:
         """Take a snapshot of the weights and roll out the groups of a step, each as a task.
 
-        Minibatches have fixed groups, independent of the order of completion, so that a resumed run repeats them.
+        Minibatches have fixed groups, independent of the order of completion, so that a resumed run repeats them. With
+        over-sampling, they take the groups that finish first, which the run stores (`Oversampling`).
         """
         self.start_step(step)
         snapshot = self.take_snapshot(step, client)
@@ -282,7 +283,7 @@ class RolloutSource(BatchSource):
         self._threads.hangs = hangs
 
     def policy(self, sampler: tinker.SamplingClient, *key: int) -> SnapshotCompleter:
-        """Completer of a group; members that go on to a next turn do not wait for the longest of the group's turns."""
+        """Completer of a group; once a rollout has taken several turns, members do not wait for each other's turns."""
         policy = self.settings.policy(sampler, *key, merges=not self._has_several_turns)
         return replace(policy, progress=GroupProgress(self._counter))
 
@@ -311,7 +312,7 @@ class RolloutSource(BatchSource):
         return sampler
 
     def start_step(self, step: int) -> None:
-        """Fix the critic and the weights of the named rewards of a step, after all groups of the step before it."""
+        """Fit the critic on the groups of the step before, and set the weights of the named rewards of a step."""
         self.fit_critic(step - 1)
         if self.rewards:
             self.rewards.start(step)
@@ -430,7 +431,7 @@ class RolloutSource(BatchSource):
         return compute_oversampling_metrics(groups, cancelled)
 
     def _use_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the share of groups that are dropped, and the groups sampled for each group that is trained on."""
+        """Return the share of dropped groups and groups sampled per trained group; empty without `drop_constant`."""
         if not self.settings.shape.drop_constant:
             return {}
         mix = self.rewards.weights_at(step) if self.rewards else None
@@ -453,7 +454,7 @@ class RolloutSource(BatchSource):
                 self._warnings["rollout.termination"] = (
                     "rollout.termination.zero_reward_on_limit has no effect so far, because the environment has "
                     "reported no stop reason in the first step: report stop/REASON in the metrics of the last turn, or "
-                    "remove it."
+                    "remove zero_reward_on_limit."
                 )
         if self.settings.mask_truncated:
             masked = metrics["rollout/masked"] = fmean(is_truncated(trajectory) for trajectory, _ in rollouts)
@@ -624,10 +625,14 @@ class HeldOutEnvironments(HeldOutGroups):
         self._groups = name_held_out(self._evaluator.env_group_builders_P)
         self._evaluator.env_group_builders_P[:] = self._groups
         self._settings, self._tokenizer = settings, tokenizer
-        self._batch_size = len(dataset.get_batch(0))
+        self._batch_size = len(dataset.get_batch(0)) if self._groups else 0
         self._has_several_turns = False
 
     async def __call__(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
+        if not self._groups:
+            raise ConfigError(
+                "The held-out problems of the environments have no full batch: add problems, or set eval_every to 0."
+            )
         self._evaluator.strategy = self.watched(self._settings.strategy)
         # All groups share this completer, so their seeds must also depend on the prompt.
         policy = self._settings.policy(sampling_client, merges=not self._has_several_turns)

@@ -202,7 +202,7 @@ def check_service(sampler: tinker.SamplingClient, tokenizer: Tokenizer, distribu
     for which a service applies no temperature.
 
     Raises:
-        ConfigError: the logprobs differ.
+        ConfigError: the logprobs differ, or the service returned none.
         ServiceError: the service failed.
     """
     if not distribution.num_requested:

@@ -88,7 +88,7 @@ def _file_of(program: bytes) -> int:
     try:
         file = os.memfd_create("program")
     except AttributeError:
-        print(f"it needs Linux, and this is {sys.platform}", file=sys.stderr)
+        print(f"the sandbox needs Linux, and this is {sys.platform}", file=sys.stderr)
         sys.exit(REFUSED)
     os.truncate(file, len(program))
     os.pwrite(file, program, 0)

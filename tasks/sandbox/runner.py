@@ -28,6 +28,7 @@ OUTPUT_BYTES = 64 * 1024
 REFUSED = 86
 _CHILD = Path(__file__).with_name("child.py")
 _GRACE_S = 5.0
+_WITHOUT_ISOLATION = "; or set network: allow to run code with access to the network and to this user's files"
 # Field, type, smallest and largest value of each limit. Below the smallest value, Python may not start, and each reward
 # would be 0.
 _RANGES = (
@@ -44,9 +45,10 @@ class Limits:
 
     Attributes:
         seconds: wall-clock time and processor time.
-        memory_mb: address space of each process, and total size of all files.
+        memory_mb: address space of each process, and total size of all files; the files have no limit with
+            `network: allow`.
         file_mb: size of one file, including the printed output.
-        processes: number of concurrent processes and threads.
+        processes: number of concurrent processes and threads; no limit with `network: allow`.
         network: `none`, or `allow` to run the program without namespaces, with access to the network and to the files
             of this user. Use `allow` only for trusted code on kernels that refuse namespaces.
     """
@@ -61,7 +63,7 @@ class Limits:
         """Check the range of each limit, and that the config may run code without isolation.
 
         Raises:
-            ConfigError: a limit is out of its range, or the config is that of a deployment.
+            ConfigError: a limit is out of its range, or the config of a deployment's run sets `network: allow`.
         """
         for name, kind, least, most in _RANGES:
             value = getattr(self, name)
@@ -95,7 +97,7 @@ def run_program(program: str, limits: Limits = Limits()) -> Outcome:
     """Run a Python program in the sandbox and wait until it and all of its children have ended.
 
     Raises:
-        ConfigError: the kernel refuses to isolate the program.
+        ConfigError: the machine refuses to isolate the program or to set its limits.
     """
     # Resolve links to the interpreter's folder, because the sandbox mounts it under its real path.
     python = Path(sys.executable).parent.resolve() / Path(sys.executable).name
@@ -108,10 +110,10 @@ def run_program(program: str, limits: Limits = Limits()) -> Outcome:
             timed_out = _feed(process, program, limits.seconds)
         text = _read(output)
     if process.returncode == REFUSED:
-        raise ConfigError(
-            f"Code cannot be isolated on this machine, because {text.strip()}; or set network: allow to run code with "
-            "access to the network and to this user's files."
-        )
+        if limits.network == "allow":
+            raise ConfigError(f"Code cannot be run on this machine, because {text.strip()}.")
+        way_out = "" if is_restricted() else _WITHOUT_ISOLATION
+        raise ConfigError(f"Code cannot be isolated on this machine, because {text.strip()}{way_out}.")
     return Outcome(process.returncode, timed_out, text, time.monotonic() - started)
 
 

@@ -106,7 +106,7 @@ def build_dataset(
         resources: open resources of the run for builders with matching parameters; see `build`.
 
     Raises:
-        ConfigError: the builder does not exist, rejects its parameters or cannot read its data.
+        ConfigError: the builder does not exist, rejects its parameters, cannot read its data or has no full batch.
     """
     train, test = build("data", builder, params, tokenizer, lambda instance: instance(), resources)
     return SupervisedSource(train, test, tokenizer, seed)

@@ -31,7 +31,7 @@ WRITTEN_NAME = "written.jsonl"
 
 Conversation = Sequence[Message]
 
-# Conversations between two saves of the cache; a killed run loses at most the answers to these.
+# Conversations between two saves of the cache; a killed run loses at most the answers to this many.
 _CHUNK = 32
 
 

@@ -1,4 +1,4 @@
-"""Noisy-student self-training: a teacher samples several answers per question, and a student learns the majority's.
+"""Noisy-student self-training: a teacher samples several answers per question; a student learns the majority answer.
 
 Source: Xie et al. 2020 (arXiv:1911.04252), with the majority vote of Huang et al. 2022 (arXiv:2210.11610) and the word
 dropout of He et al. 2020 (arXiv:1909.13788).
@@ -31,7 +31,8 @@ class SelfTrainingBuilder(GeneratedDataBuilder):
         test_path: held-out rows with a `question` and an `answer`.
         prompt: template of the prompt, with fields of the row in braces.
         num_samples: number of the teacher's answers per question.
-        min_agreement: share of the answers that must agree in their final number, or in their text if they have none.
+        min_agreement: share of the `num_samples` answers, truncated ones included, that must agree in their final
+            number, or in their text if they have none.
         grader: import path of a function ``(row, answer) -> bool`` that replaces the vote.
         max_kept: maximum number of distinct answers per question to train on.
         drop_words: probability of dropping each word from the student's prompt.

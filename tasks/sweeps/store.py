@@ -39,7 +39,7 @@ class Trial:
         seed: seed of the run.
         run_name: name of the run.
         status: a `pruned` trial was stopped early because others were better.
-        reason: one sentence on why the trial did not complete.
+        reason: why the trial did not complete, or why its run ended early or was not promoted; otherwise empty.
         seconds: duration of the last attempt.
         value: last value of the sweep's metric; None if the trial failed.
         curve: steps and values of the sweep's metric.

@@ -77,6 +77,7 @@ def take_values(values_DT: Tensor, offsets_D: Tensor, rows: Sequence[int]) -> Te
 def take_datums(batch: Batch, rows: Sequence[int]) -> Batch:
     """Return a batch of some datums of another batch, without features."""
 
+    # Fields whose names end in `_DT` have an entry per token; tuples and labels have an entry per datum.
     def taken(name: str, value: object) -> object:
         if isinstance(value, Tensor) and name.endswith("_DT"):
             return take_values(value, batch.offsets_D, rows)

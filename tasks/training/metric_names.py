@@ -36,7 +36,7 @@ def safe_name(name: str) -> str:
 def logged_name(name: str) -> str:
     """Return the name under which MLflow stores the metric that a user names in a config.
 
-    It may be the name of an evaluator's metric, or the name that MLflow shows for it.
+    The user may name a metric as its evaluator does, or as MLflow shows it.
 
     >>> logged_name("pass@1"), logged_name("pass-x40-1")
     ('pass-x40-1', 'pass-x40-1')

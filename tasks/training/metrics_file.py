@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run: one line per step in tinker-cookbook's format, written next to MLflow."""
+"""metrics.jsonl of a run: one line per step in tinker-cookbook's format, written alongside MLflow."""
 
 from __future__ import annotations
 

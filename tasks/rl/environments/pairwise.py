@@ -17,7 +17,7 @@ from tinker_cookbook.rl.preference_envs import (
 from tinker_cookbook.rl.types import Env, Metrics, RLDataset, Trajectory
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-from tasks.preference.dataset import Comparisons
+from tasks.preference.dataset import Comparisons, held_out_comparisons
 from tasks.rl.environments.groups import Groups
 
 
@@ -53,10 +53,12 @@ class TournamentBuilder(PairwisePreferenceRLDatasetBuilder):
         train, _ = await PairwisePreferenceRLDatasetBuilder.__call__(
             chz.replace(self, preference_model_builder=lambda: model)
         )
-        _, rows = self.comparison_builder.get_train_and_test_datasets()
-        if rows is None:
+        comparisons = held_out_comparisons(
+            self.comparison_builder, self.comparison_builder.get_train_and_test_datasets()[1]
+        )
+        if comparisons is None:
             return train, None
-        groups = self._held_out(Comparisons(self.comparison_builder, rows), model)
+        groups = self._held_out(comparisons, model)
         return train, Groups(groups, len(groups))
 
     def _held_out(self, comparisons: Comparisons, model: PreferenceModel) -> list[ChosenAnswerGroupBuilder]:

@@ -13,7 +13,7 @@ from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.preference_envs import PreferenceEnv
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, Trajectory
 
-from tasks.preference.dataset import Comparisons, Rendering, Verdict
+from tasks.preference.dataset import Comparisons, Rendering, Verdict, held_out_comparisons
 from tasks.rl.environments.groups import Groups, GroupsBuilder
 from tasks.training.teacher import Teacher, TeacherRequest, score_all
 from tasks.training.token_meter import TokenMeter, open_counted_sampler
@@ -116,7 +116,8 @@ class RewardModelBuilder(GroupsBuilder):
 
         train, test = self.comparison_builder.get_train_and_test_datasets()
         training = Groups(groups(Comparisons(self.comparison_builder, train), self.group_size), self.batch_size)
-        if test is None:
+        comparisons = held_out_comparisons(self.comparison_builder, test)
+        if comparisons is None:
             return training, None
-        held_out = groups(Comparisons(self.comparison_builder, test), 1)
+        held_out = groups(comparisons, 1)
         return training, Groups(held_out, len(held_out))

@@ -102,7 +102,7 @@ def test_skipping_all_tokens_is_refused() -> None:
     client = cast(Any, RandomTeacher())
     with open_workers():
         tops = compute_top_k.fn([TeacherRequest(Teacher(client, "random"), datum) for datum in batch.datums], 5)
-    with pytest.raises(ConfigError, match="skip_first_n_tokens is 6: reduce it"):
+    with pytest.raises(ConfigError, match="more than skip_first_n_tokens=6 tokens: reduce"):
         with_top_k(batch, tops, 6)
 
 

@@ -110,6 +110,16 @@ def test_pair_without_distinct_answers_after_truncation_is_skipped(tokenizer: An
         source(tokenizer, max_length=16).batch_at(0)
 
 
+def test_equal_answers_are_not_blamed_on_a_limit_that_is_not_set(tmp_path: Path, tokenizer: Any) -> None:
+    rows = comparisons()[:1]
+    rows[0]["comparison"]["completion_B"] = rows[0]["comparison"]["completion_A"]
+    write(tmp_path / "equal.jsonl", rows)
+    train, _ = build_comparisons(JSONL, {"train_path": str(tmp_path / "equal.jsonl")}, tokenizer)
+    pairs = PairBatches(train, rendering(tokenizer, None), tokenizer, unrelated=False)
+    with pytest.raises(ConfigError, match="A batch of 1 pairs has no pair with two distinct answers: check the rows"):
+        pairs.batch([0])
+
+
 def test_batches_without_a_pair_are_found_in_advance(tokenizer: Any) -> None:
     """They are the steps at which reading the batch fails."""
     train, _ = build_comparisons(JSONL, {"train_path": TRAIN}, tokenizer)

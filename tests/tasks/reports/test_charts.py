@@ -120,7 +120,7 @@ def test_small_terms_share_one_band_and_few_pairs_are_drawn() -> None:
     assert cosines is not None
     assert len(cosines.figure.data) == 6
     assert cosines.figure.data[0].y == (-0.9,)
-    assert "The 6 of 78 pairs with the lowest mean." in cosines.reading
+    assert "Shown are the 6 of 78 pairs with the lowest mean." in cosines.reading
     assert draw_conflicts(run, ordered).is_wide
 
 

@@ -56,7 +56,7 @@ def test_the_page_has_both_runs_and_only_the_settings_that_differ(runs: tuple[Re
     assert "nll on held-out data: 1 (step 6) in first, 0.5 (step 6) in second, difference -0.5." in page
     assert "<tr><td>learning_rate<td>0.001<td>0.002" in page
     assert "<tr><td>run_name" not in page
-    assert "The terms logic may differ between the runs: their files have changed." in page
+    assert "terms: the content of logic differs between the runs." in page
     assert "first: terms" in page
     assert "Warnings of first" in page
     assert "completion of first" in page

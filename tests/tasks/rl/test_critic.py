@@ -304,7 +304,7 @@ def test_an_async_source_continues_with_the_critic_of_its_checkpoint(snapshots: 
     assert metrics["critic/num_turns"] == state["critic"]["gram"][0][0] > numbers[2] * (1 - 1 / 3)
 
 
-def test_a_fork_with_other_features_starts_without_data() -> None:
+def test_a_critic_ignores_a_state_of_other_features() -> None:
     state = fit_critic(ragged_groups(0), settings(), CRITIC).state()
     assert CRITIC.restored(state).num_turns > 0
     assert replace(CRITIC, path="other:features").restored(state).fit is None

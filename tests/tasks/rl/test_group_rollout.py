@@ -292,6 +292,13 @@ def test_held_out_group_whose_rewards_fail_is_retried(engine_url: str, sampler: 
     assert again.problems == metrics.problems != digest_problems([])
 
 
+def test_an_evaluation_without_a_held_out_problem_names_the_fix(sampler: tinker.SamplingClient) -> None:
+    settings = RolloutSettings(0, 4, SamplingDistribution(), RetryWholeGroup(), SHAPE)
+    held_out = HeldOutEnvironments(Groups([], 1), settings, cast(Any, None))
+    with pytest.raises(ConfigError, match="have no full batch: add problems, or set eval_every to 0"):
+        run_coroutine(held_out(sampler))
+
+
 def test_service_error_of_the_rewards_is_not_retried(sampler: tinker.SamplingClient) -> None:
     class Graded(Guesses):
         async def compute_group_rewards(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +101,24 @@ def test_completions_compete_within_their_group_and_held_out_ones_with_the_chose
     assert test is not None
     rates = [rewards(test.get_batch(0)[0], client, f"{text}<|im_end|>")[0][1]["win_rate"] for text in ("No.", "o" * 90)]
     assert rates == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["pairwise:TournamentBuilder", "reward_model:RewardModelBuilder"])
+def test_held_out_rows_without_a_comparison_are_rejected(
+    client: tinker.TrainingClient, engine_url: str, tmp_path: Path, kind: str
+) -> None:
+    rows = [json.loads(line) | {"label": "Tie"} for line in Path(PATHS["test_path"]).read_text().splitlines()]
+    ties = tmp_path / "ties.jsonl"
+    ties.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    own: dict[str, Any] = {"path": "", "question": "Good?", "good": "Yes"}
+    if "Tournament" in kind:
+        judge = "tasks.preference.preference_models:JudgeBuilder"
+        own = {"preference_model_builder": judge, "preference_model_builder.judge": f"{__name__}:longer"}
+    params = NESTED | SIZES | own | {"comparison_builder.test_path": str(ties)}
+    with tinker.ServiceClient(base_url=engine_url, api_key="tml-test") as session:
+        resources = {"session": session, "base_model": "tiny"}
+        with pytest.raises(ConfigError, match="held-out rows of ComparisonBuilderFromJsonl have no comparison"):
+            build_environments(f"tasks.rl.environments.{kind}", params, client.get_tokenizer(), resources)
 
 
 def test_prompted_judges_are_asked_by_the_given_criteria(

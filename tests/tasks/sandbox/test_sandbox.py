@@ -125,6 +125,14 @@ def test_program_is_not_run_if_it_cannot_be_isolated(
     if "limit" not in cause:
         run_program(f"open({str(mark)!r}, 'w')", Limits(network="allow"))
         assert mark.exists()
+    else:
+        with pytest.raises(ConfigError, match=rf"cannot be run on this machine, because {cause}\.$"):
+            run_program(f"open({str(mark)!r}, 'w')", Limits(network="allow"))
+    # The config of a deployment's run must not set network: allow.
+    monkeypatch.setattr(sandbox, "is_restricted", lambda: True)
+    with pytest.raises(ConfigError, match=f"because {cause}") as refusal:
+        run_program("", Limits())
+    assert "allow to run" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
