@@ -194,7 +194,7 @@ def test_commands_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_inspect_tasks_are_no_files_of_code(tmp_path: Path) -> None:
     pytest.importorskip("inspect_ai")
     for task in (str(tmp_path / "task.py"), "task.py@mine", "tinker_cookbook/../task.py", "inspect_evals/gsm8k"):
-        with pytest.raises(ObjectiveError, match=ALLOWED_MODULES):
+        with pytest.raises(ValueError, match=ALLOWED_MODULES):
             InspectTask(task=task, renderer_name="x")
 
 
