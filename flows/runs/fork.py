@@ -17,7 +17,7 @@ from tasks.training.checkpoints import read_records, step_of
 FRESH_OPTIMIZER = "fresh_optimizer"
 
 # State that a fork inherits from its parent's record; spent budget and MLflow run stay with the parent.
-_INHERITED = ("objective", "guard", FRESH_OPTIMIZER)
+_INHERITED = ("objective", "guard", "source", FRESH_OPTIMIZER)
 
 
 def is_fork(config: RunConfig) -> bool:

@@ -148,7 +148,6 @@ class OnPolicySource(RolloutSource):
         super().begin(step, num_steps, state)
         if self._sync is None:
             return
-        # A fork has no state: it keeps the first teacher until the next step that is due.
         self._last_due = max(0, step - 1) // self._sync.every * self._sync.every
         if synced := state.get("teacher_sync"):
             self._synced = SyncedWeights(*synced)

@@ -94,8 +94,7 @@ class AsyncRolloutSource(RolloutSource):
 
     def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
         super().begin(step, num_steps, state)
-        # A new run and a fork have no state. If a changed environment has another number of groups per step, the places
-        # of the state mean nothing.
+        # If a changed environment has another number of groups per step, the places of the state mean nothing.
         same_size = state.get("groups_per_batch") == self._size
         self._next_step = state["next_step"] if same_size else step
         self._waiting = deque(Place(*place) for place in state["untrained"]) if same_size else deque()

@@ -154,7 +154,7 @@ class BatchSource(ABC):
         Args:
             step: first step.
             num_steps: number of steps of the run.
-            state: value that `state` returned in the run to resume; empty for a new run or a fork.
+            state: value that `state` returned in the run to resume, or in the parent of a fork; empty for a new run.
         """
         return
 
