@@ -314,7 +314,7 @@ def managed_process(
     Its files are readable by their owner only.
 
     Args:
-        grace_s: seconds the process has to stop before it is killed.
+        grace_s: seconds the process has to stop; 5 s later it is killed.
         pass_fds: open file descriptors that the process inherits.
     """
     with log.open("ab") as output:

@@ -364,7 +364,8 @@ class RunConfig(TrackedConfig, NamedConfig):
         le=315_360_000,
         title="Time to live (s)",
         description="Seconds after which the service deletes a checkpoint; the best and the final checkpoint never "
-        "expire. A run that is paused for longer than this starts over. Unset: checkpoints never expire.",
+        "expire. A run that is paused for longer than this has no checkpoint of its own to resume from. Unset: "
+        "checkpoints never expire.",
     )
     register_as: str | None = Field(
         default=None,

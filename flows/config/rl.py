@@ -463,7 +463,7 @@ class RlConfig(TrainConfig):
         return self
 
     def base_correction(self) -> Correction | None:
-        """Return the correction of the base loss; None for none."""
+        """Return the correction of the base loss; None if the loss is not corrected."""
         match self.correction:
             case CorrectionConfig() as config:
                 return config.correction()

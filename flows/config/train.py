@@ -69,15 +69,15 @@ class GuardConfig(Config):
         default=6.0,
         gt=0,
         title="Spike threshold",
-        description="Smallest distance above the median of the recent losses that counts as a spike, in robust "
-        "standard deviations (metric `guard/spike_score`).",
+        description="Distance above the median of the recent losses beyond which a loss is a spike, in robust standard "
+        "deviations (metric `guard/spike_score`).",
     )
     spike_window: int = Field(
         default=20,
         ge=4,
         title="Spike window",
-        description="Number of recent losses, one per minibatch, that form the median. The first losses of a run are "
-        "not checked.",
+        description="Number of recent losses, one per minibatch, that form the median. As many losses at the start of "
+        "a run are not checked.",
     )
     untrained: Literal["stop", "skip"] = Field(
         default="stop",
@@ -359,7 +359,7 @@ class CandidatesConfig(Config):
 
 
 def _read_off(value: object) -> object:
-    """Return the word `off` for False, as which YAML reads an unquoted `off`."""
+    """Return the word `off` for False, because YAML reads an unquoted `off` as False."""
     return "off" if value is False else value
 
 

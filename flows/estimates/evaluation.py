@@ -23,8 +23,9 @@ from tasks.training.reference import scored_tokens
 def estimate_evaluation(config: EvaluateConfig) -> CostEstimate:
     """Estimate an evaluation without running it.
 
-    The cost of an earlier evaluation counts if only the checkpoint, the registration or the name differ. `steps: all`
-    has no earlier evaluation, because its number of weights changes.
+    The estimate is the cost of an earlier evaluation if the configs differ only in the checkpoint, the registration,
+    the name and other settings that do not change the number of tokens. `steps: all` is never estimated in this way,
+    because its number of weights changes.
 
     Raises:
         ConfigError: The config, the data, a checkpoint or the prices are invalid.
