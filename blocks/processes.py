@@ -62,6 +62,7 @@ class LocalEngine:
 
         Raises:
             ServiceError: the engine did not start; the message contains the last error in its log.
+            ServiceLostError: the engine exited during the block; raised only in the main thread.
         """
         assert self.process.stdin is not None
         print_notice(f"Starting the local engine with {self.model} (log: {self.log})")

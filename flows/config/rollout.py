@@ -122,7 +122,8 @@ class RolloutConfig(Config):
         default=20,
         ge=1,
         title="Candidates",
-        description="Number of likeliest tokens to request at each position, if `logprobs` needs them.",
+        description="Number of likeliest tokens to request at each position, at least `top_k`, if `logprobs` needs "
+        "them.",
     )
     max_retries: int = Field(
         default=2,

@@ -44,6 +44,7 @@ class AlertConfig(Config):
 
     def is_beyond(self, figure: float) -> bool:
         """Return whether a value is beyond the limit; NaN is beyond every limit."""
+        # Comparisons with NaN are false, so a value that is not within the limit is beyond it.
         is_within = figure <= self.above if self.above is not None else self.below is None or figure >= self.below
         return not is_within
 
@@ -83,7 +84,8 @@ class GuardConfig(Config):
         default="stop",
         title="Nothing to train",
         description="Policy for batches with no token or no pair left to train on, for example because `max_length` "
-        "is too small. Such batches are found before the first step, except in a dataset that streams.",
+        "is too small. Such batches are found before the first step. In a dataset that streams, they are not, and such "
+        "a batch ends the run.",
     )
     max_in_a_row: int = Field(
         default=3,

@@ -117,7 +117,7 @@ def check_config(
         restarts: Non-empty if the run itself restarts. `resume: never` allows that, and a start of the same flow run.
 
     Raises:
-        ConfigError: The recorded config differs, or `resume` is `never` and the name is in use.
+        ConfigError: The recorded config differs or is damaged, or `resume` is `never` and the name is in use.
     """
     if start and config.resume == "never" and not restarts:
         is_own = flow_run.get_id() is not None and start.get("flow_run_id", None) == flow_run.get_id()
