@@ -315,8 +315,8 @@ class RunConfig(TrackedConfig, NamedConfig):
         default=3,
         ge=0,
         title="Restarts",
-        description="Maximum number of restarts from the same checkpoint after the service was lost. A new checkpoint "
-        "resets the count; 0 disables restarts.",
+        description="Maximum number of restarts from the same checkpoint after the service was lost or the flow run "
+        "crashed. A new checkpoint resets the count; 0 disables restarts.",
     )
     checkpoint_every: int = Field(
         default=10,
