@@ -55,7 +55,7 @@ def open_private(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path`; wait for other processes. The lock ends with its process.
+    """Hold an exclusive lock on the file `path`; wait for other processes. A process that ends releases the lock.
 
     Raises:
         StorageError: the file cannot be opened.

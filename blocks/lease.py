@@ -68,7 +68,9 @@ class Lease:
         Sends a request only if the last renewal is older than `LEASE_S`.
 
         Raises:
-            StorageError: another process took over the lease (the message names it), or the server cannot be reached.
+            LostRunError: the last renewal found that another process has taken over the lease (the message names it),
+                or that the lease was deleted.
+            StorageError: the server cannot be reached.
         """
         if self._own and _now() - self._renewed_at > LEASE_S:
             self._renew(patient=True)
@@ -78,10 +80,10 @@ class Lease:
     def verify(self) -> None:
         """Check that the stored lease is still this process's own; do nothing if it was never acquired.
 
-        Sends a request. It also notices a lease that was deleted since its last renewal.
+        Sends a request, and so also notices what has happened since the last renewal.
 
         Raises:
-            StorageError: as for `check`, or the lease was deleted.
+            LostRunError, StorageError: as for `check`.
         """
         self.check()
         with self._renewal_lock:

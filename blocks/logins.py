@@ -49,7 +49,7 @@ def password_file(home: Path) -> Path:
 
 
 def permanent_secret(path: Path, prefix: str = "") -> str:
-    """Return the secret in a file; create it if missing. It is permanent, so that exported variables stay valid.
+    """Return the secret in a file; create the file if missing. The secret never changes, so exports stay valid.
 
     Raises:
         StorageError: the file cannot be written.

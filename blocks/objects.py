@@ -51,7 +51,7 @@ class Objects:
     """Objects below one prefix.
 
     Requests are idempotent. A request with a transient failure (no connection, no response, 429, 5xx) is retried with
-    growing pauses for up to `patience_s`.
+    growing pauses for up to `patience_s`, once the endpoint has responded to this process.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Objects:
         """Write a whole object if its current version is `version` (None: it does not exist); return the new version.
 
         Args:
-            patient: False makes one attempt; True retries for `patience_s`.
+            patient: False to leave retries to botocore; True to retry for `patience_s`.
 
         Raises:
             ChangedError: the object has another version. Also raised if an earlier attempt succeeded but its response

@@ -62,6 +62,7 @@ class LocalEngine:
 
         Raises:
             ServiceError: the engine did not start; the message contains the last error in its log.
+            ServiceLostError: the engine exited during the block; raised only in the main thread.
         """
         assert self.process.stdin is not None
         print_notice(f"Starting the local engine with {self.model} (log: {self.log})")
@@ -314,7 +315,7 @@ def managed_process(
     Its files are readable by their owner only.
 
     Args:
-        grace_s: seconds the process has to stop before it is killed.
+        grace_s: seconds the process has to stop; 5 s later it is killed.
         pass_fds: open file descriptors that the process inherits.
     """
     with log.open("ab") as output:

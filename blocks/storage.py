@@ -47,7 +47,7 @@ class RunDirectory(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a file or a folder of files."""
+        """Remove a file or, on a local disk, a folder of files."""
         ...
 
     def writer(self) -> str:

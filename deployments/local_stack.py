@@ -57,7 +57,7 @@ def stack_lock(home: Path) -> Iterator[TextIO]:
     Services inherit the open file and so keep the lock: after a kill -9 the next `up` waits until they have stopped.
 
     Raises:
-        StorageError: another `up` holds the lock; the message lists its services.
+        StorageError: another `up` holds the lock (the message lists its services), or the file cannot be opened.
     """
     path = home / "up.json"
     try:

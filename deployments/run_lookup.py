@@ -92,7 +92,7 @@ def resume_config(run: StoredRun, overrides: Sequence[str]) -> tuple[str, NamedC
 
 
 def find_mlflow_run(run: StoredRun, records: Records) -> tuple[MlflowClient, MlflowRun | None]:
-    """Return an MLflow client and the MLflow run that a run logs to, or None if there is none.
+    """Return an MLflow client and the MLflow run that a run logs to; the MLflow run is None if there is none.
 
     Raises:
         ServiceError: MLflow does not respond.

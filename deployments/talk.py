@@ -33,8 +33,8 @@ class Weights:
     Attributes:
         checkpoint: `RUN`, `RUN@STEP`, `RUN@best`, `RUN@final`, a `tinker://` path, or `base`.
         model: base model; empty for the model of the run.
-        renderer_name: chat format; empty for the format of the run's data, or else of the model.
-        base_url: Tinker service; empty for the service of the run.
+        renderer_name: chat format; empty for the format of the run's data, or else the model's format.
+        base_url: Tinker service; empty for the service of the run, or else the one that the environment selects.
         storage: storage of the runs.
     """
 
@@ -47,7 +47,7 @@ class Weights:
 
 @dataclass(slots=True)
 class Conversation:
-    """Conversation with a model; each reply and its question become part of it."""
+    """Conversation with a model; it keeps each message of the user and the reply."""
 
     sampler: tinker.SamplingClient
     renderer: Renderer
@@ -82,7 +82,7 @@ def open_conversation(weights: Weights, sampling: Sampling) -> Iterator[Conversa
     config = with_model(config, checkpoint)
     with open_service(config) as service, service.session() as session:
         sampler, tokenizer = open_sampler(session, checkpoint.path, config.model)
-        # The renderer that the user chose, else that of the run, else that of the model.
+        # The user's choice, else the renderer of the run, else the renderer of the model.
         names = [weights.renderer_name, *field_values(recorded, "renderer_name")]
         name = next((name for name in names if name), None) or renderer_name_of(config.model, tokenizer)
         yield Conversation(sampler, open_renderer(name, tokenizer), sampling)

@@ -51,7 +51,7 @@ from deployments.work_pool import POOL, crash_orphaned_runs, is_worker_online, o
 
 ROOT = Path(__file__).parents[1]
 WORKER = "tinker-flows-up"
-# A run on the worker needs this long to finish its current step and save a checkpoint.
+# A run on the worker may take this long to finish its current step and save a checkpoint.
 WORKER_GRACE_S = 45.0
 
 

@@ -57,7 +57,7 @@ from tasks.training.batch_source import BatchSource, MetricWarning
 
 __getattr__ = partial(renamed_attribute, "flows.distill")  # names of release 0.1
 
-# Distillation has no settings for advantages of rewards: only `train_on_rewards` uses them, with the default estimator.
+# Advantages of rewards, which only `train_on_rewards` uses; distillation has no settings for them.
 NO_REWARD = AdvantageSettings()
 HEALTH = HealthLimits()
 SourceAndEvaluators = tuple[BatchSource, Sequence[Evaluator]]

@@ -42,7 +42,7 @@ class ExportConfig(WeightsConfig):
     output: str = Field(
         title="Output",
         description="Output directory. The adapter is written to its folder `adapter`, and the merged model to its "
-        "folder `merged`.",
+        "folder `merged`, neither of which may exist.",
         min_length=1,
     )
     form: Form = Field(

@@ -44,7 +44,7 @@ def rlhf(config: RlhfConfig) -> TrainResult:
 
     Returns:
         Result of the policy stage, or of an earlier stage that ended the flow through its budget, its promotion
-        gate or a person's refusal. If a stage is cancelled, a Prefect Cancelled state.
+        gate, a person's refusal or a missing approval. If a stage is cancelled, a Prefect Cancelled state.
     """
     with leave_state_to_successor():
         try:
@@ -76,7 +76,7 @@ def _run_stages(config: RlhfConfig) -> TrainResult:
 
 
 def within_budget(stage: C, budget: BudgetConfig, finished: Sequence[TrainResult]) -> C:
-    """Return a stage whose budget is the rest of the common one; without a common budget, return the stage unchanged.
+    """Return a stage whose budget is the rest of the common budget; without a common budget, the unchanged stage.
 
     Raises:
         ConfigError: The finished stages have spent the budget, or their cost in dollars is unknown.

@@ -66,8 +66,8 @@ def status(
     """List runs with state, steps, last checkpoint, metric, MLflow run and writing process.
 
     States: running; finished; stopped (Ctrl-C, cancelled or budget spent); failed (with a reason); killed (by kill -9
-    or a machine failure); unknown (MLflow is unreachable). `tinker-flows resume RUN` continues a run in every state but
-    running and finished.
+    or a machine failure); unknown (MLflow is unreachable); damaged (a file of the run is invalid). `tinker-flows resume
+    RUN` continues a run in every state but running, finished and damaged.
     """
     from deployments.status import show_run, show_runs
 

@@ -35,7 +35,7 @@ RendererName = Annotated[
         "--renderer",
         metavar="NAME",
         help="Chat format: a renderer of tinker-cookbook.",
-        show_default="the renderer of the run's data, or else of the model",
+        show_default="the renderer of the run's data, or else the model's",
     ),
 ]
 System = Annotated[str, typer.Option("--system", metavar="TEXT", help="System prompt.", show_default=False)]

@@ -229,8 +229,8 @@ class ServiceConfig(Config):
 
     model: str = Field(
         title="Model",
-        description="Name of the base model on the service. The local engine takes `tiny`, `smollm2-135m` or a model "
-        "directory.",
+        description="Name of the base model on the service. The local engine takes `tiny`, `smollm2-135m`, a model "
+        "directory or a name on the Hugging Face Hub.",
         min_length=1,
     )
     base_url: str = Field(
@@ -315,8 +315,8 @@ class RunConfig(TrackedConfig, NamedConfig):
         default=3,
         ge=0,
         title="Restarts",
-        description="Maximum number of restarts from the same checkpoint after the service was lost. A new checkpoint "
-        "resets the count; 0 disables restarts.",
+        description="Maximum number of restarts from the same checkpoint after the service was lost or the flow run "
+        "crashed. A new checkpoint resets the count; 0 disables restarts.",
     )
     checkpoint_every: int = Field(
         default=10,
@@ -364,7 +364,8 @@ class RunConfig(TrackedConfig, NamedConfig):
         le=315_360_000,
         title="Time to live (s)",
         description="Seconds after which the service deletes a checkpoint; the best and the final checkpoint never "
-        "expire. A run that is paused for longer than this starts over. Unset: checkpoints never expire.",
+        "expire. A run that is paused for longer than this has no checkpoint of its own to resume from. Unset: "
+        "checkpoints never expire.",
     )
     register_as: str | None = Field(
         default=None,
@@ -388,10 +389,10 @@ class RunConfig(TrackedConfig, NamedConfig):
         title="Promote with confidence",
         description="Confidence with which the checkpoint must be better than the baseline on the same problems. At "
         "0.95, the probability that a run registers a checkpoint is at most 5 % if all of its checkpoints are only as "
-        "good as the baseline. With "
-        "`keep_best`, the p-value is multiplied by the number of checkpoints that it compares. Only for `test/nll`, "
-        "`test/env/all/reward/total`, `test/accuracy` and `test/margin` of preferences, and the metrics of evaluators "
-        "that grade answers. Unset: compare the two values and ignore their uncertainty.",
+        "good as the baseline. With `keep_best`, the p-value is multiplied by the number of checkpoints that it "
+        "compares. Only for `test/nll`, `test/env/all/reward/total`, `test/teacher_kl`, `test/accuracy` and "
+        "`test/margin` of preferences, and the metrics of evaluators that grade answers. Unset: compare the two values "
+        "and ignore their uncertainty.",
     )
 
     needs_approval: bool = Field(

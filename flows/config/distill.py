@@ -205,9 +205,10 @@ class TeacherTargetsConfig(DistillConfig):
         ge=0,
         le=64,
         title="Top K",
-        description="Number K of target tokens per position. If the teacher samples at temperature 1, these are its K "
-        "- 1 most likely tokens, weighted by its probabilities, and the sampled token. Otherwise, they are its K most "
-        "likely tokens, with probabilities normalized to 1. 0: train on the sampled token only.",
+        description="Number K of target tokens per position. If the teacher samples from its full distribution (at "
+        "temperature 1, without `rollout.top_k` and `rollout.top_p`), these are its K - 1 most likely tokens, weighted "
+        "by its probabilities, and the sampled token. Otherwise, they are its K most likely tokens, with probabilities "
+        "normalized to 1. 0: train on the sampled token only.",
     )
 
     @model_validator(mode="after")

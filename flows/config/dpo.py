@@ -44,7 +44,7 @@ class DpoConfig(TrainConfig):
         ge=2,
         title="Maximum length",
         description="Maximum tokens of a prompt with its completion. Longer sequences are truncated, and pairs whose "
-        "completions are then equal are dropped.",
+        "completions are then equal or empty are dropped. Unset: no limit.",
     )
     verdict: VerdictConfig | None = Field(
         default=None,

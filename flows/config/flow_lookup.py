@@ -31,7 +31,8 @@ def find_flow(path: str) -> TrainFlow:
     """Find a flow by name, such as `sft`, or by import path, `package.module:name`.
 
     Raises:
-        ConfigError: The flow does not exist, or its config is neither a TrainConfig nor an RlhfConfig.
+        ConfigError: The flow does not exist, a run of a deployment may not import it, or its config is neither a
+            TrainConfig nor an RlhfConfig.
 
     >>> find_flow("sft").config_type.__name__
     'SftConfig'

@@ -11,7 +11,7 @@ def check_json_values(value: Any, path: str = "") -> None:
     """Check the numbers and texts of plain data, which JSON readers and databases must be able to store.
 
     Raises:
-        ValueError: a number is not finite or has more than 64 bits, or a text is not valid Unicode.
+        ValueError: a number is not finite or has more than 64 bits, a text is not valid Unicode, or a value is binary.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():

@@ -53,7 +53,10 @@ def is_local(model: str) -> bool:
 
 
 def _read(model: str) -> tuple[str, int] | None:
-    """Return the family and hidden size in a model directory's config.json; None without a readable config.json."""
+    """Return the family and hidden size in a model directory's config.json; None without a readable config.json.
+
+    A family outside of `_KNOWN` keeps the name in the file. The hidden size is 0 if the file has none.
+    """
     try:
         config = json.loads((Path(model) / "config.json").read_text())
     except (OSError, ValueError):

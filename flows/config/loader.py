@@ -21,7 +21,8 @@ def load_config(config_type: type[C], path: Path | None, overrides: Sequence[str
     """Load a config from a YAML file and `field=value` overrides.
 
     Raises:
-        ConfigError: The file is unreadable, or a field is unknown or invalid.
+        ConfigError: The file is unreadable, an override is invalid, or a field is missing, unknown or invalid.
+        CredentialsError: A value contains a URL with a user name, a password or a secret.
     """
     fields: dict[str, Any] = read_yaml(path) if path else {}
     set_overrides(fields, overrides)
@@ -32,7 +33,7 @@ def set_overrides(fields: dict[str, Any], overrides: Sequence[str]) -> None:
     """Set fields by `field=value` arguments, in place; the values are YAML.
 
     Raises:
-        ConfigError: an argument has another form, its value is not YAML, or its path does not exist.
+        ConfigError: an argument has another form, its value is not YAML, or its path is invalid; see `set_field`.
     """
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -48,6 +49,7 @@ def validate_fields(config_type: type[C], fields: Mapping[str, Any]) -> C:
 
     Raises:
         ConfigError: A field is missing, unknown or invalid.
+        CredentialsError: A value contains a URL with a user name, a password or a secret.
     """
     try:
         return config_type.model_validate(fields)
@@ -59,7 +61,7 @@ def set_field(fields: dict[str, Any], key: str, value: Any) -> None:
     """Set a field by its dotted path, in place; list entries are addressed by index or by their `name`.
 
     Raises:
-        ConfigError: The path names a missing list entry or goes through a plain value.
+        ConfigError: The path names a missing list entry, goes through a plain value, or has too many levels.
 
     >>> fields = {"objective": {"regularizers": [{"name": "logic"}]}}
     >>> set_field(fields, "objective.regularizers.logic.weight", 2.0)
@@ -173,7 +175,7 @@ def _set(fields: Any, path: Sequence[str], value: Any, key: str) -> None:
     head, *rest = path
     if isinstance(fields, list):
         names = [str(item.get("name")) if isinstance(item, Mapping) else "" for item in fields]
-        # If several entries have the same name, it means the first. A number is an index before it is a name.
+        # A name that several entries share means the first of them. A number is an index before it is a name.
         entries = {name: index for index, name in reversed([*enumerate(names)])}
         entries |= {str(index): index for index in range(len(fields))}
         if head not in entries:

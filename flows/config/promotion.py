@@ -125,10 +125,10 @@ def check_model_name(name: str | None) -> str | None:
 
 
 def check_approval(needs_approval: bool, register_as: str | None) -> bool:
-    """Return `needs_approval`; it is an error without a registered model.
+    """Validate the config field `needs_approval`, and return it.
 
     Raises:
-        ValueError: Nothing is registered.
+        ValueError: The field is set, but `register_as` is not.
     """
     if needs_approval and not register_as:
         raise ValueError("it needs register_as: set the name of the registered model")

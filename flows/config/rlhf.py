@@ -63,8 +63,8 @@ class PolicyConfig(Config):
         default=0.1,
         ge=0,
         title="KL in the reward",
-        description="Reward penalty per nat of KL divergence from the warm start. Set it to 0 to use the regularizer "
-        "`kl` instead.",
+        description="Reward penalty per nat of KL divergence from the reference: `training.reference`, or else the "
+        "warm start, or else the base model. Set it to 0 to use the regularizer `kl` instead.",
     )
     training: dict[str, Any] = Field(
         default_factory=dict,

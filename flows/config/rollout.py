@@ -122,7 +122,8 @@ class RolloutConfig(Config):
         default=20,
         ge=1,
         title="Candidates",
-        description="Number of likeliest tokens to request at each position, if `logprobs` needs them.",
+        description="Number of likeliest tokens to request at each position, at least `top_k`, if `logprobs` needs "
+        "them.",
     )
     max_retries: int = Field(
         default=2,
@@ -171,7 +172,7 @@ class RolloutConfig(Config):
         title="Truncated completions",
         description="What to do with completions that reach `max_tokens`. `train`: train on them like on others. "
         "`mask`: do not train on rollouts whose last completion is truncated; their rewards still count in their "
-        "groups. `{length: 64}`: penalize the last 64 tokens before the limit. Only for `rl`.",
+        "groups. `{length: 64}`: penalize completions that come within 64 tokens of the limit. Only for `rl`.",
     )
     refill_rounds: int = Field(
         default=0,
@@ -193,8 +194,8 @@ class RolloutConfig(Config):
     )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        # The cache key of a run's teacher data contains this repr: leave out fields that 0.1 did not have at their
-        # defaults.
+        # The cache key of a run's teacher data contains this repr. It must stay the same as in release 0.1, so leave
+        # out each newer field that has its default.
         fields = type(self).model_fields
         new = {"top_k", "top_p", "logprobs", "num_candidates", "completer", "hook", *RL_FIELDS}
         return (

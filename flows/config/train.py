@@ -44,6 +44,7 @@ class AlertConfig(Config):
 
     def is_beyond(self, figure: float) -> bool:
         """Return whether a value is beyond the limit; NaN is beyond every limit."""
+        # Comparisons with NaN are false, so a value that is not within the limit is beyond it.
         is_within = figure <= self.above if self.above is not None else self.below is None or figure >= self.below
         return not is_within
 
@@ -69,21 +70,22 @@ class GuardConfig(Config):
         default=6.0,
         gt=0,
         title="Spike threshold",
-        description="Smallest distance above the median of the recent losses that counts as a spike, in robust "
-        "standard deviations (metric `guard/spike_score`).",
+        description="Distance above the median of the recent losses beyond which a loss is a spike, in robust standard "
+        "deviations (metric `guard/spike_score`).",
     )
     spike_window: int = Field(
         default=20,
         ge=4,
         title="Spike window",
-        description="Number of recent losses, one per minibatch, that form the median. The first losses of a run are "
-        "not checked.",
+        description="Number of recent losses, one per minibatch, that form the median. As many losses at the start of "
+        "a run are not checked.",
     )
     untrained: Literal["stop", "skip"] = Field(
         default="stop",
         title="Nothing to train",
         description="Policy for batches with no token or no pair left to train on, for example because `max_length` "
-        "is too small. Such batches are found before the first step, except in a dataset that streams.",
+        "is too small. Such batches are found before the first step. In a dataset that streams, they are not, and such "
+        "a batch ends the run.",
     )
     max_in_a_row: int = Field(
         default=3,
@@ -359,7 +361,7 @@ class CandidatesConfig(Config):
 
 
 def _read_off(value: object) -> object:
-    """Return the word `off` for False, as which YAML reads an unquoted `off`."""
+    """Return the word `off` for False, because YAML reads an unquoted `off` as False."""
     return "off" if value is False else value
 
 

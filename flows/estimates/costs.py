@@ -363,13 +363,13 @@ def estimate_session_of_run(
 
 @dataclass(frozen=True, slots=True)
 class EarlierRun:
-    """Finished or interrupted run with a recorded cost.
+    """Run with a recorded cost, whether it has finished, was interrupted, or is in progress.
 
     Attributes:
         name: Name of the run.
         num_steps: Steps whose metrics are recorded; 0 for an evaluation.
         costs: Recorded tokens with the prices that the config has now.
-        is_stopped: Whether the budget stopped it early.
+        is_stopped: Whether the budget or a guard stopped it early.
     """
 
     name: str

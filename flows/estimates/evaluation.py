@@ -23,8 +23,9 @@ from tasks.training.reference import scored_tokens
 def estimate_evaluation(config: EvaluateConfig) -> CostEstimate:
     """Estimate an evaluation without running it.
 
-    The cost of an earlier evaluation counts if only the checkpoint, the registration or the name differ. `steps: all`
-    has no earlier evaluation, because its number of weights changes.
+    The estimate is the cost of an earlier evaluation if the configs differ only in the checkpoint, the registration,
+    the name and other settings that do not change the number of tokens. `steps: all` is never estimated in this way,
+    because its number of weights changes.
 
     Raises:
         ConfigError: The config, the data, a checkpoint or the prices are invalid.
@@ -42,11 +43,11 @@ def estimate_evaluation(config: EvaluateConfig) -> CostEstimate:
     with estimate_session(config) as (resources, tokenizer):
         evaluators = EvaluatorSizes.of(build_evaluators(config.evaluators, resources=resources), tokenizer)
         with open_held_out(config, resources["session"], tokenizer) as held_out:
-            counts = [Bill(prices), Bill(prices)]
-            for bill, is_high in zip(counts, (False, True), strict=True):
+            bills = [Bill(prices), Bill(prices)]
+            for bill, is_high in zip(bills, (False, True), strict=True):
                 _count_held_out(bill, weights, held_out)
                 evaluators.add_to(bill, len(weights), 0, is_high=is_high)
-    low, high, parts = ranges(*counts)
+    low, high, parts = ranges(*bills)
     excluded = tuple(evaluators.others)
     return CostEstimate(config.run_name, config.model, len(weights), low, high, parts=parts, excluded=excluded)
 

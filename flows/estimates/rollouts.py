@@ -87,9 +87,9 @@ def estimate_rollouts(config: SamplingMethod, ignored: Sequence[str] = ()) -> Co
         if earlier:
             costs, basis = earlier.scaled_to(num_steps), (earlier.name, earlier.num_steps)
             return CostEstimate(config.run_name, config.model, num_steps, costs, costs, *basis)
-        counts = [_count(config, objective, sizes, schedule, Bill(prices), is_high=high) for high in (False, True)]
+        bills = [_count(config, objective, sizes, schedule, Bill(prices), is_high=high) for high in (False, True)]
         excluded = tuple(_excluded(config, objective, sizes))
-    low, high, parts = ranges(*counts)
+    low, high, parts = ranges(*bills)
     return CostEstimate(config.run_name, config.model, num_steps, low, high, parts=parts, excluded=excluded)
 
 

@@ -302,7 +302,7 @@ def _num_candidates(config: SftConfig | DpoConfig) -> int:
 def _candidate_tokens(
     config: SftConfig | DpoConfig, objective: Objective, batch: Batch, trained: Sequence[int]
 ) -> SampledTokens:
-    """Count the tokens of all candidates, assuming the maximum length, and in every batch the prompts of the first."""
+    """Count the tokens of all candidates, if all have the maximum length and all batches the prompts of the first."""
     settings = _candidates(config)
     steps = [step for step in trained if step % settings.every == 0] if settings else ()
     num_sampled = sum(bool(objective.due(step, on_candidates=True)) for step in steps)

@@ -115,9 +115,9 @@ def estimate_teacher_data(config: TeacherDataMethod) -> CostEstimate:
         evaluators = EvaluatorSizes.of(entries, tokenizer)
         sizes = _measure(config, datasets, mixture, num_steps, [test for _, test in built], evaluators)
     with Objective.from_spec(config.objective) as objective:
-        counts = [_count(config, objective, sizes, schedule, Bill(prices), is_high=high) for high in (False, True)]
+        bills = [_count(config, objective, sizes, schedule, Bill(prices), is_high=high) for high in (False, True)]
         excluded = (*_excluded(config, objective), *evaluators.others)
-    low, high, parts = ranges(*counts)
+    low, high, parts = ranges(*bills)
     return CostEstimate(config.run_name, config.model, num_steps, low, high, parts=parts, excluded=excluded)
 
 

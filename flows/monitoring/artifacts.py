@@ -48,7 +48,7 @@ class RunPage:
         )
 
     def advance(self, metrics: Mapping[str, float]) -> None:
-        """Count a step; terms that it did not evaluate keep their last metrics."""
+        """Count a step; terms that the step did not evaluate keep their last metrics."""
         self._metrics = {**self._metrics, **metrics}
         self._done += 1
 

@@ -69,7 +69,7 @@ class StopRequest:
         print_notice("\nStopping after the current step is saved. Press Ctrl-C again to stop at once.")
 
     def _poll(self, closed: threading.Event, flow_run: FlowRun) -> None:
-        """Poll the Prefect server for a cancel of a flow run or of the one that called it."""
+        """Poll the Prefect server for a cancel of a flow run or of one of its callers."""
         while not self._cancelled and not closed.wait(POLL_EVERY_S):
             # Ignore errors: the server may be down, and another program may respond at its address.
             with suppress(*TRANSIENT_ERRORS), get_client(sync_client=True) as client:

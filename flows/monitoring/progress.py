@@ -84,8 +84,8 @@ def method_figures(metrics: Mapping[str, float]) -> list[str]:
 class Progress:
     """Progress of a run in the terminal and on its page in the Prefect UI.
 
-    A terminal has a progress bar, which fits its width, and other output appears above the bar. Other output gets a
-    line for each tenth of the steps.
+    A terminal shows a progress bar that fits its width; everything else that is printed appears above the bar. If the
+    output is no terminal, a line is printed for each tenth of the steps, and at least once a minute.
     """
 
     def __init__(

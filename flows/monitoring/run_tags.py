@@ -97,7 +97,7 @@ def forget_rejection(log: MetricsLog) -> None:
 
 
 def forget_approval(log: MetricsLog) -> None:
-    """Remove the tag of an approval, if it was about an earlier checkpoint or approval is no longer required."""
+    """Remove the tag of an approval that was about an earlier checkpoint or is no longer required."""
     _forget_tag(log, APPROVAL_TAG)
 
 

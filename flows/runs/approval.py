@@ -114,7 +114,7 @@ class Approval(Answer):
 
 
 def read_approval(directory: RunDirectory, request: ApprovalRequest) -> Approval | None:
-    """Return the recorded decision on a request, or None."""
+    """Return the recorded decision on a request; None if there is none, or if it was about another question."""
     content = directory.read_bytes(APPROVAL)
     if content is None:
         return None

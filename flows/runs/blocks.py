@@ -84,7 +84,12 @@ def _is_hosted(model: str) -> bool:
 
 
 def service_at(base_url: str) -> TinkerService | None:
-    """Return the service of a config's `base_url` without starting one; None if the run starts its own engine."""
+    """Return the service of a config's `base_url` without starting one; None if the run starts its own engine.
+
+    Raises:
+        ConfigError: the config of a deployment names a service that the worker's environment does not name, or there is
+            no saved block of the given name.
+    """
     return None if _starts_engine(base_url) else _service(base_url)
 
 

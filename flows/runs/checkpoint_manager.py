@@ -52,7 +52,7 @@ from tasks.training.metric_names import logged_name
 from tasks.training.model_registry import Promotion, promote_from
 from tasks.training.retention import KeepPolicy, keep_checkpoints, num_compared
 
-# After an error the service may not respond; a pending save gets this much time.
+# After an error, the service may not respond: leaving the context then waits for a pending save at most this long.
 LAST_WAIT_S = 10.0
 # Metrics in the metadata of a checkpoint's asset.
 _SHOWN_METRICS = ("loss/total", "train_mean_nll", "test/nll", "test/accuracy", "env/all/reward/total")
@@ -218,7 +218,7 @@ class Checkpoints:
         return {name: value for name, value in known.items() if value is not None}
 
     def _metrics_of(self, step: int) -> dict[str, float | str]:
-        """Return the main metrics of the weights before a step: of the last update, and of the last evaluation."""
+        """Return the main metrics of the weights before a step, from the last update and the last evaluation."""
         metrics: dict[str, float | str] = {}
         try:
             for name in _SHOWN_METRICS:
@@ -250,9 +250,9 @@ class Checkpoints:
         return f"The checkpoint at step {step} is not promoted: {rejection}." if rejection else ""
 
     def _refusal(self, name: str, record: CheckpointRecord) -> str:
-        """Return the reason why a person has not approved the promotion; empty if one has, or if none has to.
+        """Return the reason why a person has not approved the promotion; empty if it is approved or needs no approval.
 
-        Without a decision, `approval_request` has the question.
+        Without a decision, set `approval_request` to the question.
         """
         if not self._config.needs_approval:
             forget_approval(self._run.log)

@@ -126,7 +126,7 @@ def run(flow: Flow[..., R], config: Config) -> R:
 
 @contextmanager
 def _prefect_server() -> Iterator[PrefectServer | None]:
-    """Start a Prefect server for a run; None if Prefect's settings name one, or `tinker-flows up` runs one here."""
+    """Start a Prefect server for a run; yield None if Prefect's settings or `tinker-flows up` provide a server."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     if PREFECT_API_URL.value():
@@ -142,7 +142,7 @@ def _prefect_server() -> Iterator[PrefectServer | None]:
 
 
 def _engine(config: Config) -> AbstractContextManager[None]:
-    """Start the engine of a run, if it needs one; a flow of several runs starts them when it gets there."""
+    """Start the engine of a run, if it needs one; a flow of several runs, such as rlhf, starts one with each run."""
     from flows.config.base import RunConfig
     from flows.runs.blocks import engine_ahead
 

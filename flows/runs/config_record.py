@@ -113,21 +113,23 @@ def check_config(
     """Record the config of a new run; check that a resumed run has the same config.
 
     Args:
+        start: Newest checkpoint of the run itself; None before its first checkpoint.
         restarts: Non-empty if the run itself restarts. `resume: never` allows that, and a start of the same flow run.
 
     Raises:
-        ConfigError: The recorded config differs, or `resume` is `never` and the name is in use.
+        ConfigError: The recorded config differs or is damaged, or `resume` is `never` and the name is in use.
     """
+    if start and config.resume == "never" and not restarts:
+        is_own = flow_run.get_id() is not None and start.get("flow_run_id", None) == flow_run.get_id()
+        if not is_own:
+            raise ConfigError(
+                f"The run name {config.run_name!r} is in use in {directory.location} and resume is `never`: "
+                "choose another run_name, or set resume to auto to resume that run."
+            )
     if set_aside_config(directory) or start is None:
         fields = {_FORMAT_KEY: FORMAT_VERSION, **config.model_dump(mode="json")}
         directory.write_bytes(CONFIG, json.dumps(fields, indent=2).encode())
         return
-    is_own = flow_run.get_id() is not None and start.get("flow_run_id", None) == flow_run.get_id()
-    if config.resume == "never" and not restarts and not is_own:
-        raise ConfigError(
-            f"The run name {config.run_name!r} is in use in {directory.location} and resume is `never`: "
-            "choose another run_name, or set resume to auto to resume that run."
-        )
     changed = changed_fields(directory, config)
     if changed:
         raise ConfigError(

@@ -229,7 +229,7 @@ def _data_files(text: str) -> list[Path]:
 def _texts(value: Any, may_be_folder: bool = False) -> Iterator[tuple[str, bool]]:
     """Yield all strings of a config value, each with whether it may name a folder of data.
 
-    Only a parameter or a path may: words such as the name of a term can also be the name of a folder.
+    Only parameters and paths may. Another word, such as the name of a term, can coincide with the name of a folder.
     """
     if isinstance(value, str):
         yield value, may_be_folder

@@ -30,7 +30,8 @@ def settle_run_name(config: RunConfig) -> None:
     A flow run that Prefect retries or restarts resumes its own run.
 
     Raises:
-        ConfigError: `if_exists` is `ask`, and there is no terminal, or the user does not want to continue.
+        ConfigError: `if_exists` is `ask`, and there is no terminal, or the user does not want to continue; or the run
+            to delete has the initial weights or a teacher of the new run; or the initial weights do not exist.
         ServiceError: MLflow does not respond.
         StorageError: Another process is writing the run, or its files cannot be removed.
     """
@@ -101,7 +102,11 @@ def _check_origin(config: RunConfig) -> None:
 
 
 def _delete_mlflow_run(config: RunConfig, directory: RunDirectory) -> str:
-    """Delete the MLflow run of a run; return a clause about it for the message, empty without an MLflow run."""
+    """Delete the MLflow run of a run and its logged models, except registered ones.
+
+    Returns:
+        Clause about the MLflow run for the message; empty without an MLflow run.
+    """
     fields: dict[str, Any] = {}
     with suppress(ConfigError):  # a damaged config names no tracking store
         fields = RecordedConfig.parse(directory.read_bytes(CONFIG) or b"{}", directory.location).fields

@@ -34,7 +34,7 @@ def starts_of(config: RunConfig, storage: RunStorage) -> list[CheckpointRecord]:
     """Return the checkpoints that a new run may start from, preferred one first; empty for the base model.
 
     Raises:
-        ConfigError: The run or the checkpoint does not exist.
+        ConfigError: The run or the checkpoint does not exist, or a fork cannot continue from it.
     """
     if is_fork(config):
         return _starts_of_fork(config, storage)

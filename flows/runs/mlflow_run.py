@@ -39,7 +39,7 @@ _SHOWN = {"model", "learning_rate", "lr_schedule", "lora_rank", "seed"}
 
 
 @contextmanager
-def open_mlflow_run(  # noqa: PLR0913 - three of a run, four of its record
+def open_mlflow_run(  # noqa: PLR0913 - all describe one MLflow run
     tracking: MLflowTracking,
     run_name: str,
     record: str,

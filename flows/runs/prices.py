@@ -110,6 +110,8 @@ def _read(path: Path) -> dict[str, Price]:
     try:
         rows = parse_yaml(path.read_bytes(), f"The price table {path}")
         return {row["tinker_id"]: _price(row) for row in rows}
+    except ConfigError:  # from parse_yaml; a ValueError, too
+        raise
     except OSError as error:
         raise ConfigError(
             f"The price table {path} could not be read ({error.strerror}): set budget.prices to a readable file."

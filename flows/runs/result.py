@@ -16,6 +16,7 @@ from blocks.urls import hide_credentials
 from flows.monitoring.run_tags import note_targets
 from flows.runs.approval import ApprovalRequest
 from flows.runs.checkpoint_refs import checkpoint_key
+from flows.runs.resume import origin_step
 from flows.runs.run import Run
 from objectives.targets import TargetSpec
 from tasks.common.assets import asset_key, materialize
@@ -48,6 +49,7 @@ class TrainResult:
         stopped: Reason why the budget stopped the run before its last step; empty if it did not.
         not_promoted: Reason why `promote_if` or a person prevented registration; empty if neither did.
         approval_request: Question that a person has to answer before the registration; None without one.
+        origin_step: First step of the run: 0, or the step of the checkpoint that it was forked from.
     """
 
     run_name: str
@@ -69,6 +71,7 @@ class TrainResult:
     stopped: str = ""
     not_promoted: str = ""
     approval_request: ApprovalRequest | None = None
+    origin_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,7 @@ def finish(
         stopped=reasons.stopped,
         not_promoted=reasons.not_promoted,
         approval_request=reasons.approval_request,
+        origin_step=origin_step(run.directory),
     )
 
 

@@ -30,6 +30,7 @@ def resolve_start(run: Run, config: TrainConfig, steps_per_epoch: int, num_steps
     Raises:
         ConfigError: A fork starts at or after its last step, or the weights have another base model, rank or trained
             layers.
+        ServiceError: The service does not have the weights or does not respond.
     """
     start = run.start
     if start is None:

@@ -48,7 +48,8 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T]) 
         ConfigError: The run name is in use, and `if_exists` cannot settle it.
         LostRunError, Abort: Another process has taken over the run; see `leave_state_to_successor`.
         ServiceLostError, UnreachableError: The service was lost, or the service or MLflow was unreachable, more than
-            `max_restarts` consecutive times without a new checkpoint; or one was unreachable in the first attempt.
+            `max_restarts` consecutive times without a new checkpoint; or one was unreachable in the first attempt; or
+            the flow run crashed more than `max_restarts` times without a new checkpoint.
     """
     settle_run_name(config)
     return _run_with_restarts(config, attempt)

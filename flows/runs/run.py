@@ -74,7 +74,8 @@ def open_run(config: TrainConfig, restarts: Sequence[str], adapter: AdapterSetti
         adapter: Settings of the adapter, if the run starts from the base model.
 
     Raises:
-        ConfigError: The run name is in use with another config, or the service does not have the model.
+        ConfigError: The run name is in use with another config or with `resume: never`, the weights to start from do
+            not exist, the task runner cannot be opened, or the service does not have the model.
         ServiceError: The service or MLflow does not respond or rejects a request.
         StorageError: The run's directory is not usable.
     """

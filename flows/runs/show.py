@@ -27,7 +27,7 @@ def show_result(result: TrainResult, control: Mapping[str, Control] | None = Non
     """Print the terms, the held-out data before and after, the cost, and where weights, report and UIs are.
 
     Args:
-        control: held-out values of a run without the terms, to print beside those of this run.
+        control: held-out values of a run without the terms, to print alongside the values of this run.
     """
     console = TextConsole()
     title = f"{result.run_name}: {result.num_steps} steps; {result.terms_title}"
@@ -60,9 +60,10 @@ def show_result(result: TrainResult, control: Mapping[str, Control] | None = Non
 
 
 def _pace(result: TrainResult) -> str:
-    """Steps per minute of the whole run; empty if unknown."""
+    """Return the steps per minute of the whole run; empty if unknown."""
     minutes = 60 * result.metrics.get("cost/hours", 0.0)
-    return f", {result.num_steps / minutes:.3g} steps per minute" if minutes else ""
+    num_own_steps = result.num_steps - result.origin_step  # the time of a fork excludes that of its parent
+    return f", {num_own_steps / minutes:.3g} steps per minute" if minutes else ""
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

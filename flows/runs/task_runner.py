@@ -180,8 +180,8 @@ def open_ray(config: TaskRunnerConfig) -> Iterator[Any]:
 def quick_clients() -> Iterator[None]:
     """Let Prefect's clients load one certificate authority instead of all, if its server does not use TLS.
 
-    A task run on a worker creates two clients, and to load all authorities takes half of its processor time. Workers
-    receive the settings of this block, and the file, from this machine.
+    A task run on a worker creates two clients, and loading all authorities takes half of the processor time of the task
+    run. Workers on this machine receive the settings of this block and read the file.
     """
     if not PREFECT_API_URL.value().startswith("http://"):
         yield

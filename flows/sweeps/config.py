@@ -122,7 +122,8 @@ class SweepConfig(NamedConfig):
         default="fixed",
         title="Weights",
         description="`log-grid` multiplies each regularizer's weight, or its whole schedule, by each of "
-        "`weight_factors`; `random` and `bayesian` sample factors between the smallest and the largest.",
+        "`weight_factors`. `random` and `bayesian` sample the factor of a constant weight between the smallest and the "
+        "largest of these, and the factor of a schedule from the list.",
     )
     weight_factors: tuple[Annotated[float, Field(gt=0)], ...] = Field(
         default=(0.1, 1.0, 10.0), min_length=2, title="Factors", description="Factors of `log-grid`."

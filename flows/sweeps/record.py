@@ -122,5 +122,5 @@ def _as_recorded(config: SweepConfig, base: Mapping[str, Any] | str) -> dict[str
     fields = config.model_dump(mode="json", exclude=_MAY_CHANGE)
     fields["base"] = base  # the content, because the file may change
     fields.pop("fixed")  # part of the plan's base
-    fields["search"].pop("num_points")
+    fields["search"].pop("num_points")  # may be raised to extend the sweep
     return json.loads(json.dumps(fields))

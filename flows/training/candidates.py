@@ -30,7 +30,7 @@ def open_candidates(run: Run, config: SftConfig | TeacherTargetsConfig) -> Candi
 
 
 def open_examples(run: Run, config: TrainConfig, evaluators: Iterable[object]) -> CandidateSampler | None:
-    """Open the sampler of the report's examples; None if the evaluators sample, or the config asks for no examples."""
+    """Open the sampler of the report's examples; None for no examples, or without supervised held-out data."""
     report = config.report
     if not report.num_examples or not any(isinstance(entry, HeldOutNLL) for entry in evaluators):
         return None

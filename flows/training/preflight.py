@@ -347,7 +347,11 @@ def plan_lines(
     terms = [f"{_weight_text(term, steps)} {term.name}" for term in regularizers if term.target is None]
     limits = [f"{term.name} {_limit_text(term.target)}" for term in regularizers if term.target]
     loss = " + ".join([base if isinstance(base, str) else base.name, *terms])
-    evaluations = f"evaluation every {config.eval_every} steps" if config.eval_every else "no evaluation"
+    periods = {"evaluation": config.eval_every}
+    if config.infrequent_evaluators:
+        periods["infrequent evaluation"] = config.infrequent_eval_every
+    due = [f"{name} every {period} steps" for name, period in periods.items() if period]
+    evaluations = ", ".join(due) or "no evaluation"
     cadences = {
         "steps": config.checkpoint_every,
         "s": config.checkpoint_every_seconds,

@@ -611,7 +611,8 @@ class Trainer:
     def _check_last_weights(self, step: int) -> None:
         """Run one more forward pass over the last batch, because no later step checks these weights.
 
-        Then evaluate the final weights, and record their checkpoint last, so that `keep_best` can choose it.
+        After the last step of the run, then evaluate the final weights, and record their checkpoint after that, so that
+        `keep_best` can choose it.
         """
         if self.unchecked and self.last_batch:
             with self.guard.checked_responses(step):
@@ -644,7 +645,7 @@ class Trainer:
         self.unchecked.clear()
 
     def _state(self, step: int, elapsed_tokens: int) -> dict[str, Any]:
-        """Return the state that a checkpoint before a step records besides the weights."""
+        """Return the state that a checkpoint before a step records in addition to the weights."""
         state = {"objective": self.objective.state(), "guard": self.guard.state(), "source": self.source.state(step)}
         own = {"elapsed_tokens": elapsed_tokens, CONTENTS_KEY: self.contents.state(), "alerts": self.alerts.state()}
         return state | own

@@ -1,4 +1,4 @@
-"""Run trials on the workers of a Dask or Ray cluster, an existing one or one started for the sweep."""
+"""Run trials on the workers of an existing Dask or Ray cluster, or of one that the sweep starts on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TrialCluster:
     """Runner of trials on cluster workers; each trial is a child of the current flow run."""
 
     def __init__(self, cluster: Cluster, flow: str, log: SweepLog, metric: str) -> None:
-        """Connect to the cluster, or start one.
+        """Connect to the cluster, or start one: each Dask runner starts its own, and all Ray runners share one.
 
         Raises:
             ConfigError: The cluster's extra is not installed, or the cluster is unreachable or has no workers.
@@ -62,7 +62,7 @@ class TrialCluster:
         self._stopping = True
 
     def close(self, *, kill: bool = False) -> None:
-        """Disconnect from the cluster; a cluster that the sweep started is shut down."""
+        """Disconnect from the cluster; a cluster that this runner started is shut down."""
         self._stopping = self._stopping or kill
         self._opened.close()
 

@@ -71,7 +71,7 @@ class TrialDeployment:
             self.request_stop()
 
     def _begin(self, config: SweptConfig) -> FlowRun:
-        """Create a flow run, or return that of an earlier start of the sweep unless that flow run failed."""
+        """Create a flow run, or return that of an earlier start of the sweep if it still runs or has completed."""
         for attempt in count():
             # The server returns the same flow run for the same key.
             key = f"{self._log.run_id}-{config.run_name}-{attempt}"

@@ -44,7 +44,7 @@ class TrialMonitor:
 
 
 def cancel(run_id: UUID) -> None:
-    """Cancel a flow run and its child, a stage of rlhf, which then finishes its step and saves a checkpoint."""
+    """Cancel a flow run and its children, the stages of rlhf; the run finishes its step and saves a checkpoint."""
     child_runs = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[run_id]))
     with suppress(*TRANSIENT_ERRORS), get_client(sync_client=True) as client:
         for run in (client.read_flow_run(run_id), *client.read_flow_runs(flow_run_filter=child_runs)):

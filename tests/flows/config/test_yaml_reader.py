@@ -13,6 +13,7 @@ from flows.config.loader import load_config
 from flows.config.rlhf import RlhfConfig
 from flows.config.train import SftConfig
 from flows.config.yaml_reader import parse_yaml, read_yaml
+from flows.runs.prices import price_of
 from flows.sweeps.config import SweepConfig
 
 FIELDS = "run_name: odd\nmodel: tiny\ndata: {builder: 'a:B'}\n"
@@ -49,6 +50,14 @@ def test_odd_files_are_refused_in_one_sentence(tmp_path: Path, content: bytes, e
         read_yaml(path)
     assert str(caught.value).startswith(f"The config file {path} {expected}")
     assert "\n" not in str(caught.value)
+
+
+def test_invalid_yaml_in_a_price_table_is_reported_once(tmp_path: Path) -> None:
+    table = tmp_path / "prices.yaml"
+    table.write_text("- {tinker_id: tiny,\n")
+    with pytest.raises(ConfigError, match="is not valid YAML") as caught:
+        price_of("tiny", "https://tinker.example.com", str(table))
+    assert str(caught.value).count("The price table") == 1
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])

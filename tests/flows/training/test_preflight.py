@@ -83,6 +83,9 @@ def test_the_plan_names_what_will_be_trained_and_the_price() -> None:
     line = plan_lines(timed, "sft", range(24), PlannedTokens(240, 480, None, has_samples=True))[2]
     assert line.endswith("(price unknown, besides sampled tokens), if all batches are like the first; time unknown")
     assert "checkpoint every 4 steps or 600 s;" in line
+    rare = {"eval_every": 0, "infrequent_evaluators": [{"builder": "a:Slow"}], "infrequent_eval_every": 50}
+    line = plan_lines(sft(**rare), "sft", range(24), tokens)[2]
+    assert line.startswith("infrequent evaluation every 50 steps, checkpoint every ")
 
 
 @pytest.mark.parametrize(

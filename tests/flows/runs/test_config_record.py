@@ -1,0 +1,27 @@
+"""Recorded config of a run whose name is in use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sft_config import sft_fields
+from tinker_cookbook.checkpoint_utils import CheckpointRecord
+
+from blocks.errors import ConfigError
+from blocks.local_directory import LocalDirectory
+from flows.config.train import SftConfig
+from flows.runs.config_record import check_config
+
+
+def test_never_also_rejects_the_name_of_a_cookbook_run(tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    path.mkdir()
+    recorded = json.dumps({"log_path": str(path)})
+    (path / "config.json").write_text(recorded)
+    config = SftConfig.model_validate(sft_fields(tmp_path, "mine", "") | {"resume": "never"})
+    last = CheckpointRecord(name="5", batch=5, epoch=0, state_path="tinker://a:train:0/weights/5")
+    with pytest.raises(ConfigError, match="'mine' is in use"):
+        check_config(LocalDirectory(path), config, last, ())
+    assert (path / "config.json").read_text() == recorded
