@@ -20,6 +20,8 @@ _PREFERRED = "tasks.rl.environments.pairwise:TournamentBuilder"
 _PAIRWISE = "tasks.preference.preference_models:PairwiseBuilder"
 # Fields that a stage must not set.
 _NOT_IN_STAGES = {"run_name", "model", "base_url", "engine", "storage", "tracking", "experiment", "needs_approval"}
+# Fields of the reward model's run that are fields of `reward`.
+_IN_REWARD = ("batch_size", "max_length", "verdict")
 # Fields that every stage inherits.
 _INHERITED = (_NOT_IN_STAGES - {"run_name", "needs_approval"}) | {"lora_rank", "seed"}
 
@@ -143,10 +145,25 @@ class RlhfConfig(TrackedConfig, NamedConfig):
                     "a stage must not set if_exists, because a restarted rlhf would delete its own stages: choose "
                     "another run_name"
                 )
+        self._check_fixed_fields()
         self.stages()
         if self.judge is not None and self.reward != RewardConfig():
             raise ValueError("judge and reward are both set, but judge replaces the reward model: remove one")
         return self
+
+    def _check_fixed_fields(self) -> None:
+        """Reject fields of a stage that the flow sets itself, because they would have no effect."""
+        is_pairwise = self.reward.kind == "pairwise"
+        fixed_in_policy = ["environment", *(["init_from"] if self.warm_start else [])]
+        fixed_in_reward = ["data"] if is_pairwise else ["comparisons", "renderer_name", *_IN_REWARD]
+        for place, stage, fixed in (
+            ("policy.training", self.policy.training, fixed_in_policy),
+            ("reward.training", self.reward.training, fixed_in_reward),
+        ):
+            for name in fixed:
+                if name in stage:
+                    remedy = f"set reward.{name} instead" if name in _IN_REWARD else "remove it"
+                    raise ValueError(f"{place} must not set {name}, which follows from the other fields: {remedy}")
 
     def stages(self) -> list[SftConfig | DpoConfig | RlConfig]:
         """Return the configs of all stages in order, with empty paths in place of the earlier stages' weights."""

@@ -166,8 +166,15 @@ def test_pairwise_competition_with_trained_and_given_judges(
     ("changes", "message"),
     [
         ({"reward": {"training": {"learning_rate": -1}}}, "learning_rate"),
-        ({"policy": {"training": {"environment": 3, "rank": 4}}}, "rank"),
+        ({"policy": {"training": {"rank": 4}}}, "the field .rank. is unknown"),
         ({"warm_start": {"model": "large"}}, "a stage must not set model"),
+        ({"policy": {"training": {"environment": {"builder": "a:b"}}}}, "policy.training must not set environment"),
+        ({"policy": {"training": {"init_from": "mine"}}}, "policy.training must not set init_from, .*: remove it"),
+        ({"reward": {"training": {"batch_size": 4}}}, "reward.training must not set batch_size, .*: set reward.batch"),
+        (
+            {"reward": {"kind": "pairwise", "training": {"data": {"builder": "a:b"}}}},
+            "reward.training must not set data, which follows from the other fields: remove it",
+        ),
         ({"judge": {"builder": "a:b"}}, "judge replaces the reward model"),
     ],
 )
