@@ -32,17 +32,18 @@ def test_run_on_postgresql(tmp_path: Path, engine_url: str, monkeypatch: pytest.
         connection.execute("CREATE DATABASE mlflow")
         connection.close()
         config = tmp_path / "sft.yaml"
-        config.write_text(yaml.safe_dump(sft_fields(tmp_path, "team", f"postgresql://{where}/mlflow", engine_url)))
+        config.write_text(yaml.safe_dump(sft_fields(tmp_path, "team", "", engine_url)))
+        mlflow = f"postgresql://{where}/mlflow"  # with a user name, which a config must not contain
         with prefect_server(f"postgresql+asyncpg://{where}/prefect") as api:
             subprocess.run(
                 [sys.executable, "-m", "flows.sft", "--config", str(config)],
-                env={**os.environ, "PREFECT_API_URL": api, "TINKER_API_KEY": "tml-test"},
+                env={**os.environ, "PREFECT_API_URL": api, "TINKER_API_KEY": "tml-test", "MLFLOW_TRACKING_URI": mlflow},
                 cwd=Path(__file__).parents[3],
                 check=True,
             )
         runs = count(f"postgresql://{where}/prefect", "SELECT count(*) FROM flow_run WHERE state_type = 'COMPLETED'")
         assert runs == 1
-        steps = count(f"postgresql://{where}/mlflow", "SELECT count(*) FROM metrics WHERE key = 'loss/total'")
+        steps = count(mlflow, "SELECT count(*) FROM metrics WHERE key = 'loss/total'")
         assert steps == 8
 
 
