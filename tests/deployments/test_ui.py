@@ -60,11 +60,13 @@ def submit(form: RunForm, driver: WebDriver, deployment: UUID) -> UUID:
     The first submission after a validation error only clears the error, and a busy server can reject a submission.
     """
 
+    earlier = {run.id for run in runs_of(deployment)}
+
     def try_to_submit() -> FlowRun | None:
         if driver.current_url.endswith("/run"):
             form.submit()
             time.sleep(6.0)
-        return next(iter(runs_of(deployment)), None)
+        return next((run for run in runs_of(deployment) if run.id not in earlier), None)
 
     return wait_for(try_to_submit, "the scheduled run", 240).id
 
