@@ -67,6 +67,7 @@ from objectives.objective import Objective
 from objectives.one_pass.fused import check_trained
 from objectives.one_pass.planner import OnePass, ServiceLoss
 from tasks.common.datum_cache import load_cache, save_cache
+from tasks.common.digests import digest_batch
 from tasks.common.service_errors import service_errors
 from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import ConfiguredEvaluator
@@ -74,7 +75,6 @@ from tasks.reports.summary import storage_option
 from tasks.training.batch_source import BatchSource, SampledTokens, TrainedBatch
 from tasks.training.candidates import CandidateSampler
 from tasks.training.checkpoints import CONTENTS_KEY, PendingCheckpoint, step_of
-from tasks.training.datums import digest_batch
 from tasks.training.forward_backward import (
     PendingOutput,
     PendingUpdate,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
 import tinker
@@ -24,14 +23,6 @@ class Datums:
 
     def __iter__(self) -> Iterator[tinker.Datum]:
         return iter(self._datums)
-
-
-def digest_batch(batch: Batch) -> str:
-    """Short digest of a batch's targets and weights, which tells two versions of the data apart."""
-    digest = hashlib.sha256()
-    for tensor in (batch.offsets_D, batch.target_tokens_DT, batch.weights_DT):
-        digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()[:12]
 
 
 def pack_datums(datums: list[tinker.Datum], tokenizer: Tokenizer) -> Batch:

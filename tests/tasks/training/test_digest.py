@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from objectives.batch import Batch
-from tasks.training.datums import digest_batch
+from tasks.common.digests import digest_batch
 
 
 def test_equal_batches_have_equal_digests_and_any_change_shows() -> None:
