@@ -1,4 +1,4 @@
-"""URLs of servers: a check that one responds, and user names and passwords, which are refused or hidden."""
+"""URLs of servers: check that a server responds; refuse or hide user names, passwords and secrets in queries."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import httpx
 
 from blocks.errors import ConfigError, UnreachableError, reason
 
-# Up to the last @ of the part that names the server, because passwords may contain one. If a colon is not followed by a
-# port, the part does not end at the first of / ? #, because passwords may contain these, too.
+# Either all up to the last @ before the first / ? #, because a password may contain @; or, if the colon is not followed
+# by a port, all up to the last @, because a password may also contain / ? #.
 _USER = re.compile(r"(?<=://)(?:[^/?#\s]+|[^/?#\s:@\[]*:(?!\d*[/?#])[^\s\"]{1,1000})(?=@)")
 _USER_WITHOUT_SCHEME = re.compile(r"[^/?#\s:@]+:[^/\s]+@[^\s@]+")
 _SECRET = (
@@ -20,7 +20,7 @@ _QUERY = re.compile(rf"(://[^\s\"]{{0,4096}}?[?&]{_SECRET}=)(?!\*\*\*|[{{$])[^&#
 
 
 def has_credentials(url: str) -> bool:
-    """Return whether a URL has a user name or password, also one without a scheme.
+    """Return whether a URL, with or without a scheme, has a user name, a password or a secret in its query.
 
     >>> has_credentials("http://user:secret@host:5000"), has_credentials("user:secret@host")
     (True, True)
@@ -60,7 +60,7 @@ def hide_credentials(text: str) -> str:
 
 
 def check_no_credentials(url: str, place: str, fix: str) -> None:
-    """Check that a URL has no user name and no password.
+    """Check that a URL has no user name, password or secret.
 
     Args:
         place: where the URL was set; starts the error message.
@@ -70,14 +70,14 @@ def check_no_credentials(url: str, place: str, fix: str) -> None:
     """
     if has_credentials(url):
         raise ConfigError(
-            f"{place} {hide_credentials(url)!r} has a user name or password, which would be shown: {fix}."
+            f"{place} {hide_credentials(url)!r} has a user name, a password or a secret, which would be shown: {fix}."
         )
 
 
 def check_reachable(server: str, url: str, timeout_s: float, remedy: str) -> None:
     """Raise an error unless an HTTP server responds at `url`; any response counts, including an error status.
 
-    The timeout is short, because the clients of the services retry an absent server for minutes.
+    Call it before the client of a service, which would retry an absent server for minutes.
 
     Args:
         server: subject of the error message, as in "The MLflow server".

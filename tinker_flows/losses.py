@@ -1,6 +1,7 @@
 """Loss functions on packed tensors, for a training loop or an evaluation without an objective.
 
-Policy losses take one value per token, datum by datum; preference losses take pairs of sequence log-probabilities.
+Policy losses take one value per token, with all datums one after the other. `dpo`, `ipo`, `simpo` and `orpo` take
+`PairLogprobs`, `bradley_terry` takes the scores of pairs, and `kto` one log-ratio per completion.
 """
 
 from objectives.losses import (

@@ -74,7 +74,10 @@ hypot isclose isfinite isinf isnan lgamma log log10 log1p log2 pow radians sin s
 
 
 def checked_arithmetic(function: Operation) -> Operation:
-    """Restrict a Python operator to tensors and numbers, and to joining shapes; strings and lists could grow freely."""
+    """Restrict a Python operator to tensors and numbers; tuples, such as shapes, can only be joined and compared.
+
+    Strings and lists are refused, because they could grow without limit.
+    """
 
     def compute(*args: Any) -> Any:
         if any(isinstance(arg, Tensor) for arg in args):
@@ -94,15 +97,16 @@ def checked_arithmetic(function: Operation) -> Operation:
 
 
 def _check_power(function: Operation, args: tuple[Any, ...]) -> None:
+    """Refuse a power before it is computed, which could take forever."""
     if function in (operator.pow, operator.ipow) and all(isinstance(arg, int) for arg in args):
         base, exponent = args
-        if abs(base).bit_length() * abs(exponent) > _MAX_INT.bit_length():
+        if abs(base) > 1 and exponent > 0 and exponent * math.log2(abs(base)) > math.log2(_MAX_INT):
             raise OverflowError(f"{base} ** {exponent} is beyond {_MAX_INT}")
 
 
 def _check_number(value: Any) -> Any:
     if isinstance(value, int) and abs(value) > _MAX_INT:
-        raise OverflowError(f"a number is beyond {_MAX_INT}")
+        raise OverflowError(f"the integer {value:.3g} is beyond {_MAX_INT}")
     return value
 
 
@@ -193,7 +197,7 @@ CHEAP = _operations_named(
 GROWING = _operations_named(f"{_GROWING} {_FUNCTIONAL_GROWING} {_FFT} norm getitem")
 # Operations that return many results.
 SPLITTING = _operations_named("chunk split split_with_sizes unbind")
-# Operations that sort, or compute a series, for each element; or whose gradient does.
+# Operations that sort or sum a series for each element, in the forward pass or in the gradient.
 SLOW = _operations_named(
     "argsort bucketize digamma erfcx i0 i0e i1 i1e kthvalue lgamma log_ndtr logcumsumexp median mode msort nanmedian "
     "nanquantile ndtri polygamma psi quantile renorm searchsorted sort topk unique unique_consecutive zeta"

@@ -1,9 +1,9 @@
 """Rights of flow runs: which code and servers their configs may name (`objectives.import_policy`).
 
-The flow run of a deployment is restricted, because anyone who can reach the Prefect server can set its config. It gets
-the rights of a terminal if a process of that terminal has signed the config, as a sweep does for its trials. The key is
-in the project home, and only the owner of that home can read it. Everyone may read the signature, but it is valid for
-this config only.
+A run that was started from a terminal may name any code and server. The run of a deployment may not, because anyone who
+can reach the Prefect server can set its config. It may if an unrestricted process, such as a sweep that was started
+from a terminal, has signed its config. The key is in the project home, and only the owner of that home can read it.
+Everyone may read the signature, but it is valid for this config only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def signature_tags(flow: str, fields: Mapping[str, Any]) -> list[str]:
 
 
 def apply_rights(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Restrict the process of a deployment's flow run, unless a terminal has signed its config; a hook of flows.
+    """Restrict the process of a deployment's flow run, unless its config is signed; `on_running` hook of the flows.
 
     Raises:
         StorageError: the key cannot be read or created; the process stays restricted.
@@ -79,4 +79,4 @@ def _key() -> bytes:
                 draft.unlink()
         return path.read_bytes()
     except OSError as error:
-        raise storage_error("read the key of the hand-over in", path, error) from error
+        raise storage_error("read or create the key that signs configs in", path, error) from error

@@ -58,7 +58,7 @@ class Critic:
         path: import path of `features`.
         features: function of the prompt of a turn and the turns before it.
         ridge: penalty of the squared weights.
-        steps: number of steps that the regression remembers.
+        steps: time constant of the memory, see above.
         fit: statistics of the turns so far; None before the first step.
     """
 
@@ -152,7 +152,7 @@ class Critic:
             row = [float(value) for value in self.features(prompt, history)]
         except Exception as error:  # the user's code
             raise ConfigError(
-                f"The function {self.path!r} of {FIELD} returned no list of numbers ({type(error).__name__}: "
+                f"The function {self.path!r} of {FIELD} failed or returned no list of numbers ({type(error).__name__}: "
                 f"{one_line(error)}): correct it."
             ) from error
         for value in row:

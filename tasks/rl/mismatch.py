@@ -27,12 +27,12 @@ def compute_mismatch_metrics(trained: Sequence[TrainedBatch], correction: Correc
     - ``mismatch/kl_v1``, ``kl_v2``, ``kl_k3``: the estimates k1, k2 (under tinker-cookbook's names) and k3 of
       KL(s || p), nats: means of ``-log r``, ``(log r)^2 / 2`` and ``r - 1 - log r`` with ``r = p / s``.
     - ``mismatch/chi_square``: the mean of ``(p / q)^2`` minus 1, an estimate of the chi-square divergence.
-    - ``mismatch/ess``, ``mismatch/ess_sequence``: effective sample size, ``(sum w)^2 / sum w^2``, as a share of the
-      tokens for token ratios, and as a share of the sequences for ratios of whole sequences.
+    - ``mismatch/ess``, ``mismatch/ess_sequence``: effective sample size, ``(sum w)^2 / sum w^2`` with ``w = p / q``,
+      as a share of the tokens for token ratios, and as a share of the sequences for ratios of whole sequences.
     - ``mismatch/masked``: with a correction, the share of tokens of non-zero advantage that it drops.
 
-    ``mismatch/position_1/...`` to ``position_4`` are the same, except `ess_sequence`, for each quarter of the
-    completions, and ``mismatch/staleness_N/...`` for samples of weights that are N steps old.
+    ``mismatch/position_1/...`` to ``position_4/...`` have these metrics, except `ess_sequence`, for one quarter of each
+    completion, and ``mismatch/staleness_N/...`` for the samples of weights that are N steps old.
     """
     parts = [_tokens_of(minibatch, correction) for minibatch in trained]
     tokens = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -60,8 +60,8 @@ def _tokens_of(minibatch: TrainedBatch, correction: Correction | None) -> dict[s
     logprobs_T, sampling_T = minibatch.logprobs_DT[mask_DT], batch.sampling_logprobs_DT[mask_DT]
     snapshot_T, advantages_T = batch.snapshot_logprobs_DT[mask_DT], batch.advantages_DT[mask_DT]
     tokens = {
-        "log_weight": logprobs_T - sampling_T,
-        "log_ratio": logprobs_T - snapshot_T,
+        "log_p_over_q": logprobs_T - sampling_T,
+        "log_p_over_s": logprobs_T - snapshot_T,
         "position": index_T * _NUM_BINS // lengths_D.repeat_interleave(lengths_D),
     }
     if STALENESS in batch.labels_D:
@@ -88,7 +88,7 @@ def _summarize_bin(name: str, tokens: Mapping[str, Tensor], is_inside_T: Tensor)
 
 
 def _summarize(tokens: Mapping[str, Tensor]) -> dict[str, float]:
-    log_ratio_T, log_weight_T = tokens["log_ratio"].double(), tokens["log_weight"].double()
+    log_ratio_T, log_weight_T = tokens["log_p_over_s"].double(), tokens["log_p_over_q"].double()
     summary = {
         "kl_v1": -log_ratio_T.mean().item(),
         "kl_v2": log_ratio_T.square().mean().item() / 2,

@@ -28,7 +28,7 @@ class TrialCluster:
     """Runner of trials on cluster workers; each trial is a child of the current flow run."""
 
     def __init__(self, cluster: Cluster, flow: str, log: SweepLog, metric: str) -> None:
-        """Connect to the cluster, or start one: each Dask runner starts its own, and all Ray runners share one.
+        """Connect to the cluster, or start one: Dask one worker for this runner, Ray one cluster for all runners.
 
         Raises:
             ConfigError: The cluster's extra is not installed, or the cluster is unreachable or has no workers.
@@ -38,11 +38,14 @@ class TrialCluster:
         self._stopping = False
         self._opened = ExitStack()
         self._runner = self._opened.enter_context(
-            (open_dask if cluster == "dask" else open_ray)(TaskRunnerConfig(kind=cluster))
+            open_dask(TaskRunnerConfig(kind="dask", workers=1))  # a runner has one trial at a time
+            if cluster == "dask"
+            else open_ray(TaskRunnerConfig(kind="ray"))
         )
 
     def run(self, config: SweptConfig, watch: StepCallback) -> TrialOutcome:
         """Run the config on a worker to its end; `watch` receives the logged values of the metric."""
+        # Of rlhf, the metric is that of the policy stage, but the flow run to cancel is the whole trial.
         monitor = TrialMonitor(self._log, measured_config(config).run_name, self._metric, watch)
         try:
             future = self._submit(pack_trial(self._flow, config))
@@ -54,7 +57,7 @@ class TrialCluster:
                     self._cancel(config.run_name)
         except Exception as error:  # noqa: BLE001  # any error of a worker or the cluster
             why = f"The trial's {self._cluster} worker failed ({first_line(error)})."
-            return TrialOutcome("stopped") if self._stopping else TrialOutcome("failed", why, True)
+            return TrialOutcome("stopped") if self._stopping else TrialOutcome("failed", why, retryable=True)
         return TrialOutcome("stopped", monitor.stop_reason) if outcome.status == "stopped" else outcome
 
     def request_stop(self) -> None:
@@ -62,7 +65,11 @@ class TrialCluster:
         self._stopping = True
 
     def close(self, *, kill: bool = False) -> None:
-        """Disconnect from the cluster; a cluster that this runner started is shut down."""
+        """Disconnect from the cluster; a cluster that this runner started is shut down.
+
+        Args:
+            kill: report the current trial as stopped instead of failed.
+        """
         self._stopping = self._stopping or kill
         self._opened.close()
 

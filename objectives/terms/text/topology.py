@@ -63,8 +63,9 @@ class Shape:
         components: beta_0, number of connected components.
         cycles: beta_1, number of independent cycles; of a point cloud, those that no triangle of points fills.
         steps: number of steps or nodes, including the final answer; of a point cloud, of points.
-        persistence: sum of the finite lifetimes of components. In a graph, a component is born at its first step and
-            dies when it merges with an older one, in steps. In a point cloud, it is born at distance 0.
+        persistence: sum of the finite lifetimes of components. In a graph, the unit is a step: a component is born at
+            its first step and dies at the step at which it merges with an older one. In a point cloud, the unit is a
+            distance, and all components are born at 0.
         distance: distance to the target diagram; None without a target.
         truncated: True if a point cloud had more than `MAX_POINTS` points, of which the first are used.
     """
@@ -84,6 +85,7 @@ class _Filtration(NamedTuple):
         complex: simplices with the time of their appearance.
         steps: number of steps, nodes or points.
         end: time after which nothing appears.
+        truncated: see `Shape.truncated`.
     """
 
     complex: SimplexTree
@@ -101,7 +103,7 @@ def betti_numbers(
     max_distance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None,
 ) -> list[Shape]:
     """Compute the shape of the graph or point cloud of each datum."""
-    return [_shape(_filter(source, extractor, max_distance), target) for source in extract(batch, extractor)]
+    return [_shape(_build_filtration(source, extractor, max_distance), target) for source in extract(batch, extractor)]
 
 
 def compute_shape(solution: Solution) -> Shape:
@@ -121,7 +123,7 @@ def compute_shape(solution: Solution) -> Shape:
     >>> compute_shape(read_solution("<<48/2=25>> <<48+24=72>> #### 72")).components
     2
     """
-    return _shape(_filter_solution(solution), None)
+    return _shape(_filtration_of_solution(solution), None)
 
 
 def flag_disconnected(text: str, /, *, extractor: ExtractorName = "gsm8k") -> list[Flag]:
@@ -148,7 +150,7 @@ def flag_disconnected(text: str, /, *, extractor: ExtractorName = "gsm8k") -> li
 
 
 def _components(solution: Solution) -> tuple[list[int], dict[Fraction, int]]:
-    """Component of each step, as `_filter_solution` connects them, and the last step with each result."""
+    """Component of each step, as `_filtration_of_solution` connects them, and the last step with each result."""
     components, step_of_result = list(range(len(solution.steps))), dict[Fraction, int]()
     for step, annotation in enumerate(solution.steps):
         for number in annotation.left:
@@ -188,11 +190,12 @@ def topology(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
             (`objectives.terms.text.extractors`).
         target: intervals ``[birth, death]`` in [0, 1] of components, of cycles, or of both; those not named do not
             count. One component that lasts and no cycles is ``{components: [[0, 1]], cycles: []}``.
-        max_distance: distance at which a point cloud is observed; required for point clouds.
+        max_distance: largest distance at which two points of a point cloud are connected; required for point clouds.
 
     Metrics, mean over the datums:
-        beta_0_mean, beta_1_mean; persistence_mean: steps, or distance; distance_mean: with a target; disconnected:
-        share of datums with more than one component. truncated: number of point clouds cut to `MAX_POINTS`.
+        beta_0_mean, beta_1_mean; persistence_mean (in steps, or in distances of a point cloud); distance_mean (only
+        with a target); disconnected, the share of datums with more than one component; and truncated, the number of
+        point clouds that were cut to `MAX_POINTS`.
     """
     shapes: list[Shape] = batch.features
     extra_components = [max(0, shape.components - 1) for shape in shapes]
@@ -213,7 +216,8 @@ def topology(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
 def _shape(filtration: _Filtration, target: Diagrams | None) -> Shape:
     """Compute the persistent homology of a filtration, and its distance to the target."""
     complex_, steps, end, truncated = filtration
-    # GUDHI leaves out the highest dimension by default, which has the cycles of a graph.
+    # By default, GUDHI leaves out the highest dimension. That of a graph has its cycles, so it is included; that of a
+    # point cloud, of triangles, is not needed.
     complex_.compute_persistence(persistence_dim_max=complex_.dimension() <= 1)
     intervals = {dimension: complex_.persistence_intervals_in_dimension(dimension) for dimension in (0, 1)}
     intervals = {dimension: pairs.reshape(-1, 2) for dimension, pairs in intervals.items()}
@@ -234,7 +238,7 @@ def _distance(diagram: np.ndarray, other: np.ndarray) -> float:
     return float(wasserstein_distance(diagram, other, order=1, internal_p=math.inf, delta=_RELATIVE_ERROR))
 
 
-def _filter(source: object, extractor: str | ImportedFunction, max_distance: float | None) -> _Filtration:
+def _build_filtration(source: object, extractor: str | ImportedFunction, max_distance: float | None) -> _Filtration:
     """Build the filtration of what an extractor returned for one text."""
     name = str(extractor)
     if isinstance(source, Solution | Graph):
@@ -243,7 +247,7 @@ def _filter(source: object, extractor: str | ImportedFunction, max_distance: flo
                 f"max_distance is {max_distance:g}, but the extractor {name!r} returns a graph, which has no "
                 "distances; remove max_distance"
             )
-        return _filter_solution(source) if isinstance(source, Solution) else _filter_graph(source)
+        return _filtration_of_solution(source) if isinstance(source, Solution) else _filtration_of_graph(source)
     try:
         points = np.asarray(source, dtype=float)
     except (TypeError, ValueError):
@@ -260,10 +264,10 @@ def _filter(source: object, extractor: str | ImportedFunction, max_distance: flo
             f"the extractor {name!r} returns a point cloud, which needs max_distance; set it to the distance "
             "below which two points belong together"
         )
-    return _filter_points(points, max_distance)
+    return _filtration_of_points(points, max_distance)
 
 
-def _filter_solution(solution: Solution) -> _Filtration:
+def _filtration_of_solution(solution: Solution) -> _Filtration:
     """Build the filtration of a reasoning graph; see `compute_shape`."""
     graph, new_node = SimplexTree(), count()
     step_of_result: dict[Fraction, int] = {}
@@ -290,7 +294,7 @@ def _filter_solution(solution: Solution) -> _Filtration:
     return _Filtration(graph, steps, max(1, steps))
 
 
-def _filter_graph(graph: Graph) -> _Filtration:
+def _filtration_of_graph(graph: Graph) -> _Filtration:
     times = {node: time for time, node in enumerate(graph.nodes)}
     if len(times) != len(graph.nodes):
         raise ObjectiveError(f"a node of the graph {str(graph.nodes)[:80]} occurs twice; list each node once")
@@ -305,7 +309,7 @@ def _filter_graph(graph: Graph) -> _Filtration:
     return _Filtration(complex_, len(times), max(1, len(times)))
 
 
-def _filter_points(points: np.ndarray, max_distance: float) -> _Filtration:
+def _filtration_of_points(points: np.ndarray, max_distance: float) -> _Filtration:
     first = points[:MAX_POINTS]
     complex_ = RipsComplex(points=first, max_edge_length=max_distance).create_simplex_tree(max_dimension=1)
     complex_.collapse_edges()  # keeps the persistence, with far fewer triangles

@@ -323,9 +323,9 @@ def fails(*_: object) -> list[float]:
     [
         (lambda prompt, history: [1.0] * len(history), "returned 1 numbers for one turn and 0 for another: return the"),
         (lambda prompt, history: [float("nan")], "returned the feature nan: return finite numbers"),
-        (lambda prompt, history: ["long"], "returned no list of numbers \\(ValueError: could not convert"),
-        (lambda prompt, history: 1.0, "returned no list of numbers \\(TypeError"),
-        (fails, "returned no list of numbers \\(RuntimeError: no such word\\): correct it"),
+        (lambda prompt, history: ["long"], "failed or returned no list of numbers \\(ValueError: could not convert"),
+        (lambda prompt, history: 1.0, "failed or returned no list of numbers \\(TypeError"),
+        (fails, "failed or returned no list of numbers \\(RuntimeError: no such word\\): correct it"),
     ],
 )
 def test_invalid_features_are_named(features: Any, message: str) -> None:
