@@ -303,7 +303,8 @@ def test_trials_on_a_cluster(
         tmp_path, f"sent-{cluster}", mlflow_uri, engine_url, cluster=cluster, concurrency=1, seeds=[0]
     )
     config_fields["space"] = {RATE: [1e-2, 1e-7]}
-    config_fields["base"] |= {"num_steps": 24, "checkpoint_every": 4}
+    config_fields["base"] |= {"num_steps": 60, "checkpoint_every": 4}
+    config_fields["prune"] = {"rule": "median", "min_trials": 1}
     killer = threading.Thread(target=kill_one, args=("flows.sweeps.backends.worker",))
     killer.start()
     result = sweep(SweepConfig.model_validate(config_fields))
