@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -83,6 +84,9 @@ for _group in (servers, runs, plans, weights):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit with 1 on an error the user can fix, and with 2 on an unknown command or option."""
+    # Unlike `python -m`, an installed command cannot import modules of the current folder, which configs may name.
+    if not {"", str(Path.cwd())} & {*sys.path}:
+        sys.path.append(str(Path.cwd()))
     try:
         app(args=argv, prog_name="tinker-flows")
     finally:

@@ -37,6 +37,7 @@ def next_run(overrides: list[str]) -> SftConfig:
         records = resumable(directory)
         if not records or not (records[0].final or changed_fields(directory, config)):
             return config
+        print(f"{name} has ended or has other settings, so this is a new run; see also `tinker-flows report {name}`")
     raise AssertionError("unreachable: count() never ends")
 
 

@@ -1,6 +1,6 @@
 """Distillation: a student learns from teachers, on its own samples or on theirs.
 
-tinker-flows run on_policy_distillation --config examples/on_policy_distillation.yaml learning_rate=1e-4
+tinker-flows run on_policy_distillation --config examples/on_policy_distillation.yaml learning_rate=1e-3
 """
 
 # No postponed annotations here: Prefect reads the flow's types from this file without importing it as a module.

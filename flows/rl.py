@@ -1,6 +1,6 @@
 """Reinforcement learning on environments.
 
-python -m flows.rl --config examples/rl.yaml learning_rate=1e-4
+python -m flows.rl --config examples/rl.yaml learning_rate=1e-3
 """
 
 if __name__ == "__main__":  # first, so that --help does not wait for the imports below

@@ -1,6 +1,6 @@
 """Supervised fine-tuning with a base loss and regularizers.
 
-python -m flows.sft --config examples/sft.yaml learning_rate=1e-4
+python -m flows.sft --config examples/sft.yaml learning_rate=1e-3
 """
 
 if __name__ == "__main__":  # first, so that --help does not wait for the imports below

@@ -41,7 +41,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[field=value]...",
-        help="Config fields that override those of the config file, as in learning_rate=1e-4 budget.usd=20.",
+        help="Config fields that override those of the config file, as in learning_rate=1e-3 budget.usd=20.",
         show_default=False,
     ),
 ]

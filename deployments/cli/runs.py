@@ -23,7 +23,7 @@ def run(
 ) -> None:
     """Start a run, or resume it from its last checkpoint if the run name exists.
 
-    Example: `tinker-flows run sft --config examples/sft.yaml run_name=mine learning_rate=1e-4`
+    Example: `tinker-flows run sft --config examples/sft.yaml run_name=mine learning_rate=1e-3`
 
     The run uses the Prefect server of PREFECT_API_URL and the Tinker service of TINKER_BASE_URL or TINKER_API_KEY. If
     no server or no service is set, the run starts a local Prefect server or a local engine. On Ctrl-C, the run

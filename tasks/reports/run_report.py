@@ -208,7 +208,7 @@ def write_report(
 ) -> str:
     """Write the report of a run and return its location."""
     summary = summarize(run_name, log.client.get_run(log.run_id), directory, history)
-    page = _page(run_name, log, summary, extras.note, _sections(directory, history, summary, extras))
+    page = _page(run_name, log, summary, extras, _sections(directory, history, summary, extras))
     directory.write_bytes("report.html", page.encode())
     log.client.log_text(log.run_id, page, "report.html")
     location = f"{directory.location}/report.html"
@@ -259,11 +259,12 @@ def _commands(summary: RunSummary) -> str:
     return "\n".join(f"- {markdown_code(command)}" for _, command in summary.commands)
 
 
-def _page(run_name: str, log: MetricsLog, summary: RunSummary, note: str, sections: Iterator[str]) -> str:
+def _page(run_name: str, log: MetricsLog, summary: RunSummary, extras: ReportExtras, sections: Iterator[str]) -> str:
+    note, effect = extras.note, _effect_sentence(summary.held_out, extras.control or {})
     header = _HEADER.format(
         name=html.escape(run_name),
         verdict=html.escape(summary.verdict),
-        note=f"<p><b>{html.escape(note)}</b></p>\n" if note else "",
+        note="".join(f"<p><b>{html.escape(text)}</b></p>\n" for text in (note, effect) if text),
         facts=_fact_list([*summary.facts, ("MLflow run", log.run_id)]),
         cards=_cards(summary.headlines),
         warnings=f'<div class="warnings"><b>Warnings</b>{warnings}</div>'
@@ -369,6 +370,13 @@ def _evaluations(keys: set[str]) -> list[MetricChart]:
     drawn = {metric.held_out for metric in (*_RESULTS, _LIKELIHOOD)}
     own = sorted(key for key in keys if is_headline(key) and key not in drawn)
     return [MetricChart(key.removeprefix("test/"), "value", "Metric of an evaluator.", held_out=key) for key in own]
+
+
+def _effect_sentence(rows: Sequence[HeldOutRow], control: Mapping[str, Control]) -> str:
+    """Sentence with the difference of the main held-out values from the control; empty without one."""
+    shown = [row for row in rows if row.metric in control and (row.is_of_term or is_headline(f"test/{row.metric}"))]
+    effects = [f"{row.metric} {row.compare(control[row.metric]).signed()}" for row in shown]
+    return f"Effect of the terms, against a control without them: {', '.join(effects)}." if effects else ""
 
 
 def _fact_list(facts: Sequence[tuple[str, str]]) -> str:

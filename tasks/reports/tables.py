@@ -68,14 +68,14 @@ def term_rows(metrics: Mapping[str, float]) -> list[TermRow]:
 
 
 def recent_term_rows(history: History) -> tuple[str, list[TermRow]]:
-    """Return a title, and rows of the terms with means over the last quarter of the steps.
+    """Return a title, and rows of the terms with means over the last quarter of the steps, but at least four steps.
 
     A single batch says little about a term: its scores may be equal on all of its completions. The mean cosine is over
     the steps at which the term has a gradient.
     """
     points = {key: dict(steps) for key, steps in history.items() if key.startswith("term/")}
     steps = sorted({step for key, values in points.items() if key.endswith("/weight") for step in values})
-    recent = steps[-max(1, len(steps) // 4) :]
+    recent = steps[-max(4, len(steps) // 4) :]
     metrics: dict[str, float] = {}
     for key, values in points.items():
         name, _, field = key.removeprefix("term/").rpartition("/")
@@ -85,7 +85,8 @@ def recent_term_rows(history: History) -> tuple[str, list[TermRow]]:
             used = used or [max(values)]  # a term that was skipped in these steps keeps its row
         if used and field in _FIELDS:
             metrics[key] = fmean(values[step] for step in used)
-    title = f"terms, means over the last {len(recent)} steps" if len(recent) > 1 else "terms at the last step"
+    which = f"all {len(steps)}" if len(recent) == len(steps) else f"the last {len(recent)}"
+    title = f"terms, means over {which} steps" if len(steps) > 1 else "terms at the only step"
     return title, term_rows(metrics)
 
 

@@ -131,3 +131,12 @@ def test_a_shell_completes_commands_and_methods() -> None:
             text=True,
         )
         assert completion in result.stdout, result.stderr
+
+
+def test_configs_may_name_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed command does not have the current folder on its import path."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", ".")])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert sys.path[-1] == str(tmp_path)

@@ -86,6 +86,7 @@ def test_the_page_is_one_file_with_every_section(page: Path) -> None:
 def test_effect_of_the_terms_is_the_value_minus_that_of_the_control(page: Path) -> None:
     text = page.read_text()
     assert "<th>without the terms<th>effect of the terms<tr>" in text
+    assert "<b>Effect of the terms, against a control without them: exact_match +0.375.</b>" in text
     assert "<tr><td>exact_match<td>0<td>0.5<td>0.125<td>+0.375<" in text
 
 

@@ -121,8 +121,8 @@ def test_terms_have_means_over_the_last_quarter_of_the_steps() -> None:
         "term/base/weight": [(0, 1.0)],
     }
     title, (base, logic) = recent_term_rows(history)
-    assert title == "terms, means over the last 2 steps"
-    assert format_row(logic) == ("logic", "2", "2", "-", "20.0%", "-0.500")
+    assert title == "terms, means over the last 4 steps"
+    assert format_row(logic) == ("logic", "5.5", "2", "-", "20.0%", "-0.500")
     assert format_row(base) == ("base", "-", "1", "-", "-", "-")
 
 
