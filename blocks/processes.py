@@ -176,8 +176,8 @@ def starting_prefect_server() -> Iterator[PrefectServer]:
         def wait() -> None:
             password = shlex.quote(str(password_file(home())))
             print_notice(
-                f"Starting a Prefect server for this run (log in to its pages with {USER}:$(cat {password}); log: "
-                f"{server.log})"
+                f"Starting a Prefect server for this run at {server.url.removesuffix('/api')} (log in with "
+                f"{USER}:$(cat {password}); log: {server.log})"
             )
             server.wait()
 

@@ -24,6 +24,7 @@ from selenium.webdriver.remote.webdriver import WebDriver
 from waiting import wait_for
 
 from blocks.service import TinkerService
+from blocks.tracking import MLflowTracking
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 SAVES_SCREENSHOTS = os.environ.get("TINKER_FLOWS_SCREENSHOTS") == "1"
@@ -36,11 +37,12 @@ def save_screenshot(driver: WebDriver, name: str, height: int = 900) -> None:
 
 @pytest.fixture(scope="module")
 def servers(prefect_server: str, engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Servers for a run from the form; only a block has the API key of the service."""
+    """Servers for a run from the form, which names them by blocks: it may not name servers of its own."""
     folder = tmp_path_factory.mktemp("ui")
     TinkerService(base_url=engine_url, api_key=SecretStr("tml-test")).save("of-the-team", overwrite=True)
     deploy(prefect_server, "--name", "sft")
     with running_mlflow(folder) as mlflow, process_worker(prefect_server, folder / "home", folder / "worker.log"):
+        MLflowTracking(tracking_uri=mlflow).save("of-the-team", overwrite=True)
         yield {"ui": prefect_server.removesuffix("/api"), "mlflow": mlflow, "worker": str(folder / "worker.log")}
 
 
@@ -97,7 +99,7 @@ def test_a_run_from_the_form_completes(servers: dict[str, str]) -> None:
         save_screenshot(driver, "regularizer", 1000)
         form.fill_in("Run name", "from-the-form")
         form.fill_in("Tinker service", "block:of-the-team")
-        form.fill_in("MLflow tracking", servers["mlflow"])
+        form.fill_in("MLflow tracking", "block:of-the-team")
         flow_run_id = submit(form, driver, deployment)
 
         page = f"{servers['ui']}/v2/runs/flow-run/{flow_run_id}?tab=Artifacts"
