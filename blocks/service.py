@@ -81,6 +81,14 @@ class TinkerService(Block):
         return client
 
     @contextmanager
+    def as_default(self) -> Iterator[None]:
+        """Use this service for the clients that the block opens without a URL and without a key."""
+        from blocks.default_service import default_service
+
+        with default_service(self.resolved_url, self._key):
+            yield
+
+    @contextmanager
     def session(self) -> Iterator[tinker.ServiceClient]:
         """Open a session as `get_client` does; close it when the block ends and report how the block ended.
 
@@ -88,13 +96,11 @@ class TinkerService(Block):
         """
         import tinker
 
-        from blocks.default_service import default_service
-
         client = self.get_client()
         holder = client.holder
         status = "errored"
         try:
-            with default_service(self.resolved_url, self._key):
+            with self.as_default():
                 yield client
             status = "success"
         except KeyboardInterrupt:

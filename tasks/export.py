@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,6 @@ from tasks.common.task import retried_task, step_task
 from tasks.reports.html import artifact_key, escape_markdown, markdown_table
 
 _ADAPTER, _HEAD, _EMBEDDING = "adapter_model.safetensors", "lm_head", "model.embed_tokens.weight"
-_KEY = "TINKER_API_KEY"
 _MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
@@ -39,9 +37,9 @@ def download_adapter(service: TinkerService, path: str, folder: Path) -> None:
     """
     from tinker_cookbook import weights  # imports transformers, which takes seconds
 
-    with _service_key(service), service_errors(f"send {path}"):
+    with service.as_default(), service_errors(f"send {path}"):
         try:
-            weights.download(tinker_path=path, output_dir=str(folder), base_url=service.resolved_url)
+            weights.download(tinker_path=path, output_dir=str(folder))
         except TinkerCookbookError as error:
             raise ServiceError(
                 f"The Tinker service could not send {path} ({reason(error.__cause__ or error)}): choose a checkpoint "
@@ -93,21 +91,6 @@ def base_folder(base_model: str) -> Path:
             f"The base model {base_model!r} is not a directory and could not be downloaded ({reason(error)}): set "
             "base_model to its Hugging Face name, or to a directory with its config.json and *.safetensors."
         ) from error
-
-
-@contextmanager
-def _service_key(service: TinkerService) -> Iterator[None]:
-    """Set TINKER_API_KEY to the service's API key while the block runs, because the download reads the variable."""
-    before = os.environ.get(_KEY)
-    if service.api_key:
-        os.environ[_KEY] = service.api_key.get_secret_value()
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_KEY, None)
-        else:
-            os.environ[_KEY] = before
 
 
 @contextmanager

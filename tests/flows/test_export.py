@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 from engine_process import API_KEY
 from peft import PeftModel
 from prefect import flow
+from pydantic import SecretStr
 from safetensors.torch import load_file, save_file
 from sft_config import sft_fields
 from tinker import types
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blocks.errors import ConfigError, ServiceError, StorageError
+from blocks.service import TinkerService
 from flows.config.train import SftConfig
 from flows.export import ExportConfig, ExportResult, export
 from flows.runs.cli import run
@@ -49,6 +52,18 @@ def config(fields: dict[str, Any], output: Path, **changes: object) -> ExportCon
 @pytest.fixture(scope="module")
 def exported(trained: TrainResult, fields: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> ExportResult:
     return export(config(fields, tmp_path_factory.mktemp("weights") / "out"))
+
+
+def test_the_run_of_a_deployment_exports_with_the_key_of_a_block(
+    trained: TrainResult, fields: dict[str, Any], tmp_path: Path, engine_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may send the key of its environment to no other service."""
+    monkeypatch.delenv("TINKER_API_KEY")
+    monkeypatch.setattr("blocks.default_service.is_restricted", lambda: True)
+    TinkerService(base_url=engine_url, api_key=SecretStr(API_KEY)).save("exporter", overwrite=True)
+    result = export(config(fields, tmp_path / "out", base_url="block:exporter", form="adapter"))
+    assert result.path == trained.state_path
+    assert "TINKER_API_KEY" not in os.environ
 
 
 def of_service(engine_url: str, path: str) -> torch.Tensor:
