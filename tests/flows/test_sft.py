@@ -140,7 +140,7 @@ def test_report_has_every_term_and_its_charts(finished: TrainResult) -> None:
     assert page.count('class="plot"') == 7  # likelihood, three terms, shares, cosines, conflicts
     assert "src=" not in page
     assert 'href="http' not in page
-    assert re.search(r"<dt>data</dt><dd>[\w.:]+, first batch [0-9a-f]{12}</dd>", page)
+    assert re.search(r"<dt>data</dt><dd>[\w.:]+, first batch [0-9a-f]{16}</dd>", page)
     for term in ("base", "topology", "logic", "confidence"):
         assert f"<td>{term}" in page
     artifacts = MlflowClient(finished.tracking_uri).list_artifacts(finished.mlflow_run_id)

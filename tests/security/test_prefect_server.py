@@ -44,5 +44,5 @@ def test_the_prefect_server_of_a_run_requires_the_login(
         with temporary_settings(settings), get_client(sync_client=True) as client:
             assert client.read_work_pool("another").type == "process"
     message = capsys.readouterr().err
-    assert f"log in to its pages with tinker-flows:$(cat {tmp_path}/home/servers.key)" in message
+    assert f"(log in with tinker-flows:$(cat {tmp_path}/home/servers.key)" in message
     assert own.password not in message
