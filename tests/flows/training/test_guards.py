@@ -295,7 +295,12 @@ def test_digest_of_prices_depends_on_prices_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [(None, "could not be read"), ("{}{", "is not valid YAML"), ("[{tinker_id: a}]", "is invalid"), ("[1]", "is invalid")],
+    [
+        (None, "could not be read"),
+        ("{}{", "is not valid YAML"),
+        ("[{tinker_id: a}]", "is invalid"),
+        ("[1]", "is invalid"),
+    ],
 )
 def test_invalid_price_table(tmp_path: Path, content: str | None, expected: str) -> None:
     table = tmp_path / "prices.yaml"
