@@ -39,7 +39,7 @@ class RunStatus:
 
     Attributes:
         state: running, finished, stopped, failed, killed (ended without reporting), unknown (MLflow unreachable), or
-            damaged (a file of the run directory is invalid).
+            damaged (its config.json is invalid).
         why: recorded reason for the end of the run, the MLflow error, or what is damaged; may be empty.
         step: number of steps that are logged to MLflow or contained in the newest checkpoint, whichever is more.
         num_steps: total steps of the run; None if unknown.

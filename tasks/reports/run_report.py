@@ -207,24 +207,31 @@ def write_report(
     directory: RunDirectory, log: MetricsLog, run_name: str, history: History, extras: ReportExtras
 ) -> str:
     """Write the report of a run and return its location."""
-    summary = summarize(run_name, log.client.get_run(log.run_id), directory, history)
+    mlflow_run = log.client.get_run(log.run_id)
+    summary = summarize(run_name, mlflow_run, directory, history)
     page = _page(run_name, log, summary, extras, _sections(directory, history, summary, extras))
     directory.write_bytes("report.html", page.encode())
     log.client.log_text(log.run_id, page, "report.html")
     location = f"{directory.location}/report.html"
-    log.tag(DESCRIPTION_TAG, _description(summary, extras.note, location))
+    link = flow_run_link() or _earlier_link(mlflow_run.data.tags.get(DESCRIPTION_TAG, ""))
+    log.tag(DESCRIPTION_TAG, _description(summary, extras.note, location, link))
     log.flush()
     if flow_run.get_id():  # Prefect shows artifacts on the page of a flow run
         _create_artifact(run_name, location, log, report_markdown(summary, history, extras))
     return location
 
 
-def _description(summary: RunSummary, note: str, location: str) -> str:
+def _description(summary: RunSummary, note: str, location: str, link: str) -> str:
     """Description of the MLflow run, without a table of the terms, because MLflow charts their metrics."""
-    links = f"{flow_run_link()}\n\nReport: {markdown_code(location)}, and `report.html` among the artifacts"
+    links = f"{link}\n\nReport: {markdown_code(location)}, and `report.html` among the artifacts"
     return "\n\n".join(
         filter(None, [*_opening(summary, note), *_facts_and_results(summary), links, _commands(summary)])
     )
+
+
+def _earlier_link(description: str) -> str:
+    """Link to the flow run in an earlier description, for a report that is built after the flow run; else empty."""
+    return next((line for line in description.splitlines() if line.startswith("Prefect: ")), "")
 
 
 def report_markdown(summary: RunSummary, history: History, extras: ReportExtras) -> str:

@@ -11,6 +11,9 @@ from mlflow import MlflowClient
 from blocks.storage import RunStorage
 from deployments.run_lookup import report_of
 from flows.monitoring.run_tags import REJECTED_TAG
+from tasks.reports.html import DESCRIPTION_TAG
+
+LINK = "Prefect: [mine](http://127.0.0.1:4200/runs/flow-run/a)"
 
 
 @pytest.fixture
@@ -20,7 +23,9 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     tracking = f"sqlite:///{tmp_path}/mlflow.db"
     client = MlflowClient(tracking)
     experiment = client.create_experiment("x", artifact_location=str(tmp_path / "artifacts"))
-    run_id = client.create_run(experiment, tags={REJECTED_TAG: "worse than the baseline"}).info.run_id
+    run_id = client.create_run(
+        experiment, tags={REJECTED_TAG: "worse than the baseline", DESCRIPTION_TAG: f"In progress.\n\n{LINK}"}
+    ).info.run_id
     for step in range(8):
         for prefix in ("term/base", "term/kl", "reward/format"):
             client.log_metric(run_id, f"{prefix}/value", 0.5, step=step)
@@ -49,3 +54,13 @@ def test_rebuilt_report_has_the_targets_and_the_reason_against_a_registration(st
         ("kl", "value at most 0.4", "missed"),
         ("reward/format", "value at least 0.1", "met"),
     ]
+
+
+def test_rebuilt_report_keeps_the_link_to_the_flow_run(storage: str, tmp_path: Path) -> None:
+    report_of("rl", storage, rebuild=True)
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("x").experiment_id])  # pyright: ignore[reportOptionalMemberAccess]
+    description = run.data.tags[DESCRIPTION_TAG]
+    assert "In progress" not in description
+    assert LINK in description.splitlines()
