@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engine.compute.kv_cache import KVCache, register_cached_attention
 from engine.compute.linear import keeps_bits
 from engine.compute.lora import ActiveAdapters, Adapter, AdapterRows, LoraSpec, new_adapter, wrap_linears
+from engine.compute.training_graphs import TrainingGraphs
 from engine.models import LoadedModel, ModelError
 
 HEAD = "lm_head"
@@ -43,6 +44,7 @@ class BaseModel:
         prefix = next(name for name, module in loaded.model.named_modules() if module is self.decoder)
         self._linears = wrap_linears(self.decoder, f"{prefix}.", self._active)
         _wrap_activations(self.decoder)
+        self._graphs = TrainingGraphs(self._launch) if self._can_be_captured else None
 
     @property
     def device(self) -> torch.device:
@@ -56,6 +58,13 @@ class BaseModel:
     def has_experts(self) -> bool:
         """True for a mixture of experts, whose operations depend on values: a CUDA graph cannot contain them."""
         return any(name.endswith("experts") for name, _ in self.loaded.model.named_modules())
+
+    @property
+    def _can_be_captured(self) -> bool:
+        """True if a training pass needs no values on the host, and no attention mask."""
+        window = getattr(self.loaded.model.config.get_text_config(), "sliding_window", None)
+        reads_values = self.has_experts or self.keys_depend_on_length or self.loaded.dtype == "autocast-bf16"
+        return self.device.type == "cuda" and window is None and not reads_values
 
     @property
     def num_bytes(self) -> int:
@@ -107,6 +116,21 @@ class BaseModel:
     def hidden(self, tokens_BT: Tensor) -> Tensor:
         """Compute the last hidden states ``(B, T, H)`` of right-padded token ids."""
         return self.decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
+
+    def trained_hidden(self, adapter: Adapter, tokens_BT: Tensor) -> Tensor:
+        """Compute `hidden` under the active ``adapter``, on a GPU by a captured pass if the model allows it."""
+        names = [name for name in sorted(adapter.factors) if name != HEAD]
+        if self._graphs is None or not names:
+            return self.hidden(tokens_BT)
+        return self._graphs.hidden(adapter, names, tokens_BT)
+
+    def _launch(self, adapter: Adapter, tokens_BT: Tensor) -> Tensor:
+        # transformers reads values back to choose a mask, unless it is given one. The attention ignores this one.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        with self.using(adapter):
+            return self.decoder(
+                input_ids=tokens_BT, attention_mask=mask, use_cache=False, ignores_mask=True
+            ).last_hidden_state
 
     def hidden_with_cache(self, tokens_RT: Tensor, positions_RT: Tensor, mask: Tensor, kv_cache: KVCache) -> Tensor:
         """Compute the last hidden states ``(R, T, H)`` of the tokens selected in ``kv_cache``.

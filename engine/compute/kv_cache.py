@@ -304,11 +304,14 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from each row's new tokens, ``(R, heads, T, width)``, to the row's cached tokens.
 
+    Without a cache, attend by ``attention_mask``, or from each token to all tokens before it if ``ignores_mask``.
+
     If each row has one new token, query heads that share keys and values are treated as tokens of one head, so keys and
     values are not repeated.
     """
     if kv_cache is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        mask = None if kwargs.pop("ignores_mask", False) else attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     num_rows, num_heads, num_new, width = query.shape
     mask = kv_cache.mask(kwargs.get("sliding_window"))
     if num_new > 1:

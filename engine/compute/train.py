@@ -72,7 +72,7 @@ def iterate_loss(
         trains = backward and bool(trained_M.any())
         with base.using(adapter):
             with torch.set_grad_enabled(trains):
-                logprobs_M = _logprobs(base, data_B, trained_M)
+                logprobs_M = _logprobs(base, adapter, data_B, trained_M)
             value = _apply_loss(loss, logprobs_M, data_B, trains)
         loss_sum += value.total.item()
         flat_B = logprobs_M.detach().cpu().split([datum.targets.numel() for datum in data_B])
@@ -115,13 +115,13 @@ def _reduce(metrics_D: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {key: _REDUCTIONS[key.partition(":")[2]]([metrics[key] for metrics in metrics_D]) for key in metrics_D[0]}
 
 
-def _logprobs(base: BaseModel, data_B: Sequence[Datum], trained_M: Tensor) -> Tensor:
+def _logprobs(base: BaseModel, adapter: Adapter, data_B: Sequence[Datum], trained_M: Tensor) -> Tensor:
     """Logprobs ``(M,)`` of all targets of a micro-batch, datum by datum.
 
     Positions without a trained target are computed without autograd, so their logits are freed at once.
     """
     tokens_BT, real_N = pad_right([datum.tokens_T for datum in data_B])
-    hidden_NH = base.hidden(tokens_BT.to(base.device)).flatten(0, 1)[real_N.to(base.device)]
+    hidden_PH = base.trained_hidden(adapter, tokens_BT.to(base.device)).flatten(0, 1)
     targets_M = torch.cat([datum.targets.flatten() for datum in data_B])
     width_N = torch.cat([torch.full((len(d.targets),), d.targets[0].numel()) for d in data_B])
     rows_M = torch.repeat_interleave(torch.arange(len(width_N)), width_N)
@@ -136,11 +136,12 @@ def _logprobs(base: BaseModel, data_B: Sequence[Datum], trained_M: Tensor) -> Te
         new_row_N = is_computed_N.cumsum(0) - 1
         with torch.set_grad_enabled(torch.is_grad_enabled() and rows_are_trained):
             part = target_logprobs(
-                hidden_NH[is_computed_N.to(base.device)],
+                hidden_PH.index_select(0, real_N[is_computed_N].to(base.device)),
                 base.head,
                 base.head_lora(),
                 new_row_N[rows_M[is_computed_M]].to(base.device),
                 targets_M[is_computed_M].to(base.device),
             )
-        logprobs_M = logprobs_M.index_put((is_computed_M.to(base.device).nonzero()[:, 0],), part)
+        computed_M = is_computed_M.nonzero()[:, 0].to(base.device)
+        logprobs_M = logprobs_M.index_put((computed_M,), part)
     return logprobs_M

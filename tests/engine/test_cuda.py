@@ -213,6 +213,63 @@ def test_samples(device_base: BaseModel, peer: Peer, dtype: DtypeName) -> None:
         ]
 
 
+def test_captured_passes_give_the_gradients_of_single_kernels(device_base: BaseModel, dtype: DtypeName) -> None:
+    """Two adapters of a rank share a graph, a third has another rank, and shapes alternate and are rounded."""
+    nats, relative = TOLERANCES[dtype]
+    loss = bind_loss("cross_entropy", {})
+    adapters = [
+        make_adapter(device_base, 1),
+        make_adapter(device_base, 2),
+        device_base.new_adapter(LoraSpec(rank=8, seed=3)),
+    ]
+    batches = [
+        [loss.prepare(make_datum(length, seed, ["weights"]), 0) for length, seed in sizes]
+        for sizes in (SIZES, SIZES[1:3], [(130, 5)] * 9)
+    ]
+
+    def compute(adapter: Adapter, data: Sequence[Datum]) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+        output = exhaust(iterate_loss(device_base, adapter, data, loss, max_tokens=4096, backward=True))
+        gradients = {name: parameter.grad for name, parameter in adapter.named_parameters()}
+        for _, parameter in adapter.named_parameters():
+            parameter.grad = None
+        return output.logprobs_D, gradients
+
+    graphs = device_base._graphs
+    assert graphs is not None
+    device_base._graphs = None
+    expected = [[compute(adapter, data) for data in batches] for adapter in adapters]
+    device_base._graphs = graphs
+    for _ in range(3):
+        for adapter, expected_of_adapter in zip(adapters, expected, strict=True):
+            for data, (logprobs_D, gradients) in zip(batches, expected_of_adapter, strict=True):
+                computed_D, computed = compute(adapter, data)
+                torch.testing.assert_close(computed_D, logprobs_D, atol=nats, rtol=0)
+                for name, gradient in gradients.items():
+                    ours = computed[name]
+                    assert gradient is not None
+                    assert ours is not None
+                    assert (ours - gradient).norm() <= relative * gradient.norm(), name
+    assert sum(captured is not None for captured in graphs._passes.values()) >= 6
+
+
+def test_captured_passes_accumulate(device_base: BaseModel, dtype: DtypeName) -> None:
+    """The gradient of two equal micro-batches is twice that of one, also if a graph computes them."""
+    loss = bind_loss("cross_entropy", {})
+    adapter = make_adapter(device_base, 1)
+    data = [loss.prepare(make_datum(50, 1, ["weights"]), 0)] * 2
+    gradients = []
+    for num_datums in (1, 1, 1, 2):
+        exhaust(iterate_loss(device_base, adapter, data[:num_datums], loss, max_tokens=50, backward=True))
+        gradients.append({name: parameter.grad for name, parameter in adapter.named_parameters()})
+        for _, parameter in adapter.named_parameters():
+            parameter.grad = None
+    for name, once in gradients[2].items():
+        twice = gradients[3][name]
+        assert once is not None
+        assert twice is not None
+        torch.testing.assert_close(twice, 2 * once, rtol=TOLERANCES[dtype][1], atol=1e-6)
+
+
 @pytest.mark.parametrize("num_adapters", [1, 2, 3])
 def test_graphs_give_the_samples_of_single_kernels(device_base: BaseModel, dtype: DtypeName, num_adapters: int) -> None:
     """Rows join and leave, so that graphs of several sizes and adapters replace each other, as do the buffers."""

@@ -14,6 +14,7 @@ from engine.compute.datum import Datum
 from engine.compute.lora import Adapter, Factors, LoraSpec
 from engine.compute.loss import bind_loss
 from engine.compute.train import exhaust, iterate_loss
+from engine.compute.training_graphs import TrainingGraphs
 from engine.models import load_model
 
 WIDE = 10**6
@@ -127,3 +128,15 @@ def test_half_precision_stays_close(base: BaseModel, tiny_path: Path, dtype: str
     rounded = exhaust(iterate_loss(half, adapter, data, CROSS_ENTROPY, WIDE, backward=True))
     assert all(gradient.dtype == torch.float32 for gradient in take_gradients(adapter).values())
     torch.testing.assert_close(rounded.logprobs_D, exact.logprobs_D, atol=0.15, rtol=0.05)
+
+
+def test_rounded_passes_without_a_mask(base: BaseModel) -> None:
+    """A pass as it is captured on a GPU, padded and without the mask of transformers, has the same hidden states."""
+    adapter = trained_adapter(base, LoraSpec(rank=2, seed=1))
+    graphs = TrainingGraphs(base._launch)
+    for shape in [(3, 20), (9, 65), (1, 128)]:
+        tokens_BT = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1))
+        with base.using(adapter):
+            expected_BTH = base.hidden(tokens_BT)
+            computed_BTH = graphs.hidden(adapter, [name for name in adapter.factors if name != "lm_head"], tokens_BT)
+        torch.testing.assert_close(computed_BTH, expected_BTH, atol=1e-5, rtol=1e-5)
