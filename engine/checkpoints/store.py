@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from filelock import FileLock
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
@@ -43,7 +43,9 @@ class CheckpointStore:
 
     def __init__(self, state: Path) -> None:
         self._runs = state / "runs"
-        self._lock = threading.RLock()  # the compute thread and the threads of REST requests change descriptions
+        # The threads of this engine, and other engines on the same folder, change descriptions. A change takes
+        # milliseconds, and a thread may take the lock twice.
+        self._lock = FileLock(state / "runs.lock", poll_interval=0.005)
 
     def save(
         self,
@@ -189,7 +191,7 @@ class CheckpointStore:
                         shutil.rmtree(folder, ignore_errors=True)
 
     def _change(self, name: CheckpointName, **changes: Any) -> None:
-        with self._lock, disk_errors(f"The description of {name.path}"):
+        with disk_errors(f"The description of {name.path}"), self._lock:
             changed = replace(self.find(name), **changes)
             replace_json(self._description_path(name), _CHECKPOINT.dump_python(changed, mode="json"))
 

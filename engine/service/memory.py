@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 import safetensors.torch
+from filelock import FileLock
 from torch import Tensor
 
 from engine.checkpoints.files import disk_errors
@@ -58,10 +59,11 @@ class MemoryBudget:
         self._limit_bytes = limit_bytes
         self._sizes: OrderedDict[Evictable, int] = OrderedDict()
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(folder)
-        self._folder = folder / uuid.uuid4().hex
-        self._folder.mkdir()
-        self._lock = _lock(self._folder)
+        with FileLock(f"{folder}.lock"):  # until this engine's folder is locked, another engine would remove it
+            _remove_abandoned(folder)
+            self._folder = folder / uuid.uuid4().hex
+            self._folder.mkdir()
+            self._lock = _lock(self._folder)
 
     @property
     def num_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,11 @@ from engine_process import API_KEY, EngineProcess, running_engine
 from tinker import types
 from train_steps import train
 
+from engine.checkpoints.checkpoint import ADAPTER, SaveMetadata
+from engine.checkpoints.names import CheckpointName
 from engine.checkpoints.runs import RunStore
+from engine.checkpoints.store import CheckpointStore
+from engine.compute.lora import LoraSpec
 
 STATE_OF_0_1 = Path(__file__).parents[1] / "flows" / "runs" / "data" / "run_of_0_1" / "engine"
 
@@ -29,6 +34,24 @@ def test_training_runs_have_the_format_of_release_0_1(tmp_path: Path) -> None:
     (stored,), (written,) = STATE_OF_0_1.glob("runs/*/run.json"), tmp_path.glob("runs/*/run.json")
     assert written.parent.name == stored.parent.name
     assert json.loads(written.read_text()) == json.loads(stored.read_text())
+
+
+def test_engines_do_not_undo_each_others_changes(tmp_path: Path) -> None:
+    """Two stores on one folder, as in two processes, change the description of one checkpoint at the same time."""
+    stores = [CheckpointStore(tmp_path) for _ in range(2)]
+    name = CheckpointName("a:train:0", "weights", "b")
+    stores[0].save(name, SaveMetadata("tiny", LoraSpec(rank=1, seed=0)), {ADAPTER: b""}, overwrite=False)
+    with ThreadPoolExecutor(2) as pool:
+        for attempt in range(30):
+            public = attempt % 2 == 0
+            changes = (
+                pool.submit(stores[0].set_public, name, public),
+                pool.submit(stores[1].set_ttl, name, 3600 if public else None),
+            )
+            for change in changes:
+                change.result()
+            found = stores[0].find(name)
+            assert (found.public, found.expires_at is not None) == (public, public)
 
 
 @pytest.mark.process

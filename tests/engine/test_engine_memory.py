@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 import tinker
+import torch
 from engine_process import API_KEY, EngineProcess, running_engine
 from tinker import types
 
@@ -65,3 +67,15 @@ def test_files_of_a_killed_engine_are_removed(tmp_path: Path) -> None:
     first.close()
     second.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_engines_that_start_together_keep_their_folders(tmp_path: Path) -> None:
+    def start_repeatedly(_: int) -> None:
+        for _ in range(50):
+            budget = MemoryBudget(2**20, tmp_path)
+            path = budget.write({"a": torch.ones(1)})
+            assert budget.read(path)["a"] == 1
+            budget.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(start_repeatedly, range(4)))
