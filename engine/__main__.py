@@ -6,11 +6,14 @@ import argparse
 import gc
 import logging
 import os
+import socket
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.listen import PortError, bind, is_loopback
+from engine.listen import LOOPBACK, PortError, bind, is_loopback
+from engine.part import part_of
 from engine.service.settings import Settings
 
 KEY_VARIABLE = "TINKER_ENGINE_API_KEY"
@@ -26,26 +29,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     # PASSIVE alone they sleep after each operation, and waking them takes a third of the time of a decoding step.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s engine %(levelname)s %(message)s", level=logging.INFO)
-    options = _arguments().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = _arguments().parse_args(arguments)
+    devices = options.device or ["cpu"]
+    name = "engine" if options.part is None else f"engine {options.part}"
+    logging.basicConfig(stream=sys.stderr, format=f"%(asctime)s {name} %(levelname)s %(message)s", level=logging.INFO)
     try:
-        settings = _settings(options)
-        listener = bind(settings.host, settings.port)
-        # These imports take seconds, so validate the settings and bind the port first.
-        gc.disable()  # until `serve` has loaded the models
-        from engine.model_cache import ModelError
-        from engine.serve import serve
-
-        try:
-            serve(settings, listener, stop_with_stdin=options.exit_with_stdin)
-        except ModelError as error:
-            raise StartError(str(error)) from error
+        settings = _settings(options, devices)
+        if options.part is not None:
+            threading.Thread(target=_exit_with_stdin, daemon=True).start()
+            _serve_engine(settings, bind(LOOPBACK, 0), stop_with_stdin=False)
+        elif len(devices) == 1:
+            _serve_engine(settings, bind(settings.host, settings.port), options.exit_with_stdin)
+        else:
+            _serve_engines(settings, arguments, devices, options.exit_with_stdin)
     except (StartError, PortError) as error:
-        print(f"engine: {error}", file=sys.stderr)
+        if options.part is None:
+            print(f"engine: {error}", file=sys.stderr)
+        else:
+            print(error, flush=True)  # the front reads it instead of a URL
         return 1
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _serve_engine(settings: Settings, listener: socket.socket, stop_with_stdin: bool) -> None:
+    # These imports take seconds, so they come after the validation of the settings and the port.
+    gc.disable()  # until `serve` has loaded the models
+    from engine.model_cache import ModelError
+    from engine.serve import serve
+
+    try:
+        serve(settings, listener, stop_with_stdin)
+    except ModelError as error:
+        raise StartError(str(error)) from error
+
+
+def _exit_with_stdin() -> None:
+    """Exit at once when standard input closes: the front was killed, and its successor needs the locks on sessions."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(1)
+
+
+def _serve_engines(settings: Settings, arguments: Sequence[str], devices: Sequence[str], stop_with_stdin: bool) -> None:
+    listener = bind(settings.host, settings.port)
+    from engine.front.processes import FrontError
+    from engine.front.serve import serve_front
+
+    try:
+        serve_front(settings, listener, arguments, devices, stop_with_stdin)
+    except FrontError as error:
+        raise StartError(str(error)) from error
 
 
 EPILOG = f"""\
@@ -84,14 +120,22 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
 
     compute = parser.add_argument_group("compute")
-    compute.add_argument("--device", default="cpu", help="torch device (default: cpu)")
+    compute.add_argument(
+        "--device",
+        action="append",
+        help="torch device (default: cpu); repeat the option to serve an engine process per device at one port",
+    )
     compute.add_argument(
         "--dtype",
         default="float32",
         choices=("float32", "bfloat16", "autocast-bf16"),
         help="dtype of the weights; autocast-bf16 has float32 weights and bfloat16 matrix products (default: float32)",
     )
-    compute.add_argument("--threads", type=int, help="number of torch threads (default: chosen by torch)")
+    compute.add_argument(
+        "--threads",
+        type=int,
+        help="number of torch threads of each engine (default: chosen by torch; engines on the CPU share that number)",
+    )
     compute.add_argument(
         "--deterministic",
         action="store_true",
@@ -101,8 +145,8 @@ def _arguments() -> argparse.ArgumentParser:
         "--memory-limit",
         type=_megabytes,
         metavar="MB",
-        help="memory for adapters, optimizer moments and snapshots; the least recently used are moved to disk "
-        "(default: half of the machine's memory; on a GPU, a quarter of the memory that the model leaves)",
+        help="memory of each engine for adapters, optimizer moments and snapshots; the least recently used are moved "
+        "to disk (default: half of the machine's memory; on a GPU, a quarter of the memory that the model leaves)",
     )
 
     behaviour = parser.add_argument_group("behaviour")
@@ -120,6 +164,8 @@ def _arguments() -> argparse.ArgumentParser:
     )
     behaviour.add_argument("--log-requests", action="store_true", help="log one line of JSON per request")
     behaviour.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input is closed")
+    # Set by a front for each of its engines: the engine's number among the devices.
+    behaviour.add_argument("--part", type=int, help=argparse.SUPPRESS)
     return parser
 
 
@@ -141,7 +187,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace, devices: Sequence[str]) -> Settings:
     key = os.environ.get(KEY_VARIABLE) or None
     if key is None and not is_loopback(options.host):
         raise StartError(
@@ -160,7 +206,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         cache=home / "cache",
         host=options.host,
         port=options.port,
-        device=options.device,
+        device=devices[options.part or 0],
         dtype=options.dtype,
         threads=options.threads,
         deterministic=options.deterministic,
@@ -169,6 +215,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         memory_limit_bytes=options.memory_limit,
         clock_cycle_s=options.clock_cycle,
         log_requests=options.log_requests,
+        part=part_of(options.part or 0, devices),
     )
 
 

@@ -1,9 +1,11 @@
-"""Listening socket and loopback check. Imports no torch, so that a port in use is reported at once."""
+"""Listening socket, its URL, and loopback check. Imports no torch, so that a port in use is reported at once."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+
+LOOPBACK = "127.0.0.1"
 
 
 class PortError(Exception):
@@ -28,6 +30,11 @@ def bind(host: str, port: int) -> socket.socket:
             "choose another port, or 0 for a free one."
         ) from error
     return listener
+
+
+def url_of(host: str, listener: socket.socket) -> str:
+    """Return the URL of a server that listens on ``host``."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 def is_loopback(host: str) -> bool:

@@ -15,6 +15,7 @@ import uvicorn
 from transformers.utils.logging import disable_progress_bar
 
 from engine.compute.base import BaseModel
+from engine.listen import LOOPBACK, url_of
 from engine.models import ModelError, load_model, resolve_model
 from engine.routes.app import make_app
 from engine.service.engine import Engine
@@ -43,7 +44,7 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
         ModelError: a model cannot be found or loaded, the engine does not support it, or `settings.deterministic` is
             impossible on this machine.
     """
-    worker = start_worker(settings.threads or torch.get_num_threads())
+    worker = start_worker(settings.threads or max(1, torch.get_num_threads() // settings.part.on_device))
     engine = Engine(settings, worker.call(lambda: _load_models(settings)), worker)
     gc.freeze()  # no collection, not even the one at exit, scans the modules of torch and transformers
     gc.enable()
@@ -57,9 +58,9 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
         # uvicorn re-raises the signal under the handler it replaced; this handler prevents death by the signal.
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     listener.listen(128)
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    print(f"http://{host}:{listener.getsockname()[1]}", flush=True)
-    log.info("Serving %s on http://%s:%d", ", ".join(engine.bases), host, listener.getsockname()[1])
+    url = url_of(settings.host if settings.part.count == 1 else LOOPBACK, listener)
+    print(url, flush=True)
+    log.info("Serving %s on %s", ", ".join(engine.bases), url)
     server.run(sockets=[listener])
     engine.stop()
     log.info("Stopped")

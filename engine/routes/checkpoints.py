@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.names import CheckpointName, parse_path
 from engine.errors import RequestError
 from engine.routes.body import JsonObject, read_id, read_json
+from engine.routes.paging import Limit, Offset
 from engine.service.engine import Engine
-
-Limit = Annotated[int, Query(ge=0, le=10_000)]
-Offset = Annotated[int, Query(ge=0)]
 
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 ONE_CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"

@@ -8,7 +8,7 @@ from tinker import types
 
 from engine.errors import NotFoundError, RequestError
 from engine.routes.body import MAX_METADATA_LENGTH, JsonObject, check_metadata, parse, read_id, read_json
-from engine.routes.checkpoints import Limit, Offset
+from engine.routes.paging import Limit, Offset
 from engine.routes.runs import OWNER
 from engine.service.engine import Engine
 from engine.service.sessions import FINISH_REASONS, FinishReason, SessionSummary

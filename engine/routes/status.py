@@ -40,6 +40,7 @@ def status_router(engine: Engine) -> APIRouter:
 
     @router.get("/status")
     async def status() -> JsonObject:
+        engine.close_idle_sessions()  # so that the figures count live sessions only
         return {
             "bases": list(engine.bases),
             "figures": engine.gauges(),

@@ -28,7 +28,7 @@ def max_pass_tokens(settings: Settings, base: BaseModel) -> int:
         return settings.micro_batch_tokens
     if base.device.type != "cuda":
         return 2048 if base.num_parameters < SMALL_MODEL else 1024
-    return max(1024, min(MAX_PASS_TOKENS, _quarter_of_free_memory(base) // base.bytes_per_trained_token))
+    return max(1024, min(MAX_PASS_TOKENS, _quarter_of_free_memory(settings, base) // base.bytes_per_trained_token))
 
 
 def max_cache_bytes(settings: Settings, base: BaseModel) -> int:
@@ -38,18 +38,24 @@ def max_cache_bytes(settings: Settings, base: BaseModel) -> int:
     """
     if settings.sampling_cache_bytes:
         return settings.sampling_cache_bytes
-    return _CPU_CACHE_BYTES if base.device.type != "cuda" else _quarter_of_free_memory(base) // len(settings.models)
+    if base.device.type != "cuda":
+        return _CPU_CACHE_BYTES
+    return _quarter_of_free_memory(settings, base) // len(settings.models)
 
 
 def max_adapter_bytes(settings: Settings, base: BaseModel) -> int:
-    """Return the memory for adapters and moments: half of the machine's, or a quarter of what a GPU's weights leave."""
+    """Return the memory for adapters and moments: half of the machine's, or a quarter of what a GPU's weights leave.
+
+    Engines on one device share its memory.
+    """
     if settings.memory_limit_bytes:
         return settings.memory_limit_bytes
     if base.device.type != "cuda":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return _quarter_of_free_memory(base)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // settings.part.on_device
+    return _quarter_of_free_memory(settings, base)
 
 
-def _quarter_of_free_memory(base: BaseModel) -> int:
-    """Return a quarter of the GPU memory that the model's weights leave."""
-    return (torch.cuda.get_device_properties(base.device).total_memory - base.num_bytes) // 4
+def _quarter_of_free_memory(settings: Settings, base: BaseModel) -> int:
+    """Return a quarter of the memory that the model's weights leave of this engine's share of the GPU."""
+    share = torch.cuda.get_device_properties(base.device).total_memory // settings.part.on_device
+    return (share - base.num_bytes) // 4

@@ -68,7 +68,7 @@ class Engine:
         self.metrics = Metrics(self.gauges)
         self.clock = Clock(settings.clock_cycle_s)
         self.sessions: dict[str, Session] = {}
-        self.session_store = SessionStore(settings.state)
+        self.session_store = SessionStore(settings.state, settings.part)
         self._base_aliases = {
             name: base for base in bases.values() for name in (str(base.loaded.path), *hub_names(base.loaded))
         }
@@ -118,7 +118,7 @@ class Engine:
 
     def open_session(self, user_metadata: dict[str, str], display_name: str | None) -> Session:
         """Open a session; raises a RequestError if the engine has the maximum number of sessions."""
-        self._close_idle_sessions()
+        self.close_idle_sessions()
         if len(self.sessions) >= self.settings.max_sessions:
             raise RequestError(
                 f"The engine already has its maximum of {self.settings.max_sessions} sessions: "
@@ -141,7 +141,7 @@ class Engine:
         summaries = [*self.session_store.finished.values(), *(session.summary() for session in self.sessions.values())]
         return sorted(summaries, key=lambda summary: (summary.created_at, summary.session_id), reverse=True)
 
-    def _close_idle_sessions(self) -> None:
+    def close_idle_sessions(self) -> None:
         """Close the sessions of killed clients, which never finish their sessions themselves."""
         now = time.monotonic()
         for session in [s for s in self.sessions.values() if now - s.last_seen > CLIENT_TIMEOUT_S]:
@@ -149,7 +149,7 @@ class Engine:
 
     def _check_session(self, session_id: str) -> None:
         """Close idle sessions; raise a NotFoundError if ``session_id`` is not open."""
-        self._close_idle_sessions()
+        self.close_idle_sessions()
         if session_id not in self.sessions:
             raise NotFoundError(f"The session {session_id} has ended, so its running request was cancelled.")
 
@@ -161,7 +161,7 @@ class Engine:
                 "s without requests, or belongs to another state folder; create a new service client."
             )
         session.last_seen = time.monotonic()
-        self._close_idle_sessions()
+        self.close_idle_sessions()
         return session
 
     def keep_alive(self, owned_id: str) -> None:

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from engine.checkpoints.files import disk_errors
+from engine.part import ALONE, Part
 from engine.service.history import SessionHistory
 from engine.service.journal import Journal
 from engine.service.samplers import Sampler
@@ -83,7 +84,13 @@ class SessionStore:
         finished: summaries by session id.
     """
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, part: Part = ALONE) -> None:
+        """Read the summaries of the finished sessions.
+
+        Args:
+            part: place of the engine among several engines that share the folder; it opens and restores its sessions.
+        """
+        self._part = part
         self._folder = state / "sessions"
         self._folder.mkdir(parents=True, exist_ok=True)
         self.finished: dict[str, SessionSummary] = {}
@@ -96,6 +103,8 @@ class SessionStore:
     def open(self, user_metadata: dict[str, str], display_name: str | None) -> Session:
         """Open a session with a new id, from which the ids of its models and their folders derive."""
         session_id, now = str(uuid.uuid4()), datetime.now(UTC)
+        while not self._part.owns(session_id):
+            session_id = str(uuid.uuid4())
         with disk_errors("The session"):
             journal = Journal(self._journal_path(session_id))
         journal.append(
@@ -110,8 +119,10 @@ class SessionStore:
         return Session(session_id, now, user_metadata, display_name, journal)
 
     def unfinished(self) -> Iterator[tuple[SessionHistory, Journal]]:
-        """Yield the open sessions of killed engines, with their journals; skip sessions of running engines."""
+        """Yield the open sessions of killed engines, with their journals; skip sessions of other engines."""
         for path in sorted(self._folder.glob("*.jsonl")):
+            if not self._part.owns(path.stem):
+                continue
             try:
                 journal = Journal(path)
             except BlockingIOError:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.part import ALONE, Part
+
 if TYPE_CHECKING:
     from engine.models import DtypeName
 
@@ -20,7 +22,7 @@ class Settings:
         cache: folder that stores the weights of the built-in models.
         host, port: address to listen on; port 0 is a free port.
         device, dtype: torch device and dtype of the models; see `engine.models.load_model`.
-        threads: number of torch threads; None leaves the choice to torch.
+        threads: number of torch threads; None divides torch's own choice by the number of engines on the device.
         api_key: key that clients must send; None accepts all clients and is allowed only for loopback addresses.
         micro_batch_tokens: maximum size of a forward pass in tokens, including padding; bounds memory. A longer
             sequence has a pass of its own. For None, here and for `memory_limit_bytes` and `sampling_cache_bytes`,
@@ -41,6 +43,7 @@ class Settings:
             prefix cache uses the part that the samples being generated do not need.
         deterministic: make samples bitwise independent of concurrent requests, in float32 on a CPU.
         retrieve_futures: let a client wait for all its samples with one request.
+        part: place among several engines that share `state` behind a front, which listens on `host`.
     """
 
     models: tuple[str, ...]
@@ -65,3 +68,4 @@ class Settings:
     sampling_cache_bytes: int | None = None
     deterministic: bool = False
     retrieve_futures: bool = False
+    part: Part = ALONE

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.compute.datum import Datum
 from engine.errors import RequestError
 from engine.wire.tensors import decode_tensor, num_sparse_elements
+from engine.wire.varint import read_varint
 
 MAX_MESSAGES = 2**20  # datums of a request, and their chunks, inputs and spans: each takes memory when it is parsed
 MAX_SPARSE_ELEMENTS = 2**27  # of all sparse tensors of a request: a few bytes can claim any shape
@@ -186,14 +187,14 @@ def _check_num_messages(body: bytes) -> None:
         count += 1
         if count > MAX_MESSAGES:
             raise RequestError(f"The body has more than {MAX_MESSAGES} datums and parts of datums: send less at once.")
-        tag, position = _read_varint(body, position)
+        tag, position = read_varint(body, position)
         match tag & 7:
             case 0:
-                _, position = _read_varint(body, position)
+                _, position = read_varint(body, position)
             case 1:
                 position += 8
             case 2:
-                length, position = _read_varint(body, position)
+                length, position = read_varint(body, position)
                 if tag >> 3 == _DATA_FIELD and position >= datum_end:
                     datum_end = position + length  # continue with the fields of this datum
                 else:
@@ -202,17 +203,6 @@ def _check_num_messages(body: bytes) -> None:
                 position += 4
             case kind:
                 raise ValueError(f"a field has the wire type {kind}")
-
-
-def _read_varint(body: bytes, position: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = body[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-    raise ValueError("a number has more than ten bytes")
 
 
 def _config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:

@@ -26,6 +26,7 @@ NOT_RUN = {
     "README.md": 2,
     "docs/benchmarks.md": 1,
     "docs/deployments.md": 4,
+    "docs/engine.md": 1,
     "docs/events.md": 1,
     "docs/recipes.md": 1,
     "docs/reliability.md": 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from test_engine_losses import CASES
 from tinker import types
 from torch import Tensor
 from torch.func import functional_call
+from train_steps import train
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks import engine_sampling, engine_vs_torch, history
@@ -28,6 +30,7 @@ from engine.compute.loss import bind_loss
 from engine.compute.train import exhaust, iterate_loss
 from engine.compute.trainer import Trainer
 from engine.models import DtypeName, load_model, resolve_model
+from engine.part import owner
 from engine.sampling.batch import Batch
 from engine.sampling.prefix_cache import BLOCK
 from engine.sampling.request import SamplingRequest
@@ -338,6 +341,32 @@ def test_training_and_sampling_through_the_sdk(tmp_path: Path, dtype: DtypeName)
         scored = client.compute_logprobs(types.ModelInput.from_ints(tokens)).result()[1:]
         trained = trainer.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
         torch.testing.assert_close(torch.tensor(scored), trained, atol=TOLERANCES[dtype][0], rtol=0)
+
+
+@pytest.mark.process
+def test_two_engines_on_one_gpu(tmp_path: Path) -> None:
+    """Two sessions train at the same time, each on its own engine, and get the same losses."""
+    tokens = make_datum(40, 1, []).tokens_T.tolist()
+    data = [types.Datum(types.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})]  # pyright: ignore[reportArgumentType]
+    with (
+        running_engine(tmp_path / "engines", arguments=["--device", DEVICE, "--device", DEVICE]) as front,
+        tinker.ServiceClient(base_url=front.url, api_key=API_KEY) as first,
+        tinker.ServiceClient(base_url=front.url, api_key=API_KEY) as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        sessions = [service.holder.get_session_id() for service in (first, second)]
+        assert {owner(session, 2) for session in sessions} == {0, 1}
+        trainers = [
+            service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+            for service in (first, second)
+        ]
+        ours, theirs = pool.map(lambda trainer: train(trainer, data, 5), trainers)
+        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert ours[-1] < ours[0]
+        path = trainers[0].save_state("trained").result().path
+        assert path is not None
+        continued = second.create_training_client_from_state_with_optimizer(path).result()
+        assert train(continued, data, 1) == pytest.approx(train(trainers[0], data, 1), rel=1e-4)
 
 
 @pytest.mark.process

@@ -10,6 +10,8 @@ import pytest
 
 from engine.compute.base import BaseModel
 from engine.errors import BusyError, RequestError
+from engine.part import ALONE, Part
+from engine.service.capacity import max_adapter_bytes
 from engine.service.engine import Engine
 from engine.service.futures import Futures, WireResponse
 from engine.service.history import ModelJournal
@@ -112,3 +114,10 @@ def test_no_fetch_waits_once_the_engine_stops() -> None:
 
     for has_waiter in (True, False):
         asyncio.run(stop(has_waiter=has_waiter))
+
+
+def test_engines_on_one_device_share_its_memory(base: BaseModel, tmp_path: Path) -> None:
+    alone, half = (
+        max_adapter_bytes(Settings(("tiny",), tmp_path, tmp_path, part=part), base) for part in (ALONE, Part(1, 3, 2))
+    )
+    assert half == alone // 2

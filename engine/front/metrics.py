@@ -1,0 +1,41 @@
+"""Prometheus metrics of several engines as one text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+
+def merge_metrics(texts: Mapping[int, str]) -> bytes:
+    """Merge the metrics of engines; the label ``engine`` has the number of the engine.
+
+    >>> print(merge_metrics({0: "# HELP a b\\n# TYPE a gauge\\na 1.0\\n", 1: "a 2.0\\n"}).decode(), end="")
+    # HELP a b
+    # TYPE a gauge
+    a{engine="0"} 1.0
+    a{engine="1"} 2.0
+    """
+    merged: dict[str, Metric] = {}
+    for number, text in texts.items():
+        for metric in text_string_to_metric_families(text):
+            family = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            for sample in metric.samples:
+                family.add_sample(sample.name, {"engine": str(number), **sample.labels}, sample.value)
+    registry = CollectorRegistry()
+    registry.register(_Merged(merged))
+    return generate_latest(registry)
+
+
+class _Merged(Collector):
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._metrics.values()

@@ -1,0 +1,73 @@
+"""Engine processes of a front: started as children, and restarted when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+
+log = logging.getLogger(__name__)
+
+
+class FrontError(Exception):
+    """Engine that cannot be started; the message is one sentence for the user."""
+
+
+class EngineProcess:
+    """One engine process of several. Its standard input closes when the front ends, however the front ends.
+
+    Attributes:
+        name: its number and device, for messages.
+        url: base URL of the running process.
+        is_up: set while the process responds to requests.
+    """
+
+    def __init__(self, index: int, device: str, arguments: Sequence[str]) -> None:
+        """Describe the process; `run` starts it.
+
+        Args:
+            arguments: command-line arguments of the front, which apply to its engines.
+        """
+        self.name = f"Engine {index} on {device}"
+        self.url = ""
+        self.is_up = asyncio.Event()
+        self._command = [sys.executable, "-m", "engine", *arguments, "--part", str(index)]
+        self._process: Process | None = None
+        self._is_stopping = False
+
+    async def run(self) -> None:
+        """Run the process until `stop`, and restart it if it ends before. Its sessions continue as after a crash.
+
+        Raises:
+            FrontError: the process ended before it was ready, at its first start or at a restart.
+        """
+        while not self._is_stopping:
+            # In a session of its own, the process receives no Ctrl-C from the terminal: the front stops it.
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=PIPE, stdout=PIPE, start_new_session=True
+            )
+            if self._is_stopping:
+                self._process.terminate()
+            assert self._process.stdout is not None
+            line = (await self._process.stdout.readline()).decode().strip()
+            is_ready = line.startswith("http://")
+            if is_ready and not self._is_stopping:
+                self.url = line
+                self.is_up.set()
+            status = await self._process.wait()
+            self.is_up.clear()
+            if self._is_stopping:
+                return
+            if not is_ready:
+                reason = line or f"it ended with status {status}, see the log."
+                raise FrontError(f"{self.name} did not start, so all engines stop: {reason}")
+            log.warning("%s ended with status %d and is restarted with its sessions", self.name, status)
+
+    def stop(self) -> None:
+        """Let the process finish its running work and end; `run` returns when it has ended."""
+        self._is_stopping = True
+        self.is_up.clear()
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
