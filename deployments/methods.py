@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blocks.errors import ConfigError
+from flows.config.methods import CONFIG_PATHS
 from objectives.errors import did_you_mean
 from objectives.import_path import import_path
 
@@ -32,37 +33,37 @@ class Method:
 
 
 METHODS: Mapping[str, Method] = {
-    "sft": Method("supervised fine-tuning", "flows.sft:sft", "flows.config.train:SftConfig"),
+    "sft": Method("supervised fine-tuning", "flows.sft:sft", CONFIG_PATHS["sft"]),
     "dpo": Method(
         "preference optimization on pairs of completions (DPO, IPO, KTO, SimPO, ORPO)",
         "flows.dpo:dpo",
-        "flows.config.dpo:DpoConfig",
+        CONFIG_PATHS["dpo"],
     ),
     "on_policy_distillation": Method(
         "training on the student's own samples, scored token by token by a teacher",
         "flows.distill:on_policy_distillation",
-        "flows.config.distill:OnPolicyConfig",
+        CONFIG_PATHS["on_policy_distillation"],
     ),
     "off_policy_distillation": Method(
         "training on a teacher's completions or its top-k token probabilities",
         "flows.distill:off_policy_distillation",
-        "flows.config.distill:OffPolicyConfig",
+        CONFIG_PATHS["off_policy_distillation"],
     ),
     "self_distillation": Method(
         "distillation from earlier weights of the same model, which see a reference answer",
         "flows.distill:self_distillation",
-        "flows.config.distill:SelfConfig",
+        CONFIG_PATHS["self_distillation"],
     ),
     "prompt_distillation": Method(
         "training the model to answer without a long prompt as it does with the prompt",
         "flows.distill:prompt_distillation",
-        "flows.config.distill:PromptConfig",
+        CONFIG_PATHS["prompt_distillation"],
     ),
-    "rl": Method("reinforcement learning with rewards from environments", "flows.rl:rl", "flows.config.rl:RlConfig"),
+    "rl": Method("reinforcement learning with rewards from environments", "flows.rl:rl", CONFIG_PATHS["rl"]),
     "rlhf": Method(
         "supervised warm start, reward model from comparisons, then reinforcement learning against the reward model",
         "flows.rlhf:rlhf",
-        "flows.config.rlhf:RlhfConfig",
+        CONFIG_PATHS["rlhf"],
     ),
 }
 

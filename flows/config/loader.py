@@ -11,8 +11,10 @@ from pydantic import BaseModel, ValidationError
 from blocks.errors import ConfigError
 from blocks.urls import hide_credentials
 from flows.config.base import Config
+from flows.config.methods import CONFIG_PATHS
 from flows.config.yaml_reader import MAX_DEPTH, parse_yaml, read_yaml
 from objectives.errors import did_you_mean
+from objectives.import_path import import_path
 
 C = TypeVar("C", bound=Config)
 
@@ -139,6 +141,9 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
         return f"{path!r} is missing"
     if first["type"] == "extra_forbidden":
         known = _fields_beside(config_type, first["loc"])
+        if methods := _methods_with_fields(config_type, fields):
+            start = " or ".join(f"tinker-flows run {method}" for method in methods)
+            return f"the field {path!r} is unknown, but this looks like a config of {' or '.join(methods)}: use {start}"
         others = f"; the fields are {', '.join(known)}" if known else ""
         return f"the field {path!r} is unknown{did_you_mean(parts[-1], known).removesuffix('?') or others}"
     # A validator that loads another config, as rlhf does for each stage, raises a message with this prefix.
@@ -147,6 +152,18 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
     if first["type"] == "value_error" and isinstance(first["input"], Mapping):  # a rule about several fields
         return f"{path}: {message}" if path else message
     return f"{path!r} is {hide_credentials(repr(first['input']))}, but {message[:1].lower()}{message[1:]}"
+
+
+def _methods_with_fields(config_type: type[BaseModel], fields: Any) -> list[str]:
+    """Return the other methods that have all fields of a config; empty if its top-level fields are all known here."""
+    if not isinstance(fields, Mapping) or fields.keys() <= config_type.model_fields.keys():
+        return []
+    types = {method: import_path(path) for method, path in CONFIG_PATHS.items()}
+    return [
+        method
+        for method, other in types.items()
+        if isinstance(other, type) and issubclass(other, BaseModel) and fields.keys() <= other.model_fields.keys()
+    ]
 
 
 def _fields_beside(config_type: type[BaseModel], location: Sequence[str | int]) -> list[str]:
