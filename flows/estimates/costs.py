@@ -159,7 +159,8 @@ class GroupSizes(NamedTuple):
     def scoring(self, num_tokens: int, *, by_teacher: bool = False) -> SampledTokens:
         """Return the tokens for scoring one completion of this length per rollout; a score costs one sampled token."""
         num_prompt_tokens = self.num_teacher_tokens if by_teacher else self.num_prompt_tokens
-        return SampledTokens(num_prompt_tokens + self.num_rollouts * num_tokens, self.num_rollouts)
+        num = self.num_rollouts
+        return SampledTokens(num_prompt_tokens + num * num_tokens, num, num_scoring_tokens=num)
 
     def num_batch_tokens(self, num_tokens: int) -> int:
         """Return the tokens of a batch of completions of this length; a datum has no input for its last token."""

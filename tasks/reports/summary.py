@@ -93,6 +93,8 @@ def describe_cost(metrics: Mapping[str, float]) -> str:
 
     >>> describe_cost({"cost/hours": 0.1859, "cost/num_train_tokens": 56851.0, "cost/usd": 0.0})
     '11.2 min, 56,851 tokens in training passes, $0'
+    >>> describe_cost({"cost/num_sample_tokens": 16.0, "cost/num_scoring_tokens": 6.0, "cost/usd": 0.0})
+    '16 tokens sampled (6 of them to score sequences, one each), $0'
     """
     return ", ".join(filter(None, _cost_parts(metrics)))
 
@@ -101,6 +103,9 @@ def _cost_parts(metrics: Mapping[str, float]) -> tuple[str, str, str]:
     """Time, tokens and price of a run; an unknown time or number of tokens is empty."""
     time = f"{60 * metrics['cost/hours']:.1f} min" if "cost/hours" in metrics else ""
     tokens = [f"{metrics[f'cost/{name}']:,.0f} {unit}" for name, unit in _UNITS.items() if metrics.get(f"cost/{name}")]
+    if num_scoring := metrics.get("cost/num_scoring_tokens"):
+        part = "all" if num_scoring == metrics.get("cost/num_sample_tokens") else f"{num_scoring:,.0f}"
+        tokens[-1] += f" ({part} of them to score sequences, one each)"
     return time, ", ".join(tokens), f"${metrics['cost/usd']:.4g}" if "cost/usd" in metrics else "price unknown"
 
 

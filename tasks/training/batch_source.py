@@ -54,30 +54,29 @@ class SampledTokens:
         num_prefill_tokens: prompt tokens, once for each sample.
         num_sample_tokens: sampled tokens.
         num_cached_tokens: part of the prompt tokens that the service bills as hits of its prefix cache.
+        num_scoring_tokens: part of the sampled tokens that belongs to requests for the logprobs of a sequence: the
+            service samples and bills one token for each.
     """
 
     num_prefill_tokens: int = 0
     num_sample_tokens: int = 0
     num_cached_tokens: int = 0
+    num_scoring_tokens: int = 0
 
     def __add__(self, other: SampledTokens) -> SampledTokens:
-        return SampledTokens(
-            self.num_prefill_tokens + other.num_prefill_tokens,
-            self.num_sample_tokens + other.num_sample_tokens,
-            self.num_cached_tokens + other.num_cached_tokens,
-        )
+        return SampledTokens(*(sum(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
     def beyond(self, other: SampledTokens) -> SampledTokens:
         """Return the amount by which each count exceeds the same count of `other`, at least 0.
 
-        >>> SampledTokens(3, 2).beyond(SampledTokens(1, 5))
-        SampledTokens(num_prefill_tokens=2, num_sample_tokens=0, num_cached_tokens=0)
+        >>> SampledTokens(3, 2).beyond(SampledTokens(1, 5)) == SampledTokens(2, 0)
+        True
         """
         counts = zip(astuple(self), astuple(other), strict=True)
         return SampledTokens(*(max(0, count - part) for count, part in counts))
 
     def times(self, num: int) -> SampledTokens:
-        return SampledTokens(num * self.num_prefill_tokens, num * self.num_sample_tokens, num * self.num_cached_tokens)
+        return SampledTokens(*(num * count for count in astuple(self)))
 
 
 class BatchSource(ABC):
@@ -104,6 +103,10 @@ class BatchSource(ABC):
     def untrained_steps(self, steps: range) -> Sequence[int]:
         """Return the steps whose batches have nothing to train, such as no token of non-zero weight."""
         return ()
+
+    def token_counts(self) -> Mapping[int, int]:
+        """Return the tokens of the batches that `untrained_steps` has read, by step."""
+        return {}
 
     def teaches(self, step: int) -> bool:
         """Return whether the base loss has a gradient on the loaded batch of a step; if not, its update is skipped."""

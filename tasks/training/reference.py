@@ -211,9 +211,9 @@ def scored_tokens(num_targets: int, num_datums: int) -> SampledTokens:
     """Count the billed tokens of `compute_logprobs`: a datum's input and last target, and one sampled token.
 
     >>> scored_tokens(num_targets=10, num_datums=2)
-    SampledTokens(num_prefill_tokens=12, num_sample_tokens=2, num_cached_tokens=0)
+    SampledTokens(num_prefill_tokens=12, num_sample_tokens=2, num_cached_tokens=0, num_scoring_tokens=2)
     """
-    return SampledTokens(num_targets + num_datums, num_datums)
+    return SampledTokens(num_targets + num_datums, num_datums, num_scoring_tokens=num_datums)
 
 
 def has_next_token_targets(datum: tinker.Datum, targets: Tensor, mask_T: Tensor) -> bool:

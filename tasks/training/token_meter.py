@@ -47,7 +47,11 @@ class TokenMeter:
             num_sampled = sum(len(sequence.tokens) for sequence in response.sequences)
             # The service bills the prompts of all samples but the first as cache hits.
             num_cached = (num_samples - 1) * prompt.length + response.prompt_cache_hit_tokens
-            self.add(model, SampledTokens(num_samples * prompt.length, num_sampled, num_cached))
+            # `compute_logprobs` asks for the prompt's logprobs and for one token.
+            is_scoring = response.prompt_logprobs is not None and num_sampled == 1
+            self.add(
+                model, SampledTokens(num_samples * prompt.length, num_sampled, num_cached, num_sampled * is_scoring)
+            )
 
         call_on_samples(sampler, count)
 

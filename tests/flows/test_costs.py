@@ -119,6 +119,8 @@ def test_costs(method: str, max_tokens: int, tmp_path: Path, engine_url: str, ml
     costs = {name: metrics[f"cost/{name}"] for name in (*COUNTS, "num_train_tokens", "usd")}
     assert costs["num_train_tokens"] == counted["trained"] + counted["forwarded"]
     assert costs["num_sample_tokens"] == counted["sampled"]
+    if method == "on_policy" and max_tokens > 1:  # the teacher scores each rollout of the two steps once
+        assert 0 < metrics["cost/num_scoring_tokens"] < costs["num_sample_tokens"]
     # The engine reads the common prompt of several samples once; the others are cache hits.
     assert costs["num_prefill_tokens"] - costs["num_cached_tokens"] == counted["prompt"]
     usd = counted["prompt"] * 4000 + costs["num_cached_tokens"] * 1000

@@ -17,6 +17,7 @@ from flows.config.dpo import DpoConfig
 from flows.dpo import dpo
 from flows.estimates.supervised import estimate
 from flows.runs.result import TrainResult
+from tasks.reports.summary import describe_cost
 from tasks.training.checkpoints import read_records
 from tasks.training.reference import REFERENCE_NAME
 
@@ -51,6 +52,9 @@ def test_reference_is_the_start_of_the_run_after_every_restart(
     estimated = estimate(DpoConfig.model_validate(fields))
     assert estimated.num_train_tokens == first.metrics["cost/num_train_tokens"]
     assert estimated.reference.num_prefill_tokens == first.metrics["cost/num_prefill_tokens"]
+    # The reference only scores, so each sampled token belongs to a scored sequence.
+    assert first.metrics["cost/num_scoring_tokens"] == first.metrics["cost/num_sample_tokens"] > 0
+    assert "(all of them to score sequences" in describe_cost(first.metrics)
 
     # The reference of a fork is its first checkpoint, also after a restart.
     directory = RunStorage(url=str(tmp_path / "runs")).run_directory("preferences")
