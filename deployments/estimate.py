@@ -107,8 +107,10 @@ def _between(low: float, high: float, form: str = ",") -> str:
 
 
 def _rows(run: Estimate) -> list[tuple[str, str]]:
-    is_extrapolated = run.batches_read != run.batches_of_epoch
-    sample = f" (extrapolated from {run.batches_read:,} of {run.batches_of_epoch:,} batches)" if is_extrapolated else ""
+    # Later epochs repeat the batches of the first.
+    num_different = min(run.num_steps - len(run.skipped_steps), run.batches_of_epoch)
+    is_extrapolated = run.batches_read < num_different
+    sample = f" (extrapolated from {run.batches_read:,} of {num_different:,} batches)" if is_extrapolated else ""
     held_out = f" over {run.num_held_out_tokens:,} held-out tokens" if run.num_evaluations else ""
     unknown_time = "unknown: MLflow has no earlier run of this method and model"
     return [

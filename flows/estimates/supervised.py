@@ -24,7 +24,7 @@ from flows.runs.teachers import base_model_of
 from flows.sft import AVAILABLE_INPUTS
 from flows.training.guards import reason_to_skip
 from flows.training.schedule import Schedule
-from flows.training.step import num_passes
+from flows.training.step import num_pass_tokens, num_passes
 from objectives.batch import Batch
 from objectives.objective import Objective
 from tasks.common.builders import NO_RESOURCES, takes
@@ -53,7 +53,7 @@ class Estimate:
         skipped_steps: Steps whose batches have nothing to train, which `guards.untrained: skip` skips.
         num_tokens: Tokens in the batches of all steps.
         batches_read, batches_of_epoch: Number of batches whose tokens were counted, and number of batches per epoch;
-            the tokens of uncounted batches are extrapolated.
+            the tokens of the other trained batches are extrapolated.
         num_forwards: Forward-only passes: one for each step that needs logprobs before its update, one for each
             measured effect, and a final one.
         num_forward_backwards: Passes that compute a gradient.
@@ -152,8 +152,9 @@ def _estimate(
     has_held_out = held_out.num_tokens > 0
     evaluations = schedule.num_often * has_held_out
     num_held_out_tokens = held_out.num_tokens if evaluations else 0
-    num_train_tokens = sum(tokens[step] * number for step, number in passes.items())
-    num_train_tokens += evaluations * num_held_out_tokens
+    num_train_tokens = evaluations * num_held_out_tokens + num_pass_tokens(
+        objective, {step: tokens[step] for step in trained}, passes
+    )
     reference, num_reference_train_tokens = SampledTokens(), 0
     if objective.needs("ref_logprobs"):
         # The reference model scores each training datum and each held-out datum once, not once per epoch.
@@ -165,15 +166,12 @@ def _estimate(
         else:
             num_reference_train_tokens = num_scored_tokens
     measured = [step for step in trained if objective.measures_effects(step)]
-    num_train_tokens += sum(tokens[step] for step in measured)
     candidates = _candidate_tokens(config, objective, first_batch, trained)
     # Two passes over the candidates: forward, and forward_backward.
     num_train_tokens += 2 * (candidates.num_prefill_tokens * _num_candidates(config) + candidates.num_sample_tokens)
     candidates += _held_out_candidate_tokens(config, objective, source, evaluations)
     examples = _example_tokens(config, source, schedule) if evaluations else SampledTokens()
     answers = data.evaluators.at_most(schedule.num_often, schedule.num_rarely)
-    # A final forward pass over the last batch measures the final weights.
-    num_train_tokens += tokens[trained[-1]]
     pace = _pace(config)
     usd = None
     if price and reference_price:

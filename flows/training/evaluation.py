@@ -101,6 +101,12 @@ class Evaluation:
         held_out = [entry for entry in self._evaluators if isinstance(entry, HeldOutNLL | HeldOutPairs)]
         return sum(evaluator.num_tokens for evaluator in held_out)
 
+    @property
+    def samples(self) -> bool:
+        """Return whether evaluations sample tokens: for the report's examples, or for evaluators with own answers."""
+        others = [entry for entry in self._evaluators if not isinstance(entry, HeldOutNLL | HeldOutPairs)]
+        return bool(self._examples or others) and bool(self._schedule.evaluations())
+
     def _measure_held_out(self, step: int) -> HeldOutTerms:
         """Measure the terms on the held-out data of this evaluation; before and after training, also store examples.
 

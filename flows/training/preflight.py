@@ -303,19 +303,21 @@ def warn_of_unused_candidates(run: Run, config: TrainConfig, objective: Objectiv
 
 
 class PlannedTokens(NamedTuple):
-    """Tokens of the remaining steps of a run if all batches are like the first.
+    """Tokens of the remaining steps of a run.
 
     Attributes:
         in_batches: tokens of the batches.
-        in_passes: tokens of all passes over batches and held-out data, without sampled tokens.
+        in_passes: tokens of all passes over batches and held-out data of training clients.
         usd: price of the passes; None if it is unknown.
-        has_samples: True if the run also samples tokens.
+        besides: tokens that are not included, such as "sampled tokens"; empty for none.
+        basis: batches from which the tokens are extrapolated, such as "the first batch"; empty if all were counted.
     """
 
     in_batches: int
     in_passes: int
     usd: float | None
-    has_samples: bool
+    besides: str = ""
+    basis: str = ""
 
 
 def announce_plan(log: MetricsLog, config: TrainConfig, steps: range, tokens: PlannedTokens) -> None:
@@ -360,7 +362,8 @@ def plan_lines(
     every = " or ".join(f"{number:,g} {unit}" for unit, number in cadences.items() if number)
     saves = f"checkpoint every {every}" if every else "checkpoint at the end"
     price = "price unknown" if tokens.usd is None else f"${tokens.usd:,.4g}"
-    samples = ", besides sampled tokens" if tokens.has_samples else ""
+    besides = f", besides {tokens.besides}" if tokens.besides else ""
+    basis = f", extrapolated from {tokens.basis}" if tokens.basis else ""
     duration = "time unknown"
     if pace:
         run = "its own pace" if pace.run_name == config.run_name else f"the pace of {pace.run_name}"
@@ -370,8 +373,8 @@ def plan_lines(
         f"{method} of {config.model}{on_data}, steps {steps.start + 1} to {steps.stop}, learning rate "
         f"{config.learning_rate:g}",
         f"loss {loss}{', with ' + ' and '.join(limits) if limits else ''}",
-        f"{evaluations}, {saves}; about {tokens.in_passes:,} tokens in all passes ({price}{samples}), if all batches "
-        f"are like the first; {duration}",
+        f"{evaluations}, {saves}; about {tokens.in_passes:,} tokens in all passes ({price}{besides}){basis}; "
+        f"{duration}",
     ]
 
 

@@ -122,6 +122,23 @@ def num_passes(objective: Objective, step: int, needs_forward_pass: bool) -> int
     return 2 if objective.base is not None or objective.due(step) or needs_forward_pass else 1
 
 
+def num_pass_tokens(objective: Objective, tokens_by_step: Mapping[int, int], passes_by_step: Mapping[int, int]) -> int:
+    """Return the tokens of all passes over the batches of some steps.
+
+    Besides the passes of the updates, measured effects take a forward pass, and one over the last batch checks the
+    final weights.
+
+    Args:
+        tokens_by_step: tokens of the batch of each step that is not skipped.
+        passes_by_step: passes of the update of each of these steps.
+    """
+    in_passes = sum(
+        num_tokens * (passes_by_step[step] + objective.measures_effects(step))
+        for step, num_tokens in tokens_by_step.items()
+    )
+    return in_passes + (tokens_by_step[max(tokens_by_step)] if tokens_by_step else 0)
+
+
 def prepare_batch(
     batch: Pending[Batch],
     objective: Objective,

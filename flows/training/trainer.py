@@ -58,7 +58,15 @@ from flows.training.preflight import (
     warning_of_split_rollouts,
 )
 from flows.training.schedule import CheckpointCadence, Schedule
-from flows.training.step import PreparedBatch, SentBatch, SentStep, StepTimes, num_passes, prepare_batch
+from flows.training.step import (
+    PreparedBatch,
+    SentBatch,
+    SentStep,
+    StepTimes,
+    num_pass_tokens,
+    num_passes,
+    prepare_batch,
+)
 from objectives.batch import Batch, Outputs
 from objectives.execution.term_loop import StepPosition, evaluate_terms
 from objectives.gradients.linearize import Linearized, join_metrics, measure_effects
@@ -231,14 +239,32 @@ class Trainer:
             raise ConfigError(self.budget_message)
 
     def _planned_tokens(self, steps: range, batch: Batch, num_minibatches: int) -> PlannedTokens:
-        """Return the tokens of the remaining steps if all batches are like the first."""
-        in_batches = batch.num_tokens * num_minibatches * len(steps)
-        passes = num_passes(self.objective, steps.start, self.config.guards.needs_forward_pass)
+        """Return the tokens of the remaining steps; those of uncounted batches are extrapolated.
+
+        Args:
+            batch: first minibatch of the first of these steps.
+        """
+        trained = [step for step in steps if step not in self.guard.skipped_steps]
+        counts = self.source.token_counts()
+        counted = {step: counts[step] for step in trained if step in counts}
+        mean, basis = float(batch.num_tokens * num_minibatches), "the first batch"
+        if counted:
+            mean = sum(counted.values()) / len(counted)
+            basis = f"{len(counted):,} of {len(trained):,} batches" if len(counted) < len(trained) else ""
+        elif self.schedule.first < steps.start:  # resumed; the steps so far include those of a fork's parent
+            mean = self.cadence.num_tokens / steps.start
+            basis = f"the first {steps.start:,} step{'s' if steps.start > 1 else ''}"
+        tokens = {step: counted.get(step, round(mean)) for step in trained}
         held_out = sum(self.evaluation.num_tokens(step) for step in range(steps.start, steps.stop + 1))
-        # The last batch checks the final weights (`_check_last_weights`).
-        in_passes = in_batches * passes + batch.num_tokens + held_out
-        has_samples = self.source.sampled or self.candidates is not None
-        return PlannedTokens(in_batches, in_passes, self.ledger.price_of(in_passes), has_samples)
+        passes = {step: num_passes(self.objective, step, self.config.guards.needs_forward_pass) for step in trained}
+        if trained and passes[trained[0]] == 2 and not self.forward:  # the service computes the objective in one pass
+            passes = dict.fromkeys(trained, 1)
+        in_passes = held_out + num_pass_tokens(self.objective, tokens, passes)
+        has_candidates = self.candidates and any(term.on_candidates for term in self.objective.regularizers)
+        has_samples = self.source.sampled or has_candidates or self.evaluation.samples
+        others = {"sampled tokens": has_samples, "tokens that the reference scores": self.reference is not None}
+        besides = " and ".join(name for name, is_present in others.items() if is_present)
+        return PlannedTokens(sum(tokens.values()), in_passes, self.ledger.price_of(in_passes), besides, basis)
 
     def _run_steps(self, first: int, num_steps: int) -> CheckpointRecord | None:
         """Run the steps from the first one on; return the record of the last checkpoint."""

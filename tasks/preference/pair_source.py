@@ -95,6 +95,7 @@ class PairSource(BatchSource):
                 "batch_size."
             )
         self._pairs, self._batch_size, self._seed, self._loss = pairs, batch_size, seed, loss
+        self._token_counts: dict[int, int] = {}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -117,12 +118,19 @@ class PairSource(BatchSource):
     def untrained_steps(self, steps: range) -> Sequence[int]:
         """Return the steps whose batches have no pair with two distinct answers."""
         pairs = self._pairs
-        trained = {
-            index for index in range(len(pairs.comparisons)) if pairs.rendering.pair(pairs.comparisons[index], index)
+        datums = {
+            index: pairs.rendering.pair(pairs.comparisons[index], index) for index in range(len(pairs.comparisons))
         }
-        if len(trained) == len(pairs.comparisons):
+        if not pairs.unrelated:  # `kto` adds datums to a batch
+            num_tokens = {index: sum(datum.model_input.length for datum in pair) for index, pair in datums.items()}
+            self._token_counts = {step: sum(num_tokens[index] for index in self._indices(step)) for step in steps}
+        trained = {index for index, pair in datums.items() if pair}
+        if len(trained) == len(datums):
             return ()
         return [step for step in steps if trained.isdisjoint(self._indices(step))]
+
+    def token_counts(self) -> Mapping[int, int]:
+        return self._token_counts
 
     def _indices(self, step: int) -> list[int]:
         """Return the rows of a step; each epoch is shuffled as `datasets` shuffles rows by the same seed."""

@@ -28,6 +28,7 @@ class SupervisedSource(BatchSource):
             raise ConfigError("The training data has no full batch: add rows or reduce batch_size.")
         self.train, self.test, self.tokenizer, self.seed = train, test, tokenizer, seed
         self._epoch: int | None = None
+        self._token_counts: dict[int, int] = {}
         self._last: tuple[int, Batch] | None = None
 
     @property
@@ -59,7 +60,9 @@ class SupervisedSource(BatchSource):
         for step in steps:
             if step % len(self.train) == 0:
                 num_complete = 0
-            trained = [_has_weight(datum) for datum in self._read(step)]
+            datums = self._read(step)
+            self._token_counts[step] = sum(datum.model_input.length for datum in datums)
+            trained = [_has_weight(datum) for datum in datums]
             if not any(trained):
                 untrained.append(step)
             num_complete += all(trained)
@@ -67,6 +70,9 @@ class SupervisedSource(BatchSource):
                 break
         self._epoch = None  # the next read sets the epoch again, because a dataset may count the batches it returns
         return untrained
+
+    def token_counts(self) -> Mapping[int, int]:
+        return self._token_counts
 
     def _read(self, step: int) -> list[tinker.Datum]:
         epoch, index = divmod(step, len(self.train))

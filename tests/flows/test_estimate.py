@@ -10,6 +10,7 @@ from sft_config import sft_fields
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 from blocks.errors import ConfigError
+from deployments.estimate import _rows
 from engine.models import resolve_model
 from flows.config.train import SftConfig
 from flows.estimates.supervised import estimate
@@ -55,6 +56,8 @@ def test_hosted_model_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tokenizer = get_tokenizer(str(resolve_model("tiny", tmp_path / "cache")))
     monkeypatch.setattr("flows.estimates.supervised.get_tokenizer", {"Qwen/Qwen3-8B": tokenizer}.__getitem__)
     estimated = estimate(config)
+    # All batches of the eight steps are counted, so nothing is extrapolated.
+    assert dict(_rows(estimated))["tokens in training batches"] == f"{estimated.num_tokens:,}"
     # Qwen3-8B costs $0.44 per million tokens of training passes.
     assert estimated.usd == pytest.approx(estimated.num_train_tokens * 0.44e-6)
     assert estimated.num_tokens == estimate(config.model_copy(update={"model": "tiny", "base_url": "local"})).num_tokens

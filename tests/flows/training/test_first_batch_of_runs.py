@@ -99,8 +99,12 @@ def test_every_method_shows_its_first_batch_once(
 
 
 @pytest.mark.usefixtures("prefect_server")
-@pytest.mark.parametrize("objective", [{}, {"regularizers": [{"name": "confidence", "weight": 0.1}]}])
-def test_plan_counts_the_tokens_of_a_run_of_one_step(
+@pytest.mark.parametrize(
+    "objective",
+    [{}, {"regularizers": [{"name": "confidence", "weight": 0.1}], "watch": {"effect_every": 2}}],
+    ids=["cross_entropy", "term_with_effects"],
+)
+def test_plan_counts_the_tokens_of_all_batches(
     tmp_path: Path,
     mlflow_uri: str,
     engine_url: str,
@@ -108,11 +112,11 @@ def test_plan_counts_the_tokens_of_a_run_of_one_step(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its only batch is like the first, so the plan has the tokens that the run counts."""
+    """The batches differ in length, and the plan has the tokens that the run counts."""
     monkeypatch.setenv("TINKER_API_KEY", API_KEY)
     fields = sft_fields(tmp_path, "planned", mlflow_uri, engine_url) | {"objective": objective}
-    result = sft(SftConfig.model_validate(fields | {"num_steps": 1, "eval_every": 1}))
-    planned = re.search(r"about ([\d,]+) tokens in all passes", capsys.readouterr().err)
+    result = sft(SftConfig.model_validate(fields | {"num_steps": 3, "eval_every": 2}))
+    planned = re.search(r"about ([\d,]+) tokens in all passes \(\$0\); t", capsys.readouterr().err)
     assert planned
     assert int(planned[1].replace(",", "")) == result.metrics["cost/num_train_tokens"]
 

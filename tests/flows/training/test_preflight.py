@@ -68,20 +68,19 @@ def test_the_plan_names_what_will_be_trained_and_the_price() -> None:
         ],
     }
     config = sft(objective=objective, eval_every=12, checkpoint_every=0, learning_rate=1e-3, data=data("qwen3_5"))
-    tokens = PlannedTokens(16_000, 34_567, 0.5, has_samples=False)
+    tokens = PlannedTokens(16_000, 34_567, 0.5)
     assert plan_lines(config, "sft", range(8, 24), tokens) == [
         "sft of tiny on a:B, steps 9 to 24, learning rate 0.001",
         "loss cross_entropy + 5 x logic + (0.0347826 to 0.1) x confidence, with kl at most 0.2",
-        "evaluation every 12 steps, checkpoint at the end; about 34,567 tokens in all passes ($0.5), "
-        "if all batches are like the first; time unknown",
+        "evaluation every 12 steps, checkpoint at the end; about 34,567 tokens in all passes ($0.5); time unknown",
     ]
     paced = plan_lines(config, "sft", range(8, 24), tokens, Pace("earlier", tokens_per_s=20.0))[2]
     assert paced.endswith("; the steps take about 13.3 min at the pace of earlier, and the evaluations come on top")
     resumed = plan_lines(config, "sft", range(8, 24), tokens, Pace(config.run_name, tokens_per_s=20.0))[2]
     assert resumed.endswith("the steps take about 13.3 min at its own pace, and the evaluations come on top")
     timed = config.model_copy(update={"checkpoint_every": 4, "checkpoint_every_seconds": 600.0})
-    line = plan_lines(timed, "sft", range(24), PlannedTokens(240, 480, None, has_samples=True))[2]
-    assert line.endswith("(price unknown, besides sampled tokens), if all batches are like the first; time unknown")
+    line = plan_lines(timed, "sft", range(24), PlannedTokens(240, 480, None, "sampled tokens", "the first batch"))[2]
+    assert line.endswith("(price unknown, besides sampled tokens), extrapolated from the first batch; time unknown")
     assert "checkpoint every 4 steps or 600 s;" in line
     rare = {"eval_every": 0, "infrequent_evaluators": [{"builder": "a:Slow"}], "infrequent_eval_every": 50}
     line = plan_lines(sft(**rare), "sft", range(24), tokens)[2]

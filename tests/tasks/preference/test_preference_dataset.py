@@ -135,6 +135,7 @@ def test_batches_without_a_pair_are_found_in_advance(tokenizer: Any) -> None:
             failing.append(step)
     assert 0 < len(failing) < len(steps)
     assert single.untrained_steps(steps) == failing
+    assert single.token_counts() == {step: 0 if step in failing else single.batch_at(step).num_tokens for step in steps}
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "kto", "simpo", "orpo", "bradley_terry"])

@@ -61,6 +61,8 @@ def test_the_steps_are_those_whose_batch_cannot_be_read(
     source = SupervisedSource(Rows(weights, batch_size), None, TOKENIZER, seed=3)
     steps = range(first, first + num_steps)
     assert source.untrained_steps(steps) == [step for step in steps if fails(source, step)]
+    assert all(number == 2 * batch_size for number in source.token_counts().values())
+    assert set(steps[: source.steps_per_epoch]) <= source.token_counts().keys() <= set(steps)
 
 
 @pytest.mark.parametrize(("weights", "num_reads"), [([1.0] * 6, 3), ([1.0] * 5 + [0.0], 9)])
