@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from blocks.urls import hide_credentials
 from flows.monitoring.progress import method_figures
 from flows.runs.result import TrainResult
 from tasks.reports.summary import describe_cost, storage_option
-from tasks.reports.tables import COLUMNS, Control, format_row, held_out_table, is_bookkeeping
+from tasks.reports.tables import COLUMNS, INTERVALS, Control, format_row, held_out_table, is_bookkeeping
 
 # Serves the databases of the project home, with a login.
 _UP = "tinker-flows up --no-engine"
@@ -35,10 +34,8 @@ def show_result(result: TrainResult, control: Mapping[str, Control] | None = Non
     held_out = [row for row in result.held_out if not is_bookkeeping(row.metric)]
     if held_out:
         console.print(_table("", *held_out_table(held_out, control)))
-        if any(not math.isnan(row.after.half_width) for row in result.held_out):
-            console.print(
-                "±: 95 % interval over held-out batches, rows or problems; of a change or an effect, over pairs"
-            )
+        if any(row.after.has_interval for row in result.held_out):
+            console.print(INTERVALS)
     if result.stopped:
         console.print(result.stopped)
     elif result.not_promoted:

@@ -11,7 +11,7 @@ import numpy as np
 
 from blocks.errors import ConfigError
 from tasks.common.graders import pass_at
-from tasks.evaluation.intervals import proportion_interval
+from tasks.common.proportions import proportion_interval
 from tasks.training.held_out import GradedMetrics
 
 _DIGEST_LENGTH = 16

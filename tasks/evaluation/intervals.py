@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-_CONFIDENCE = 0.95
+from tasks.common.proportions import CONFIDENCE, Interval
+
 # Significance level of a test; a two-sided test has half of it on each side.
 LEVEL = 0.05
 _POWER = 0.8
@@ -21,38 +21,6 @@ NUM_FLIPS = 9999
 _NUM_SIMULATED = 1000
 _MAX_SIMULATED_FLIPS = 20_000_000
 Floats = NDArray[np.float64]
-
-
-class Interval(NamedTuple):
-    """Confidence interval."""
-
-    low: float
-    high: float
-
-
-def proportion_interval(scores_P: Sequence[float]) -> Interval | None:
-    """95 % confidence interval of the mean of scores from 0 to 1, one per problem; None for a single problem.
-
-    This is Wilson's interval with the effective sample size ``p (1 - p) / v``, where ``v`` is the variance of the mean
-    over problems, and the quantile of Student's t. If all scores are equal, the sample size is the number of problems.
-
-    Source: Dean and Pagano 2015, "Evaluating Confidence Interval Methods for Binomial Proportions in Clustered
-    Surveys", Journal of Survey Statistics and Methodology 3(4).
-
-    >>> low, high = proportion_interval([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    >>> round(low, 4), round(high, 4)
-    (0.5234, 0.9866)
-    """
-    num = len(scores_P)
-    if num < 2:
-        return None
-    mean, variance = float(np.mean(scores_P)), float(np.var(scores_P, ddof=1)) / num
-    size = mean * (1 - mean) / variance if variance > 0 else float(num)
-    quantile = float(stdtrit(num - 1, (1 + _CONFIDENCE) / 2))
-    shrinkage = quantile**2 / size
-    centre = (mean + shrinkage / 2) / (1 + shrinkage)
-    width = math.sqrt(shrinkage * mean * (1 - mean) + shrinkage**2 / 4) / (1 + shrinkage)
-    return Interval(max(centre - width, 0.0), min(centre + width, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +66,7 @@ def compare_scores(differences_P: Sequence[float]) -> Difference:
     )
 
 
-def difference_interval(differences_P: Sequence[float], confidence: float = _CONFIDENCE) -> Interval | None:
+def difference_interval(differences_P: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
     """Confidence interval of a mean difference by Student's t over problems; None if all differences are equal."""
     num, mean = len(differences_P), float(np.mean(differences_P))
     error = float(np.std(differences_P, ddof=1)) / math.sqrt(num) if num > 1 else 0.0

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from objectives.term import BASE
-from tasks.reports.tables import Estimate, History, cosine_key
+from tasks.reports.tables import Estimate, History, cosine_key, is_share
 from tasks.training.held_out import BatchValues
 
 # Okabe and Ito's colors without yellow and black, which vanish on a light or a dark page.
@@ -63,10 +63,11 @@ class DrawnRun:
     def held_out(self, key: str) -> dict[int, Estimate]:
         """Held-out values of a metric by step, with intervals if the run stored the values of its batches."""
         name = key.removeprefix("test/term/").removesuffix("/value")
+        shares = is_share(values[name] for values in self.batches.values() if name in values)
         estimates: dict[int, Estimate] = {}
         for step, value in self.history.get(key, ()):
             batches = self.batches.get(step, {}).get(name)
-            estimates[step] = Estimate.of(batches) if batches else Estimate(value)
+            estimates[step] = Estimate.of(batches, is_share=shares) if batches else Estimate(value)
         return estimates
 
 
@@ -281,10 +282,12 @@ def _add_values(
         _add_line(figure, smoothed, f"mean of {width} batches{label}", color, row=row, width=2.5)
     estimates = run.held_out(held_out) if held_out else {}
     if estimates:
-        half_widths = [
-            None if np.isnan(estimate.half_width) else estimate.half_width for estimate in estimates.values()
-        ]
-        bars = {"type": "data", "array": half_widths, "thickness": 1.5, "width": 4} if any(half_widths) else None
+        errors = [estimate.errors or (None, None) for estimate in estimates.values()]
+        below, above = ([pair[side] for pair in errors] for side in (0, 1))
+        bars = None
+        if any(estimate.has_interval for estimate in estimates.values()):
+            bars = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
+            bars |= {"thickness": 1.5, "width": 4}
         trace = go.Scatter(
             x=list(estimates),
             y=[estimate.value for estimate in estimates.values()],

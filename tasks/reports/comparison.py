@@ -15,7 +15,16 @@ from tasks.reports.examples import example_rows
 from tasks.reports.html import html_charts, html_list, html_page, html_section, html_table, page_script
 from tasks.reports.run_report import CHART_HINT, metric_sections
 from tasks.reports.summary import RunSummary, summarize
-from tasks.reports.tables import COLUMNS, Control, Estimate, HeldOutRow, History, format_row, recent_term_rows
+from tasks.reports.tables import (
+    COLUMNS,
+    INTERVALS,
+    Control,
+    Estimate,
+    HeldOutRow,
+    History,
+    format_row,
+    recent_term_rows,
+)
 from tasks.training.checkpoints import CONTENTS_KEY, resumable
 from tasks.training.examples import read_examples
 from tasks.training.held_out import read_batch_values
@@ -78,8 +87,8 @@ def comparison_page(first: ReportedRun, second: ReportedRun) -> str:
         html_section(
             "Held-out data",
             html_table(columns, [difference.format() for difference in differences]) if differences else "",
-            intro=f"Difference: {second.name} minus {first.name}. ±: 95 % interval over held-out batches, rows or "
-            "problems. A difference has an interval, over pairs of them, if both runs evaluated the same ones.",
+            intro=f"Difference: {second.name} minus {first.name}; it has an interval if both runs evaluated the same "
+            f"data. {INTERVALS}",
         ),
         html_section(
             "Settings that differ",

@@ -36,6 +36,7 @@ from tasks.reports.html import (
 from tasks.reports.summary import RunSummary, summarize
 from tasks.reports.tables import (
     COLUMNS,
+    INTERVALS,
     REWARD,
     TARGET_COLUMNS,
     Control,
@@ -355,8 +356,7 @@ def _held_out_section(rows: Sequence[HeldOutRow], control: Mapping[str, Control]
     return html_section(
         "Held-out data",
         html_table(*held_out_table(rows, control)) if rows else "",
-        intro="±: 95 % interval over held-out batches, rows or problems. The interval of a change or an effect is "
-        "over pairs of them." + effect,
+        intro=INTERVALS + effect,
     )
 
 

@@ -15,6 +15,7 @@ from scipy.special import stdtrit
 
 from objectives.targets import TargetSpec
 from objectives.term import BASE
+from tasks.common.proportions import Interval, proportion_interval
 from tasks.common.task import retried_task
 from tasks.reports.html import artifact_key, escape_markdown
 from tasks.training.held_out import BatchValues
@@ -103,6 +104,11 @@ def cosine_key(first: str, second: str) -> str:
     return f"term/{second}/cosine_to_base" if first == BASE else f"cosine/{first}/{second}"
 
 
+# Explains the intervals in a table of held-out values.
+INTERVALS = (
+    "±: 95 % interval over held-out batches, rows or problems; of a change or an effect, over pairs of them. "
+    "In brackets: Wilson's interval of a share. Equal values of other metrics have no interval."
+)
 HELD_OUT = "test/"
 _VALUE, _ERROR = "/value", "/stderr"
 REWARD = "env/all/reward/total"
@@ -118,20 +124,46 @@ _SIDE_METRICS = frozenset(["nll_per_token", "bits_per_byte", "dpo_loss", "chosen
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Measured value with half of its 95 % interval, NaN if that is unknown."""
+    """Measured value with its 95 % interval.
+
+    Attributes:
+        half_width: half of a symmetric interval; NaN if it is unknown.
+        bounds: interval of a share, which is not symmetric; None for other values.
+    """
 
     value: float
     half_width: float = float("nan")
+    bounds: Interval | None = None
 
     @classmethod
-    def of(cls, batches: BatchValues) -> Self:
-        """Mean of a term over held-out batches, with the interval of Student's t, because they are few.
+    def of(cls, batches: BatchValues, *, is_share: bool = False) -> Self:
+        """Mean over held-out batches or problems, with the interval of Student's t, because they may be few.
+
+        A share has Wilson's interval. Other values have none if all are equal, which says nothing about their spread.
+
+        Args:
+            is_share: whether each value is a 0 or a 1; see `is_share`.
 
         >>> Estimate.of(BatchValues([1.0, 3.0], [4, 4]))
-        Estimate(value=2.0, half_width=12.706...)
+        Estimate(value=2.0, half_width=12.706..., bounds=None)
+        >>> str(Estimate.of(BatchValues([1.0] * 40, [1] * 40), is_share=True))
+        '1 (0.91 to 1)'
         """
         mean, stderr = batches.mean()
+        if is_share or stderr == 0:
+            return cls(mean, bounds=proportion_interval(batches.values_B) if is_share else None)
         return cls(mean, float(stdtrit(max(1, len(batches.values_B) - 1), 0.975)) * stderr)
+
+    @property
+    def has_interval(self) -> bool:
+        return self.bounds is not None or not np.isnan(self.half_width)
+
+    @property
+    def errors(self) -> tuple[float, float] | None:
+        """Distances from the value to both ends of the interval; None if it is unknown."""
+        if self.bounds:
+            return self.value - self.bounds.low, self.bounds.high - self.value
+        return None if np.isnan(self.half_width) else (self.half_width, self.half_width)
 
     def __str__(self) -> str:
         """Value, with its interval if that is known.
@@ -150,7 +182,22 @@ class Estimate:
         return f"{self.value:+.4g}" + self._interval()
 
     def _interval(self) -> str:
+        if self.bounds:
+            return f" ({self.bounds.low:.2g} to {self.bounds.high:.2g})"
         return "" if np.isnan(self.half_width) else f" ± {self.half_width:.2g}"
+
+
+def is_share(evaluations: Iterable[BatchValues]) -> bool:
+    """Return whether all values of some evaluations are 0 or 1, and one of them is 1, as for right and wrong answers.
+
+    Values that are all 0 may be those of any metric.
+
+    >>> right, wrong = BatchValues([1.0, 1.0], [1, 1]), BatchValues([0.0, 0.0], [1, 1])
+    >>> is_share([wrong, right]), is_share([wrong]), is_share([right, BatchValues([1.0, 0.5], [1, 1])])
+    (True, False, False)
+    """
+    values = {value for batches in evaluations for value in batches.values_B}
+    return 1.0 in values and values <= {0.0, 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +242,7 @@ class HeldOutRow:
         >>> HeldOutRow("logic", 0, 24, Estimate(0.2), Estimate(0.1085), change).describe_change()
         'logic fell by 0.0915 ± 0.0055 on held-out data, from 0.2 to 0.1085.'
         """
-        if abs(self.change.value) <= self.change.half_width:
+        if self.change.value == 0 or abs(self.change.value) <= self.change.half_width:
             return f"{self.metric} did not measurably change on held-out data: {self.change.signed()}."
         direction = "rose" if self.change.value > 0 else "fell"
         size = Estimate(abs(self.change.value), self.change.half_width)
@@ -274,8 +321,9 @@ def held_out_rows(
         (first, before), (last, after) = points[0], points[-1]
         earlier, later = batches.get(first, {}).get(stored), batches.get(last, {}).get(stored)
         change = _paired_difference(later, earlier) or Estimate(after - before)
-        first_value = Estimate.of(earlier) if earlier else Estimate(before)
-        last_value = Estimate.of(later) if later else Estimate(after)
+        shares = is_share(values[stored] for values in batches.values() if stored in values)
+        first_value = Estimate.of(earlier, is_share=shares) if earlier else Estimate(before)
+        last_value = Estimate.of(later, is_share=shares) if later else Estimate(after)
         metric = stored.removeprefix(HELD_OUT)
         rows.append(HeldOutRow(metric, first, last, first_value, last_value, change, later, is_of_term))
     return rows
@@ -322,7 +370,7 @@ class TargetRow:
 
     Attributes:
         mean: mean value over the last quarter of the evaluations.
-        half_width: half of the mean's 95 % interval; NaN for fewer than five evaluations.
+        half_width: half of the mean's 95 % interval; NaN for fewer than five evaluations or equal values.
         multiplier: multiplier of the last evaluation.
     """
 
@@ -379,6 +427,7 @@ def target_rows(
         half_width = float("nan")
         if len(last) >= _NUM_PARTS:
             means = [part.mean() for part in np.array_split(last, _NUM_PARTS)]
-            half_width = float(stdtrit(_NUM_PARTS - 1, 0.975) * np.std(means, ddof=1) / np.sqrt(_NUM_PARTS))
+            error = float(stdtrit(_NUM_PARTS - 1, 0.975) * np.std(means, ddof=1) / np.sqrt(_NUM_PARTS))
+            half_width = error or half_width  # equal means say nothing about their spread
         rows.append(TargetRow(name, target, float(last.mean()), half_width, multipliers[-1][1]))
     return rows

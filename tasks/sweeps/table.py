@@ -26,7 +26,7 @@ class PointRow:
         completed: trials that completed.
         is_complete: True if a trial of every seed completed.
         mean: mean of the metric over the completed trials; None if there are none.
-        half_width: half width of the mean's interval; None for fewer than two trials.
+        half_width: half width of the mean's interval; None for fewer than two trials or equal values.
     """
 
     point: Point
@@ -54,12 +54,12 @@ def point_rows(trials: Trials, seeds: Sequence[int], metric: str, mode: Literal[
 
 
 def interval(values: Sequence[float]) -> float | None:
-    """Half width of the 95 % interval of a mean, by Student's t; None for fewer than two values.
+    """Half width of the 95 % interval of a mean, by Student's t; None for fewer than two values, or equal ones.
 
     >>> round(interval([1.0, 2.0, 3.0]), 3)
     2.484
     """
-    if len(values) < 2:
+    if len(set(values)) < 2:
         return None
     return float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * stdev(values) / math.sqrt(len(values))
 

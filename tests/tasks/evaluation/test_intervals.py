@@ -10,11 +10,11 @@ from scipy import stats
 from scipy.optimize import root_scalar
 
 from tasks.common.graders import pass_at
+from tasks.common.proportions import proportion_interval
 from tasks.evaluation.intervals import (
     compare_scores,
     detectable_difference,
     num_problems_needed,
-    proportion_interval,
     sign_flip_p_value,
 )
 

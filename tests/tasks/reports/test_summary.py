@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mlflow.entities import Param, Run, RunData, RunInfo, RunStatus, RunTag
-from scipy.stats import ttest_rel
+from scipy.stats import binomtest, ttest_rel
 
 from blocks.storage import RunDirectory, RunStorage
 from tasks.reports.summary import RunSummary, run_warnings, summarize
@@ -99,6 +99,28 @@ def test_held_out_terms_are_compared_over_paired_batches() -> None:
     other_data = logic.compare(Control(Estimate(0.05), BatchValues([0.05], [6])))
     assert other_data.value == pytest.approx(np.mean(AFTER) - 0.05)
     assert np.isnan(other_data.half_width)
+
+
+def test_interval_of_a_share_never_claims_certainty() -> None:
+    """It is scipy's interval of a share, but for the quantile; equal values of other metrics have no interval."""
+    history = {f"test/{name}": [(0, 0.0), (4, 1.0)] for name in ("accuracy", "margin")}
+    batches = {
+        step: {
+            "test/accuracy": BatchValues([value] * 64, [1] * 64),
+            "test/margin": BatchValues([3 * value] * 64, [1] * 64),
+        }
+        for step, value in ((0, 0.0), (4, 1.0))
+    }
+    accuracy, margin = held_out_rows(history, batches)
+    assert accuracy.after.bounds
+    assert accuracy.before.bounds
+    expected = binomtest(64, 64).proportion_ci(method="wilson")
+    assert accuracy.after.bounds == pytest.approx((expected.low, 1.0), abs=0.005)
+    assert accuracy.before.bounds == pytest.approx((0.0, 1 - expected.low), abs=0.005)
+    assert (str(accuracy.before), str(accuracy.after)) == ("0 (0 to 0.059)", "1 (0.94 to 1)")
+    assert (str(margin.before), str(margin.after), margin.change.signed()) == ("0", "3", "+3")
+    assert accuracy.change.signed() == "+1"
+    assert "0 ± " not in str(held_out_table([accuracy, margin]))
 
 
 def test_a_control_adds_two_columns() -> None:

@@ -1,0 +1,44 @@
+"""Confidence intervals of shares, such as an accuracy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
+
+CONFIDENCE = 0.95
+
+
+class Interval(NamedTuple):
+    """Confidence interval."""
+
+    low: float
+    high: float
+
+
+def proportion_interval(scores_P: Sequence[float]) -> Interval | None:
+    """95 % confidence interval of the mean of scores from 0 to 1, one per problem; None for a single problem.
+
+    This is Wilson's interval with the effective sample size ``p (1 - p) / v``, where ``v`` is the variance of the mean
+    over problems, and the quantile of Student's t. If all scores are equal, the sample size is the number of problems.
+
+    Source: Dean and Pagano 2015, "Evaluating Confidence Interval Methods for Binomial Proportions in Clustered
+    Surveys", Journal of Survey Statistics and Methodology 3(4).
+
+    >>> low, high = proportion_interval([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    >>> round(low, 4), round(high, 4)
+    (0.5234, 0.9866)
+    """
+    num = len(scores_P)
+    if num < 2:
+        return None
+    mean, variance = float(np.mean(scores_P)), float(np.var(scores_P, ddof=1)) / num
+    size = mean * (1 - mean) / variance if variance > 0 else float(num)
+    quantile = float(stdtrit(num - 1, (1 + CONFIDENCE) / 2))
+    shrinkage = quantile**2 / size
+    centre = (mean + shrinkage / 2) / (1 + shrinkage)
+    width = math.sqrt(shrinkage * mean * (1 - mean) + shrinkage**2 / 4) / (1 + shrinkage)
+    return Interval(max(centre - width, 0.0), min(centre + width, 1.0))
