@@ -196,7 +196,7 @@ def _estimate(
         reference=reference,
         num_train_tokens=num_train_tokens + num_reference_train_tokens,
         usd=usd,
-        hours=pace.hours(sum(tokens)) if pace else None,
+        hours=pace.hours(sum(tokens), len(schedule.evaluations())) if pace else None,
         paced_by=pace.run_name if pace else "",
     )
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from datetime import timedelta
+from statistics import fmean
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NoReturn, Self, TextIO
+from typing import Any, NamedTuple, NoReturn, Self, TextIO
 
 from tqdm import tqdm
 
@@ -57,7 +57,7 @@ _FIGURES = {
     "loss/total": "loss",
 }
 _BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining}, {rate_fmt}{postfix}]"
-_NARROWEST_BAR, _LONGEST_NAME = 8, 16
+_NARROWEST_BAR, _LONGEST_NAME = 10, 16
 # Lines of a run whose output is no terminal: one per tenth of the steps, and at least one a minute.
 _NUM_LINES, _LINE_EVERY_S = 10, 60.0
 
@@ -81,6 +81,57 @@ def method_figures(metrics: Mapping[str, float]) -> list[str]:
     return [*figures, *([f"${metrics['cost/usd']:.4g}"] if metrics.get("cost/usd") else [])]
 
 
+class Pauses(NamedTuple):
+    """Work of a run between its steps.
+
+    Attributes:
+        evaluations: kind of the evaluation before each step that has one; `num_steps` is the step of the final weights.
+            Evaluations of one kind take about the same time.
+        saves: steps before which a checkpoint is saved. The service computes the step after it.
+    """
+
+    evaluations: Mapping[int, Hashable]
+    saves: Collection[int]
+
+
+class TimeLeft:
+    """Pace of the steps of a run, and the time that it still needs, from measured durations."""
+
+    def __init__(self, first: int, num_steps: int, pauses: Pauses) -> None:
+        self._step, self._num_steps, self._pauses = first, num_steps, pauses
+        self._plain_s, self._after_save_s = list[float](), list[float]()
+        self._evaluation_s: dict[Hashable, float] = {}
+        self._examples_s = 0.0
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Count the next step by its metrics."""
+        evaluation, examples = metrics.get("time/evaluation", 0.0), metrics.get("time/examples", 0.0)
+        seconds = metrics.get("time/step", 0.0) - evaluation
+        (self._after_save_s if self._step in self._pauses.saves else self._plain_s).append(seconds)
+        if self._step in self._pauses.evaluations:
+            self._evaluation_s[self._pauses.evaluations[self._step]] = evaluation - examples
+        if examples:
+            self._examples_s = examples
+        self._step += 1
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a step, without evaluations and checkpoints."""
+        return fmean(self._plain_s or self._after_save_s)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until the end of the run; work that has not been measured yet counts as 0."""
+        evaluations = [kind for step, kind in self._pauses.evaluations.items() if step >= self._step]
+        longest = max(self._evaluation_s.values(), default=0.0)
+        evaluations_s = sum(self._evaluation_s.get(kind, longest) for kind in evaluations)
+        if evaluations:  # the last one stores examples, as the first does
+            evaluations_s += self._examples_s
+        save_s = max(0.0, fmean(self._after_save_s) - self.pace) if self._after_save_s else 0.0
+        num_saves = sum(step >= self._step for step in self._pauses.saves)
+        return self.pace * (self._num_steps - self._step) + evaluations_s + save_s * num_saves
+
+
 class Progress:
     """Progress of a run in the terminal and on its page in the Prefect UI.
 
@@ -89,19 +140,19 @@ class Progress:
     """
 
     def __init__(
-        self, run_name: str, first: int, num_steps: int, log: MetricsLog, evaluations: Collection[int] = ()
+        self, run_name: str, first: int, num_steps: int, log: MetricsLog, pauses: Pauses | None = None
     ) -> None:
         """Start at a step.
 
         Args:
-            evaluations: steps before which the run evaluates; `num_steps` for the final weights.
+            pauses: evaluations and checkpoints of the run; None for neither.
         """
         self._page = RunPage(run_name, first, num_steps, log)
         self._run_name, self._num_steps, self._done = run_name, num_steps, first
         if first:
             tqdm.write(escape_terminal(f"Resumed {run_name} at step {first} of {num_steps}."), file=sys.stderr)
-        self._seconds, self._first, self._wrote_at = 0.0, first, perf_counter()
-        self._evaluations, self._evaluation_times = sorted(evaluations), list[float]()
+        self._first, self._wrote_at = first, perf_counter()
+        self._time_left = TimeLeft(first, num_steps, pauses or Pauses({}, frozenset()))
         self._output = ExitStack()
         self._bar: tqdm[NoReturn] | None = None
         if sys.stderr.isatty():
@@ -118,19 +169,16 @@ class Progress:
             )
 
     def advance(self, metrics: Mapping[str, float]) -> None:
-        """Count a finished step. The pace excludes the time of evaluations, which the time left includes."""
+        """Count a finished step. The pace excludes evaluations and checkpoints, which the time left includes."""
         self._page.advance(metrics)
         self._done += 1
-        evaluation = metrics.get("time/evaluation", 0.0)
-        self._seconds += metrics.get("time/step", 0.0) - evaluation
-        if evaluation:
-            self._evaluation_times.append(evaluation)
+        self._time_left.add(metrics)
         figures = method_figures(metrics)  # a skipped step has none
         if self._bar is not None:
-            self._bar.last_print_t += evaluation  # tqdm's rate then excludes the evaluation
-            # tqdm's own remaining time would leave the evaluations out.
-            left = tqdm.format_interval(self._seconds_left())
-            self._bar.bar_format = _BAR_FORMAT.replace("{remaining}", left)
+            # tqdm's own pace and time left would not tell steps and evaluations apart.
+            left = tqdm.format_interval(self._time_left.seconds)
+            bar_format = _BAR_FORMAT.replace("{remaining}", left)
+            self._bar.bar_format = bar_format.replace("{rate_fmt}", f"{self._time_left.pace:.3g} s/step")
             self._bar.set_postfix_str(_fitting(figures, self._bar), refresh=False)
             self._bar.update()
         elif self._is_line_due():
@@ -143,19 +191,10 @@ class Progress:
 
     def _write_line(self, figures: Sequence[str]) -> None:
         self._wrote_at = perf_counter()
-        remaining = f"{self._pace():.3g} s/step, {timedelta(seconds=round(self._seconds_left()))} left"
+        left = timedelta(seconds=round(self._time_left.seconds))
+        remaining = f"{self._time_left.pace:.3g} s/step, {left} left"
         line = f"{self._run_name}: step {self._done} of {self._num_steps}, {', '.join([*figures, remaining])}"
         print_notice(line)
-
-    def _pace(self) -> float:
-        """Return the seconds of a step without its evaluation."""
-        return self._seconds / (self._done - self._first)
-
-    def _seconds_left(self) -> float:
-        """Return the expected time of the remaining steps and evaluations; an evaluation takes as long as the last."""
-        num_evaluations = len(self._evaluations) - bisect_left(self._evaluations, self._done)
-        evaluations_s = num_evaluations * self._evaluation_times[-1] if self._evaluation_times else 0.0
-        return self._pace() * (self._num_steps - self._done) + evaluations_s
 
     def __enter__(self) -> Self:
         self._page.__enter__()

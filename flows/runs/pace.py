@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import NamedTuple
 
 from mlflow import MlflowClient
@@ -16,14 +17,17 @@ class Pace(NamedTuple):
 
     Attributes:
         run_name: Name of the run.
-        tokens_per_s: Tokens of the run's batches per second, without the first step, whose time includes setup.
+        tokens_per_s: Tokens of the run's batches per second, without evaluations and without the first step, whose time
+            includes setup.
+        evaluation_s: Mean duration of an evaluation.
     """
 
     run_name: str
     tokens_per_s: float
+    evaluation_s: float = 0.0
 
-    def hours(self, num_tokens: int) -> float:
-        return num_tokens / self.tokens_per_s / 3600
+    def hours(self, num_tokens: int, num_evaluations: int) -> float:
+        return (num_tokens / self.tokens_per_s + num_evaluations * self.evaluation_s) / 3600
 
 
 def find_pace(client: MlflowClient, experiment_id: str, model: str, method: str) -> Pace | None:
@@ -35,10 +39,13 @@ def find_pace(client: MlflowClient, experiment_id: str, model: str, method: str)
     name = model.replace("'", "")
     timed = f"params.model = '{name}' and tags.`prefect.flow_name` = '{method}' and metrics.`time/step` > 0"
     for run in client.search_runs([experiment_id], timed, max_results=_MAX_RUNS):
-        tokens, seconds = (metric_values(client, run.info.run_id, key) for key in ("num_tokens", "time/step"))
+        keys = ("num_tokens", "time/step", "time/evaluation")
+        tokens, seconds, evaluations = (metric_values(client, run.info.run_id, key) for key in keys)
         later = sorted(tokens.keys() & seconds.keys())[1:]
-        if total := sum(seconds[step] for step in later):
-            return Pace(run.info.run_name or run.info.run_id, sum(tokens[step] for step in later) / total)
+        if total := sum(seconds[step] - evaluations.get(step, 0.0) for step in later):
+            evaluation_s = fmean(evaluations.values()) if evaluations else 0.0
+            name = run.info.run_name or run.info.run_id
+            return Pace(name, sum(tokens[step] for step in later) / total, evaluation_s)
     return None
 
 

@@ -47,20 +47,13 @@ def show_result(result: TrainResult, control: Mapping[str, Control] | None = Non
         console.print(f"last batch   {', '.join(figures)}")
     for warning in result.warnings:
         console.print(f"warning      {warning}")
-    console.print(f"cost         {describe_cost(result.metrics)}{_pace(result)}")
+    console.print(f"cost         {describe_cost(result.metrics)}")
     console.print(f"weights      {result.state_path}")
     console.print(f"report       {result.report}")
     console.print(f"Prefect UI   {_prefect_ui(result)}")
     console.print(f"MLflow UI    {_mlflow_ui(result)}")
     storage = storage_option(result.run_name, result.directory)
     console.print(f'sample       tinker-flows sample {shlex.quote(result.run_name)}@final "PROMPT"{storage}')
-
-
-def _pace(result: TrainResult) -> str:
-    """Return the steps per minute of the whole run; empty if unknown."""
-    minutes = 60 * result.metrics.get("cost/hours", 0.0)
-    num_own_steps = result.num_steps - result.origin_step  # the time of a fork excludes that of its parent
-    return f", {num_own_steps / minutes:.3g} steps per minute" if minutes else ""
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

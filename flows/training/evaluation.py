@@ -56,6 +56,7 @@ class Evaluation:
         self._objective, self._reference, self._candidates = objective, reference, candidates
         self._executor, self._guard, self._ledger = executor, guard, ledger
         self._examples = open_examples(run, config, evaluators)
+        self._examples_s = 0.0
 
     def close(self) -> None:
         """Stop sampling examples."""
@@ -90,6 +91,8 @@ class Evaluation:
         terms = self._measure_held_out(step) if often else HeldOutTerms()
         append_batch_values(self._run.directory, step, terms.by_batch, result.scores)
         metrics = result.metrics | terms.metrics | {"time/evaluation": perf_counter() - began}
+        if self._examples_s:
+            metrics["time/examples"], self._examples_s = self._examples_s, 0.0
         if not result.skipped and often and (rarely or not self._schedule.evaluates_rarely):
             check_measured(self._config.promote_if, metrics)
         return metrics
@@ -116,7 +119,9 @@ class Evaluation:
         if held_out is None:
             return HeldOutTerms()
         if step in (self._schedule.first, self._schedule.num_steps):
+            began = perf_counter()
             self._store_examples(step, held_out.evaluated)
+            self._examples_s = perf_counter() - began
         terms, evaluated = self._objective.regularizers, held_out.evaluated
         if not terms:
             return HeldOutTerms()

@@ -309,6 +309,7 @@ class PlannedTokens(NamedTuple):
         in_batches: tokens of the batches.
         in_passes: tokens of all passes over batches and held-out data of training clients.
         usd: price of the passes; None if it is unknown.
+        num_evaluations: evaluations that remain.
         besides: tokens that are not included, such as "sampled tokens"; empty for none.
         basis: batches from which the tokens are extrapolated, such as "the first batch"; empty if all were counted.
     """
@@ -316,6 +317,7 @@ class PlannedTokens(NamedTuple):
     in_batches: int
     in_passes: int
     usd: float | None
+    num_evaluations: int = 0
     besides: str = ""
     basis: str = ""
 
@@ -367,8 +369,8 @@ def plan_lines(
     duration = "time unknown"
     if pace:
         run = "its own pace" if pace.run_name == config.run_name else f"the pace of {pace.run_name}"
-        hours = format_hours(pace.hours(tokens.in_batches))
-        duration = f"the steps take about {hours} at {run}, and the evaluations come on top"
+        hours = format_hours(pace.hours(tokens.in_batches, tokens.num_evaluations))
+        duration = f"about {hours} at {run}"
     return [
         f"{method} of {config.model}{on_data}, steps {steps.start + 1} to {steps.stop}, learning rate "
         f"{config.learning_rate:g}",

@@ -34,8 +34,7 @@ class Schedule:
 
     def segments(self, first: int) -> Iterator[range]:
         """Yield the ranges of remaining steps between the checkpoints of `checkpoint_every`."""
-        every = self.config.checkpoint_every
-        cuts = [step for step in range(first + 1, self.num_steps + 1) if step == self.num_steps or _is_due(step, every)]
+        cuts = [step for step in self.saves() if step > first]
         return (range(start, stop) for start, stop in pairwise([first, *cuts]))
 
     def evaluates_before(self, step: int) -> bool:
@@ -49,9 +48,19 @@ class Schedule:
         """Return whether `infrequent_evaluators` are due before a step."""
         return self.evaluates_rarely and self._is_evaluation(step, self.config.infrequent_eval_every)
 
-    def evaluations(self) -> list[int]:
-        """Return the steps before which an evaluation is due; `num_steps` is that of the final weights."""
-        return [step for step in range(self.num_steps + 1) if self.evaluates_before(step)]
+    def evaluations(self) -> dict[int, tuple[bool, bool]]:
+        """Return the steps before which an evaluation is due, and whether each runs often or rarely due evaluators.
+
+        `num_steps` is the step of the final weights.
+        """
+        steps = range(self.num_steps + 1)
+        kinds = {step: (self.evaluates_often_before(step), self.evaluates_rarely_before(step)) for step in steps}
+        return {step: kind for step, kind in kinds.items() if any(kind)}
+
+    def saves(self) -> list[int]:
+        """Return the steps before which a checkpoint is due by the number of steps; `num_steps` has the final one."""
+        every = self.config.checkpoint_every
+        return [step for step in range(1, self.num_steps + 1) if step == self.num_steps or _is_due(step, every)]
 
     @property
     def evaluates_rarely(self) -> bool:

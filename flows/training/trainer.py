@@ -12,7 +12,6 @@ right after those of the previous step, and terms and linearize run on the respo
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -32,7 +31,7 @@ from blocks.terminal import print_notice
 from flows.config.train import TrainConfig
 from flows.monitoring.events import emit
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
-from flows.monitoring.progress import Progress, call_step_callback
+from flows.monitoring.progress import Pauses, Progress, call_step_callback
 from flows.monitoring.run_tags import forget_end, note_end, note_warning, warn_of_metrics, warn_of_terms
 from flows.runs.checkpoint_manager import Checkpoints
 from flows.runs.config_record import FORMAT_OF_CORRECTIONS, FORMAT_OF_SCALES, recorded_format
@@ -79,7 +78,6 @@ from tasks.common.digests import digest_batch
 from tasks.common.service_errors import service_errors
 from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import ConfiguredEvaluator
-from tasks.reports.summary import storage_option
 from tasks.training.batch_source import BatchSource, SampledTokens, TrainedBatch
 from tasks.training.candidates import CandidateSampler
 from tasks.training.checkpoints import CONTENTS_KEY, PendingCheckpoint, step_of
@@ -264,13 +262,16 @@ class Trainer:
         has_samples = self.source.sampled or has_candidates or self.evaluation.samples
         others = {"sampled tokens": has_samples, "tokens that the reference scores": self.reference is not None}
         besides = " and ".join(name for name, is_present in others.items() if is_present)
-        return PlannedTokens(sum(tokens.values()), in_passes, self.ledger.price_of(in_passes), besides, basis)
+        evaluations = sum(step >= steps.start for step in self.schedule.evaluations())
+        usd = self.ledger.price_of(in_passes)
+        return PlannedTokens(sum(tokens.values()), in_passes, usd, evaluations, besides, basis)
 
     def _run_steps(self, first: int, num_steps: int) -> CheckpointRecord | None:
         """Run the steps from the first one on; return the record of the last checkpoint."""
+        pauses = Pauses(self.schedule.evaluations(), self.schedule.saves())
         with (
             no_collector_pauses(),
-            Progress(self.config.run_name, first, num_steps, self.run.log, self.schedule.evaluations()) as progress,
+            Progress(self.config.run_name, first, num_steps, self.run.log, pauses) as progress,
             deferred_interrupts() as stop,
             self.checkpoints,
         ):
@@ -628,11 +629,9 @@ class Trainer:
         self.checkpoints.wait()
 
     def _show_saved(self, step: int) -> None:
-        """Say what a stopped run has saved, and how to continue it."""
-        name = self.config.run_name
-        command = f"tinker-flows resume {shlex.quote(name)}{storage_option(name, self.run.directory.location)}"
-        saved = f"Saved the weights and the optimizer state of {name} after {step} of {self.schedule.num_steps} steps."
-        print_notice(f"{saved} Continue with: {command}")
+        """Say what a stopped run has saved."""
+        saved = f"Saved the weights and the optimizer state of {self.config.run_name}"
+        print_notice(f"{saved} after {step} of {self.schedule.num_steps} steps.")
 
     def _check_last_weights(self, step: int) -> None:
         """Run one more forward pass over the last batch, because no later step checks these weights.

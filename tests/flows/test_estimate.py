@@ -31,10 +31,13 @@ def test_pace_is_of_the_newest_run_of_the_same_method(tmp_path: Path) -> None:
         client.log_param(run, "model", model)
         for step in range(3):
             client.log_metric(run, "num_tokens", 100, step=step)
-            client.log_metric(run, "time/step", seconds, step=step)
+            evaluation = 90.0 if step == 2 else 0.0
+            client.log_metric(run, "time/step", seconds + evaluation, step=step)
+            if evaluation:
+                client.log_metric(run, "time/evaluation", evaluation, step=step)
     pace = find_pace(client, experiment, config.model, "sft")
-    assert pace == ("sft", pytest.approx(100 / 2.0))
-    assert pace.hours(3600) == pytest.approx(0.02)
+    assert pace == ("sft", pytest.approx(100 / 2.0), 90.0)
+    assert pace.hours(3600, num_evaluations=2) == pytest.approx(0.02 + 2 * 90 / 3600)
     assert find_pace(client, experiment, config.model, "dpo") is None
 
 

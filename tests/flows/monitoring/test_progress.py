@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flows.monitoring.progress import Progress, method_figures
+from flows.monitoring.progress import Pauses, Progress, TimeLeft, method_figures
 
 SFT = {"loss/total": 6.9021, "loss/base": 6.1684, "train_mean_nll": 6.1684, "cost/usd": 0.0123}
 RL = {"env/all/reward/total": 0.0149, "reward/short/value": 0.25, "train_mean_nll": 5.0, "loss/total": 0.02}
@@ -73,15 +73,35 @@ def test_the_time_left_has_the_evaluations_and_the_pace_has_not(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "stderr", stream := Terminal() if terminal else io.StringIO())
-    with Progress("demo", 0, 10, LOG, evaluations=[0, 5, 10]) as progress:
+    pauses = Pauses(dict.fromkeys([0, 5, 10], "often"), [10])
+    with Progress("demo", 0, 10, LOG, pauses) as progress:
         progress.advance(SFT | {"time/step": 372.0, "time/evaluation": 370.0})
         progress.advance(SFT | {"time/step": 4.0})
     text = stream.getvalue()
     if terminal:  # 8 steps of 3 s and two evaluations
-        assert "2/10 [12:44," in text
+        assert "2/10 [12:44, 3 s/step," in text
     else:
         lines = [line.partition("$0.0123, ")[2] for line in text.splitlines()]
         assert lines == ["2 s/step, 0:12:38 left", "3 s/step, 0:12:44 left"]
+
+
+def test_time_left_of_a_steady_run_does_not_jump() -> None:
+    """Long evaluations, examples and checkpoints are expected from their first measurement on."""
+    step_s, often_s, rarely_s, examples_s, save_s = 2.0, 100.0, 300.0, 50.0, 30.0
+    kinds = {step: (True, step % 10 == 0) for step in range(0, 31, 5)}
+    saves = [4, 8, 12, 16, 20, 24, 28, 30]
+    time_left = TimeLeft(0, 30, Pauses(kinds, saves))
+    evaluation_s = {step: rarely_s if is_rare else often_s for step, (_, is_rare) in kinds.items()}
+    for step in range(30):
+        evaluation = evaluation_s.get(step, 0.0) + examples_s * (step == 0)
+        seconds = step_s + save_s * (step in saves) + evaluation
+        examples = {"time/examples": examples_s} if step == 0 else {}
+        time_left.add({"time/step": seconds, "time/evaluation": evaluation} | examples)
+        rest = step_s * (29 - step) + save_s * sum(save > step for save in saves)
+        rest += sum(seconds for later, seconds in evaluation_s.items() if later > step) + examples_s
+        assert time_left.pace == step_s
+        if step >= 5:  # each kind of work was measured
+            assert time_left.seconds == pytest.approx(rest)
 
 
 def test_parts_of_a_reward_follow_it() -> None:

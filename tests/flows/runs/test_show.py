@@ -29,9 +29,3 @@ def test_pages_are_those_of_running_servers(is_up: bool, tmp_path: Path, monkeyp
         assert pages == expected
     else:
         assert all(page.startswith("tinker-flows up --no-engine\n") for page in pages)
-
-
-def test_pace_of_a_fork_leaves_out_the_steps_of_its_parent() -> None:
-    fields = dict.fromkeys(TrainResult.__dataclass_fields__, cast(Any, ""))
-    fields |= {"num_steps": 110, "origin_step": 100, "metrics": {"cost/hours": 2 / 60}}
-    assert show._pace(TrainResult(**fields)) == ", 5 steps per minute"

@@ -75,11 +75,11 @@ def test_the_plan_names_what_will_be_trained_and_the_price() -> None:
         "evaluation every 12 steps, checkpoint at the end; about 34,567 tokens in all passes ($0.5); time unknown",
     ]
     paced = plan_lines(config, "sft", range(8, 24), tokens, Pace("earlier", tokens_per_s=20.0))[2]
-    assert paced.endswith("; the steps take about 13.3 min at the pace of earlier, and the evaluations come on top")
+    assert paced.endswith("; about 13.3 min at the pace of earlier")
     resumed = plan_lines(config, "sft", range(8, 24), tokens, Pace(config.run_name, tokens_per_s=20.0))[2]
-    assert resumed.endswith("the steps take about 13.3 min at its own pace, and the evaluations come on top")
+    assert resumed.endswith("; about 13.3 min at its own pace")
     timed = config.model_copy(update={"checkpoint_every": 4, "checkpoint_every_seconds": 600.0})
-    line = plan_lines(timed, "sft", range(24), PlannedTokens(240, 480, None, "sampled tokens", "the first batch"))[2]
+    line = plan_lines(timed, "sft", range(24), PlannedTokens(240, 480, None, 0, "sampled tokens", "the first batch"))[2]
     assert line.endswith("(price unknown, besides sampled tokens), extrapolated from the first batch; time unknown")
     assert "checkpoint every 4 steps or 600 s;" in line
     rare = {"eval_every": 0, "infrequent_evaluators": [{"builder": "a:Slow"}], "infrequent_eval_every": 50}
