@@ -14,6 +14,7 @@ TinkerFlowsError            an error the user can fix; its message is one senten
 │   └── RolledBackError                     a guard ended this attempt; the run resumes without the bad step
 └── StorageError            (OSError)       a run directory could not be read or written
     └── LostRunError                        another process has taken over the run, or its directory was removed
+ExplainedInterrupt          (KeyboardInterrupt)  a run was stopped, and the terminal has said how to continue it
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ class EvaluatorError(TinkerFlowsError, RuntimeError):
 
 class GuardError(TinkerFlowsError, RuntimeError):
     """A guard ended the run before a checkpoint could contain the problem."""
+
+
+class ExplainedInterrupt(KeyboardInterrupt):
+    """Ctrl-C or a cancel of a run, after the terminal has said how to continue."""
 
 
 class RolledBackError(GuardError):

@@ -21,14 +21,15 @@ def install() -> None:
 def _show(previous: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an uncaught error; the process exits with 1 after an error, as Python does, and with 130 after Ctrl-C."""
     # Imported here, because `import tinker_flows` loads nothing heavy.
-    from blocks.errors import TinkerFlowsError, traceback_is_requested
+    from blocks.errors import ExplainedInterrupt, TinkerFlowsError, traceback_is_requested
     from blocks.terminal import print_notice
     from objectives.errors import ObjectiveError
 
     if traceback_is_requested() or not isinstance(error, TinkerFlowsError | ObjectiveError | KeyboardInterrupt):
         previous(kind, error, trace)
     elif isinstance(error, KeyboardInterrupt):
-        print_notice("Stopped. Run the same script again to resume its run from the last checkpoint.")
+        if not isinstance(error, ExplainedInterrupt):
+            print_notice("Stopped. Run the same script again to resume a run from its last checkpoint.")
         sys.exit(130)
     else:
         text = "".join(traceback.format_exception(kind, error, trace))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from blocks.errors import TinkerFlowsError, traceback_is_requested
+from blocks.errors import ExplainedInterrupt, TinkerFlowsError, traceback_is_requested
 from blocks.garbage_collection import no_collections
 from blocks.prefect_errors import check_prefect_url, prefect_failures
 from blocks.processes import PrefectServer, running_prefect_server, starting_prefect_server
@@ -96,7 +97,7 @@ def start(flow: str, config: str, file: Path | None, overrides: Sequence[str], s
             from flows.config.loader import load_config
 
             loaded = load_config(cast("type[Config]", import_path(config)), file, overrides)
-        with _engine(loaded):
+        with _explained_interrupts(loaded), _engine(loaded):
             with no_collections():
                 function = cast("Flow[..., Any]", import_path(flow))
                 show_result = cast("Callable[[Any], None]", import_path(show))
@@ -113,8 +114,10 @@ def exit_on_error(action: Callable[[], None]) -> None:
         if traceback_is_requested():
             print_notice(traceback.format_exc())
         sys.exit(escape_terminal(f"error: {error}"))
+    except ExplainedInterrupt:
+        sys.exit(130)
     except (KeyboardInterrupt, CancelledRun):
-        print_notice("Stopped. To resume from the last checkpoint, run the same command again, or tinker-flows resume.")
+        print_notice("Stopped.")
         sys.exit(130)
 
 
@@ -157,27 +160,44 @@ def _run_quietly(flow: Flow[..., R], config: Config, server: PrefectServer | Non
 
 @contextmanager
 def _explained_interrupts(config: Config) -> Iterator[None]:
-    """After Ctrl-C, say what the same command does if it does not resume, and exit with 130.
-
-    It would delete a run with `if_exists: delete`. Evaluations, comparisons and exports start over.
-    """
+    """After Ctrl-C or a cancel, say what the same command does, and raise ExplainedInterrupt."""
     from prefect.exceptions import CancelledRun
-
-    from flows.config.base import RunConfig, WeightsConfig
 
     try:
         yield
-    except (KeyboardInterrupt, CancelledRun):
-        if isinstance(config, WeightsConfig):
-            print_notice("Stopped. Nothing was saved to continue from: the same command starts over.")
-        elif isinstance(config, RunConfig) and config.if_exists == "delete":
-            print_notice(
-                f"Stopped. `tinker-flows resume {config.run_name}` resumes from the last checkpoint; the same command "
-                "would delete the run, because if_exists is 'delete'."
-            )
-        else:
-            raise
-        sys.exit(130)
+    except ExplainedInterrupt:
+        raise
+    except (KeyboardInterrupt, CancelledRun) as interrupt:
+        print_notice(f"Stopped. {_how_to_continue(config)}")
+        raise ExplainedInterrupt from interrupt
+
+
+def _how_to_continue(config: Config) -> str:
+    """Return a sentence about the same command after a stop.
+
+    It would delete a run with `if_exists: delete`. Evaluations, comparisons and exports start over.
+    """
+    from flows.config.base import RunConfig, WeightsConfig
+    from flows.runs.blocks import storage_of
+    from tasks.reports.summary import storage_option
+    from tasks.training.checkpoints import resumable, step_of
+
+    if isinstance(config, WeightsConfig):
+        return "Nothing was saved to continue from: the same command starts over."
+    if not isinstance(config, RunConfig):
+        return "The same command continues."
+    try:
+        directory = storage_of(config).run_directory(config.run_name)
+        records = resumable(directory)
+    except TinkerFlowsError:
+        return f"`tinker-flows resume {config.run_name}` resumes from the last checkpoint, if there is one."
+    if not records:
+        return f"{config.run_name} has no checkpoint yet: the same command starts over."
+    resume = f"tinker-flows resume {shlex.quote(config.run_name)}{storage_option(config.run_name, directory.location)}"
+    resumed = f"`{resume}` resumes after step {step_of(records[0])}"
+    if config.if_exists == "delete":
+        return f"{resumed}; the same command would delete the run, because if_exists is 'delete'."
+    return f"{resumed}, as the same command does."
 
 
 def _run(flow: Flow[..., R], config: Config, server: PrefectServer | None) -> R:

@@ -17,9 +17,10 @@ from mlflow import MlflowClient
 from rlhf_config import rlhf_fields
 from saved_weights import saved_weights
 from sft_config import sft_fields
+from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks import RunStorage
-from blocks.errors import ConfigError, StorageError
+from blocks.errors import ConfigError, ExplainedInterrupt, StorageError
 from deployments.run_lookup import find_run, resume_config
 from flows.config.distill import OnPolicyConfig
 from flows.config.loader import validate_fields
@@ -181,12 +182,21 @@ def test_interrupted_run_names_the_command_that_does_not_delete(
     monkeypatch.setattr(cli, "_prefect_server", nullcontext)
     monkeypatch.setattr(cli, "_run", interrupt)
     config = validate_fields(SftConfig, sft_fields(tmp_path, "run", "") | {"if_exists": "delete"})
-    with pytest.raises(SystemExit) as exited:
+    with pytest.raises(ExplainedInterrupt):
         cli.run(sft, config)
-    assert exited.value.code == 130
-    assert "`tinker-flows resume run` resumes from the last checkpoint" in capsys.readouterr().err
-    with pytest.raises(KeyboardInterrupt):
-        cli.run(sft, config.model_copy(update={"if_exists": "resume"}))
+    assert capsys.readouterr().err == "Stopped. run has no checkpoint yet: the same command starts over.\n"
+    storage = tmp_path / "runs"
+    (storage / "run").mkdir(parents=True)
+    record = CheckpointRecord("4", batch=4, epoch=0, final=False, state_path="tinker://a", extra={"step": 4})
+    (storage / "run" / "checkpoints.jsonl").write_text(json.dumps(record.to_dict()) + "\n")
+    resume = f"Stopped. `tinker-flows resume run --storage {storage}` resumes after step 4"
+    for policy, same in (
+        ("delete", "; the same command would delete the run, because if_exists is 'delete'."),
+        ("resume", ", as the same command does."),
+    ):
+        with pytest.raises(ExplainedInterrupt):
+            cli.run(sft, config.model_copy(update={"if_exists": policy}))
+        assert capsys.readouterr().err == f"{resume}{same}\n"
 
 
 def test_flows_of_several_runs_reject_it(tmp_path: Path) -> None:

@@ -329,9 +329,12 @@ def test_stop_saves_the_current_step_and_leaves_no_processes(
             client.set_flow_run_state(flow_run_of(run_name).id, Cancelling())
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output.decode()
-    assert "To resume from the last checkpoint, run the same command again" in output.decode()
+    assert output.decode().count("tinker-flows resume") == 1
     assert "Traceback" not in output.decode()
-    assert f"Continue with: tinker-flows resume {run_name} --storage {tmp_path / 'runs'}" in output.decode()
+    assert (
+        f"Stopped. `tinker-flows resume {run_name} --storage {tmp_path / 'runs'}` resumes after step "
+        in output.decode()
+    )
     (run,) = find_run(run_name, mlflow_uri)
     assert run.info.status == "KILLED"
     (record,) = (tmp_path / "runs" / run_name / "checkpoints.jsonl").read_text().splitlines()
