@@ -12,8 +12,7 @@ from tasks.training.examples import Example, TermFlag
 _INTRO = (
     "Held-out prompts with completions before and after training, sampled at temperature 1 or, if the run trains on "
     "rollouts, as its rollouts. Texts of the data may end at the maximum length of the data. A term objects to the "
-    "marked parts; the reason is in the list below them. For the score of a term, lower is better; 0 can mean that a "
-    "text has nothing that the term checks, such as annotations."
+    "marked parts; the reason is in the list below them. For the score of a term, lower is better."
 )
 _PAIRS_INTRO = (
     "Held-out prompts with the chosen and the rejected completion of the data. The margin is the reward of the chosen "
@@ -78,9 +77,15 @@ def _reason(flag: TermFlag) -> str:
 
 def _scores(titles: Sequence[str], shown: Sequence[Example]) -> str:
     names = list(dict.fromkeys(name for example in shown for name in example.scores))
-    rows = [[name, *(_number(example.scores.get(name)) for example in shown)] for name in names]
+    rows = [[name, *(_score(example, name) for example in shown)] for name in names]
     return html_table(("score", *titles), rows) if rows else ""
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+def _score(example: Example, name: str) -> str:
+    """Score of an example; a term that had nothing to check says so instead of a 0."""
+    value = example.scores.get(name)
+    if value is None:
+        return ""
+    if name in example.unchecked:
+        return "nothing to check" if value == 0 else f"{value:.4g}, nothing to check"
+    return f"{value:.4g}"

@@ -51,6 +51,7 @@ class Example:
         other_title: title of `other`.
         scores: value of each term on the completion, and scores of the method: reward, margin or teacher KL.
         flags: parts of the completion to which terms object.
+        unchecked: terms that had nothing to check: their metric `checked` is 0.
     """
 
     prompt: str
@@ -59,6 +60,7 @@ class Example:
     other_title: str = ""
     scores: dict[str, float] = field(default_factory=dict)
     flags: tuple[TermFlag, ...] = ()
+    unchecked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,7 @@ def measure_examples(
     batches = [entry.evaluated.batch for entry in entries]
     scores_E = [dict(entry.evaluated.scores_D[0]) if entry.evaluated.scores_D else {} for entry in entries]
     flags_E: list[list[TermFlag]] = [[] for _ in entries]
+    unchecked_E: list[list[str]] = [[] for _ in entries]
     data = [
         (Outputs(entry.evaluated.logprobs_DT, None, batch.sampling_logprobs_DT), batch)
         for entry, batch in zip(entries, batches, strict=True)
@@ -158,8 +161,10 @@ def measure_examples(
         except ObjectiveError as error:
             get_run_logger().warning("The examples have no value of term %s: %s", term.name, error)
             continue
-        for evaluation, scores in zip(evaluations, scores_E, strict=True):
+        for evaluation, scores, unchecked in zip(evaluations, scores_E, unchecked_E, strict=True):
             scores[term.name] = evaluation.value
+            if evaluation.metrics.get("checked") == 0:
+                unchecked.append(term.name)
         for (outputs, batch), flags in zip(data, flags_E, strict=True):
             flags += find_flags(term, outputs, batch, tokenizer)
     is_pairs = batches[0].num_datums == 2
@@ -173,8 +178,9 @@ def measure_examples(
             ("rejected" if is_pairs else "in the data") if entry.other else "",
             scores,
             tuple(flags),
+            tuple(unchecked),
         )
-        for entry, batch, scores, flags in zip(entries, batches, scores_E, flags_E, strict=True)
+        for entry, batch, scores, flags, unchecked in zip(entries, batches, scores_E, flags_E, unchecked_E, strict=True)
     ]
 
 
@@ -205,7 +211,13 @@ def read_examples(directory: RunDirectory) -> dict[int, list[Example]]:
             lambda record: (
                 int(record["step"]),
                 [
-                    Example(**{**entry, "flags": tuple(TermFlag(**flag) for flag in entry["flags"])})
+                    Example(
+                        **{
+                            **entry,
+                            "flags": tuple(TermFlag(**flag) for flag in entry["flags"]),
+                            "unchecked": tuple(entry.get("unchecked", ())),  # missing in files of earlier releases
+                        }
+                    )
                     for entry in record["examples"]
                 ],
             ),

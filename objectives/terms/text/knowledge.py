@@ -109,7 +109,7 @@ def knowledge(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]
         timeout_s: time limit in seconds of one request, or of the wait for a locked database.
 
     Metrics, counted over the batch:
-        contradicted, confirmed, unknown.
+        contradicted, confirmed, unknown; checked: contradicted and confirmed.
     """
     counts_D: list[FactCounts] = batch.features
     scores_D = [counts.contradicted / max(1, counts.known) for counts in counts_D]
@@ -117,4 +117,5 @@ def knowledge(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]
         "contradicted": sum(counts.contradicted for counts in counts_D),
         "confirmed": sum(counts.confirmed for counts in counts_D),
         "unknown": sum(counts.unknown for counts in counts_D),
+        "checked": sum(counts.known for counts in counts_D),
     }

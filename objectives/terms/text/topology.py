@@ -194,8 +194,9 @@ def topology(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
 
     Metrics, mean over the datums:
         beta_0_mean, beta_1_mean; persistence_mean (in steps, or in distances of a point cloud); distance_mean (only
-        with a target); disconnected, the share of datums with more than one component; and truncated, the number of
-        point clouds that were cut to `MAX_POINTS`.
+        with a target); disconnected, the share of datums with more than one component; and two numbers of datums:
+        checked, those with at least two steps, nodes or points; and truncated, point clouds that were cut to
+        `MAX_POINTS`.
     """
     shapes: list[Shape] = batch.features
     extra_components = [max(0, shape.components - 1) for shape in shapes]
@@ -206,6 +207,7 @@ def topology(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         "beta_1_mean": sum(shape.cycles for shape in shapes) / len(shapes),
         "persistence_mean": sum(shape.persistence for shape in shapes) / len(shapes),
         "disconnected": sum(extra > 0 for extra in extra_components) / len(shapes),
+        "checked": sum(shape.steps > 1 for shape in shapes),
         "truncated": sum(shape.truncated for shape in shapes),
     }
     if distances_D:

@@ -53,11 +53,15 @@ def test_supervised_examples_are_sampled_at_both_ends_and_change_no_bit(
         assert len({example.prompt for example in shown}) == 3
         assert all(example.other_title == "in the data" for example in shown)
         assert all({"topology", "logic", "confidence"} <= example.scores.keys() for example in shown)
+        # Twelve bytes of an untrained model have no annotation.
+        assert all(example.unchecked == ("topology", "logic") for example in shown)
     result, estimated = results["with"]
     assert estimated.examples.num_sample_tokens == 2 * 3 * 12
     assert 0 < result.metrics["cost/num_sample_tokens"] <= 2 * 3 * 12
     assert result.metrics["cost/num_prefill_tokens"] == estimated.examples.num_prefill_tokens
-    assert "Examples before and after" in Path(result.report).read_text()
+    report = Path(result.report).read_text()
+    assert "Examples before and after" in report
+    assert "<td>nothing to check<td>" in report
 
 
 def test_margins_of_pairs_average_to_the_metric(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:

@@ -100,7 +100,8 @@ def test_texts_are_checked_with_sqlite(database):
     batch, outputs = batch_of(TEXTS)
     bound = bind("knowledge", params={"source": str(database), "query": QUERY, "pattern": PATTERN})
     evaluation = evaluate(bound, outputs, batch)
-    assert evaluation.metrics == {"contradicted": 2, "confirmed": 2, "unknown": 1, "trained_prompts": 1.0}
+    counts = {"contradicted": 2, "confirmed": 2, "unknown": 1, "checked": 4}
+    assert evaluation.metrics == counts | {"trained_prompts": 1.0}
     assert evaluation.gradient_DT.tolist() == pytest.approx(finite_differences(bound, outputs, batch), abs=1e-8)
     assert (evaluation.gradient_DT[2:4] < 0).all()  # the text without a contradiction becomes likelier
     assert (evaluation.gradient_DT[[0, 1, 4, 5]] > 0).all()

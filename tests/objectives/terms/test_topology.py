@@ -102,6 +102,7 @@ def test_scores_and_metrics():
         "beta_1_mean": 0.0,
         "persistence_mean": 0.0,
         "disconnected": 0.5,
+        "checked": 3,
         "truncated": 0,
     }
 

@@ -102,3 +102,14 @@ def test_section_shows_the_first_and_the_last_examples_of_the_same_prompts() -> 
     assert "<td>logic<td>1<td>0.25" in section
     assert [text for text in ("middle", "gone", "other") if text in section] == []
     assert examples_section({}) == ""
+
+
+def test_score_without_a_check_says_so() -> None:
+    before = Example(
+        "prompt", "no sum", scores={"logic": 0.0, "strict": 0.5, "length": 0.0}, unchecked=("logic", "strict")
+    )
+    after = Example("prompt", "<<1+1=2>>", scores={"logic": 0.0, "strict": 0.0, "length": 2.0})
+    section = examples_section({0: [before], 4: [after]})
+    assert "<td>logic<td>nothing to check<td>0" in section
+    assert "<td>strict<td>0.5, nothing to check<td>0" in section
+    assert "<td>length<td>0<td>2" in section
