@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from deployments.run_lookup import StoredRun, find_mlflow_run, find_run
 from flows.monitoring.run_tags import STOPPED_TAG as STOPPED
 from flows.runs.blocks import storage_at
 from tasks.reports.summary import run_warnings
+from tasks.reports.tables import REWARD
 from tasks.training.checkpoints import read_records, step_of
 from tasks.training.metric_names import logged_name
 from tasks.training.metrics import metric_values
@@ -29,6 +30,7 @@ METRICS = (
     *("test/nll", "test/env/all/reward/total", "test/accuracy"),
     *("env/all/reward/total", "accuracy", "train_mean_nll", "loss/total"),
 )
+TEACHER_METRICS = ("test/teacher_kl", "teacher_kl")
 # State of an unfinished run that no process is writing, by the status of its MLflow run.
 STATES = {"FAILED": "failed", "KILLED": "stopped", "RUNNING": "killed", "FINISHED": "stopped"}
 
@@ -141,21 +143,38 @@ def show_runs(storage: str, as_json: bool) -> None:
     if not runs:
         console.print(f"No runs in {storage_at(storage).run_directory('RUN').location.removesuffix('/RUN')}.")
         return
-    table = Table(title="Runs", title_justify="left")
-    columns = ["run", "state", "step", "checkpoint", "metric", "MLflow run"]
-    if any(run.writer for run in runs):
-        columns.append("written by")
-    for column in columns:
-        justify = "right" if column in ("step", "checkpoint") else "left"
-        table.add_column(column, overflow="fold", justify=justify, min_width=len(column))
-    for run in runs:
-        checkpoint = "" if run.checkpoint_step is None else str(run.checkpoint_step)
-        process = run.writer.partition(",")[0]  # without the id of the flow run, which fills half of the row
-        cells = (run.run_name, run.state, _steps(run), checkpoint, _value(run), run.mlflow_run_id[:8], process)
-        table.add_row(*cells[: len(columns)])
-    console.print(table)
+    console.print(_table(runs, console.width))
     for message in dict.fromkeys(run.why for run in runs if run.state in ("unknown", "damaged")):
         console.print(message)
+
+
+def _table(runs: Sequence[RunStatus], width: int) -> Table:
+    """Table of runs. Words are not broken; columns that `status RUN` shows too are left out if they do not fit."""
+    cells: dict[str, list[str]] = {
+        "run": [run.run_name for run in runs],
+        "state": [run.state for run in runs],
+        "step": [_steps(run) for run in runs],
+        "checkpoint": ["" if run.checkpoint_step is None else str(run.checkpoint_step) for run in runs],
+        "metric": [_value(run) for run in runs],
+        "MLflow run": [run.mlflow_run_id[:8] for run in runs],
+        # Without the id of the flow run, which fills half of the row.
+        "written by": [run.writer.partition(",")[0] for run in runs],
+    }
+    if not any(cells["written by"]):
+        del cells["written by"]
+    wrapped = ("metric", "written by")
+    words = {name: " ".join([name, *column]).split() if name in wrapped else column for name, column in cells.items()}
+    widths = {name: max(len(name), *map(len, of_column)) for name, of_column in words.items()}
+    for name in ("MLflow run", "checkpoint"):
+        if sum(widths.values()) + 3 * len(widths) + 1 > width:  # a border and two spaces for each column
+            del widths[name]
+    table = Table(title="Runs", title_justify="left")
+    for name, narrowest in widths.items():
+        justify = "right" if name in ("step", "checkpoint") else "left"
+        table.add_column(name, overflow="fold", justify=justify, min_width=narrowest, no_wrap=name not in wrapped)
+    for row in zip(*(cells[name] for name in widths), strict=True):
+        table.add_row(*row)
+    return table
 
 
 def show_run(run_name: str, storage: str, as_json: bool) -> None:
@@ -212,7 +231,9 @@ def _num_steps(run: StoredRun, client: MlflowClient | None, mlflow_run: MlflowRu
 
 def _main_metric(run: StoredRun, metrics: Mapping[str, float]) -> str:
     best = logged_name(str((run.fields.get("keep_best") or {}).get("metric", "")))
-    return next((name for name in (best, *METRICS) if name in metrics), "")
+    # Distillation without rewards logs rewards of 0, which say nothing.
+    teacher = () if metrics.get(REWARD) else TEACHER_METRICS
+    return next((name for name in (best, *teacher, *METRICS) if name in metrics), "")
 
 
 def _steps(run: RunStatus) -> str:

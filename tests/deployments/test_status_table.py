@@ -1,0 +1,52 @@
+"""Table of `tinker-flows status`: whole run names at 80 columns, and the metric that says something about a run."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from blocks.console import TextConsole
+from deployments.status import RunStatus, _main_metric, _table
+
+RUN: Any = SimpleNamespace(fields={})
+
+
+@pytest.mark.parametrize("writer", ["", "process 4711 on host, flow run 1"])
+@pytest.mark.parametrize("name", ["demo-all-steps", "without-logic-and-topology-2"])
+def test_run_names_are_whole_at_80_columns(name: str, writer: str) -> None:
+    run = RunStatus(
+        name,
+        "tiny",
+        "finished",
+        "",
+        "",
+        step=24,
+        num_steps=24,
+        checkpoint_step=24,
+        metric="test/nll",
+        value=1.204,
+        writer=writer,
+        mlflow_run_id="79ea61b8" * 4,
+    )
+    console = TextConsole(width=80, file=(stream := io.StringIO()))
+    console.print(_table([run], console.width))
+    text = stream.getvalue()
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert all(word in text for word in (name, "finished", "24 of 24", "test/nll", "1.204"))
+    assert ("79ea61b8" in text) == (len(name) < 20 and not writer)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({"teacher_kl": 0.3, "env/all/reward/total": 0.0}, "teacher_kl"),
+        ({"teacher_kl": 0.3, "test/teacher_kl": 0.2, "env/all/reward/total": 0.0}, "test/teacher_kl"),
+        ({"teacher_kl": 0.3, "env/all/reward/total": 0.5}, "env/all/reward/total"),
+        ({"env/all/reward/total": 0.0}, "env/all/reward/total"),
+    ],
+)
+def test_distillation_without_rewards_shows_the_teacher(metrics: dict[str, float], expected: str) -> None:
+    assert _main_metric(RUN, metrics) == expected
