@@ -95,8 +95,10 @@ def start(flow: str, config: str, file: Path | None, overrides: Sequence[str], s
     with _prefect_server() as server:
         with no_collections():
             from flows.config.loader import load_config
+            from flows.config.references import check_references
 
             loaded = load_config(cast("type[Config]", import_path(config)), file, overrides)
+            check_references(loaded)
         with _explained_interrupts(loaded), _engine(loaded):
             with no_collections():
                 function = cast("Flow[..., Any]", import_path(flow))
@@ -194,7 +196,8 @@ def _how_to_continue(config: Config) -> str:
     if not records:
         return f"{config.run_name} has no checkpoint yet: the same command starts over."
     resume = f"tinker-flows resume {shlex.quote(config.run_name)}{storage_option(config.run_name, directory.location)}"
-    resumed = f"`{resume}` resumes after step {step_of(records[0])}"
+    step = step_of(records[0])
+    resumed = f"`{resume}` resumes after {step} step{'s' if step > 1 else ''}"
     if config.if_exists == "delete":
         return f"{resumed}; the same command would delete the run, because if_exists is 'delete'."
     return f"{resumed}, as the same command does."

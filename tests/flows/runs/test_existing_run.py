@@ -189,7 +189,7 @@ def test_interrupted_run_names_the_command_that_does_not_delete(
     (storage / "run").mkdir(parents=True)
     record = CheckpointRecord("4", batch=4, epoch=0, final=False, state_path="tinker://a", extra={"step": 4})
     (storage / "run" / "checkpoints.jsonl").write_text(json.dumps(record.to_dict()) + "\n")
-    resume = f"Stopped. `tinker-flows resume run --storage {storage}` resumes after step 4"
+    resume = f"Stopped. `tinker-flows resume run --storage {storage}` resumes after 4 steps"
     for policy, same in (
         ("delete", "; the same command would delete the run, because if_exists is 'delete'."),
         ("resume", ", as the same command does."),

@@ -23,9 +23,9 @@ pytestmark = pytest.mark.process
 SETTINGS = ("PREFECT_API_URL", "TINKER_BASE_URL", "TINKER_API_KEY", "MLFLOW_TRACKING_URI")
 
 
-def run_sft(folder: Path, base_url: str = "local") -> subprocess.CompletedProcess[str]:
+def run_sft(folder: Path, base_url: str = "local", **changes: object) -> subprocess.CompletedProcess[str]:
     """Run two steps on the command line, in the project home `folder/home` and without settings of servers."""
-    fields = sft_fields(folder, "mine", "", base_url) | {"num_steps": 2, "eval_every": 0, "objective": {}}
+    fields = sft_fields(folder, "mine", "", base_url) | {"num_steps": 2, "eval_every": 0, "objective": {}} | changes
     (folder / "sft.yaml").write_text(yaml.safe_dump(fields))
     environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}
     environment |= {"TINKER_FLOWS_HOME": str(folder / "home"), "TINKER_API_KEY": "tml-test"}
@@ -99,3 +99,11 @@ def test_an_invalid_config_ends_the_command_before_its_servers_are_up(tmp_path: 
     (message,) = run.stderr.splitlines()
     assert message.startswith("error: The config is invalid")
     assert "secret" not in message
+
+
+def test_a_builder_that_does_not_exist_ends_the_command_before_the_engine_starts(tmp_path: Path) -> None:
+    run = run_sft(tmp_path, data={"builder": "examples.gsm8k:Gsm9k"})
+    assert run.returncode == 1
+    (message,) = run.stderr.splitlines()
+    assert message.startswith("error: data.builder is 'examples.gsm8k:Gsm9k', which cannot be imported")
+    assert not list((tmp_path / "home" / "logs").glob("engine-*"))

@@ -331,10 +331,7 @@ def test_stop_saves_the_current_step_and_leaves_no_processes(
     assert process.returncode == 130, output.decode()
     assert output.decode().count("tinker-flows resume") == 1
     assert "Traceback" not in output.decode()
-    assert (
-        f"Stopped. `tinker-flows resume {run_name} --storage {tmp_path / 'runs'}` resumes after step "
-        in output.decode()
-    )
+    assert f"Stopped. `tinker-flows resume {run_name} --storage {tmp_path / 'runs'}` resumes after " in output.decode()
     (run,) = find_run(run_name, mlflow_uri)
     assert run.info.status == "KILLED"
     (record,) = (tmp_path / "runs" / run_name / "checkpoints.jsonl").read_text().splitlines()
