@@ -90,11 +90,11 @@ class RunPage:
     def _update(self, client: SyncPrefectClient) -> None:
         step, metrics = self._done, self._metrics
         losses = [f"{key} {metrics[key]:.4g}" for key in ("loss/total", "train_mean_nll") if key in metrics]
-        description = ", ".join([f"{escape_markdown(self._run_name)}: step {step} of {self._num_steps}", *losses])
+        description = ", ".join([f"{escape_markdown(self._run_name)}: {step} of {self._num_steps} steps", *losses])
         self._put(client, "progress", "progress", 100.0 * step / self._num_steps, description)
         rows = [dict(zip(COLUMNS, format_row(row), strict=True)) for row in term_rows(metrics)]
         if rows:
-            description = f"Terms of {escape_markdown(self._run_name)} after step {step}"
+            description = f"Terms of {escape_markdown(self._run_name)} after {step} steps"
             self._put(client, "terms", "table", json.dumps(rows), description)
 
     def _put(self, client: SyncPrefectClient, kind: str, form: str, data: str | float, description: str) -> None:

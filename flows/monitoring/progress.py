@@ -150,7 +150,7 @@ class Progress:
         self._page = RunPage(run_name, first, num_steps, log)
         self._run_name, self._num_steps, self._done = run_name, num_steps, first
         if first:
-            tqdm.write(escape_terminal(f"Resumed {run_name} at step {first} of {num_steps}."), file=sys.stderr)
+            tqdm.write(escape_terminal(f"Resumed {run_name} after {first} of {num_steps} steps."), file=sys.stderr)
         self._first, self._wrote_at = first, perf_counter()
         self._time_left = TimeLeft(first, num_steps, pauses or Pauses({}, frozenset()))
         self._output = ExitStack()
@@ -193,7 +193,7 @@ class Progress:
         self._wrote_at = perf_counter()
         left = timedelta(seconds=round(self._time_left.seconds))
         remaining = f"{self._time_left.pace:.3g} s/step, {left} left"
-        line = f"{self._run_name}: step {self._done} of {self._num_steps}, {', '.join([*figures, remaining])}"
+        line = f"{self._run_name}: {self._done} of {self._num_steps} steps, {', '.join([*figures, remaining])}"
         print_notice(line)
 
     def __enter__(self) -> Self:

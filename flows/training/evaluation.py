@@ -73,7 +73,7 @@ class Evaluation:
         if not (often or rarely):
             return {}
         began = perf_counter()
-        when = f"after step {step}" if step else "before the first step"
+        when = f"after {step} of {self._schedule.num_steps} steps" if step else "before the first step"
         print_notice(f"{self._config.run_name}: evaluating the weights {when}")
         self._ledger.add(self.num_tokens(step))
         due = [

@@ -363,6 +363,11 @@ def plan_lines(
     }
     every = " or ".join(f"{number:,g} {unit}" for unit, number in cadences.items() if number)
     saves = f"checkpoint every {every}" if every else "checkpoint at the end"
+    num_steps = (
+        f"{len(steps):,} of {steps.stop:,} steps"
+        if steps.start
+        else f"{steps.stop:,} step{'s' if steps.stop > 1 else ''}"
+    )
     price = "price unknown" if tokens.usd is None else f"${tokens.usd:,.4g}"
     besides = f", besides {tokens.besides}" if tokens.besides else ""
     basis = f", extrapolated from {tokens.basis}" if tokens.basis else ""
@@ -372,8 +377,7 @@ def plan_lines(
         hours = format_hours(pace.hours(tokens.in_batches, tokens.num_evaluations))
         duration = f"about {hours} at {run}"
     return [
-        f"{method} of {config.model}{on_data}, steps {steps.start + 1} to {steps.stop}, learning rate "
-        f"{config.learning_rate:g}",
+        f"{method} of {config.model}{on_data}, {num_steps}, learning rate {config.learning_rate:g}",
         f"loss {loss}{', with ' + ' and '.join(limits) if limits else ''}",
         f"{evaluations}, {saves}; about {tokens.in_passes:,} tokens in all passes ({price}{besides}){basis}; "
         f"{duration}",

@@ -100,16 +100,16 @@ def test_artifacts_show_the_latest_step_during_and_after_the_run(prefect_server:
     def train() -> Any:
         run_id = flow_run_id()
         with RunPage("My run", 2, 4, log) as page:
-            progress = wait_for_artifact(run_id, "progress-my-run", "step 2 of 4")
+            progress = wait_for_artifact(run_id, "progress-my-run", "2 of 4 steps")
             assert (progress.type, progress.data) == ("progress", 50.0)
-            assert progress.description == "My run: step 2 of 4"
+            assert progress.description == "My run: 2 of 4 steps"
             assert "terms-my-run" not in artifacts_of(run_id)  # no step has evaluated a term yet
 
             page.advance(STEPS[0])
-            progress = wait_for_artifact(run_id, "progress-my-run", "step 3 of 4")
+            progress = wait_for_artifact(run_id, "progress-my-run", "3 of 4 steps")
             assert progress.data == 75.0
-            assert progress.description == "My run: step 3 of 4, loss/total 2, train_mean_nll 0.25"
-            terms = wait_for_artifact(run_id, "terms-my-run", "after step 3")
+            assert progress.description == "My run: 3 of 4 steps, loss/total 2, train_mean_nll 0.25"
+            terms = wait_for_artifact(run_id, "terms-my-run", "after 3 steps")
             assert term_rows(terms) == [["base", "2", "1", "2", "75.0%", "+1.000"], KL_ROW]
 
             page.advance(STEPS[1])
@@ -118,9 +118,9 @@ def test_artifacts_show_the_latest_step_during_and_after_the_run(prefect_server:
     final = artifacts_of(train())
     assert set(final) == {"progress-my-run", "terms-my-run"}  # a browser cannot open SQLite, so there is no MLflow link
     assert final["progress-my-run"].data == 100.0
-    assert final["progress-my-run"].description == "My run: step 4 of 4, loss/total 1, train_mean_nll 0.25"
+    assert final["progress-my-run"].description == "My run: 4 of 4 steps, loss/total 1, train_mean_nll 0.25"
     assert final["terms-my-run"].type == "table"
-    assert final["terms-my-run"].description == "Terms of My run after step 4"
+    assert final["terms-my-run"].description == "Terms of My run after 4 steps"
     # The base loss has its new value; the KL term keeps the values of the last step that evaluated it.
     assert term_rows(final["terms-my-run"]) == [["base", "1", "1", "1", "75.0%", "+1.000"], KL_ROW]
 
@@ -138,7 +138,7 @@ def test_process_that_lost_the_run_leaves_its_page_alone(prefect_server: str, ml
     def train() -> Any:
         nonlocal is_lost
         with RunPage("Lost run", 0, 4, log) as page:
-            wait_for_artifact(flow_run_id(), "progress-lost-run", "step 0 of 4")
+            wait_for_artifact(flow_run_id(), "progress-lost-run", "0 of 4 steps")
             is_lost = True
             page.advance(STEPS[0])
         return flow_run_id()
@@ -204,7 +204,7 @@ def test_run_continues_when_the_prefect_server_drops_requests(
     shown = artifacts_of(run_id)
     if recovers:
         assert shown["progress-dropped"].data == 100.0
-        assert shown["terms-dropped"].description == "Terms of dropped after step 2"
+        assert shown["terms-dropped"].description == "Terms of dropped after 2 steps"
     else:
         assert shown == {}
 

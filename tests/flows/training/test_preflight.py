@@ -70,7 +70,7 @@ def test_the_plan_names_what_will_be_trained_and_the_price() -> None:
     config = sft(objective=objective, eval_every=12, checkpoint_every=0, learning_rate=1e-3, data=data("qwen3_5"))
     tokens = PlannedTokens(16_000, 34_567, 0.5)
     assert plan_lines(config, "sft", range(8, 24), tokens) == [
-        "sft of tiny on a:B, steps 9 to 24, learning rate 0.001",
+        "sft of tiny on a:B, 16 of 24 steps, learning rate 0.001",
         "loss cross_entropy + 5 x logic + (0.0347826 to 0.1) x confidence, with kl at most 0.2",
         "evaluation every 12 steps, checkpoint at the end; about 34,567 tokens in all passes ($0.5); time unknown",
     ]
