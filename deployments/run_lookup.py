@@ -102,12 +102,15 @@ def find_mlflow_run(run: StoredRun, records: Records) -> tuple[MlflowClient, Mlf
     return client, find_recorded_run(client, tracking_at(reference, experiment), run.directory, records)
 
 
-def report_of(run_name: str, storage: str, *, rebuild: bool, control: Mapping[str, Control] | None = None) -> str:
+def report_of(
+    run_name: str, storage: str, *, rebuild: bool, control: Mapping[str, Control] | None = None, effect: str = ""
+) -> str:
     """Return the location of a run's report; build the report from MLflow if it is missing.
 
     Args:
         rebuild: build the report even if it exists.
-        control: held-out values of a run without the terms, to show in a report that is built.
+        control, effect: held-out values of a run without the terms, and a sentence on the difference from them, to show
+            in a report that is built.
 
     Raises:
         ConfigError: the run does not exist, or has not logged a step.
@@ -129,7 +132,7 @@ def report_of(run_name: str, storage: str, *, rebuild: bool, control: Mapping[st
     from tasks.reports.tables import target_rows
 
     note = mlflow_run.data.tags.get(REJECTED_TAG, "")
-    extras = ReportExtras(note, target_rows(history, _targets(run.fields)), control)
+    extras = ReportExtras(note, target_rows(history, _targets(run.fields)), control, effect)
     with run.directory as directory:
         return write_report.fn(directory, log, run_name, history, extras)
 

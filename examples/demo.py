@@ -71,7 +71,8 @@ def main(overrides: list[str]) -> None:
     config, control = next_run(overrides), read_control()
     result = run(sft, config)
     if not overrides:
-        report_of(result.run_name, config.storage, rebuild=True, control=control)
+        effect = f"Effect on the {split}." if (split := describe_nll(result.held_out, control)) else ""
+        report_of(result.run_name, config.storage, rebuild=True, control=control, effect=effect)
     show_result(result, None if overrides else control)
     if overrides:
         print("control      none: the values without the terms are stored for the whole demo only, `make demo`")

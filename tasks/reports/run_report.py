@@ -35,7 +35,6 @@ from tasks.reports.html import (
 )
 from tasks.reports.summary import RunSummary, summarize
 from tasks.reports.tables import (
-    COLUMNS,
     INTERVALS,
     REWARD,
     TARGET_COLUMNS,
@@ -44,11 +43,11 @@ from tasks.reports.tables import (
     History,
     TargetRow,
     cosine_key,
-    format_row,
     held_out_table,
     is_headline,
     recent_term_rows,
     reward_parts,
+    term_table,
 )
 from tasks.training.examples import read_examples
 from tasks.training.held_out import read_batch_values
@@ -179,7 +178,9 @@ _HEALTH = (
     ),
 )
 CHART_HINT = (
-    '<p class="muted">Charts: drag to zoom, double-click to reset, click an entry of a legend to hide or show it.</p>'
+    '<p class="muted">Charts: drag to zoom, double-click to reset, click an entry of a legend to hide or show it. '
+    "Step s comes after s completed steps, as in MLflow: a run of 24 steps trains on the batches of steps 0 to 23, and "
+    "step 24 has its final weights.</p>"
 )
 _HEADER = """<h1>{name}</h1>
 <p class="verdict">{verdict}</p>
@@ -196,11 +197,13 @@ class ReportExtras:
         note: sentence at the top, such as the reason why no checkpoint was registered.
         targets: rows of the targets of terms and rewards.
         control: held-out values of a run without the terms, to show alongside those of this run.
+        effect: further sentence on the effects of the terms; may be empty.
     """
 
     note: str = ""
     targets: Sequence[TargetRow] = ()
     control: Mapping[str, Control] | None = None
+    effect: str = ""
 
 
 @retried_task(name="report")
@@ -215,18 +218,18 @@ def write_report(
     log.client.log_text(log.run_id, page, "report.html")
     location = f"{directory.location}/report.html"
     link = flow_run_link() or _earlier_link(mlflow_run.data.tags.get(DESCRIPTION_TAG, ""))
-    log.tag(DESCRIPTION_TAG, _description(summary, extras.note, location, link))
+    log.tag(DESCRIPTION_TAG, _description(summary, extras, location, link))
     log.flush()
     if flow_run.get_id():  # Prefect shows artifacts on the page of a flow run
         _create_artifact(run_name, location, log, report_markdown(summary, history, extras))
     return location
 
 
-def _description(summary: RunSummary, note: str, location: str, link: str) -> str:
+def _description(summary: RunSummary, extras: ReportExtras, location: str, link: str) -> str:
     """Description of the MLflow run, without a table of the terms, because MLflow charts their metrics."""
     links = f"{link}\n\nReport: {markdown_code(location)}, and `report.html` among the artifacts"
     return "\n\n".join(
-        filter(None, [*_opening(summary, note), *_facts_and_results(summary), links, _commands(summary)])
+        filter(None, [*_opening(summary, extras), *_facts_and_results(summary), links, _commands(summary)])
     )
 
 
@@ -240,23 +243,30 @@ def report_markdown(summary: RunSummary, history: History, extras: ReportExtras)
     title, rows = recent_term_rows(history)
     tables = _facts_and_results(summary)
     if rows:
-        tables += [f"{title.capitalize()}:", markdown_table(COLUMNS, [format_row(row) for row in rows])]
+        tables += [f"{title.capitalize()}:", markdown_table(*term_table(rows))]
     tables += [markdown_table(TARGET_COLUMNS, [row.format() for row in extras.targets])] if extras.targets else []
     if sensitivity := sensitivity_cells(history, [row.name for row in rows]):
         tables += [SENSITIVITY_NOTE, markdown_table(SENSITIVITY_COLUMNS, sensitivity)]
-    return "\n\n".join(filter(None, [*_opening(summary, extras.note), *tables, _commands(summary)]))
+    return "\n\n".join(filter(None, [*_opening(summary, extras), *tables, _commands(summary)]))
 
 
-def _opening(summary: RunSummary, note: str) -> list[str]:
+def _opening(summary: RunSummary, extras: ReportExtras) -> list[str]:
     warnings = [f"- **Warning:** {escape_markdown(warning)}" for warning in summary.warnings]
-    return [escape_markdown(summary.verdict), escape_markdown(note), "\n".join(warnings)]
+    sentences = [summary.verdict, extras.note, *_effects(summary, extras)]
+    return [*map(escape_markdown, sentences), "\n".join(warnings)]
+
+
+def _effects(summary: RunSummary, extras: ReportExtras) -> list[str]:
+    """Sentences on the effects of the terms; empty without a control."""
+    return [describe_effects(summary.held_out, extras.control or {}), extras.effect]
 
 
 def _facts_and_results(summary: RunSummary) -> list[str]:
     tables = [markdown_table(("run", ""), summary.facts)]
     if summary.held_out:
         tables.append(markdown_table(*held_out_table(summary.held_out)))
-    return [*tables, "\n".join(f"- {escape_markdown(sentence)}" for sentence in _changes_of_terms(summary))]
+    sentences = [*_changes_of_terms(summary), *(row.note for row in summary.held_out if row.note)]
+    return [*tables, "\n".join(f"- {escape_markdown(sentence)}" for sentence in sentences)]
 
 
 def _changes_of_terms(summary: RunSummary) -> list[str]:
@@ -268,11 +278,11 @@ def _commands(summary: RunSummary) -> str:
 
 
 def _page(run_name: str, log: MetricsLog, summary: RunSummary, extras: ReportExtras, sections: Iterator[str]) -> str:
-    note, effect = extras.note, _effect_sentence(summary.held_out, extras.control or {})
+    notes = [extras.note, *_effects(summary, extras)]
     header = _HEADER.format(
         name=html.escape(run_name),
         verdict=html.escape(summary.verdict),
-        note="".join(f"<p><b>{html.escape(text)}</b></p>\n" for text in (note, effect) if text),
+        note="".join(f"<p><b>{html.escape(text)}</b></p>\n" for text in notes if text),
         facts=_fact_list([*summary.facts, ("MLflow run", log.run_id)]),
         cards=_cards(summary.headlines),
         warnings=f'<div class="warnings"><b>Warnings</b>{warnings}</div>'
@@ -309,7 +319,7 @@ def _sections(directory: RunDirectory, history: History, summary: RunSummary, ex
         html_charts(draw_term([run], name, colors[name], limits.get(name)) for name in names if name != BASE),
         html_charts(draw(run, names) for draw in (draw_shares, draw_cosines, draw_conflicts) if len(names) > 1),
         f"<h3>{title.capitalize()}</h3>",
-        html_table(COLUMNS, [format_row(row) for row in rows]),
+        html_table(*term_table(rows)),
         intro="Terms are minimized: lower is better, except for a term with a lower limit as its target.",
     )
     yield html_section(
@@ -356,7 +366,7 @@ def _held_out_section(rows: Sequence[HeldOutRow], control: Mapping[str, Control]
     return html_section(
         "Held-out data",
         html_table(*held_out_table(rows, control)) if rows else "",
-        intro=INTERVALS + effect,
+        intro=" ".join([INTERVALS + effect, *(row.note for row in rows if row.note)]),
     )
 
 
@@ -379,11 +389,33 @@ def _evaluations(keys: set[str]) -> list[MetricChart]:
     return [MetricChart(key.removeprefix("test/"), "value", "Metric of an evaluator.", held_out=key) for key in own]
 
 
-def _effect_sentence(rows: Sequence[HeldOutRow], control: Mapping[str, Control]) -> str:
-    """Sentence with the difference of the main held-out values from the control; empty without one."""
+def describe_effects(rows: Sequence[HeldOutRow], control: Mapping[str, Control]) -> str:
+    """Say in a sentence how the main held-out values differ from a control without the terms; empty without one."""
     shown = [row for row in rows if row.metric in control and (row.is_of_term or is_headline(f"test/{row.metric}"))]
-    effects = [f"{row.metric} {row.compare(control[row.metric]).signed()}" for row in shown]
-    return f"Effect of the terms, against a control without them: {', '.join(effects)}." if effects else ""
+    effects = {row.metric: row.compare(control[row.metric]) for row in shown}
+    unclear = [name for name, effect in effects.items() if not effect.is_measurable]
+    raised, lowered = (
+        [
+            f"{name} by {effect.size()}"
+            for name, effect in effects.items()
+            if name not in unclear and sign * effect.value > 0
+        ]
+        for sign in (1, -1)
+    )
+    parts = [f"{verb} {_and(names)}" for verb, names in (("raised", raised), ("lowered", lowered)) if names]
+    if unclear:
+        parts.append(f"did not measurably change {_and(unclear)}")
+    return f"Compared with a control without the terms, the terms {_and(parts)}." if parts else ""
+
+
+def _and(items: Sequence[str]) -> str:
+    """Join items in a sentence.
+
+    >>> _and(["a", "b", "c"])
+    'a, b and c'
+    """
+    *most, last = items
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _fact_list(facts: Sequence[tuple[str, str]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Self
 
@@ -99,6 +99,16 @@ def format_row(row: TermRow) -> tuple[str, ...]:
     return (row.name, *cells)
 
 
+def term_table(rows: Sequence[TermRow]) -> tuple[Sequence[str], list[tuple[str, ...]]]:
+    """Columns and text cells of the terms; for the base loss alone, without columns that compare it with terms.
+
+    >>> term_table([TermRow("base", 1.5, 1.0, 1.5, 1.0, 1.0)])
+    (('term', 'value'), [('base', '1.5')])
+    """
+    num_columns = len(COLUMNS) if len(rows) > 1 or any(row.name != BASE for row in rows) else 2
+    return COLUMNS[:num_columns], [format_row(row)[:num_columns] for row in rows]
+
+
 def cosine_key(first: str, second: str) -> str:
     """Metric key of the cosine of two terms; the run logs it for one of the two orders."""
     return f"term/{second}/cosine_to_base" if first == BASE else f"cosine/{first}/{second}"
@@ -112,8 +122,11 @@ INTERVALS = (
 HELD_OUT = "test/"
 _VALUE, _ERROR = "/value", "/stderr"
 REWARD = "env/all/reward/total"
+ACCURACY, MARGIN = "test/accuracy", "test/margin"
+# Margins are differences of sums of logprobs, so a margin of 0 may be a rounding error.
+_TIED = 1e-5
 # Main metrics of sft, of preference data and of rl, which tables show first.
-_HEADLINES = ("test/nll", "test/accuracy", f"test/{REWARD}")
+_HEADLINES = ("test/nll", ACCURACY, f"test/{REWARD}")
 # Metrics of tinker-cookbook for every environment.
 _COUNTS = {f"total_{name}" for name in ("episodes", "turns", "ac_tokens", "ob_tokens")} | {
     *("ac_tokens_per_turn", "ob_tokens_per_turn", "turns_per_episode")
@@ -181,6 +194,15 @@ class Estimate:
         """
         return f"{self.value:+.4g}" + self._interval()
 
+    def size(self) -> Self:
+        """Absolute value, with the same interval around it."""
+        return replace(self, value=abs(self.value))
+
+    @property
+    def is_measurable(self) -> bool:
+        """True if a change of this size is not 0 and its interval does not include 0."""
+        return self.value != 0 and not abs(self.value) <= self.half_width
+
     def _interval(self) -> str:
         if self.bounds:
             return f" ({self.bounds.low:.2g} to {self.bounds.high:.2g})"
@@ -219,6 +241,7 @@ class HeldOutRow:
         change: mean change, with an interval if the run stored the values of the same batches at both steps.
         batches: values of the last evaluation, for comparisons with other runs; None if the run did not store them.
         is_of_term: whether the metric is the value of a term.
+        note: sentence that explains the values; may be empty.
     """
 
     metric: str
@@ -229,6 +252,7 @@ class HeldOutRow:
     change: Estimate
     batches: BatchValues | None = None
     is_of_term: bool = False
+    note: str = ""
 
     @property
     def is_compared(self) -> bool:
@@ -242,12 +266,11 @@ class HeldOutRow:
         >>> HeldOutRow("logic", 0, 24, Estimate(0.2), Estimate(0.1085), change).describe_change()
         'logic fell by 0.0915 ± 0.0055 on held-out data, from 0.2 to 0.1085.'
         """
-        if self.change.value == 0 or abs(self.change.value) <= self.change.half_width:
+        if not self.change.is_measurable:
             return f"{self.metric} did not measurably change on held-out data: {self.change.signed()}."
         direction = "rose" if self.change.value > 0 else "fell"
-        size = Estimate(abs(self.change.value), self.change.half_width)
         return (
-            f"{self.metric} {direction} by {size} on held-out data, from {self.before.value:.4g} to "
+            f"{self.metric} {direction} by {self.change.size()} on held-out data, from {self.before.value:.4g} to "
             f"{self.after.value:.4g}."
         )
 
@@ -325,8 +348,21 @@ def held_out_rows(
         first_value = Estimate.of(earlier, is_share=shares) if earlier else Estimate(before)
         last_value = Estimate.of(later, is_share=shares) if later else Estimate(after)
         metric = stored.removeprefix(HELD_OUT)
-        rows.append(HeldOutRow(metric, first, last, first_value, last_value, change, later, is_of_term))
+        note = _describe_ties(batches) if key == ACCURACY else ""
+        rows.append(HeldOutRow(metric, first, last, first_value, last_value, change, later, is_of_term, note))
     return rows
+
+
+def _describe_ties(batches: Mapping[int, Mapping[str, BatchValues]]) -> str:
+    """Say at which steps the margin of pairs is 0, as it is if policy and reference are equal; empty if nowhere."""
+    ties = {
+        step: sum(abs(margin) < _TIED for margin in values[MARGIN].values_B) / len(values[MARGIN].values_B)
+        for step, values in sorted(batches.items())
+        if MARGIN in values
+    }
+    shown = [f"{share:.0%} of the pairs at step {step}" for step, share in ties.items() if share]
+    count = "They count as wrong, unless rounding decides otherwise."
+    return f"Ties in the accuracy, with a margin of 0 up to rounding: {', '.join(shown)}. {count}" if shown else ""
 
 
 def held_out_table(

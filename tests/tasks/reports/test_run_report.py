@@ -49,6 +49,9 @@ def rl_history() -> dict[str, list[tuple[int, float]]]:
     return history
 
 
+EFFECT = "Half of the problems gain more than the others."
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
@@ -65,7 +68,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         log = MetricsLog(client, run.info.run_id)
         return Path(
             write_report.fn(
-                directory, log, f"mine {HOSTILE}", history, ReportExtras("not registered", targets, control)
+                directory, log, f"mine {HOSTILE}", history, ReportExtras("not registered", targets, control, EFFECT)
             )
         )
 
@@ -86,7 +89,8 @@ def test_the_page_is_one_file_with_every_section(page: Path) -> None:
 def test_effect_of_the_terms_is_the_value_minus_that_of_the_control(page: Path) -> None:
     text = page.read_text()
     assert "<th>without the terms<th>effect of the terms<tr>" in text
-    assert "<b>Effect of the terms, against a control without them: exact_match +0.375.</b>" in text
+    assert "<b>Compared with a control without the terms, the terms raised exact_match by 0.375.</b>" in text
+    assert f"<b>{EFFECT}</b>" in text
     assert "<tr><td>exact_match<td>0<td>0.5<td>0.125<td>+0.375<" in text
 
 

@@ -12,6 +12,7 @@ from mlflow.entities import Param, Run, RunData, RunInfo, RunStatus, RunTag
 from scipy.stats import binomtest, ttest_rel
 
 from blocks.storage import RunDirectory, RunStorage
+from tasks.reports.run_report import describe_effects
 from tasks.reports.summary import RunSummary, run_warnings, summarize
 from tasks.reports.tables import Control, Estimate, format_row, held_out_rows, held_out_table, recent_term_rows
 from tasks.training.held_out import BatchValues
@@ -121,6 +122,37 @@ def test_interval_of_a_share_never_claims_certainty() -> None:
     assert (str(margin.before), str(margin.after), margin.change.signed()) == ("0", "3", "+3")
     assert accuracy.change.signed() == "+1"
     assert "0 ± " not in str(held_out_table([accuracy, margin]))
+
+
+def test_ties_are_explained() -> None:
+    history = {"test/accuracy": [(0, 0.25), (4, 1.0)], "test/margin": [(0, 0.1), (4, 2.0)]}
+    values = {0: [0.0, 1e-8, -1e-8, 0.4], 4: [2.0, 2.0, 2.5, 1.5]}
+    batches = {step: {"test/margin": BatchValues(margins, [1] * 4)} for step, margins in values.items()}
+    accuracy, margin = held_out_rows(history, batches)
+    assert accuracy.note == (
+        "Ties in the accuracy, with a margin of 0 up to rounding: 75% of the pairs at step 0. They count as wrong, "
+        "unless rounding decides otherwise."
+    )
+    assert margin.note == ""
+    (accuracy, _) = held_out_rows(history, {4: batches[4]})
+    assert accuracy.note == ""
+
+
+def test_effects_are_one_sentence() -> None:
+    names = ("nll", "logic", "topology", "confidence")
+    changes = dict(
+        zip(names, ([0.3, 0.31, 0.29], [-0.2, -0.21, -0.19], [-0.1, -0.11, -0.09], [0.1, -0.1, 0.05]), strict=True)
+    )
+    keys = {name: "test/nll" if name == "nll" else name for name in names}
+    history = {key if key == "test/nll" else f"test/term/{key}/value": [(4, 1.0)] for key in keys.values()}
+    rows = held_out_rows(history, {4: {keys[name]: BatchValues(values, [1] * 3) for name, values in changes.items()}})
+    none = BatchValues([0.0] * 3, [1] * 3)
+    sentence = describe_effects(rows, {name: Control(Estimate(0.0), none) for name in names})
+    assert sentence == (
+        "Compared with a control without the terms, the terms raised nll by 0.3 ± 0.025, lowered logic by 0.2 ± 0.025 "
+        "and topology by 0.1 ± 0.025 and did not measurably change confidence."
+    )
+    assert describe_effects(rows, {}) == ""
 
 
 def test_a_control_adds_two_columns() -> None:
