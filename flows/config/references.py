@@ -62,7 +62,7 @@ def _check_builder(field: str, config: BuilderConfig) -> None:
         return
     for file in _files(config.params):
         path = path_of(file)
-        if not (path and path.exists()):
+        if "://" not in file and not (path and path.exists()):  # tinker-cookbook also reads from object stores
             raise ConfigError(f"The data file {file} does not exist: set {field}.params to an existing file.")
 
 

@@ -52,6 +52,9 @@ def test_wrong_file(tmp_path: Path) -> None:
         ConfigError, match=r"The data file nowhere\.jsonl does not exist: set comparisons\.params to an"
     ):
         check_references(validate_fields(DpoConfig, fields))
+    fields["comparisons"]["params"]["train_path"] = "gs://bucket/train.jsonl"
+    check_references(validate_fields(DpoConfig, fields))
+    fields["comparisons"]["params"]["train_path"] = "nowhere.jsonl"
     # A builder of the user may write the file.
     builders = tmp_path / "builders.py"
     builders.write_text("class Writer: ...\n")
