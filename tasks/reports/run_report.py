@@ -264,7 +264,7 @@ def _effects(summary: RunSummary, extras: ReportExtras) -> list[str]:
 def _facts_and_results(summary: RunSummary) -> list[str]:
     tables = [markdown_table(("run", ""), summary.facts)]
     if summary.held_out:
-        tables.append(markdown_table(*held_out_table(summary.held_out)))
+        tables += [markdown_table(*held_out_table(summary.held_out)), escape_markdown(INTERVALS)]
     sentences = [*_changes_of_terms(summary), *(row.note for row in summary.held_out if row.note)]
     return [*tables, "\n".join(f"- {escape_markdown(sentence)}" for sentence in sentences)]
 
@@ -405,7 +405,8 @@ def describe_effects(rows: Sequence[HeldOutRow], control: Mapping[str, Control])
     parts = [f"{verb} {_and(names)}" for verb, names in (("raised", raised), ("lowered", lowered)) if names]
     if unclear:
         parts.append(f"did not measurably change {_and(unclear)}")
-    return f"Compared with a control without the terms, the terms {_and(parts)}." if parts else ""
+    changes = ", and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+    return f"Compared with a control without the terms, the terms {changes}." if changes else ""
 
 
 def _and(items: Sequence[str]) -> str:
