@@ -206,4 +206,5 @@ def test_estimate_counts_held_out_data_at_frequent_evaluations_only(
         "(infrequent_evaluators.0)",
         "(infrequent_evaluators.1)",
     }
-    assert replace(rarely, excluded=()) == often
+    # An earlier run of the same model may give a pace, with which further evaluations take longer.
+    assert replace(rarely, excluded=(), hours=None) == replace(often, hours=None)
