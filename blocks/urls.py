@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import ssl
+from functools import cache
 
 import httpx
 
@@ -89,6 +91,12 @@ def check_reachable(server: str, url: str, timeout_s: float, remedy: str) -> Non
         UnreachableError: no server responds, or `url` is not an http(s) URL.
     """
     try:
-        httpx.get(url, timeout=timeout_s)
+        httpx.get(url, timeout=timeout_s, verify=_tls_context())
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UnreachableError(f"{server} does not respond ({reason(error)}): {remedy}.") from error
+
+
+@cache
+def _tls_context() -> ssl.SSLContext:
+    """TLS settings of httpx. Creating them parses all certificates, which takes 12 ms."""
+    return httpx.create_ssl_context()

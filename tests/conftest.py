@@ -6,9 +6,11 @@ import gc
 import os
 import random
 import signal
+import ssl
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
@@ -65,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # They come by time and not by step, and tests compare all metrics of a run.
     os.environ["MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"] = "false"
+    # A run creates seven HTTP clients, and each would parse all certificates for 12 ms.
+    ssl.create_default_context = cache(ssl.create_default_context)
 
 
 def pytest_collection_finish() -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from blocks.garbage_collection import no_collections
 from tasks.common.cookbook_internals import guard_tokenizers
+from tasks.common.transformers_internals import without_sklearn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,7 +40,7 @@ def lock_tokenizers() -> None:
     its model meanwhile.
     """
     guard_tokenizers()
-    with no_collections():
+    with no_collections(), without_sklearn():
         from transformers import AutoTokenizer  # noqa: F401
 
     for kind in _subclasses(PreTrainedTokenizerBase):

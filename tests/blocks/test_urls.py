@@ -36,3 +36,9 @@ def test_a_silent_server_times_out() -> None:
 
 def test_any_response_counts_as_reachable(own_engine: TinkerService) -> None:
     check_reachable("The engine", f"{own_engine.base_url}/no/such/page", 5, "")
+
+
+def test_checks_share_the_tls_settings(own_engine: TinkerService, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_reachable("The engine", own_engine.base_url, 5, "")
+    monkeypatch.delattr("ssl.create_default_context")
+    check_reachable("The engine", own_engine.base_url, 5, "")

@@ -120,10 +120,12 @@ def test_slow_tokenizers_are_never_used_by_two_threads_at_once() -> None:
         "from tasks.common.sampling import open_training_client; open_training_client(None, '/sampler_weights/', '')",
     ],
 )
-def test_weights_and_evaluators_lock_the_tokenizers(opening: str) -> None:
+def test_weights_and_evaluators_lock_the_tokenizers_without_importing_sklearn(opening: str) -> None:
     """In a process of its own, because the lock is that of a process."""
     code = (
-        f"from contextlib import suppress\nwith suppress(Exception):\n    {opening}\n"
-        "from transformers import PreTrainedTokenizerBase as base\nassert hasattr(base.encode, '__wrapped__')"
+        f"import sys\nfrom contextlib import suppress\nwith suppress(Exception):\n    {opening}\n"
+        "from transformers import PreTrainedTokenizerBase as base\nassert hasattr(base.encode, '__wrapped__')\n"
+        "assert 'sklearn' not in sys.modules\n"
+        "from transformers.utils import is_sklearn_available\nassert is_sklearn_available()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
