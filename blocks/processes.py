@@ -243,7 +243,8 @@ def prefect_login_env(port: int, login: Login) -> dict[str, str]:
 
 def prefect_server_command(port: int) -> list[str]:
     """Return the command of a Prefect server on the loopback interface; run it with `prefect_server_env`."""
-    return [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    server = [sys.executable, "-m", "blocks.prefect_server", "server", "start"]
+    return [*server, "--host", "127.0.0.1", "--port", str(port)]
 
 
 def prefect_server_env() -> dict[str, str]:
