@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
+from forked_program import start_program
 from sft_config import sft_fields
 
 from deployments.command_line import main
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +65,8 @@ def test_status_of_a_running_killed_and_resumed_run(
     capsys: pytest.CaptureFixture[str], environment: dict[str, str], folder: Path, config: Path
 ) -> None:
     assert status(capsys) == []
-    command = [sys.executable, "-m", "deployments.command_line", "run", "sft", "--config", str(config)]
-    process = subprocess.Popen([*command, "run_name=killed", "num_steps=30"], env=environment, cwd=ROOT)
+    command = ["-m", "deployments.command_line", "run", "sft", "--config", str(config)]
+    process = start_program([*command, "run_name=killed", "num_steps=30"], environment, folder / "killed.log")
     try:
         deadline = time.monotonic() + 250
         while not (folder / "home" / "runs" / "killed" / "checkpoints.jsonl").exists():
@@ -78,8 +76,8 @@ def test_status_of_a_running_killed_and_resumed_run(
         running = status(capsys, "killed")
         assert process.poll() is None
     finally:
-        process.kill()
-        process.wait()
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
     assert running["state"] == "running"
     assert running["writer"].startswith(f"process {process.pid} on ")
     assert f"flow run {running['flow_run_id']}" in running["writer"]

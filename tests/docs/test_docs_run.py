@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from commands import PAGES, ROOT, Fence, copy_project, environment, fences, run_commands
+from forked_program import start_program
 
 from blocks.errors import TinkerFlowsError
 from deployments.methods import METHODS
@@ -59,16 +58,8 @@ def test_python_fence_runs(fence: Fence, copied_project: Path, tmp_path: Path, p
     script = tmp_path / "fence.py"
     script.write_text(fence.code)
     variables = environment(copied_project, TINKER_FLOWS_HOME=str(tmp_path), PREFECT_API_URL=prefect_server)
-    result = subprocess.run(
-        [sys.executable, script],
-        cwd=copied_project,
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr
+    program = start_program([str(script)], variables, tmp_path / "fence.log", copied_project)
+    assert program.wait(240) == 0, program.output()
 
 
 @pytest.mark.process

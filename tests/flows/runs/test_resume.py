@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from dpo_config import dpo_fields
+from forked_program import ROOT, ForkedProgram, start_program
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from prefect.client.orchestration import get_client
@@ -30,27 +32,23 @@ from sft_config import sft_fields
 NUM_STEPS = 24
 
 
-def start(config: Path, run_name: str, home: Path, prefect_url: str, method: str = "sft") -> subprocess.Popen[bytes]:
-    """Start a flow from the command line, with its own engine."""
-    environment = {**os.environ, "TINKER_FLOWS_HOME": str(home), "PREFECT_API_URL": prefect_url}
-    environment.pop("TINKER_API_KEY", None)
-    return subprocess.Popen(
-        [sys.executable, "-m", f"flows.{method}", "--config", str(config), f"run_name={run_name}"],
-        env=environment,
-        cwd=Path(__file__).parents[3],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+def command(config: Path, run_name: str, method: str = "sft") -> list[str]:
+    return ["-m", f"flows.{method}", "--config", str(config), f"run_name={run_name}"]
 
 
-def finish(process: subprocess.Popen[bytes]) -> str:
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output.decode()
-    return output.decode()
+def environment(home: Path, prefect_url: str) -> dict[str, str]:
+    """Environment of a command that starts its own engine."""
+    variables = {**os.environ, "TINKER_FLOWS_HOME": str(home), "PREFECT_API_URL": prefect_url}
+    variables.pop("TINKER_API_KEY", None)
+    return variables
 
 
-def wait_for_step(run_name: str, process: subprocess.Popen[bytes], mlflow_uri: str, step: int) -> None:
+def finish(process: ForkedProgram) -> str:
+    assert process.wait(240) == 0, process.output()
+    return process.output()
+
+
+def wait_for_step(run_name: str, process: ForkedProgram | subprocess.Popen[bytes], mlflow_uri: str, step: int) -> None:
     """Wait until MLflow has the metrics of a step (-1: the run), or the process has ended."""
     deadline = time.monotonic() + 240
     while process.poll() is None and time.monotonic() < deadline and last_step(run_name, mlflow_uri) < step:
@@ -241,25 +239,33 @@ def run_with_and_without_kills(
     }
     config.write_text(yaml.safe_dump(fields(tmp_path, uninterrupted, mlflow_uri) | changes))
     directory = tmp_path / "runs" / killed
+    starts = count()
+
+    def start(run_name: str) -> ForkedProgram:
+        log = tmp_path / f"{next(starts)}.log"
+        return start_program(
+            command(config, run_name, method), environment(home, prefect_server), log, new_session=True
+        )
+
     if "oversampled" not in kind:
-        finish(start(config, uninterrupted, home, prefect_server, method))
+        finish(start(uninterrupted))
 
     for step in sorted(moments.sample(range(-1, NUM_STEPS - 6), num_kills)):
-        process = start(config, killed, home, prefect_server, method)
+        process = start(killed)
         wait_for_step(killed, process, mlflow_uri, step)
         time.sleep(moments.uniform(0, 0.3))  # a random moment between two logged steps
-        assert process.poll() is None, process.communicate()[0].decode()
+        assert process.poll() is None, process.output()
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.wait(60)
     checkpoints = directory / "checkpoints.jsonl"
     has_checkpoint = checkpoints.exists() and checkpoints.read_text().endswith("\n")
-    output = finish(start(config, killed, home, prefect_server, method))
+    output = finish(start(killed))
 
     if "oversampled" in kind:  # which groups finish first depends on time: repeat those of the killed run
         (tmp_path / "runs" / uninterrupted).mkdir()
         name = "oversampled.jsonl"
         shutil.copy(directory / name, tmp_path / "runs" / uninterrupted / name)
-        finish(start(config, uninterrupted, home, prefect_server, method))
+        finish(start(uninterrupted))
     whole = final_weights(tmp_path / "runs" / uninterrupted, home)
 
     # A run that is killed before its first checkpoint starts again at step 0.
@@ -320,7 +326,14 @@ def test_stop_saves_the_current_step_and_leaves_no_processes(
     rare = {"num_steps": 999, "num_epochs": 99, "checkpoint_every": 500, "eval_every": 0, "objective": objective}
     run_name = f"stopped-{how[-2:]}"
     config.write_text(yaml.safe_dump(sft_fields(tmp_path, run_name, mlflow_uri) | rare))
-    process = start(config, run_name, home, prefect_server)
+    process = subprocess.Popen(
+        [sys.executable, *command(config, run_name)],
+        env=environment(home, prefect_server),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     wait_for_step(run_name, process, mlflow_uri, 2)
     if how == "Ctrl-C":
         process.send_signal(signal.SIGINT)
