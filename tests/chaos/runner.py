@@ -99,6 +99,9 @@ class _Runner:
         self._config.write_text(yaml.safe_dump(config_of(testbed, schedule, name)))
         self._clock = self._folder / "clock"
         self._clock.write_text("+0")
+        self._environment = _environment(testbed, self._folder)
+        if any(fault.action == "set clock" for fault in schedule.faults):
+            self._environment |= faked_clock(self._clock)
         self._pending = list(schedule.faults)
         self._due_at: dict[Fault, float] = {}
         self._armed: list[Armed] = []
@@ -155,7 +158,7 @@ class _Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | _environment(self.testbed, self._folder) | faked_clock(self._clock) | {MARK: mark},
+                env=os.environ | self._environment | {MARK: mark},
                 start_new_session=True,
             )
         self._processes.append(_Process(popen, mark))

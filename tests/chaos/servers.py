@@ -198,7 +198,7 @@ def _servers(folder: Path, mark: str, ports: Mapping[str, int], s3: dict[str, in
     engine += ["--state", str(folder / "engine" / "state")]
     yield server("engine", [*engine, "--port", str(ports["engine"])], _import_path(), "/api/v1/healthz")
     database = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / 'prefect' / 'prefect.db'}"}
-    prefect = [*python, "prefect", "server", "start", *loopback, str(ports["prefect"])]
+    prefect = [*python, "blocks.prefect_server", "server", "start", *loopback, str(ports["prefect"])]
     yield server("prefect", prefect, prefect_server_env() | database, "/api/health")
     store = ["--backend-store-uri", f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}", "--workers", "1"]
     artifacts = ["--artifacts-destination", str(folder / "mlflow" / "artifacts")]
