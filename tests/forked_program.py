@@ -18,6 +18,7 @@ from pathlib import Path
 from prefect.context import root_settings_context
 
 ROOT = Path(__file__).parents[1]
+# One fork server serves all programs of a pytest process, and the trials of its sweeps.
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.forked_imports"])
 
@@ -48,6 +49,10 @@ class ForkedProgram:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        """Kill the program with kill -9; without effect if it has ended."""
+        self.process.kill()
+
     def output(self) -> str:
         """Standard output and standard error so far."""
         return self.log.read_text()
@@ -71,7 +76,7 @@ def _run(command: list[str], env: Mapping[str, str], log: Path, cwd: Path, new_s
     with log.open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    assert "flows.sft" in sys.modules, f"the tests must run in {ROOT}, from which the fork server imports the project"
+    assert "torch" in sys.modules, f"the tests must run in {ROOT}, from which the fork server imports the project"
     with root_settings_context():  # Prefect read its settings from the environment of the fork server
         if command[0] == "-m":
             sys.argv = command[1:]

@@ -9,9 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import UUID
 
+from forked_program import start_program
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
@@ -34,14 +36,12 @@ def deploy(api: str, *selection: str) -> None:
     prefect(api, "--no-prompt", "deploy", *selection, "--prefect-file", "deployments/prefect.yaml")
 
 
-def prefect(api: str, *arguments: str) -> str:
-    """Run a Prefect command in the project folder and return its output."""
-    command = [sys.executable, "-m", "prefect", *arguments]
-    result = subprocess.run(
-        command, env={**os.environ, "PREFECT_API_URL": api}, cwd=ROOT, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+def prefect(api: str, *arguments: str) -> None:
+    """Run a Prefect command in the project folder."""
+    with TemporaryDirectory() as folder:
+        environment = {**os.environ, "PREFECT_API_URL": api}
+        program = start_program(["-m", "prefect", *arguments], environment, Path(folder) / "prefect.log")
+        assert program.wait(240) == 0, program.output()
 
 
 @contextmanager

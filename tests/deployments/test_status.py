@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +75,7 @@ def test_status_of_a_running_killed_and_resumed_run(
         running = status(capsys, "killed")
         assert process.poll() is None
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait(60)
     assert running["state"] == "running"
     assert running["writer"].startswith(f"process {process.pid} on ")

@@ -15,6 +15,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from forked_program import start_program
 from markdown_it import MarkdownIt
 from mlflow import MlflowClient
 from mlflow.entities import Param, Run, RunData, RunInfo, RunStatus, RunTag
@@ -125,6 +126,10 @@ COMMAND = ("-m", "deployments.command_line")
 def output_of(home: Path, *command: str, **variables: str) -> str:
     """Standard output and standard error of a command of this project."""
     environment = os.environ | {"TINKER_FLOWS_HOME": str(home), "PYTHONPATH": str(Path.cwd()), **variables}
+    if command[0] == "-m":
+        program = start_program(command, environment, home / "output.log", home)
+        program.wait(240)
+        return program.output()
     run = subprocess.run([sys.executable, *command], env=environment, cwd=home, capture_output=True, text=True)
     return run.stdout + run.stderr
 

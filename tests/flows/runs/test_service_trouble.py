@@ -9,7 +9,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from pathlib import Path
 import pytest
 import yaml
 from engine_process import EngineProcess, running_engine
+from forked_program import ForkedProgram, start_program
 from mlflow import MlflowClient
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from s3_server import ACCESS_KEY, SECRET_KEY, running_s3
@@ -116,11 +116,10 @@ def test_two_runs_at_once(tmp_path: Path, mlflow_uri: str, engine_url: str, pref
     fields = sft_fields(tmp_path, "beside", mlflow_uri, engine_url)
     path = tmp_path / "beside.yaml"
     path.write_text(yaml.safe_dump(fields))
-    command = [sys.executable, "-m", "flows.sft", "--config", str(path)]
     environment = {**os.environ, "PREFECT_API_URL": prefect_server}
-    with subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[3]) as beside:
-        result = sft(config)
-    assert beside.returncode == 0
+    beside = start_program(["-m", "flows.sft", "--config", str(path)], environment, tmp_path / "beside.log")
+    result = sft(config)
+    assert beside.wait(240) == 0, beside.output()
     client = MlflowClient(mlflow_uri)
     (other,) = client.search_runs([result.experiment_id], "attributes.run_name = 'beside'")
     assert other.data.metrics["loss/total"] == result.metrics["loss/total"]
@@ -166,11 +165,11 @@ def is_stopped(thread: Path) -> bool:
     return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def stop_outside_transactions(process: subprocess.Popen[str], mlflow_uri: str) -> None:
+def stop_outside_transactions(process: ForkedProgram, mlflow_uri: str) -> None:
     """Suspend a process at a moment at which it does not lock MLflow's database, which others could not write then."""
     while True:
         process.send_signal(signal.SIGSTOP)
-        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert process.poll() is None, process.output()
         while not all(map(is_stopped, Path(f"/proc/{process.pid}/task").iterdir())):
             time.sleep(0.01)
         with closing(sqlite3.connect(mlflow_uri.removeprefix("sqlite:///"), timeout=0.5)) as database:
@@ -195,34 +194,33 @@ def test_suspended_run_that_was_taken_over(
         fields = sft_fields(tmp_path, "frozen", mlflow_uri, engine_url) | {"storage": "block:taken-over"}
         fields |= {"num_steps": 60, "eval_every": 0, "objective": {}}
         (tmp_path / "frozen.yaml").write_text(yaml.safe_dump(fields))
-        command = [sys.executable, "-c", _SHORT_LEASE, "--config", str(tmp_path / "frozen.yaml")]
+        (tmp_path / "frozen.py").write_text(_SHORT_LEASE)
+        command = [str(tmp_path / "frozen.py"), "--config", str(tmp_path / "frozen.yaml")]
         environment = {**os.environ, "PREFECT_API_URL": prefect_server}
         watched = storage.run_directory("frozen")
-        with subprocess.Popen(
-            command, env=environment, cwd=Path(__file__).parents[3], stderr=subprocess.PIPE, text=True
-        ) as first:
-            while not watched.read_bytes("checkpoints.jsonl"):
-                assert first.poll() is None, first.stderr and first.stderr.read()
-                time.sleep(0.05)
-            stop_outside_transactions(first, mlflow_uri)
-            started: list[int] = []
+        first = start_program(command, environment, tmp_path / "frozen.log")
+        while not watched.read_bytes("checkpoints.jsonl"):
+            assert first.poll() is None, first.output()
+            time.sleep(0.05)
+        stop_outside_transactions(first, mlflow_uri)
+        started: list[int] = []
 
-            def go_on(step: int, metrics: Mapping[str, float]) -> str:
-                started.append(step)
-                if len(started) == 5:
-                    first.send_signal(signal.SIGCONT)
-                if len(started) == 10:
-                    messages.append(first.communicate(timeout=60)[1])
-                return ""
+        def go_on(step: int, metrics: Mapping[str, float]) -> str:
+            started.append(step)
+            if len(started) == 5:
+                first.send_signal(signal.SIGCONT)
+            if len(started) == 10:
+                statuses.append(first.wait(60))
+            return ""
 
-            messages: list[str] = []
-            try:
-                with step_callback(go_on):
-                    result = sft(SftConfig.model_validate(fields))
-            finally:
-                first.kill()  # without effect on a process that has ended
-        assert first.returncode == 1
-        assert f"is being written by process {os.getpid()}" in messages[0].splitlines()[-1]
+        statuses: list[int] = []
+        try:
+            with step_callback(go_on):
+                result = sft(SftConfig.model_validate(fields))
+        finally:
+            first.kill()  # without effect on a process that has ended
+        assert statuses == [1]
+        assert f"is being written by process {os.getpid()}" in first.output().splitlines()[-1]
         assert result.num_steps == 60
         client = MlflowClient(mlflow_uri)
         run = client.get_run(result.mlflow_run_id)
