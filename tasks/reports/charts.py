@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from objectives.term import BASE
 from tasks.reports.tables import Estimate, History, cosine_key, is_share
@@ -28,6 +27,7 @@ _COSINES = [[0.0, "#D55E00"], [0.5, "#f2f2f2"], [1.0, "#0072B2"]]
 
 _FEWEST_TO_SMOOTH = 12
 _HEIGHT_PX, _ROW_PX = 320, 130
+_ROW_GAP = 0.06
 # Maximum number of terms whose names and cosines fit into a heat map of half the page's width.
 _MAX_NARROW = 6
 
@@ -95,14 +95,9 @@ def draw_metric(
         train: key of the metric of a training step.
         held_out: key of the metric of an evaluation.
     """
-    figure = go.Figure()
-    for run, color in zip(runs, _run_colors(runs), strict=True):
-        _add_values(figure, run, train, held_out, color)
-    if not figure.data:
-        return None
-    figure.update_xaxes(title_text="step")
-    figure.update_yaxes(title_text=unit)
-    return Chart(title, reading, _styled(figure, _HEIGHT_PX))
+    colored = zip(runs, _run_colors(runs), strict=True)
+    traces = [trace for run, color in colored for trace in _values(run, train, held_out, color)]
+    return Chart(title, reading, _figure(traces, [{"title": unit}], _HEIGHT_PX)) if traces else None
 
 
 def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limit: float | None = None) -> Chart | None:
@@ -127,26 +122,30 @@ def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limi
         if not any(run.history.get(held_out) for run in runs):
             return None
         drawn.insert(0, "value")
-    heights = [3.0 if row == "value" else 1.0 for row in drawn]
-    figure = make_subplots(
-        len(drawn),
-        1,
-        shared_xaxes=True,
-        row_heights=[height / sum(heights) for height in heights],
-        vertical_spacing=0.06,
-    )
     colors = [color] if len(runs) == 1 else _run_colors(runs)
-    for run, run_color in zip(runs, colors, strict=True):
-        _add_values(figure, run, keys["value"], held_out, run_color, row=1)
-        for index, row in enumerate(drawn[1:], start=2):
-            _add_line(figure, run.history.get(keys[row], ()), f"{row} {run.label}", run_color, row=index)
-    if limit is not None:
-        figure.add_hline(limit, line_dash="dash", line_color=NEUTRAL, annotation_text="limit", row=1, col=1)  # pyright: ignore[reportArgumentType]
-    for index, row in enumerate(drawn, start=1):
-        figure.update_yaxes(title_text=row, row=index, col=1)
+    traces = [
+        trace
+        for run, run_color in zip(runs, colors, strict=True)
+        for trace in (
+            *_values(run, keys["value"], held_out, run_color),
+            *(
+                line
+                for index, row in enumerate(drawn[1:], start=2)
+                for line in _line(run.history.get(keys[row], ()), f"{row} {run.label}", run_color, row=index)
+            ),
+        )
+    ]
+    levels = [] if limit is None else [_level(limit, dash="dash")]
     if "effect" in drawn:
-        figure.add_hline(0, line_width=1, line_color=NEUTRAL, row=len(drawn), col=1)  # pyright: ignore[reportArgumentType]
-    figure.update_xaxes(title_text="step", row=len(drawn), col=1)
+        levels.append(_level(0, row=len(drawn), width=1))
+    label = {"text": "limit", "x": 1, "xanchor": "right", "y": limit, "yanchor": "bottom", "showarrow": False}
+    figure = _figure(
+        traces,
+        [{"title": row} for row in drawn],
+        _HEIGHT_PX + _ROW_PX * (len(drawn) - 1),
+        shapes=levels,
+        annotations=[] if limit is None else [label | {"xref": "x domain", "yref": "y"}],
+    )
     is_smoothed = any(len(run.history.get(keys["value"], ())) >= _FEWEST_TO_SMOOTH for run in runs)
     lines = "Thin: each training batch; thick: their running mean;" if is_smoothed else "Line: each training batch;"
     reading = f"{lines} points: held-out data with its 95 % interval."
@@ -156,7 +155,7 @@ def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limi
         reading += (
             " Effect: how much an update of all terms together changes this term on its batch; below 0 is better."
         )
-    return Chart(name, reading, _styled(figure, _HEIGHT_PX + _ROW_PX * (len(drawn) - 1)))
+    return Chart(name, reading, figure)
 
 
 def draw_shares(run: DrawnRun, names: Sequence[str]) -> Chart | None:
@@ -165,7 +164,7 @@ def draw_shares(run: DrawnRun, names: Sequence[str]) -> Chart | None:
     Args:
         names: terms in the order of `order_by_share`. The regularizers after the sixth are one band.
     """
-    figure, colors = go.Figure(), term_colors(names)
+    colors = term_colors(names)
     shares = {name: dict(run.history.get(f"term/{name}/grad_share", ())) for name in names}
     small = [name for name in names if name != BASE][len(PALETTE) :]
     bands = {name: points for name, points in shares.items() if points and name not in small}
@@ -175,20 +174,26 @@ def draw_shares(run: DrawnRun, names: Sequence[str]) -> Chart | None:
         if steps:
             bands[label] = {step: sum(shares[name].get(step, 0.0) for name in small) for step in steps}
         colors[label] = _OTHERS
-    for name, points in bands.items():
-        line = {"color": colors[name], "width": 1}
-        figure.add_scatter(x=list(points), y=list(points.values()), name=name, stackgroup="share", line=line)
-    if not figure.data:
+    if not bands:
         return None
-    figure.update_xaxes(title_text="step")
-    figure.update_yaxes(title_text="share of the gradient", tickformat=".0%", range=[0, 1])
+    traces = [
+        {
+            "type": "scatter",
+            "x": list(points),
+            "y": list(points.values()),
+            "name": name,
+            "stackgroup": "share",
+            "line": {"color": colors[name], "width": 1},
+        }
+        for name, points in bands.items()
+    ]
+    axis = {"title": "share of the gradient", "tickformat": ".0%", "range": [0, 1]}
     reading = "Height of a band: the part of a term in the summed norms of all weighted gradients of a step."
-    return Chart("Share of the gradient", reading, _styled(figure, _HEIGHT_PX))
+    return Chart("Share of the gradient", reading, _figure(traces, [axis], _HEIGHT_PX))
 
 
 def draw_cosines(run: DrawnRun, names: Sequence[str]) -> Chart | None:
     """Line chart of the cosines of the pairs of gradients that conflict most; None if no pair has a cosine."""
-    figure = go.Figure()
     pairs = {
         f"{first}, {second}": points
         for index, first in enumerate(names)
@@ -196,43 +201,40 @@ def draw_cosines(run: DrawnRun, names: Sequence[str]) -> Chart | None:
         if (points := _cosines(run.history, first, second))
     }
     lowest = sorted(pairs, key=lambda pair: np.mean([cosine for _, cosine in pairs[pair]]))[: len(PALETTE)]
-    for pair, color in zip(lowest, PALETTE, strict=False):
-        _add_line(figure, pairs[pair], pair, color)
-    if not figure.data:
+    if not lowest:
         return None
-    figure.add_hline(0, line_width=1, line_color=NEUTRAL)
-    figure.update_xaxes(title_text="step")
-    figure.update_yaxes(title_text="cosine", range=[-1.05, 1.05])
+    colored = zip(lowest, PALETTE, strict=False)
+    traces = [trace for pair, color in colored for trace in _line(pairs[pair], pair, color)]
+    axis = {"title": "cosine", "range": [-1.05, 1.05]}
+    figure = _figure(traces, [axis], _HEIGHT_PX, shapes=[_level(0, width=1)])
     reading = (
         "Below 0, two terms pull against each other; at 0, neither affects the other. The run warns of a conflict only "
         "if both terms have at least 5 % of the gradient."
     )
     if len(pairs) > len(lowest):
         reading += f" Shown are the {len(lowest)} of {len(pairs)} pairs with the lowest mean."
-    return Chart("Cosines of the gradients", reading, _styled(figure, _HEIGHT_PX))
+    return Chart("Cosines of the gradients", reading, figure)
 
 
 def draw_conflicts(run: DrawnRun, names: Sequence[str]) -> Chart:
     """Heat map of the mean cosine of each pair of gradients."""
-    figure = go.Figure(
-        go.Heatmap(
-            z=mean_cosines(run.history, names),
-            x=list(names),
-            y=list(names),
-            zmin=-1,
-            zmax=1,
-            colorscale=_COSINES,
-            texttemplate="%{z:+.2f}",
-            hoverongaps=False,
-            colorbar={"title": {"text": "cosine"}},
-        )
-    )
-    figure.update_xaxes(title_text="term")
-    figure.update_yaxes(title_text="term", autorange="reversed")
+    trace = {
+        "type": "heatmap",
+        "z": mean_cosines(run.history, names),
+        "x": list(names),
+        "y": list(names),
+        "zmin": -1,
+        "zmax": 1,
+        "colorscale": _COSINES,
+        "texttemplate": "%{z:+.2f}",
+        "hoverongaps": False,
+        "colorbar": {"title": {"text": "cosine"}},
+    }
+    height = max(_HEIGHT_PX, 120 + 30 * len(names))
+    figure = _figure([trace], [{"title": "term", "autorange": "reversed"}], height, x_title="term")
     reading = "Orange pairs pull against each other, blue ones in the same direction; an empty cell has no common step."
     is_wide = len(names) > _MAX_NARROW
-    height = max(_HEIGHT_PX, 120 + 30 * len(names))
-    return Chart("Conflicts: mean cosine of the gradients", reading, _styled(figure, height), is_wide)
+    return Chart("Conflicts: mean cosine of the gradients", reading, figure, is_wide)
 
 
 def mean_cosines(history: History, names: Sequence[str]) -> np.ndarray:
@@ -267,76 +269,117 @@ def _run_colors(runs: Sequence[DrawnRun]) -> list[str]:
     return [PALETTE[index % len(PALETTE)] for index in range(len(runs))]
 
 
-def _add_values(
-    figure: go.Figure, run: DrawnRun, train: str, held_out: str, color: str, row: int | None = None
-) -> None:
-    """Add the raw and the smoothed values of training batches, and the held-out values."""
+def _values(run: DrawnRun, train: str, held_out: str, color: str) -> list[dict[str, Any]]:
+    """Raw and smoothed values of training batches, and held-out values."""
     label = f" {run.label}" if run.label else ""
     points = run.history.get(train, ()) if train else ()
     if len(points) < _FEWEST_TO_SMOOTH:
-        _add_line(figure, points, f"training batch{label}", color, row=row)
+        traces = _line(points, f"training batch{label}", color)
     else:
-        _add_line(figure, points, f"training batch{label}", color, row=row, width=1, opacity=0.55)
+        traces = _line(points, f"training batch{label}", color, width=1, opacity=0.55)
         width, means = smooth([value for _, value in points])
         smoothed = [(step, mean) for (step, _), mean in zip(points, means, strict=True)]
-        _add_line(figure, smoothed, f"mean of {width} batches{label}", color, row=row, width=2.5)
+        traces += _line(smoothed, f"mean of {width} batches{label}", color, width=2.5)
     estimates = run.held_out(held_out) if held_out else {}
     if estimates:
         errors = [estimate.errors or (None, None) for estimate in estimates.values()]
         below, above = ([pair[side] for pair in errors] for side in (0, 1))
-        bars = None
+        trace: dict[str, Any] = {
+            "type": "scatter",
+            "x": list(estimates),
+            "y": [estimate.value for estimate in estimates.values()],
+            "name": f"held-out data{label}",
+            "mode": "lines+markers",
+            "line": {"color": color, "dash": "dot", "width": 1.5},
+            "marker": {"size": 9, "symbol": "diamond"},
+        }
         if any(estimate.has_interval for estimate in estimates.values()):
             bars = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
-            bars |= {"thickness": 1.5, "width": 4}
-        trace = go.Scatter(
-            x=list(estimates),
-            y=[estimate.value for estimate in estimates.values()],
-            error_y=bars,
-            name=f"held-out data{label}",
-            mode="lines+markers",
-            line={"color": color, "dash": "dot", "width": 1.5},
-            marker={"size": 9, "symbol": "diamond"},
-        )
-        figure.add_trace(trace, **_at(row))
+            trace["error_y"] = bars | {"thickness": 1.5, "width": 4}
+        traces.append(trace)
+    return traces
 
 
-def _add_line(  # noqa: PLR0913 - the style of one line
-    figure: go.Figure,
+def _line(
     points: Sequence[tuple[int, float]],
     name: str,
     color: str,
     *,
-    row: int | None = None,
+    row: int = 1,
     width: float = 2,
     opacity: float = 1.0,
-) -> None:
-    if points:
-        x, y = zip(*points, strict=True)
-        mode = "lines+markers" if len(points) < _FEWEST_TO_SMOOTH else "lines"
-        trace = go.Scatter(x=x, y=y, name=name.strip(), mode=mode, line={"color": color, "width": width})
-        trace.update(opacity=opacity, marker={"size": 5}, showlegend=row in (None, 1))
-        figure.add_trace(trace, **_at(row))
+) -> list[dict[str, Any]]:
+    """Line through points in a row of a chart; empty without points. The first row has the legend."""
+    if not points:
+        return []
+    x, y = zip(*points, strict=True)
+    return [
+        {
+            "type": "scatter",
+            "x": x,
+            "y": y,
+            "name": name.strip(),
+            "mode": "lines+markers" if len(points) < _FEWEST_TO_SMOOTH else "lines",
+            "line": {"color": color, "width": width},
+            "opacity": opacity,
+            "marker": {"size": 5},
+            "showlegend": row == 1,
+            "xaxis": f"x{_axis(row)}",
+            "yaxis": f"y{_axis(row)}",
+        }
+    ]
 
 
-def _at(row: int | None) -> dict[str, Any]:
-    return {} if row is None else {"row": row, "col": 1}
+def _level(y: float, *, row: int = 1, **line: Any) -> dict[str, Any]:
+    """Horizontal line across a row of a chart."""
+    reference = {"xref": f"x{_axis(row)} domain", "yref": f"y{_axis(row)}"}
+    return {"type": "line", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": {"color": NEUTRAL, **line}, **reference}
 
 
-def _styled(figure: go.Figure, height: int) -> go.Figure:
-    """Set the layout that all charts share. The legend is above the plot, so that it never covers data.
+def _axis(row: int) -> str:
+    """Suffix of the axes of a row in Plotly's names."""
+    return "" if row == 1 else str(row)
 
-    The top margin leaves room for the legend, because Plotly may draw a legend of several rows over the plot.
+
+def _figure(
+    traces: Sequence[Mapping[str, Any]],
+    y_axes: Sequence[Mapping[str, Any]],
+    height: int,
+    *,
+    x_title: str = "step",
+    **layout: Any,
+) -> go.Figure:
+    """Chart with a row for each y axis, the first three times as high as the others, in the layout that all share.
+
+    The legend is above the plot, so that it never covers data. The top margin leaves room for it, because Plotly may
+    draw a legend of several rows over the plot. The figure is validated as a whole, because each change of a figure
+    takes Plotly milliseconds.
     """
-    num_entries = sum(trace.get("showlegend", True) for trace in figure.to_dict()["data"])
-    figure.update_layout(
-        template="none",
-        height=height,
-        margin={"l": 60, "r": 16, "t": 12 + 20 * math.ceil(num_entries / 3), "b": 44},
-        legend={"orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top"},
-        hovermode="closest" if isinstance(figure.data[0], go.Heatmap) else "x unified",
-        font={"size": 12},
-    )
-    figure.update_xaxes(automargin=True, showgrid=False, zeroline=False)
-    # With a standoff, the title keeps clear of wide tick labels.
-    figure.update_yaxes(automargin=True, title_standoff=8, zeroline=False, exponentformat="power")
-    return figure
+    num_entries = sum(trace.get("showlegend", True) for trace in traces)
+    layout |= {
+        "template": "none",
+        "height": height,
+        "margin": {"l": 60, "r": 16, "t": 12 + 20 * math.ceil(num_entries / 3), "b": 44},
+        "legend": {"orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top"},
+        "hovermode": "closest" if traces[0]["type"] == "heatmap" else "x unified",
+        "font": {"size": 12},
+    }
+    num_rows = len(y_axes)
+    unit = (1 - _ROW_GAP * (num_rows - 1)) / (num_rows + 2)
+    top = 1.0
+    for row, y_axis in enumerate(y_axes, start=1):
+        bottom = top - unit * (3 if row == 1 else 1)
+        x_axis = {"title": x_title} if row == num_rows else {"matches": f"x{_axis(num_rows)}", "showticklabels": False}
+        shared = {"automargin": True, "zeroline": False}
+        layout[f"xaxis{_axis(row)}"] = {"anchor": f"y{_axis(row)}", "showgrid": False, **shared, **x_axis}
+        layout[f"yaxis{_axis(row)}"] = {
+            "anchor": f"x{_axis(row)}",
+            "domain": [max(bottom, 0.0), top],
+            "exponentformat": "power",
+            **shared,
+            **y_axis,
+            # With a standoff, the title keeps clear of wide tick labels.
+            "title": {"text": y_axis["title"], "standoff": 8},
+        }
+        top = bottom - _ROW_GAP
+    return go.Figure({"data": traces, "layout": layout})
