@@ -192,7 +192,7 @@ def test_suspended_run_that_was_taken_over(
         storage = RunStorage.model_validate({"url": f"s3://{s3.bucket}/runs", **secrets})
         storage.save("taken-over", overwrite=True)
         fields = sft_fields(tmp_path, "frozen", mlflow_uri, engine_url) | {"storage": "block:taken-over"}
-        fields |= {"num_steps": 60, "eval_every": 0, "objective": {}}
+        fields |= {"num_steps": 40, "eval_every": 0, "objective": {}}
         (tmp_path / "frozen.yaml").write_text(yaml.safe_dump(fields))
         (tmp_path / "frozen.py").write_text(_SHORT_LEASE)
         command = [str(tmp_path / "frozen.py"), "--config", str(tmp_path / "frozen.yaml")]
@@ -221,7 +221,7 @@ def test_suspended_run_that_was_taken_over(
             first.kill()  # without effect on a process that has ended
         assert statuses == [1]
         assert f"is being written by process {os.getpid()}" in first.output().splitlines()[-1]
-        assert result.num_steps == 60
+        assert result.num_steps == 40
         client = MlflowClient(mlflow_uri)
         run = client.get_run(result.mlflow_run_id)
         assert run.info.status == "FINISHED"
