@@ -62,6 +62,7 @@ def start_program(
     command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path = ROOT, *, new_session: bool = False
 ) -> ForkedProgram:
     """Start `python COMMAND`, where the command is `-m MODULE ARGUMENTS` or `SCRIPT ARGUMENTS`."""
+    sys.audit("subprocess.Popen", command[0], command, cwd, env)  # `--no-processes` forbids it
     process = _CONTEXT.Process(target=_run, args=(list(command), dict(env), log, cwd, new_session), name=command[-1])
     process.start()
     return ForkedProgram(process, log)
