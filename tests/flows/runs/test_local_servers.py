@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from forked_program import start_program
 from sft_config import sft_fields
 
 from blocks.errors import RolledBackError
@@ -23,14 +24,23 @@ pytestmark = pytest.mark.process
 SETTINGS = ("PREFECT_API_URL", "TINKER_BASE_URL", "TINKER_API_KEY", "MLFLOW_TRACKING_URI")
 
 
-def run_sft(folder: Path, base_url: str = "local", **changes: object) -> subprocess.CompletedProcess[str]:
-    """Run two steps on the command line, in the project home `folder/home` and without settings of servers."""
+def command(folder: Path, base_url: str = "local", **changes: object) -> list[str]:
+    """Return the command of a run of two steps."""
     fields = sft_fields(folder, "mine", "", base_url) | {"num_steps": 2, "eval_every": 0, "objective": {}} | changes
     (folder / "sft.yaml").write_text(yaml.safe_dump(fields))
-    environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}
-    environment |= {"TINKER_FLOWS_HOME": str(folder / "home"), "TINKER_API_KEY": "tml-test"}
-    command = [sys.executable, "-m", "flows.sft", "--config", str(folder / "sft.yaml")]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return ["-m", "flows.sft", "--config", str(folder / "sft.yaml")]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return an environment with the project home `folder/home` and without settings of servers."""
+    variables = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    return variables | {"TINKER_FLOWS_HOME": str(folder / "home"), "TINKER_API_KEY": "tml-test"}
+
+
+def run_sft(folder: Path, base_url: str = "local", **changes: object) -> subprocess.CompletedProcess[str]:
+    """Run two steps on the command line."""
+    program = [sys.executable, *command(folder, base_url, **changes)]
+    return subprocess.run(program, env=environment(folder), capture_output=True, text=True, check=False)
 
 
 def test_a_run_starts_one_server_of_each_kind_and_stops_them(tmp_path: Path) -> None:
@@ -51,10 +61,10 @@ def test_a_run_uses_the_prefect_server_of_up(tmp_path: Path, prefect_server: str
         json.dump({"exports": exports | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:5000"}}, stack)
         stack.flush()
         fcntl.flock(stack, fcntl.LOCK_EX)  # as `up` does while it runs
-        run = run_sft(tmp_path, engine_url)
-    assert run.returncode == 0, run.stderr
-    assert f"Using the Prefect server of `tinker-flows up` at {prefect_server}" in run.stderr
-    assert f"Prefect UI   {prefect_server.removesuffix('/api')}/runs/flow-run/" in run.stdout
+        run = start_program(command(tmp_path, engine_url), environment(tmp_path), tmp_path / "run.log")
+        assert run.wait(240) == 0, run.output()
+    assert f"Using the Prefect server of `tinker-flows up` at {prefect_server}" in run.output()
+    assert f"Prefect UI   {prefect_server.removesuffix('/api')}/runs/flow-run/" in run.output()
     assert not (tmp_path / "home" / "logs").exists()
 
 
