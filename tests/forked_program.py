@@ -63,6 +63,7 @@ def start_program(
 ) -> ForkedProgram:
     """Start `python COMMAND`, where the command is `-m MODULE ARGUMENTS` or `SCRIPT ARGUMENTS`."""
     sys.audit("subprocess.Popen", command[0], command, cwd, env)  # `--no-processes` forbids it
+    log.touch()
     process = _CONTEXT.Process(target=_run, args=(list(command), dict(env), log, cwd, new_session), name=command[-1])
     process.start()
     return ForkedProgram(process, log)
