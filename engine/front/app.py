@@ -16,9 +16,8 @@ from engine.front.metrics import merge_metrics
 from engine.front.processes import EngineProcess
 from engine.front.upload import Upload
 from engine.part import owner
-from engine.routes.body import JsonObject, read_json
+from engine.routes.body import JsonObject, Limit, Offset, read_json
 from engine.routes.middleware import AccessControl
-from engine.routes.paging import Limit, Offset
 from engine.service.metrics import CONTENT_TYPE
 from engine.service.settings import Settings
 

@@ -1,4 +1,4 @@
-"""Request bodies: bounded reading, parsing, and digests that identify repeated requests.
+"""Content of requests: bounded reading of bodies, parsing, digests of repeated requests, and pages of lists.
 
 Large bodies are decompressed and parsed on another thread, so that the event loop keeps serving other clients.
 """
@@ -10,9 +10,10 @@ import json
 import json.scanner
 import re
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import zstandard
+from fastapi import Query
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
@@ -20,6 +21,8 @@ from engine.errors import RequestError
 
 Model = TypeVar("Model", bound=BaseModel)
 JsonObject = dict[str, Any]
+Limit = Annotated[int, Query(ge=0, le=10_000)]
+Offset = Annotated[int, Query(ge=0)]
 
 MAX_JSON_VALUES = 2**21  # enough for 100 targets at each of 8,192 positions of a prompt, in sparse form
 MAX_METADATA_LENGTH = 65_536  # characters

@@ -7,8 +7,7 @@ from fastapi import APIRouter, Request
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.names import CheckpointName, parse_path
 from engine.errors import RequestError
-from engine.routes.body import JsonObject, read_id, read_json
-from engine.routes.paging import Limit, Offset
+from engine.routes.body import JsonObject, Limit, Offset, read_id, read_json
 from engine.service.engine import Engine
 
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}

@@ -6,9 +6,8 @@ from fastapi import APIRouter
 
 from engine.checkpoints.runs import TrainingRun
 from engine.errors import RequestError
-from engine.routes.body import JsonObject
+from engine.routes.body import JsonObject, Limit, Offset
 from engine.routes.checkpoints import describe_checkpoint
-from engine.routes.paging import Limit, Offset
 from engine.service.engine import Engine
 
 OWNER = "local"

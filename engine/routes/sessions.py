@@ -7,8 +7,7 @@ from starlette.responses import JSONResponse
 from tinker import types
 
 from engine.errors import NotFoundError, RequestError
-from engine.routes.body import MAX_METADATA_LENGTH, JsonObject, check_metadata, parse, read_id, read_json
-from engine.routes.paging import Limit, Offset
+from engine.routes.body import MAX_METADATA_LENGTH, JsonObject, Limit, Offset, check_metadata, parse, read_id, read_json
 from engine.routes.runs import OWNER
 from engine.service.engine import Engine
 from engine.service.sessions import FINISH_REASONS, FinishReason, SessionSummary

@@ -176,8 +176,8 @@ class Progress:
         figures = method_figures(metrics)  # a skipped step has none
         if self._bar is not None:
             # tqdm's own pace and time left would not tell steps and evaluations apart.
-            left = tqdm.format_interval(self._time_left.seconds)
-            bar_format = _BAR_FORMAT.replace("{remaining}", left)
+            time_left = tqdm.format_interval(self._time_left.seconds)
+            bar_format = _BAR_FORMAT.replace("{remaining}", time_left)
             self._bar.bar_format = bar_format.replace("{rate_fmt}", f"{self._time_left.pace:.3g} s/step")
             self._bar.set_postfix_str(_fitting(figures, self._bar), refresh=False)
             self._bar.update()
@@ -191,9 +191,9 @@ class Progress:
 
     def _write_line(self, figures: Sequence[str]) -> None:
         self._wrote_at = perf_counter()
-        left = timedelta(seconds=round(self._time_left.seconds))
-        remaining = f"{self._time_left.pace:.3g} s/step, {left} left"
-        line = f"{self._run_name}: {self._done} of {self._num_steps} steps, {', '.join([*figures, remaining])}"
+        time_left = timedelta(seconds=round(self._time_left.seconds))
+        pace = f"{self._time_left.pace:.3g} s/step, {time_left} left"
+        line = f"{self._run_name}: {self._done} of {self._num_steps} steps, {', '.join([*figures, pace])}"
         print_notice(line)
 
     def __enter__(self) -> Self:

@@ -238,12 +238,12 @@ class OnPolicySource(RolloutSource):
             if not rows:
                 self._untaught.add(step)
                 rows = [0]
-        kept = take_datums(batch, rows)
+        taught = take_datums(batch, rows)
         return TaughtBatch(
-            kept,
+            taught,
             [
                 hindsight.datum(datum, contexts_D[row], self.tokenizer) if contexts_D[row] else None
-                for row, datum in zip(rows, kept.datums, strict=True)
+                for row, datum in zip(rows, taught.datums, strict=True)
             ],
         )
 

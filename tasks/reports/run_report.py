@@ -191,7 +191,7 @@ _HEADER = """<h1>{name}</h1>
 
 @dataclass(frozen=True, slots=True)
 class ReportExtras:
-    """What a report shows besides the metrics and tags of the run.
+    """Content of a report besides the metrics and tags of the run.
 
     Attributes:
         note: sentence at the top, such as the reason why no checkpoint was registered.
