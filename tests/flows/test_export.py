@@ -19,7 +19,7 @@ from sft_config import sft_fields
 from tinker import types
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from blocks.errors import ConfigError, ServiceError, StorageError
+from blocks.errors import ConfigError, ExplainedInterrupt, ServiceError, StorageError
 from blocks.service import TinkerService
 from flows.config.train import SftConfig
 from flows.export import ExportConfig, ExportResult, export
@@ -166,9 +166,8 @@ def test_a_stopped_export_starts_over(capsys: pytest.CaptureFixture[str]) -> Non
     def stopped_export(config: ExportConfig) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(ExplainedInterrupt):
         run(stopped_export, ExportConfig(checkpoint="base", output="out"))
-    assert stopped.value.code == 130
     message = capsys.readouterr().err
     assert "the same command starts over" in message
     assert "checkpoint" not in message
