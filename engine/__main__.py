@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.listen import LOOPBACK, PortError, bind, is_loopback
-from engine.part import part_of
+from engine.part import ERROR_PREFIX, part_of
 from engine.service.settings import Settings
 
 KEY_VARIABLE = "TINKER_ENGINE_API_KEY"
@@ -44,10 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _serve_engines(settings, arguments, devices, options.exit_with_stdin)
     except (StartError, PortError) as error:
-        if options.part is None:
-            print(f"engine: {error}", file=sys.stderr)
-        else:
-            print(error, flush=True)  # the front reads it instead of a URL
+        # The front reads the standard output of its engines.
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr if options.part is None else sys.stdout, flush=True)
         return 1
     except KeyboardInterrupt:
         return 130

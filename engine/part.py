@@ -6,6 +6,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+ERROR_PREFIX = "engine: "  # of the line that an engine prints if it cannot start
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

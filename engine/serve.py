@@ -94,6 +94,8 @@ def _load_models(settings: Settings) -> dict[str, BaseModel]:
                 f"--deterministic is not possible for {name} on this processor, whose matrix products give a row "
                 "different bits in batches of different sizes: omit --deterministic."
             )
+        if bases[name].device.index is not None:
+            torch.cuda.set_device(bases[name].device)  # this thread captures CUDA graphs on its current device
     return bases
 
 

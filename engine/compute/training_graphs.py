@@ -24,8 +24,8 @@ Decode = Callable[[Adapter, Tensor], Tensor]
 def rounded_shape(num_rows: int, length: int) -> tuple[int, int]:
     """Round a batch up to a shape that later batches are likely to have too, or return it unchanged.
 
-    Lengths are rounded to multiples of 64, rows to multiples of an eighth to a quarter of their number. A batch that
-    this would enlarge by more than a quarter keeps its shape, unless it is small.
+    Lengths are rounded to multiples of 64; 8 to 15 rows to multiples of 2, 16 to 31 rows to multiples of 4, and so on.
+    A batch that this would enlarge by more than a quarter keeps its shape, unless it is small.
 
     >>> rounded_shape(7, 100), rounded_shape(61, 190), rounded_shape(64, 130)
     ((7, 128), (64, 192), (64, 130))

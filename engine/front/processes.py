@@ -8,6 +8,8 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 
+from engine.part import ERROR_PREFIX
+
 log = logging.getLogger(__name__)
 
 
@@ -51,17 +53,23 @@ class EngineProcess:
             if self._is_stopping:
                 self._process.terminate()
             assert self._process.stdout is not None
-            line = (await self._process.stdout.readline()).decode().strip()
-            is_ready = line.startswith("http://")
-            if is_ready and not self._is_stopping:
-                self.url = line
-                self.is_up.set()
+            is_ready, reason = False, ""
+            async for text in self._process.stdout:
+                line = text.decode(errors="replace").strip()
+                if line.startswith("http://") and not is_ready:
+                    self.url, is_ready = line, True
+                    if not self._is_stopping:
+                        self.is_up.set()
+                elif line.startswith(ERROR_PREFIX):
+                    reason = line.removeprefix(ERROR_PREFIX)
+                else:  # of a library
+                    log.info("%s: %s", self.name, line)
             status = await self._process.wait()
             self.is_up.clear()
             if self._is_stopping:
                 return
             if not is_ready:
-                reason = line or f"it ended with status {status}, see the log."
+                reason = reason or f"it ended with status {status}, see the log."
                 raise FrontError(f"{self.name} did not start, so all engines stop: {reason}")
             log.warning("%s ended with status %d and is restarted with its sessions", self.name, status)
 

@@ -11,6 +11,7 @@ import zstandard
 from pydantic_core import from_json
 from starlette.requests import Request
 
+from engine.routes.body import MAX_JSON_VALUES
 from engine.wire.varint import read_varint
 
 _IN_PATH = re.compile(r"(?:/api/v1)?/(?:sessions|samplers|training_runs|runs|external)/([^/]+)")
@@ -98,6 +99,8 @@ def _json_id(body: bytes | bytearray) -> str | None:
     >>> _json_id(b'{"target": {"sampling_session_id": "a:sample:0"}}')
     'a:sample:0'
     """
+    if body.count(b",") >= MAX_JSON_VALUES:
+        return None  # the engine rejects it unparsed
     content = from_json(body, allow_partial=True)
     if not isinstance(content, dict):
         return None

@@ -21,14 +21,15 @@ def max_pass_tokens(settings: Settings, base: BaseModel) -> int:
     """Return the maximum size of a forward pass in tokens, including padding; a single sequence may exceed it.
 
     On a CPU, small models get larger passes, because the fixed cost of a pass exceeds that of its arithmetic; other
-    models gain nothing from larger passes. On a GPU, the activations of a pass with gradients take an estimated quarter
-    of the memory that the weights leave, unless even 1,024 tokens need more.
+    models gain nothing from larger passes. On a GPU, the activations of a pass with gradients take an estimated fifth
+    of the memory that the weights leave, unless even 1,024 tokens need more. Captured passes are up to a quarter larger
+    and keep as much memory beside them.
     """
     if settings.micro_batch_tokens:
         return settings.micro_batch_tokens
     if base.device.type != "cuda":
         return 2048 if base.num_parameters < SMALL_MODEL else 1024
-    return max(1024, min(MAX_PASS_TOKENS, _quarter_of_free_memory(settings, base) // base.bytes_per_trained_token))
+    return max(1024, min(MAX_PASS_TOKENS, _free_memory(settings, base) // 5 // base.bytes_per_trained_token))
 
 
 def max_cache_bytes(settings: Settings, base: BaseModel) -> int:
@@ -40,7 +41,7 @@ def max_cache_bytes(settings: Settings, base: BaseModel) -> int:
         return settings.sampling_cache_bytes
     if base.device.type != "cuda":
         return _CPU_CACHE_BYTES
-    return _quarter_of_free_memory(settings, base) // len(settings.models)
+    return _free_memory(settings, base) // 4 // len(settings.models)
 
 
 def max_adapter_bytes(settings: Settings, base: BaseModel) -> int:
@@ -52,10 +53,10 @@ def max_adapter_bytes(settings: Settings, base: BaseModel) -> int:
         return settings.memory_limit_bytes
     if base.device.type != "cuda":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // settings.part.on_device
-    return _quarter_of_free_memory(settings, base)
+    return _free_memory(settings, base) // 4
 
 
-def _quarter_of_free_memory(settings: Settings, base: BaseModel) -> int:
-    """Return a quarter of the memory that the model's weights leave of this engine's share of the GPU."""
+def _free_memory(settings: Settings, base: BaseModel) -> int:
+    """Return the memory that the model's weights leave of this engine's share of the GPU."""
     share = torch.cuda.get_device_properties(base.device).total_memory // settings.part.on_device
-    return (share - base.num_bytes) // 4
+    return share - base.num_bytes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
 import shutil
 import signal
+import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +28,11 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from train_steps import train
 
+from engine.front.processes import EngineProcess as EngineProcessOfFront
+from engine.front.processes import FrontError
+from engine.front.upload import _json_id
 from engine.part import owner
+from engine.routes.body import MAX_JSON_VALUES
 from flows.config.train import SftConfig
 from flows.sft import sft
 
@@ -215,6 +221,41 @@ def test_limits_of_a_single_engine_apply(engines: EngineProcess) -> None:
         head = http.head("/tiny/resolve/main/tokenizer_config.json")
         assert (head.status_code, head.content) == (200, b"")
         assert int(head.headers["content-length"]) > 0
+
+
+def test_too_many_values_are_not_parsed() -> None:
+    """The engine rejects such a body too, whatever its session."""
+    values = ",".join(["{}"] * 100)
+    assert _json_id(f'{{"values": [{values}], "session_id": "a"}}'.encode()) == "a"
+    values = ",".join(["{}"] * MAX_JSON_VALUES)
+    assert _json_id(f'{{"values": [{values}], "session_id": "a"}}'.encode()) is None
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("print('a notice'); print('http://127.0.0.1:1', flush=True); input()", None),
+        ("print('engine: The device is broken.'); print('a notice'); exit(1)", "The device is broken."),
+        ("print('a notice'); exit(3)", "it ended with status 3, see the log."),
+    ],
+)
+def test_other_lines_of_an_engine(program: str, reason: str | None) -> None:
+    """A library may print a line before the URL or after an error."""
+
+    async def main() -> None:
+        engine = EngineProcessOfFront(0, "cpu", [])
+        engine._command = [sys.executable, "-c", program]
+        running = asyncio.create_task(engine.run())
+        if reason is None:
+            await asyncio.wait_for(engine.is_up.wait(), 60)
+            assert engine.url == "http://127.0.0.1:1"
+            engine.stop()
+            await running
+        else:
+            with pytest.raises(FrontError, match=f"Engine 0 on cpu did not start, so all engines stop: {reason}"):
+                await running
+
+    asyncio.run(main())
 
 
 def test_wrong_key_is_rejected_and_a_signal_stops_all(tmp_path: Path) -> None:
