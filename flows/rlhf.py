@@ -1,4 +1,4 @@
-"""RLHF: a supervised warm start, a reward model from comparisons, and reinforcement learning against it.
+"""RLHF: a supervised warm start, a reward model from comparisons, and reinforcement learning with its scores.
 
 tinker-flows run rlhf --config examples/rlhf.yaml
 """
@@ -40,7 +40,7 @@ C = TypeVar("C", bound=TrainConfig)
 
 @flow(name="rlhf", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def rlhf(config: RlhfConfig) -> TrainResult:
-    """Train a policy against a reward model, with one run per stage; a finished stage is not repeated.
+    """Train a policy against a reward model or a judge, with one run per stage; a finished stage is not repeated.
 
     Returns:
         Result of the policy stage, or of an earlier stage that ended the flow through its budget, its promotion
@@ -107,7 +107,7 @@ def within_budget(stage: C, budget: BudgetConfig, finished: Sequence[TrainResult
 def _with_approval(
     config: RlhfConfig, stage: RunConfig, run_stage: Callable[[], TrainResult], *, is_last: bool = False
 ) -> TrainResult:
-    """Run a stage; if needed, ask a person to approve its registration and the start of the next stage.
+    """Run a stage; if needed, have a person approve its registration or the start of the next stage.
 
     Raises:
         Pause: The flow run is suspended until a person decides in the Prefect UI.

@@ -43,7 +43,9 @@ def import_path(path: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class ImportedFunction:
-    """Function of the user, named by its import path in the parameters of a term; imported on first use.
+    """Function of the user, named by its import path in the parameters of a term.
+
+    Building the objective imports and checks it.
 
     Attributes:
         path: ``package.module:name``.
@@ -86,9 +88,9 @@ class ImportedFunction:
         return function
 
     def fingerprint(self) -> str:
-        """Return the path and a hash of the source of the function's module, which changes with the code."""
+        """Return the path and a hash of the source of its module, which changes if the code does."""
         try:
-            source = inspect.getsource(importlib.import_module(self.path.partition(":")[0]))
+            source = inspect.getsource(importlib.import_module(current_path(self.path).partition(":")[0]))
         except (OSError, TypeError):  # the module has no source file
             source = ""
         return f"{self.path} {hashlib.sha256(source.encode()).hexdigest()}"

@@ -109,7 +109,11 @@ class TrialExecutor:
             return trial
         value = values.get(metric)
         if value is None or not math.isfinite(value):
-            details = f"the value is {value}" if value is not None else f"it has {', '.join(sorted(values)[:20])}"
+            details = (
+                f"the value is {value}"
+                if value is not None
+                else f"its metrics are {', '.join(sorted(values)[:20]) or 'none'}"
+            )
             if run is None:
                 reason = outcome.reason.removesuffix(".")
                 details = f"an earlier stage ended the trial: {reason}" if reason else "MLflow has no run of the trial"
@@ -119,7 +123,7 @@ class TrialExecutor:
 
 
 def run_trials(executor: TrialExecutor, schedule: Schedule, concurrency: int) -> None:
-    """Run all remaining trials; a stop request lets the running ones save their state first.
+    """Run all remaining trials. After a stop request, wait until the running ones have saved their state.
 
     Raises:
         KeyboardInterrupt, TerminationSignal, RunCancelled: The sweep was stopped.

@@ -1,4 +1,4 @@
-"""Types of a step in flight: its minibatches before and after their gradients are requested, and its waits."""
+"""A step in flight: its minibatches before and after they are sent, and the time that the run waits for them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PreparedBatch:
         return self.completed is not None
 
     def outputs(self, logprobs_DT: Tensor | None = None) -> Outputs:
-        """Return the inputs of the terms; the current logprobs are 0 if they are not known yet."""
+        """Return the logprobs that the terms read; the current ones are 0 if they are not known yet."""
         batch = self.batch.result()
         if logprobs_DT is None:
             logprobs_DT = torch.zeros(batch.target_tokens_DT.shape)
@@ -57,7 +57,7 @@ class PreparedBatch:
 
 @dataclass(frozen=True, slots=True)
 class SentBatch:
-    """Batch whose gradient is requested, and its linearized objective if a separate forward pass computed it.
+    """Batch that has been sent, with its linearized objective if a forward pass came first.
 
     A batch that teaches nothing is only scored: its `update` is a forward pass.
     """
@@ -125,7 +125,7 @@ def num_passes(objective: Objective, step: int, needs_forward_pass: bool) -> int
 def num_pass_tokens(objective: Objective, tokens_by_step: Mapping[int, int], passes_by_step: Mapping[int, int]) -> int:
     """Return the tokens of all passes over the batches of some steps.
 
-    Besides the passes of the updates, measured effects take a forward pass, and one over the last batch checks the
+    Includes a forward pass for each step whose effects are measured, and one over the last batch, which checks the
     final weights.
 
     Args:

@@ -75,10 +75,11 @@ class _Traced:
 
 
 class OnePass:
-    """Losses of an objective on one service client.
+    """Decision whether the steps of an objective take one pass, and the loss of each step on one service client.
 
-    Each set of terms that are due at the same step has its own loss, uploaded at the first such step. The weights of a
-    step are inputs of the loss. In a loop of your own, use it as a context manager, or call `close` after the last
+    The first step uploads the loss with all terms. Each set of terms that are due at the same step has its own loss,
+    uploaded at the first such step; a base loss that the service has by name is not uploaded. The weights of a step are
+    inputs of the loss. In a loop of your own, use it as a context manager, or call `close` after the last
     result, to end the thread that computes the metrics of the terms.
 
     Attributes:

@@ -11,7 +11,7 @@ from tasks.reports.tables import History
 from tasks.training.held_out import BatchValues
 from tasks.training.metrics import MetricsLog
 
-# Figures next to a metric, which its chart shows as intervals or not at all.
+# Suffixes of errors and bounds of a metric. The metric's chart shows them, if at all; they have no chart of their own.
 _SIDE_FIGURES = ("_stderr", "_low", "_high")
 
 

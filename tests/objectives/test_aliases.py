@@ -13,7 +13,7 @@ import pytest
 from flows.config.base import BuilderConfig
 from flows.config.distill import QuestionsConfig, SelfConfig
 from objectives.aliases import MODULES, NAMES, current_path, with_current_paths
-from objectives.import_path import import_path
+from objectives.import_path import ImportedFunction, import_path
 
 # Every module of release 0.1 with its public names, listed from its sources. The engine and the deployments are left
 # out: a service and a command line, which nobody imports. So are the parts of the training loop, which is one class
@@ -113,3 +113,10 @@ def test_an_old_module_does_not_hide_the_function_of_its_name():
     objectives = importlib.import_module("objectives")
     assert objectives.linearize is import_path("objectives.gradients.linearize:linearize")
     assert objectives.regularizer is import_path("objectives.term:regularizer")
+
+
+def test_the_fingerprint_of_an_earlier_path_depends_on_the_code() -> None:
+    """A cache of features would otherwise outlive a change of the function."""
+    earlier, current = ("tasks.answer:service_errors", "tasks.common.service_errors:service_errors")
+    digests = {ImportedFunction(path).fingerprint().partition(" ")[2] for path in (earlier, current)}
+    assert len(digests) == 1

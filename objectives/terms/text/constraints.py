@@ -2,9 +2,10 @@
 
 Constraints come from data files and values from models, so the work per datum is bounded. Constraints are formulas
 without quantifiers over Bool, Int, Real and String constants; the operators are logic, comparison, `ite`, `+`, `-`,
-`*`, `/`, `div` and `mod`. Larger or other formulas are errors, because Z3 ignores its limits while it expands products
-and macros. A check ends after `MAX_SOLVER_STEPS`, which do not depend on the machine, or after `TIMEOUT_MS`. Only
-``execution: process`` with a ``timeout_s`` ends a Z3 call that ignores both.
+`*`, `/`, `div`, `mod`, `rem`, `abs`, and conversions between Int and Real. Larger or other formulas are errors, because
+Z3 ignores its limits while it expands products and macros. A check ends after `MAX_SOLVER_STEPS`, which do not depend
+on the machine, or after `TIMEOUT_MS`. Only ``execution: process`` with a ``timeout_s`` ends a call that
+ignores both.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ def check_values(constraints: Sequence[Constraint], values: Values, context: z3.
     """Count the constraints that the stated values violate, satisfy and leave open; see `Checked`.
 
     A constraint is violated if it depends on a name with two different values, on a value of the wrong type (2.5 for an
-    Int), on a number of more than `MAX_BITS`, or on a division by zero.
+    Int), or on a number of more than `MAX_BITS`, and if all its names are stated and its truth depends on a division by
+    zero.
 
     >>> context = z3.Context()
     >>> rules = parse_constraints("(declare-const x Int)(declare-const y Int)(assert (> x y))(assert (< x 9))", context)
@@ -204,7 +206,7 @@ def _numeral(name: Expression, values: set[Fraction | str]) -> Expression | None
 
 
 def _min_conflicts(formulas: Sequence[Expression], context: z3.Context) -> int | None:
-    """Smallest number of formulas without which the others can hold together; None if Z3 reaches a limit."""
+    """Return how many formulas must at least be dropped so that the others can all hold; None if Z3 reaches a limit."""
     if not formulas:
         return 0
     optimizer = z3.Optimize(ctx=context)
@@ -281,5 +283,5 @@ def _check_operator(expression: Expression) -> None:
             return
     raise ObjectiveError(
         f"they use {str(expression)[:60]!r}, which is not supported; use Bool, Int, Real and String constants, logic, "
-        "comparisons, ite, + - * / div and mod"
+        "comparisons, ite, + - * / div mod rem abs, and conversions between Int and Real"
     )

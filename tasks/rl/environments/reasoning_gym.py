@@ -16,13 +16,13 @@ from tinker_cookbook.rl.types import RLDataset
 from blocks.errors import ConfigError, reason
 from tasks.rl.environments.groups import GroupsBuilder, MakeEnv
 
-# Distance of the seed of held-out problems from the seed of training problems, and the seed of solved examples.
-HELD_OUT_SEED, EXAMPLES_SEED = 1_000_003, 2_000_003
+HELD_OUT_SEED_OFFSET = 1_000_003  # added to the seed of the training problems
+EXAMPLES_SEED = 2_000_003  # seed of the solved examples
 
 
 @dataclass(frozen=True)
 class GymEnv(MessageEnv):
-    """One problem: reward is the dataset's score from 0 to 1, minus `format_coef` without answer tags."""
+    """One problem: reward is the dataset's score from 0 to 1, minus `format_coef` for a bad format."""
 
     dataset: Any
     entry: dict[str, Any]
@@ -69,7 +69,7 @@ class GymBuilder(GroupsBuilder):
         num_examples: number of solved examples at the start of the conversation, from another seed than the problems.
         tags: True to score only the text in the tags, False to score the whole reply. Most datasets give partial
             credit for a correct answer with other words around it.
-        format_coef: penalty for replies without tags and for truncated replies.
+        format_coef: penalty for truncated replies and, if `tags` is true, for replies without tags.
     """
 
     dataset: str
@@ -83,7 +83,7 @@ class GymBuilder(GroupsBuilder):
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         train = self._problems(self.num_problems, self.seed)
-        test = self._problems(self.num_held_out, self.seed + HELD_OUT_SEED) if self.num_held_out else []
+        test = self._problems(self.num_held_out, self.seed + HELD_OUT_SEED_OFFSET) if self.num_held_out else []
         return self.training(train, self.dataset), self.held_out(test, self.dataset)
 
     def _problems(self, size: int, seed: int) -> list[MakeEnv]:

@@ -191,7 +191,7 @@ def test_missing_metric_fails_every_trial(
         folder, "blind", mlflow_uri, engine_url, metric="test/nil", prune=None, space={}, seeds=[0]
     )
     config_fields["base"] |= {"num_steps": 1, "eval_every": 0}
-    with pytest.raises(ServiceError, match=r"no finite value of the metric 'test/nil'; it has .*loss/base"):
+    with pytest.raises(ServiceError, match=r"no finite value of the metric 'test/nil'; its metrics are .*loss/base"):
         sweep(SweepConfig.model_validate(config_fields))
     assert "test/nil" in (folder / "runs" / "blind" / "report.html").read_text()
 
