@@ -87,7 +87,8 @@ class Pauses(NamedTuple):
     Attributes:
         evaluations: kind of the evaluation before each step that has one; `num_steps` is the step of the final weights.
             Evaluations of one kind take about the same time.
-        saves: steps before which a checkpoint is saved. The service computes the step after it.
+        saves: steps before which a checkpoint is saved. The service saves it before it computes the step, so the
+            step's duration includes the save.
     """
 
     evaluations: Mapping[int, Hashable]
@@ -99,6 +100,7 @@ class TimeLeft:
 
     def __init__(self, first: int, num_steps: int, pauses: Pauses) -> None:
         self._step, self._num_steps, self._pauses = first, num_steps, pauses
+        self._first_s: float | None = None
         self._plain_s, self._after_save_s = list[float](), list[float]()
         self._evaluation_s: dict[Hashable, float] = {}
         self._examples_s = 0.0
@@ -107,7 +109,10 @@ class TimeLeft:
         """Count the next step by its metrics."""
         evaluation, examples = metrics.get("time/evaluation", 0.0), metrics.get("time/examples", 0.0)
         seconds = metrics.get("time/step", 0.0) - evaluation
-        (self._after_save_s if self._step in self._pauses.saves else self._plain_s).append(seconds)
+        if self._first_s is None:
+            self._first_s = seconds
+        else:
+            (self._after_save_s if self._step in self._pauses.saves else self._plain_s).append(seconds)
         if self._step in self._pauses.evaluations:
             self._evaluation_s[self._pauses.evaluations[self._step]] = evaluation - examples
         if examples:
@@ -116,8 +121,11 @@ class TimeLeft:
 
     @property
     def pace(self) -> float:
-        """Seconds of a step, without evaluations and checkpoints."""
-        return fmean(self._plain_s or self._after_save_s)
+        """Seconds of a step, without evaluations, and without checkpoints unless each step so far follows one.
+
+        The first step, which takes longer, counts only until there is another.
+        """
+        return fmean(self._plain_s or self._after_save_s or [self._first_s or 0.0])
 
     @property
     def seconds(self) -> float:

@@ -78,11 +78,11 @@ def test_the_time_left_has_the_evaluations_and_the_pace_has_not(
         progress.advance(SFT | {"time/step": 372.0, "time/evaluation": 370.0})
         progress.advance(SFT | {"time/step": 4.0})
     text = stream.getvalue()
-    if terminal:  # 8 steps of 3 s and two evaluations
-        assert "2/10 [12:44, 3 s/step," in text
+    if terminal:  # 8 steps of 4 s and two evaluations
+        assert "2/10 [12:52, 4 s/step," in text
     else:
         lines = [line.partition("$0.0123, ")[2] for line in text.splitlines()]
-        assert lines == ["2 s/step, 0:12:38 left", "3 s/step, 0:12:44 left"]
+        assert lines == ["2 s/step, 0:12:38 left", "4 s/step, 0:12:52 left"]
 
 
 def test_time_left_of_a_steady_run_does_not_jump() -> None:
@@ -102,6 +102,17 @@ def test_time_left_of_a_steady_run_does_not_jump() -> None:
         assert time_left.pace == step_s
         if step >= 5:  # each kind of work was measured
             assert time_left.seconds == pytest.approx(rest)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_checkpoint_after_each_step_is_part_of_the_pace(first: int) -> None:
+    """The first step, which takes longer, does not fix the pace of the run."""
+    time_left = TimeLeft(first, 10, Pauses({}, range(1, 11)))
+    time_left.add({"time/step": 50.0})
+    assert (time_left.pace, time_left.seconds) == (50.0, 50.0 * (9 - first))
+    time_left.add({"time/step": 4.0})
+    time_left.add({"time/step": 6.0})
+    assert (time_left.pace, time_left.seconds) == (5.0, 5.0 * (7 - first))
 
 
 def test_parts_of_a_reward_follow_it() -> None:
