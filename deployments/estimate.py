@@ -23,7 +23,7 @@ from flows.estimates.rollouts import estimate_rollouts
 from flows.estimates.supervised import Estimate, estimate
 from flows.estimates.teacher_data import estimate_teacher_data
 from flows.evaluate import EvaluateConfig
-from flows.runs.pace import format_hours
+from tasks.reports.summary import format_hours
 
 AnyEstimate = Estimate | CostEstimate | RlhfEstimate
 

@@ -47,15 +47,3 @@ def find_pace(client: MlflowClient, experiment_id: str, model: str, method: str)
             name = run.info.run_name or run.info.run_id
             return Pace(name, sum(tokens[step] for step in later) / total, evaluation_s)
     return None
-
-
-def format_hours(hours: float) -> str:
-    """Format a duration for people.
-
-    >>> format_hours(0.005), format_hours(0.05), format_hours(1.5)
-    ('18 s', '3.0 min', '1 h 30 min')
-    """
-    seconds = round(hours * 3600)
-    if seconds < 60:
-        return f"{seconds} s"
-    return f"{seconds // 3600} h {seconds % 3600 // 60} min" if seconds >= 3600 else f"{seconds / 60:.1f} min"

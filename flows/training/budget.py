@@ -39,6 +39,8 @@ class Ledger:
         self._budget, self._price = config, price
         self._num_tokens, self._usd = int(spent.get("num_train_tokens", 0)), spent.get("usd", 0.0)
         self._sampled = SampledTokens(*(int(spent.get(key, 0)) for key in _SAMPLED))
+        # An older version did not count them: a count from here on would look like a part of all sampled tokens.
+        self._counts_scoring = "num_scoring_tokens" in spent or not self._sampled.num_sample_tokens
         self._hours_before, self._began = spent.get("hours", 0.0), monotonic()
         self._step_began, self._step_hours = self._began, 0.0
 
@@ -119,6 +121,8 @@ class Ledger:
         """Return the cost so far as plain data for a checkpoint; without dollars if the price is unknown."""
         usd = {"usd": self._usd} if self._price else {}
         sampled = asdict(self._sampled) if self._sampled != SampledTokens() else {}
+        if not self._counts_scoring:
+            sampled.pop("num_scoring_tokens", None)
         return {"num_train_tokens": self._num_tokens, **sampled, "hours": self.hours, **usd}
 
 
@@ -230,11 +234,13 @@ class RunLedger(MeteredLedger):
 def cost_before_restart(log: MetricsLog, state: Mapping[str, float]) -> dict[str, float]:
     """Return the cost of the run before its last restart: the maximum of the checkpoint's record and the metrics.
 
-    The metrics also include the steps after the checkpoint: a crash lost them, but they were paid for.
+    The metrics also include the steps after the checkpoint: a crash lost them, but they were paid for. Counts that
+    neither has are left out.
     """
     metrics = log.client.get_run(log.run_id).data.metrics
     keys = ("num_train_tokens", *_SAMPLED, "hours", "usd")
-    return {key: max(state.get(key, 0.0), metrics.get(f"cost/{key}", 0.0)) for key in keys}
+    recorded = [key for key in keys if key in state or f"cost/{key}" in metrics]
+    return {key: max(state.get(key, 0.0), metrics.get(f"cost/{key}", 0.0)) for key in recorded}
 
 
 def price_of_other(log: MetricsLog, config: BudgetedConfig, model: str, role: str) -> Price | None:

@@ -26,7 +26,7 @@ from flows.config.rollout import OverlongConfig, RolloutConfig
 from flows.config.train import TrainConfig
 from flows.monitoring.run_tags import note_warning
 from flows.runs.fork import is_fork, named_origin
-from flows.runs.pace import Pace, find_pace, format_hours
+from flows.runs.pace import Pace, find_pace
 from flows.runs.run import Run
 from objectives.batch import Batch
 from objectives.labels import MEMBER, PROMPT
@@ -36,7 +36,7 @@ from objectives.targets import TargetSpec
 from tasks.common.renderers import recommended_renderers
 from tasks.common.task import call, opaque_argument
 from tasks.reports.first_batch import first_group, print_datums, weighted_datums, write_first_batch
-from tasks.reports.summary import DATA_TAG
+from tasks.reports.summary import DATA_TAG, format_hours
 from tasks.rl.health import CONSTANT, REWARD, REWARD_SUM
 from tasks.rl.hooks import PREFIX
 from tasks.rl.named_rewards import TOTAL
@@ -369,8 +369,8 @@ def plan_lines(
         else f"{steps.stop:,} step{'s' if steps.stop > 1 else ''}"
     )
     price = "price unknown" if tokens.usd is None else f"${tokens.usd:,.4g}"
-    besides = f", besides {tokens.besides}" if tokens.besides else ""
-    basis = f", extrapolated from {tokens.basis}" if tokens.basis else ""
+    besides = f"; {tokens.besides} are not included" if tokens.besides else ""
+    basis = f" (extrapolated from {tokens.basis})" if tokens.basis else ""
     duration = "time unknown"
     if pace:
         run = "its own pace" if pace.run_name == config.run_name else f"the pace of {pace.run_name}"
@@ -379,7 +379,7 @@ def plan_lines(
     return [
         f"{method} of {config.model}{on_data}, {num_steps}, learning rate {config.learning_rate:g}",
         f"loss {loss}{', with ' + ' and '.join(limits) if limits else ''}",
-        f"{evaluations}, {saves}; about {tokens.in_passes:,} tokens in all passes ({price}{besides}){basis}; "
+        f"{evaluations}, {saves}; about {tokens.in_passes:,} tokens in training passes{basis}, {price}{besides}; "
         f"{duration}",
     ]
 

@@ -249,9 +249,11 @@ class Trainer:
         if counted:
             mean = sum(counted.values()) / len(counted)
             basis = f"{len(counted):,} of {len(trained):,} batches" if len(counted) < len(trained) else ""
-        elif self.schedule.first < steps.start:  # resumed; the steps so far include those of a fork's parent
-            mean = self.cadence.num_tokens / steps.start
-            basis = f"the first {steps.start:,} step{'s' if steps.start > 1 else ''}"
+        elif self.cadence.num_tokens:  # resumed; a fork counts its own steps, not those of its parent
+            so_far = range(self.schedule.first, steps.start)
+            num_trained = sum(step not in self.guard.skipped_steps for step in so_far)
+            mean = self.cadence.num_tokens / max(1, num_trained)
+            basis = f"the {f'{num_trained:,} steps' if num_trained != 1 else 'step'} trained so far"
         tokens = {step: counted.get(step, round(mean)) for step in trained}
         held_out = sum(self.evaluation.num_tokens(step) for step in range(steps.start, steps.stop + 1))
         passes = {step: num_passes(self.objective, step, self.config.guards.needs_forward_pass) for step in trained}
@@ -260,7 +262,7 @@ class Trainer:
         in_passes = held_out + num_pass_tokens(self.objective, tokens, passes)
         has_candidates = self.candidates and any(term.on_candidates for term in self.objective.regularizers)
         has_samples = self.source.sampled or has_candidates or self.evaluation.samples
-        others = {"sampled tokens": has_samples, "tokens that the reference scores": self.reference is not None}
+        others = {"sampled tokens": has_samples, "tokens scored by the reference": self.reference is not None}
         besides = " and ".join(name for name, is_present in others.items() if is_present)
         evaluations = sum(step >= steps.start for step in self.schedule.evaluations())
         usd = self.ledger.price_of(in_passes)

@@ -93,15 +93,29 @@ def describe_cost(metrics: Mapping[str, float]) -> str:
 
     >>> describe_cost({"cost/hours": 0.1859, "cost/num_train_tokens": 56851.0, "cost/usd": 0.0})
     '11.2 min, 56,851 tokens in training passes, $0'
+    >>> describe_cost({"cost/hours": 0.005}), describe_cost({"cost/hours": 1.5})
+    ('18 s, price unknown', '1 h 30 min, price unknown')
     >>> describe_cost({"cost/num_sample_tokens": 16.0, "cost/num_scoring_tokens": 6.0, "cost/usd": 0.0})
     '16 tokens sampled (6 of them to score sequences, one each), $0'
     """
     return ", ".join(filter(None, _cost_parts(metrics)))
 
 
+def format_hours(hours: float) -> str:
+    """Format a duration for people.
+
+    >>> format_hours(0.005), format_hours(0.05), format_hours(1.5)
+    ('18 s', '3.0 min', '1 h 30 min')
+    """
+    seconds = round(hours * 3600)
+    if seconds < 60:
+        return f"{seconds} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60} min" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+
+
 def _cost_parts(metrics: Mapping[str, float]) -> tuple[str, str, str]:
     """Time, tokens and price of a run; an unknown time or number of tokens is empty."""
-    time = f"{60 * metrics['cost/hours']:.1f} min" if "cost/hours" in metrics else ""
+    time = format_hours(metrics["cost/hours"]) if "cost/hours" in metrics else ""
     tokens = [f"{metrics[f'cost/{name}']:,.0f} {unit}" for name, unit in _UNITS.items() if metrics.get(f"cost/{name}")]
     if num_scoring := metrics.get("cost/num_scoring_tokens"):
         part = "all" if num_scoring == metrics.get("cost/num_sample_tokens") else f"{num_scoring:,.0f}"
