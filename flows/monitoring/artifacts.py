@@ -94,7 +94,7 @@ class RunPage:
         self._put(client, "progress", "progress", 100.0 * step / self._num_steps, description)
         rows = [dict(zip(COLUMNS, format_row(row), strict=True)) for row in term_rows(metrics)]
         if rows:
-            description = f"Terms of {escape_markdown(self._run_name)} after {step} steps"
+            description = f"Terms of {escape_markdown(self._run_name)} after {step} step{'s' if step != 1 else ''}"
             self._put(client, "terms", "table", json.dumps(rows), description)
 
     def _put(self, client: SyncPrefectClient, kind: str, form: str, data: str | float, description: str) -> None:

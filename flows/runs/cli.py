@@ -197,9 +197,13 @@ def _how_to_continue(config: Config) -> str:
         return f"{config.run_name} has no checkpoint yet: the same command starts over."
     resume = f"tinker-flows resume {shlex.quote(config.run_name)}{storage_option(config.run_name, directory.location)}"
     step = step_of(records[0])
-    resumed = f"`{resume}` resumes after {step} step{'s' if step > 1 else ''}"
+    resumed = f"`{resume}` resumes after {step} step{'s' if step != 1 else ''}"
     if config.if_exists == "delete":
         return f"{resumed}; the same command would delete the run, because if_exists is 'delete'."
+    if config.if_exists == "ask":
+        return f"{resumed}; the same command asks what to do with the run, because if_exists is 'ask'."
+    if config.resume == "never":
+        return f"{resumed}; the same command would fail, because the name is in use and resume is 'never'."
     return f"{resumed}, as the same command does."
 
 

@@ -214,3 +214,13 @@ def test_no_artifacts_outside_a_flow_run(prefect_server: str, mlflow_uri: str) -
         page.advance(STEPS[0])
     keys = ["progress-outside", "terms-outside", "mlflow-outside"]
     assert artifacts(ArtifactFilter(key=ArtifactFilterKey(any_=keys))) == {}
+
+
+def test_terms_after_one_step_are_in_the_singular(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: Any = None
+    page, descriptions = RunPage("demo", 0, 2, log), list[str]()
+    monkeypatch.setattr(page, "_put", lambda client, kind, form, data, description: descriptions.append(description))
+    for text in ("after 1 step", "after 2 steps"):
+        page.advance(STEPS[0])
+        page._update(log)
+        assert descriptions[-1] == f"Terms of demo {text}"

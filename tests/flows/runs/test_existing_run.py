@@ -190,13 +190,23 @@ def test_interrupted_run_names_the_command_that_does_not_delete(
     record = CheckpointRecord("4", batch=4, epoch=0, final=False, state_path="tinker://a", extra={"step": 4})
     (storage / "run" / "checkpoints.jsonl").write_text(json.dumps(record.to_dict()) + "\n")
     resume = f"Stopped. `tinker-flows resume run --storage {storage}` resumes after 4 steps"
-    for policy, same in (
-        ("delete", "; the same command would delete the run, because if_exists is 'delete'."),
-        ("resume", ", as the same command does."),
+    never = "; the same command would fail, because the name is in use and resume is 'never'."
+    for if_exists, policy, same in (
+        ("delete", "auto", "; the same command would delete the run, because if_exists is 'delete'."),
+        ("delete", "never", "; the same command would delete the run, because if_exists is 'delete'."),
+        ("ask", "auto", "; the same command asks what to do with the run, because if_exists is 'ask'."),
+        ("resume", "never", never),
+        ("resume", "auto", ", as the same command does."),
     ):
         with pytest.raises(ExplainedInterrupt):
-            cli.run(sft, config.model_copy(update={"if_exists": policy}))
+            cli.run(sft, config.model_copy(update={"if_exists": if_exists, "resume": policy}))
         assert capsys.readouterr().err == f"{resume}{same}\n"
+    for step, steps in ((0, "0 steps"), (1, "1 step")):
+        record = CheckpointRecord("s", batch=step, epoch=0, final=False, state_path="tinker://a", extra={"step": step})
+        (storage / "run" / "checkpoints.jsonl").write_text(json.dumps(record.to_dict()) + "\n")
+        with pytest.raises(ExplainedInterrupt):
+            cli.run(sft, config)
+        assert f"resumes after {steps};" in capsys.readouterr().err
 
 
 def test_flows_of_several_runs_reject_it(tmp_path: Path) -> None:
