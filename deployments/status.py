@@ -34,6 +34,8 @@ TEACHER_METRICS = ("test/teacher_kl", "teacher_kl")
 # State of an unfinished run that no process is writing, by the status of its MLflow run.
 STATES = {"FAILED": "failed", "KILLED": "stopped", "RUNNING": "killed", "FINISHED": "stopped"}
 
+_WRAPPED = ("metric", "written by")  # columns of the table whose cells may take several lines
+
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
@@ -149,7 +151,10 @@ def show_runs(storage: str, as_json: bool) -> None:
 
 
 def _table(runs: Sequence[RunStatus], width: int) -> Table:
-    """Table of runs. Words are not broken; columns that `status RUN` shows too are left out if they do not fit."""
+    """Table of runs. Words are not broken.
+
+    If the table does not fit, columns that `status RUN` shows too are left out, and names of metrics are shortened.
+    """
     cells: dict[str, list[str]] = {
         "run": [run.run_name for run in runs],
         "state": [run.state for run in runs],
@@ -162,19 +167,61 @@ def _table(runs: Sequence[RunStatus], width: int) -> Table:
     }
     if not any(cells["written by"]):
         del cells["written by"]
-    wrapped = ("metric", "written by")
-    words = {name: " ".join([name, *column]).split() if name in wrapped else column for name, column in cells.items()}
-    widths = {name: max(len(name), *map(len, of_column)) for name, of_column in words.items()}
-    for name in ("MLflow run", "checkpoint"):
-        if sum(widths.values()) + 3 * len(widths) + 1 > width:  # a border and two spaces for each column
-            del widths[name]
+    _fit(cells, width)
+    widths = _widths(cells)
+    for name in _WRAPPED:  # rich would shrink these columns alike, also below their longest words
+        if name in cells:
+            wanted = max(len(name), *map(len, cells[name]))
+            widths[name] += max(0, min(_room(cells, width), wanted - widths[name]))
+            width -= widths[name] - _widths(cells)[name]
     table = Table(title="Runs", title_justify="left")
-    for name, narrowest in widths.items():
+    for name, columns in widths.items():
         justify = "right" if name in ("step", "checkpoint") else "left"
-        table.add_column(name, overflow="fold", justify=justify, min_width=narrowest, no_wrap=name not in wrapped)
-    for row in zip(*(cells[name] for name in widths), strict=True):
+        table.add_column(
+            name, overflow="fold", justify=justify, min_width=columns, max_width=columns, no_wrap=name not in _WRAPPED
+        )
+    for row in zip(*cells.values(), strict=True):
         table.add_row(*row)
     return table
+
+
+def _widths(cells: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """Return the narrowest width of each column in which no word is broken."""
+    words = {name: " ".join([name, *column]).split() if name in _WRAPPED else column for name, column in cells.items()}
+    return {name: max(len(name), *map(len, of_column)) for name, of_column in words.items()}
+
+
+def _room(cells: Mapping[str, Sequence[str]], width: int) -> int:
+    """Return how much narrower than a width a table can be."""
+    widths = _widths(cells)
+    return width - sum(widths.values()) - 3 * len(widths) - 1  # a border and two spaces for each column
+
+
+def _fit(cells: dict[str, list[str]], width: int) -> None:
+    """Leave out columns and shorten names of metrics, the least important first, until a table fits a width."""
+    for name in ("MLflow run", "checkpoint"):
+        if _room(cells, width) < 0:
+            del cells[name]
+    if _room(cells, width) < 0:
+        cells["metric"] = [text.replace("env/all/", "") for text in cells["metric"]]
+    if _room(cells, width) < 0:
+        cells.pop("written by", None)
+    if _room(cells, width) < 0:
+        longest = _widths(cells)["metric"] + _room(cells, width)
+        cells["metric"] = [" ".join(_shortened(word, longest) for word in text.split(" ")) for text in cells["metric"]]
+    if _room(cells, width) < 0:
+        del cells["metric"]
+
+
+def _shortened(name: str, longest: int) -> str:
+    """Return the longest end of a metric's name that fits; the last part of the name if none does.
+
+    >>> _shortened("test/reward/total", 14), _shortened("test/reward/total", 10), _shortened("test/nll", 3)
+    ('…/reward/total', '…/total', '…/nll')
+    """
+    parts = name.split("/")
+    ends = [name, *(f"…/{'/'.join(parts[start:])}" for start in range(1, len(parts)))]
+    return next((end for end in ends if len(end) <= longest), ends[-1])
 
 
 def show_run(run_name: str, storage: str, as_json: bool) -> None:

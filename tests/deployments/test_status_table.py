@@ -39,6 +39,46 @@ def test_run_names_are_whole_at_80_columns(name: str, writer: str) -> None:
     assert ("79ea61b8" in text) == (len(name) < 20 and not writer)
 
 
+def shown(width: int, name: str, metric: str, writer: str = "") -> str:
+    run = RunStatus(
+        name,
+        "tiny",
+        "running" if writer else "finished",
+        "",
+        "",
+        step=24,
+        num_steps=24,
+        checkpoint_step=24,
+        metric=metric,
+        value=0.1234,
+        writer=writer,
+        mlflow_run_id="79ea61b8" * 4,
+    )
+    console = TextConsole(width=width, file=(stream := io.StringIO()))
+    console.print(_table([run], console.width))
+    text = stream.getvalue()
+    assert all(len(line) <= width for line in text.splitlines())
+    assert all(word in text for word in (name, run.state, "24 of 24"))
+    return text
+
+
+@pytest.mark.parametrize("writer", ["", "process 4711 on host, flow run 1"])
+@pytest.mark.parametrize("metric", ["test/env/all/reward/total", "env/all/reward/total", "test/term/consistency/value"])
+@pytest.mark.parametrize("length", [20, 32, 38, 44])
+def test_metrics_of_long_names_are_shortened(length: int, metric: str, writer: str) -> None:
+    text = shown(80, "r" * length, metric, writer)
+    assert metric.rpartition("/")[2] in text
+    assert "0.1234" in text
+
+
+def test_the_shortened_name_of_a_metric_keeps_what_it_can() -> None:
+    reward = "test/env/all/reward/total"
+    assert reward in shown(80, "r" * 20, reward)
+    assert " test/reward/total " in shown(80, "r" * 32, reward)
+    assert " …/reward/total " in shown(80, "r" * 36, reward)
+    assert "0.1234" not in shown(80, "r" * 50, reward)
+
+
 @pytest.mark.parametrize(
     ("metrics", "expected"),
     [
