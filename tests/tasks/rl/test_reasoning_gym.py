@@ -76,5 +76,5 @@ def test_composite_draws_from_its_datasets(tokenizer: Any) -> None:
     datasets = [{"name": "gcd"}, {"name": "chain_sum", "weight": 2.0, "config": {"max_terms": 3}}]
     train = problems(tokenizer, dataset="composite", config={"datasets": datasets}, num_problems=12)[0]
     assert {env.entry["metadata"]["source_dataset"] for env in train} == {"gcd", "chain_sum"}
-    with pytest.raises(ConfigError, match="reasoning-gym has no dataset 'nothing'; it has ab, acre"):
+    with pytest.raises(ConfigError, match="reasoning-gym has no dataset 'nothing': choose one of ab, acre"):
         create_gym_dataset("nothing", {})
