@@ -118,14 +118,14 @@ class PairSource(BatchSource):
     def untrained_steps(self, steps: range) -> Sequence[int]:
         """Return the steps whose batches have no pair with two distinct answers."""
         pairs = self._pairs
-        datums = {
-            index: pairs.rendering.pair(pairs.comparisons[index], index) for index in range(len(pairs.comparisons))
-        }
+        num_tokens: list[int] = []  # 0 without two distinct answers
+        for index in range(len(pairs.comparisons)):
+            datums = pairs.rendering.pair(pairs.comparisons[index], index)
+            num_tokens.append(sum(datum.model_input.length for datum in datums))
         if not pairs.unrelated:  # `kto` adds datums to a batch
-            num_tokens = {index: sum(datum.model_input.length for datum in pair) for index, pair in datums.items()}
             self._token_counts = {step: sum(num_tokens[index] for index in self._indices(step)) for step in steps}
-        trained = {index for index, pair in datums.items() if pair}
-        if len(trained) == len(datums):
+        trained = {index for index, number in enumerate(num_tokens) if number}
+        if len(trained) == len(num_tokens):
             return ()
         return [step for step in steps if trained.isdisjoint(self._indices(step))]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import chz
 import pytest
@@ -136,6 +138,28 @@ def test_batches_without_a_pair_are_found_in_advance(tokenizer: Any) -> None:
     assert 0 < len(failing) < len(steps)
     assert single.untrained_steps(steps) == failing
     assert single.token_counts() == {step: 0 if step in failing else single.batch_at(step).num_tokens for step in steps}
+
+
+def test_counting_tokens_keeps_the_datums_of_few_pairs() -> None:
+    class Counted:
+        model_input = SimpleNamespace(length=3)
+
+    living: WeakSet[Counted] = WeakSet()
+    most = 0
+
+    def pair(preference: Any, index: int) -> list[Counted]:
+        nonlocal most
+        most = max(most, len(living))
+        datums = [Counted(), Counted()]
+        for datum in datums:
+            living.add(datum)
+        return datums
+
+    pairs: Any = SimpleNamespace(comparisons=range(50), rendering=SimpleNamespace(pair=pair), unrelated=False)
+    pair_source = PairSource(pairs, 2, 0, "dpo")
+    assert pair_source.untrained_steps(range(2)) == ()
+    assert pair_source.token_counts() == {0: 12, 1: 12}
+    assert most <= 4
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "kto", "simpo", "orpo", "bradley_terry"])
