@@ -89,7 +89,7 @@ def find_rejection(
     if not checkpoint.scores.is_paired_with(baseline.scores):
         return f"{gate.metric} of the checkpoint and of the baseline were measured on different problems"
     sign = 1 if gate.sign in (">", ">=") else -1
-    differences = [sign * difference for difference in checkpoint.scores.minus(baseline.scores).values_B]
+    differences = [sign * difference for difference in checkpoint.scores.minus(baseline.scores).weighted_B]
     level = (1 - confidence) / num_candidates
     p_value = sign_flip_p_value(differences, level)
     # A p-value is a quotient of counts: allow for its rounding.
@@ -119,7 +119,7 @@ def describe_difference(
     text = f"{metric} of the checkpoint minus that of the baseline is {checkpoint.value - baseline.value:.3g}"
     if not (checkpoint.scores and checkpoint.scores.is_paired_with(baseline.scores)) or baseline.scores is None:
         return f"{text}, without an interval, because the two have no scores of the same problems."
-    differences = checkpoint.scores.minus(baseline.scores).values_B
+    differences = checkpoint.scores.minus(baseline.scores).weighted_B
     interval, detectable = difference_interval(differences), detectable_difference(differences)
     text += " (no interval" if interval is None else f" (95 % interval {interval.low:.3g} to {interval.high:.3g}"
     smallest = (

@@ -19,11 +19,16 @@ class Interval(NamedTuple):
     high: float
 
 
-def proportion_interval(scores_P: Sequence[float]) -> Interval | None:
+def proportion_interval(scores_P: Sequence[float], weights_P: Sequence[int] = ()) -> Interval | None:
     """95 % confidence interval of the mean of scores from 0 to 1, one per problem; None for a single problem.
 
     This is Wilson's interval with the effective sample size ``p (1 - p) / v``, where ``v`` is the variance of the mean
     over problems, and the quantile of Student's t. If all scores are equal, the sample size is the number of problems.
+    The interval contains the mean.
+
+    Args:
+        weights_P: number of problems of each score, if a score is the mean over a group of problems; empty for one
+            problem each.
 
     Source: Dean and Pagano 2015, "Evaluating Confidence Interval Methods for Binomial Proportions in Clustered
     Surveys", Journal of Survey Statistics and Methodology 3(4).
@@ -35,10 +40,15 @@ def proportion_interval(scores_P: Sequence[float]) -> Interval | None:
     num = len(scores_P)
     if num < 2:
         return None
-    mean, variance = float(np.mean(scores_P)), float(np.var(scores_P, ddof=1)) / num
-    size = mean * (1 - mean) / variance if variance > 0 else float(num)
+    weights = np.array(weights_P or [1] * num, dtype=float)
+    if len(set(scores_P)) < 2:
+        mean, size = scores_P[0], float(weights.sum())
+    else:
+        shares, scores = weights / weights.sum(), np.array(scores_P)
+        mean = float(shares @ scores)
+        size = mean * (1 - mean) / (float(shares**2 @ (scores - mean) ** 2) * num / (num - 1))
     quantile = float(stdtrit(num - 1, (1 + CONFIDENCE) / 2))
     shrinkage = quantile**2 / size
     centre = (mean + shrinkage / 2) / (1 + shrinkage)
     width = math.sqrt(shrinkage * mean * (1 - mean) + shrinkage**2 / 4) / (1 + shrinkage)
-    return Interval(max(centre - width, 0.0), min(centre + width, 1.0))
+    return Interval(min(max(centre - width, 0.0), mean), max(min(centre + width, 1.0), mean))

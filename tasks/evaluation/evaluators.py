@@ -443,4 +443,5 @@ def _add_metrics(result: EvaluationResult, metrics: Mapping[str, object], evalua
     result.texts.update(texts)
     if isinstance(metrics, GradedMetrics):
         for key, scores_P in metrics.scores.items():
-            result.scores[safe_name(key)] = BatchValues(scores_P, [1] * len(scores_P), metrics.problems)
+            sizes = list(metrics.sizes) or [1] * len(scores_P)
+            result.scores[safe_name(key)] = BatchValues(scores_P, sizes, metrics.problems)

@@ -143,7 +143,7 @@ class HeldOutPairs(TrainingClientEvaluator):
     """Preference loss of held-out pairs, with metrics such as `test/accuracy` and `test/margin`.
 
     Accuracy and margin have a score for each pair, for paired comparisons. With more than `MAX_SCORES` pairs, each of
-    `MAX_SCORES` groups of pairs has a score. `kto` has no scores, because it compares each completion with the batch.
+    `MAX_SCORES` groups of pairs has a mean. `kto` has no scores, because it compares each completion with the batch.
     """
 
     def __init__(self, pairs: PairBatches, loss: Regularizer, reference: Reference | None) -> None:
@@ -162,13 +162,13 @@ class HeldOutPairs(TrainingClientEvaluator):
         self.evaluated = [EvaluatedBatch(self._batch, outputs.logprobs_DT)]
         evaluation = evaluate_term(self._loss, outputs, self._batch, first_step=False)
         metrics = _metrics(self._loss.term.name, evaluation.value, evaluation.metrics)
-        scores = self._scores(outputs) if self.scored_metrics else {}
+        scores, sizes = self._scores(outputs) if self.scored_metrics else ({}, [])
         return GradedMetrics(
-            {f"test/{key}": value for key, value in metrics.items()}, scores, digest_batches([self._batch])
+            {f"test/{key}": value for key, value in metrics.items()}, scores, digest_batches([self._batch]), sizes
         )
 
-    def _scores(self, outputs: Outputs) -> dict[str, list[float]]:
-        """Return the scores of each metric; their mean is the metric."""
+    def _scores(self, outputs: Outputs) -> tuple[dict[str, list[float]], list[int]]:
+        """Return the mean of each metric over each group of pairs, and the number of pairs of each group."""
         rows_P = torch.stack(find_preference_pairs(self._batch), dim=1)
         groups = [group for group in torch.tensor_split(rows_P, min(len(rows_P), MAX_SCORES)) if len(group)]
         scores: dict[str, list[float]] = {name: [] for name in self.scored_metrics}
@@ -181,10 +181,9 @@ class HeldOutPairs(TrainingClientEvaluator):
             assert logprobs_DT is not None
             selected = Outputs(logprobs_DT, ref_logprobs_DT=reference_DT)
             evaluation = evaluate_term(self._loss, selected, take_datums(self._batch, rows), first_step=False)
-            share = len(groups) * len(group_P) / len(rows_P)
             for name in _SCORED:
-                scores[f"test/{name}"].append(share * evaluation.metrics[name])
-        return scores
+                scores[f"test/{name}"].append(evaluation.metrics[name])
+        return scores, [len(group_P) for group_P in groups]
 
 
 @retried_task(name="batch", task_run_name="batch-{step}")

@@ -63,7 +63,7 @@ class DrawnRun:
     def held_out(self, key: str) -> dict[int, Estimate]:
         """Held-out values of a metric by step, with intervals if the run stored the values of its batches."""
         name = key.removeprefix("test/term/").removesuffix("/value")
-        shares = is_share(values[name] for values in self.batches.values() if name in values)
+        shares = is_share(key, self.history)
         estimates: dict[int, Estimate] = {}
         for step, value in self.history.get(key, ()):
             batches = self.batches.get(step, {}).get(name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Self
@@ -117,7 +118,7 @@ def cosine_key(first: str, second: str) -> str:
 # Explains the intervals in a table of held-out values.
 INTERVALS = (
     "±: 95 % interval over held-out batches, rows or problems; of a change or an effect, over pairs of them. "
-    "In brackets: Wilson's interval of a share. Equal values of other metrics have no interval."
+    "In brackets: Wilson's interval of an accuracy. Equal values of other metrics have no interval."
 )
 HELD_OUT = "test/"
 _VALUE, _ERROR = "/value", "/stderr"
@@ -152,10 +153,12 @@ class Estimate:
     def of(cls, batches: BatchValues, *, is_share: bool = False) -> Self:
         """Mean over held-out batches or problems, with the interval of Student's t, because they may be few.
 
-        A share has Wilson's interval. Other values have none if all are equal, which says nothing about their spread.
+        An accuracy has Wilson's interval. Other values have none if all are equal, which says nothing about their
+        spread.
 
         Args:
-            is_share: whether each value is a 0 or a 1; see `is_share`.
+            is_share: whether the values are of an accuracy; see `is_share`. Values outside 0 to 1, as earlier versions
+                stored for groups of pairs, have the interval of other values.
 
         >>> Estimate.of(BatchValues([1.0, 3.0], [4, 4]))
         Estimate(value=2.0, half_width=12.706..., bounds=None)
@@ -163,8 +166,10 @@ class Estimate:
         '1 (0.91 to 1)'
         """
         mean, stderr = batches.mean()
-        if is_share or stderr == 0:
-            return cls(mean, bounds=proportion_interval(batches.values_B) if is_share else None)
+        if is_share and all(0 <= value <= 1 for value in batches.values_B):
+            return cls(mean, bounds=proportion_interval(batches.values_B, batches.num_datums_B))
+        if len(set(batches.values_B)) < 2:
+            return cls(mean)
         return cls(mean, float(stdtrit(max(1, len(batches.values_B) - 1), 0.975)) * stderr)
 
     @property
@@ -175,7 +180,7 @@ class Estimate:
     def errors(self) -> tuple[float, float] | None:
         """Distances from the value to both ends of the interval; None if it is unknown."""
         if self.bounds:
-            return self.value - self.bounds.low, self.bounds.high - self.value
+            return max(self.value - self.bounds.low, 0.0), max(self.bounds.high - self.value, 0.0)
         return None if np.isnan(self.half_width) else (self.half_width, self.half_width)
 
     def __str__(self) -> str:
@@ -183,8 +188,11 @@ class Estimate:
 
         >>> str(Estimate(0.0741, 0.0478)), str(Estimate(1.0611))
         ('0.0741 ± 0.048', '1.061')
+        >>> str(Estimate(0.998, bounds=Interval(0.9969, 0.9987)))
+        '0.998 (0.997 to 0.999)'
         """
-        return f"{self.value:.4g}" + self._interval()
+        value = _format_share(self.value, 4) if self.bounds else f"{self.value:.4g}"
+        return value + self._interval()
 
     def signed(self) -> str:
         """Value with its sign, and its interval if that is known.
@@ -205,21 +213,42 @@ class Estimate:
 
     def _interval(self) -> str:
         if self.bounds:
-            return f" ({self.bounds.low:.2g} to {self.bounds.high:.2g})"
+            low, high = (_format_share(bound, 2, self.value) for bound in self.bounds)
+            return f" ({low} to {high})"
         return "" if np.isnan(self.half_width) else f" ± {self.half_width:.2g}"
 
 
-def is_share(evaluations: Iterable[BatchValues]) -> bool:
-    """Return whether all values of some evaluations are 0 or 1, and one of them is 1, as for right and wrong answers.
+def _format_share(share: float, num_digits: int, value: float | None = None) -> str:
+    """Format a share so that one below 1 differs from 1.
 
-    Values that are all 0 may be those of any metric.
+    Args:
+        num_digits: fewest significant digits.
+        value: value whose interval the share bounds; the bound stays on its side of the value.
 
-    >>> right, wrong = BatchValues([1.0, 1.0], [1, 1]), BatchValues([0.0, 0.0], [1, 1])
-    >>> is_share([wrong, right]), is_share([wrong]), is_share([right, BatchValues([1.0, 0.5], [1, 1])])
-    (True, False, False)
+    >>> _format_share(0.99996, 4), _format_share(0.9969, 2, 0.998), _format_share(1.0, 2)
+    ('0.99996', '0.997', '1')
     """
-    values = {value for batches in evaluations for value in batches.values_B}
-    return 1.0 in values and values <= {0.0, 1.0}
+    for digits in range(num_digits, 17):
+        text = f"{share:.{digits}g}"
+        rounded = float(text)
+        is_beyond = value is not None and (rounded - value) * (share - value) < 0
+        if (rounded == 1) == (share == 1) and not is_beyond:
+            return text
+    return str(share)
+
+
+def is_share(key: str, keys: Container[str]) -> bool:
+    """Return whether a metric is an accuracy: of preference pairs, or of graded answers.
+
+    Args:
+        key: key of a held-out metric.
+        keys: all metrics of the run. Graded answers also have a share of truncated ones.
+
+    >>> is_share("test/accuracy", []), is_share("test/m_pass_at_2", ["test/m_truncated"]), is_share("test/margin", [])
+    (True, True, False)
+    """
+    name = re.sub(r"_pass_at_\d+$", "", key)
+    return key == ACCURACY or f"{name}_truncated" in keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +373,7 @@ def held_out_rows(
         (first, before), (last, after) = points[0], points[-1]
         earlier, later = batches.get(first, {}).get(stored), batches.get(last, {}).get(stored)
         change = _paired_difference(later, earlier) or Estimate(after - before)
-        shares = is_share(values[stored] for values in batches.values() if stored in values)
+        shares = is_share(key, history)
         first_value = Estimate.of(earlier, is_share=shares) if earlier else Estimate(before)
         last_value = Estimate.of(later, is_share=shares) if later else Estimate(after)
         metric = stored.removeprefix(HELD_OUT)
@@ -354,15 +383,33 @@ def held_out_rows(
 
 
 def _describe_ties(batches: Mapping[int, Mapping[str, BatchValues]]) -> str:
-    """Say at which steps the margin of pairs is 0, as it is if policy and reference are equal; empty if nowhere."""
-    ties = {
-        step: sum(abs(margin) < _TIED for margin in values[MARGIN].values_B) / len(values[MARGIN].values_B)
-        for step, values in sorted(batches.items())
-        if MARGIN in values
-    }
-    shown = [f"{share:.0%} of the pairs at step {step}" for step, share in ties.items() if share]
+    """Say how many pairs of the first and the last evaluation have a margin of 0; empty if none has.
+
+    Policy and reference are then equal. The sentence is also empty if scores are means over groups of pairs.
+    """
+    margins = {step: values[MARGIN] for step, values in batches.items() if MARGIN in values}
+    shown: list[str] = []
+    for step in sorted({min(margins), max(margins)} if margins else ()):
+        accuracy = batches[step].get(ACCURACY)
+        # Earlier versions stored means over groups without the sizes of the groups.
+        if set(margins[step].num_datums_B) != {1} or (accuracy and not set(accuracy.values_B) <= {0.0, 1.0}):
+            return ""
+        share = fmean(abs(margin) < _TIED for margin in margins[step].values_B)
+        if share:
+            shown.append(f"{_format_percent(share)} of the pairs at step {step}")
     count = "They count as wrong, unless rounding decides otherwise."
     return f"Ties in the accuracy, with a margin of 0 up to rounding: {', '.join(shown)}. {count}" if shown else ""
+
+
+def _format_percent(share: float) -> str:
+    """Format a share in whole percent; no other share looks like none or all.
+
+    >>> _format_percent(0.004), _format_percent(0.25), _format_percent(0.996), _format_percent(1.0)
+    ('<1%', '25%', '>99%', '100%')
+    """
+    if 0 < share < 0.01:
+        return "<1%"
+    return ">99%" if 0.99 < share < 1 else f"{share:.0%}"
 
 
 def held_out_table(
@@ -463,7 +510,8 @@ def target_rows(
         half_width = float("nan")
         if len(last) >= _NUM_PARTS:
             means = [part.mean() for part in np.array_split(last, _NUM_PARTS)]
-            error = float(stdtrit(_NUM_PARTS - 1, 0.975) * np.std(means, ddof=1) / np.sqrt(_NUM_PARTS))
-            half_width = error or half_width  # equal means say nothing about their spread
+            # Equal means say nothing about their spread; means of equal values may differ by rounding.
+            if len(set(means)) > 1 and len(set(last.tolist())) > 1:
+                half_width = float(stdtrit(_NUM_PARTS - 1, 0.975) * np.std(means, ddof=1) / np.sqrt(_NUM_PARTS))
         rows.append(TargetRow(name, target, float(last.mean()), half_width, multipliers[-1][1]))
     return rows

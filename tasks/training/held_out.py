@@ -57,7 +57,7 @@ class BatchValues:
 
     Attributes:
         values_B: the values.
-        num_datums_B: number of datums of each batch, which weights its value; 1 for a problem.
+        num_datums_B: number of datums of each batch, or of problems of each score, which weights its value.
         digest: digest of the batches (`digest_batches`) or problems; empty in files that were written without it.
     """
 
@@ -75,12 +75,24 @@ class BatchValues:
         """Differences of paired batches."""
         return replace(self, values_B=[a - b for a, b in zip(self.values_B, other.values_B, strict=True)])
 
+    @property
+    def weighted_B(self) -> list[float]:
+        """Values times their weights, scaled so that their plain mean is the weighted mean.
+
+        >>> BatchValues([1.0, 4.0], [1, 3]).weighted_B
+        [0.5, 6.0]
+        """
+        scale = len(self.num_datums_B) / sum(self.num_datums_B)
+        return [scale * num * value for value, num in zip(self.values_B, self.num_datums_B, strict=True)]
+
     def mean(self) -> tuple[float, float]:
         """Weighted mean and its standard error, NaN for a single batch; the batches count as independent samples.
 
         >>> BatchValues([1.0, 3.0], [4, 4]).mean()
         (2.0, 1.0)
         """
+        if len(self.values_B) > 1 and len(set(self.values_B)) == 1:
+            return self.values_B[0], 0.0  # without the rounding of the weights
         value_B = torch.tensor(self.values_B, dtype=torch.float64)
         weight_B = torch.tensor(self.num_datums_B, dtype=torch.float64) / sum(self.num_datums_B)
         mean, num_batches = float(weight_B @ value_B), len(self.values_B)
@@ -100,11 +112,18 @@ class GradedMetrics(dict[str, float]):
     Attributes:
         scores: score of each problem, such as an accuracy from 0 to 1, by metric.
         problems: digest of the problems, which tells whether two evaluations can be compared; empty if it is unknown.
+        sizes: number of problems of each score, if a score is the mean over a group; empty for one problem each.
     """
 
-    def __init__(self, metrics: Mapping[str, float], scores: Mapping[str, list[float]], problems: str = "") -> None:
+    def __init__(
+        self,
+        metrics: Mapping[str, float],
+        scores: Mapping[str, list[float]],
+        problems: str = "",
+        sizes: Sequence[int] = (),
+    ) -> None:
         super().__init__(metrics)
-        self.scores, self.problems = scores, problems
+        self.scores, self.problems, self.sizes = scores, problems, sizes
 
 
 @dataclass(frozen=True, slots=True)

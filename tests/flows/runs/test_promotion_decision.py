@@ -113,3 +113,10 @@ def test_runs_that_learn_nothing_are_rarely_promoted(
     assert num_promoted <= bound
     if (num_candidates, relation) == (20, "independent"):
         assert num_uncorrected > bound
+
+
+def test_scores_of_groups_count_by_the_sizes_of_the_groups() -> None:
+    better = Measurement(1.0, BatchValues([1.0] * 2 + [0.0], [3, 3, 1], "a"))
+    baseline = Measurement(1 / 7, BatchValues([0.0] * 2 + [1.0], [3, 3, 1], "a"))
+    reason = find_rejection("test/m > baseline", 0.95, better, baseline)
+    assert f"by {5 / 7:.3g} on 3 problems" in reason

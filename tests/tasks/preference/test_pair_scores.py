@@ -7,13 +7,15 @@ from typing import Any, cast
 
 import pytest
 import torch
+from scipy.stats import binomtest
 
 from objectives.batch import Batch, Outputs, pack
 from objectives.evaluate import evaluate_term
 from objectives.objective import Objective
 from objectives.term import regularizer
 from tasks.preference.pair_source import HeldOutPairs
-from tasks.training.held_out import MAX_SCORES
+from tasks.reports.tables import Estimate
+from tasks.training.held_out import MAX_SCORES, BatchValues
 
 BETA = 0.2
 
@@ -44,7 +46,7 @@ def test_the_scores_are_those_of_the_pairs_and_average_to_the_metric(num_pairs: 
     pairs = make_pairs(num_pairs)
     batch: Batch = pairs.batch(())
     held_out, measured = HeldOutPairs(pairs, loss("dpo", beta=BETA), cast(Any, None)), outputs(pairs.batch(()))
-    scores = held_out._scores(measured)
+    scores, sizes = held_out._scores(measured)
     rewards_D = []
     for start, end in zip(batch.offsets_D[:-1].tolist(), batch.offsets_D[1:].tolist(), strict=True):
         assert measured.ref_logprobs_DT is not None
@@ -60,7 +62,8 @@ def test_the_scores_are_those_of_the_pairs_and_average_to_the_metric(num_pairs: 
         if num_pairs <= MAX_SCORES:
             assert scores[name] == pytest.approx(values_P, abs=1e-6)
         assert len(scores[name]) == min(num_pairs, MAX_SCORES)
-        mean = sum(scores[name]) / len(scores[name])
+        assert sum(sizes) == num_pairs
+        mean, _ = BatchValues(scores[name], sizes).mean()
         assert mean == pytest.approx(sum(values_P) / num_pairs, abs=1e-6)
         assert mean == pytest.approx(whole[name.removeprefix("test/")], abs=1e-6)
 
@@ -69,10 +72,25 @@ def test_the_scores_are_those_of_the_pairs_and_average_to_the_metric(num_pairs: 
 def test_the_scores_of_every_pair_loss_average_to_the_metric(name: str) -> None:
     pairs = make_pairs(MAX_SCORES + 37)
     batch: Batch = pairs.batch(())
-    scores = HeldOutPairs(pairs, loss(name), cast(Any, None))._scores(outputs(batch))
+    scores, sizes = HeldOutPairs(pairs, loss(name), cast(Any, None))._scores(outputs(batch))
     whole = evaluate_term(loss(name), outputs(batch), batch, first_step=False).metrics
-    means = {key.removeprefix("test/"): sum(values) / len(values) for key, values in scores.items()}
+    means = {key.removeprefix("test/"): BatchValues(values, sizes).mean()[0] for key, values in scores.items()}
     assert means == pytest.approx({key: whole[key] for key in ("accuracy", "margin")}, abs=1e-6)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_accuracy_of_many_pairs_has_wilsons_interval(is_right: bool) -> None:
+    """Groups of pairs differ in size, but 237 right pairs are right in every group."""
+    num_pairs = MAX_SCORES + 37
+    pairs = make_pairs(num_pairs)
+    batch: Batch = pairs.batch(())
+    held_out = HeldOutPairs(pairs, loss("dpo", beta=BETA), cast(Any, None))
+    sign = 1 if is_right else -1
+    logprobs_DT = batch.labels_D["desirable"].repeat_interleave(batch.offsets_D.diff()) * sign * 1.0
+    scores, sizes = held_out._scores(Outputs(logprobs_DT, ref_logprobs_DT=torch.zeros(batch.num_tokens)))
+    bounds = Estimate.of(BatchValues(scores["test/accuracy"], sizes), is_share=True).bounds
+    expected = binomtest(num_pairs if is_right else 0, num_pairs).proportion_ci(method="wilson")
+    assert bounds == pytest.approx((expected.low, expected.high), abs=5e-4)
 
 
 def test_losses_that_compare_a_batch_have_no_scores_of_pairs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +13,18 @@ from mlflow.entities import Param, Run, RunData, RunInfo, RunStatus, RunTag
 from scipy.stats import binomtest, ttest_rel
 
 from blocks.storage import RunDirectory, RunStorage
+from objectives.targets import TargetSpec
 from tasks.reports.run_report import describe_effects
 from tasks.reports.summary import RunSummary, run_warnings, summarize
-from tasks.reports.tables import Control, Estimate, format_row, held_out_rows, held_out_table, recent_term_rows
+from tasks.reports.tables import (
+    Control,
+    Estimate,
+    format_row,
+    held_out_rows,
+    held_out_table,
+    recent_term_rows,
+    target_rows,
+)
 from tasks.training.held_out import BatchValues
 
 HISTORY = {
@@ -122,6 +132,75 @@ def test_interval_of_a_share_never_claims_certainty() -> None:
     assert (str(margin.before), str(margin.after), margin.change.signed()) == ("0", "3", "+3")
     assert accuracy.change.signed() == "+1"
     assert "0 ± " not in str(held_out_table([accuracy, margin]))
+
+
+@pytest.mark.parametrize("num", [5, 12, 200])
+@pytest.mark.parametrize("value", [3.0, 0.1])
+def test_equal_values_have_no_interval_whatever_their_number(num: int, value: float) -> None:
+    assert str(Estimate.of(BatchValues([value] * num, [1] * num))) == f"{value:g}"
+
+
+@pytest.mark.parametrize("num", [5, 12, 17, 200])
+def test_a_target_with_equal_values_has_no_interval(num: int) -> None:
+    history = {"term/a/value": [(step, 0.1) for step in range(4 * num)], "term/a/multiplier": [(0, 1.0)]}
+    (row,) = target_rows(history, {"a": TargetSpec(at_most=0.2)})
+    assert np.isnan(row.half_width)
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 9990, 9999, 10_000])
+def test_printed_interval_of_a_share_contains_its_value(num_right: int) -> None:
+    scores = [1.0] * num_right + [0.0] * (10_000 - num_right)
+    estimate = Estimate.of(BatchValues(scores, [1] * len(scores)), is_share=True)
+    value, low, high = (float(number) for number in re.findall(r"[0-9.e-]+", str(estimate)))
+    assert low <= value <= high
+    assert low < high
+    assert estimate.bounds
+    assert (value == 1, low == 1, high == 1) == (num_right == 10_000, False, estimate.bounds.high == 1)
+    assert estimate.errors
+    assert min(estimate.errors) >= 0
+
+
+def test_wilsons_interval_is_chosen_by_the_metric() -> None:
+    """The batches of a term may all be 0 or 1; an accuracy may be 0 at every evaluation."""
+    history = {
+        key: [(0, 0.0), (4, 0.0)] for key in ("test/accuracy", "test/m", "test/m_truncated", "test/term/logic/value")
+    }
+    batches = {
+        step: {
+            "test/accuracy": BatchValues([0.0] * 9, [1] * 9),
+            "test/m": BatchValues([0.0] * 9, [1] * 9),
+            "logic": BatchValues([0.0, 1.0], [64, 1]),
+        }
+        for step in (0, 4)
+    }
+    rows = {row.metric: row for row in held_out_rows(history, batches)}
+    assert rows["logic"].after.bounds is None
+    assert rows["accuracy"].after.bounds
+    assert rows["m"].before.bounds
+
+
+def test_interval_of_a_weighted_share_contains_its_value() -> None:
+    estimate = Estimate.of(BatchValues([0.0, 1.0], [64, 1]), is_share=True)
+    assert estimate.bounds
+    assert estimate.bounds.low <= estimate.value <= estimate.bounds.high
+
+
+def test_scaled_accuracies_of_earlier_versions_keep_their_interval() -> None:
+    estimate = Estimate.of(BatchValues([200 / 237, 400 / 237], [1, 1]), is_share=True)
+    assert estimate.bounds is None
+    assert estimate.has_interval
+
+
+def test_ties_are_named_at_the_first_and_the_last_evaluation_of_single_pairs() -> None:
+    history = {"test/accuracy": [(0, 0.25), (4, 1.0)]}
+    margins = BatchValues([0.0] + [1.0] * 149, [1] * 150)
+    (accuracy,) = held_out_rows(history, {step: {"test/margin": margins} for step in range(5)})
+    assert "rounding: <1% of the pairs at step 0, <1% of the pairs at step 4. They" in accuracy.note
+    (accuracy,) = held_out_rows(history, {0: {"test/margin": BatchValues([0.0, 1.0], [2, 1])}})
+    assert accuracy.note == ""
+    scaled = {name: BatchValues([0.0, 4 / 3], [1, 1]) for name in ("test/accuracy", "test/margin")}
+    (accuracy,) = held_out_rows(history, {0: scaled})
+    assert accuracy.note == ""
 
 
 def test_ties_are_explained() -> None:
