@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from engine.routes.body import MAX_JSON_VALUES
-from engine.wire.varint import read_varint
+from engine.wire.fields import read_field
 
 _IN_PATH = re.compile(r"(?:/api/v1)?/(?:sessions|samplers|training_runs|runs|external)/([^/]+)")
 _IN_JSON = ("session_id", "model_id", "sampling_session_id", "request_id")
@@ -118,22 +118,10 @@ def _model_id(body: bytes | bytearray) -> str | None:
     """
     position = 0
     for _ in range(_MAX_FIELDS):
-        tag, position = read_varint(body, position)
-        if not tag >> 3:
+        field = read_field(body, position)
+        if not field.number:
             raise ValueError("a field has the number 0")
-        match tag & 7:
-            case 0:
-                _, position = read_varint(body, position)
-            case 1:
-                position += 8
-            case 2:
-                length, position = read_varint(body, position)
-                end = position + length
-                if tag >> 3 == _MODEL_ID_FIELD:
-                    return body[position:end].decode() if end <= len(body) else None
-                position = end
-            case 5:
-                position += 4
-            case kind:
-                raise ValueError(f"a field has the wire type {kind}")
+        if field.number == _MODEL_ID_FIELD and field.has_length:
+            return body[field.start : field.end].decode() if field.end <= len(body) else None
+        position = field.end
     return None

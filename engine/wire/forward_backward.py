@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.compute.datum import Datum
 from engine.errors import RequestError
+from engine.wire.fields import read_field
 from engine.wire.tensors import decode_tensor, num_sparse_elements
-from engine.wire.varint import read_varint
 
 MAX_MESSAGES = 2**20  # datums of a request, and their chunks, inputs and spans: each takes memory when it is parsed
 MAX_SPARSE_ELEMENTS = 2**27  # of all sparse tensors of a request: a few bytes can claim any shape
@@ -187,22 +187,11 @@ def _check_num_messages(body: bytes) -> None:
         count += 1
         if count > MAX_MESSAGES:
             raise RequestError(f"The body has more than {MAX_MESSAGES} datums and parts of datums: send less at once.")
-        tag, position = read_varint(body, position)
-        match tag & 7:
-            case 0:
-                _, position = read_varint(body, position)
-            case 1:
-                position += 8
-            case 2:
-                length, position = read_varint(body, position)
-                if tag >> 3 == _DATA_FIELD and position >= datum_end:
-                    datum_end = position + length  # continue with the fields of this datum
-                else:
-                    position += length
-            case 5:
-                position += 4
-            case kind:
-                raise ValueError(f"a field has the wire type {kind}")
+        field = read_field(body, position)
+        if field.number == _DATA_FIELD and field.has_length and field.start >= datum_end:
+            position, datum_end = field.start, field.end  # continue with the fields of this datum
+        else:
+            position = field.end
 
 
 def _config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
