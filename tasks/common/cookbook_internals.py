@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ import tinker_cookbook.tokenizer_utils as tokenizer_utils
 from tinker_cookbook.eval.benchmarks import REGISTRY, BenchmarkBuilder
 from tinker_cookbook.eval.benchmarks._runner import _ensure_registered
 from tinker_cookbook.eval.benchmarks._types import METRIC_CONTEXT_OVERFLOW, METRIC_MAX_TOKENS_REACHED
+from tinker_cookbook.supervised.common import _counted_byte_count, _is_special_token, _special_token_ids
 from tinker_cookbook.tokenizer_utils import Tokenizer, _get_hf_tokenizer
 
 from objectives.import_policy import NotAllowedError, is_restricted
@@ -59,6 +60,17 @@ def find_benchmark(name: str) -> BenchmarkBuilder | None:
 def was_truncated(metrics: dict[str, float | int]) -> bool:
     """Return whether the metrics of an answer to a benchmark say that it reached a limit of tokens."""
     return bool(metrics.get(METRIC_MAX_TOKENS_REACHED) or metrics.get(METRIC_CONTEXT_OVERFLOW))
+
+
+def find_text(tokens: Sequence[int], tokenizer: Tokenizer) -> list[bool]:
+    """Return which tokens `compute_bpb` counts: all but special ones."""
+    special = _special_token_ids(tokenizer)
+    return [not _is_special_token(token, tokenizer, special) for token in tokens]
+
+
+def count_bytes(tokens: Sequence[int], counted: Sequence[bool], tokenizer: Tokenizer) -> int:
+    """Return the number of UTF-8 bytes of the counted tokens, as `compute_bpb` counts them."""
+    return _counted_byte_count([*tokens], [*counted], tokenizer)
 
 
 @contextmanager

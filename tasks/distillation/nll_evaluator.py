@@ -12,6 +12,7 @@ from torch import Tensor
 
 from objectives.losses import compute_mean_nll
 from tasks.evaluation.evaluators import HeldOutNLL
+from tasks.training.held_out import GradedMetrics
 from tasks.training.teacher import trained_positions
 
 
@@ -35,8 +36,9 @@ class TeacherNLL(HeldOutNLL):
         weights = torch.cat([datum.loss_fn_inputs["weights"].to_torch()[trained_positions(datum)] for datum in datums])
         self._teacher = compute_mean_nll(torch.cat(list(logprobs_D)), weights)
 
-    async def __call__(self, training_client: tinker.TrainingClient) -> dict[str, float]:
-        return await super().__call__(training_client) | {"test/nll_teacher": self._teacher}
+    async def __call__(self, training_client: tinker.TrainingClient) -> GradedMetrics:
+        student = await super().__call__(training_client)
+        return GradedMetrics(student | {"test/nll_teacher": self._teacher}, student.scores, student.problems)
 
 
 class _OneBatch(SupervisedDataset):

@@ -10,14 +10,14 @@ from functools import cached_property
 from inspect import signature
 from itertools import islice
 from traceback import walk_tb
-from typing import Any, Literal, Protocol, SupportsFloat, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, SupportsFloat, runtime_checkable
 
 import chz
 import numpy as np
 import tinker
 import torch
 from tinker_cookbook.eval.evaluators import Evaluator, SamplingClientEvaluator, TrainingClientEvaluator
-from tinker_cookbook.supervised.common import compute_bpb, compute_mean_nll
+from tinker_cookbook.supervised.common import compute_mean_nll
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
@@ -33,10 +33,12 @@ from blocks.errors import (
 from objectives.batch import Batch
 from objectives.labels import without_labels
 from tasks.common.builders import NO_RESOURCES, import_builder, import_object
+from tasks.common.cookbook_internals import count_bytes, find_text
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 from tasks.common.tokenizers import TokenizedEvaluator, lock_tokenizers
 from tasks.evaluation.grading_metrics import digest_problems
+from tasks.evaluation.policy_metrics import ratio_scores
 from tasks.training.datums import pack_datums
 from tasks.training.held_out import MAX_SCORES, BatchValues, EvaluatedBatch, GradedMetrics
 from tasks.training.metric_names import safe_name
@@ -68,11 +70,11 @@ class HeldOutNLL(TrainingClientEvaluator):
 
     Data with K weighted targets per position has `test/nll` alone, the cross-entropy to these targets.
 
-    `test/nll` has a score for each datum, for paired comparisons: the datum's share of the weighted sum, scaled so that
-    the mean of the scores is the metric. With more than 200 datums, each of 200 groups of datums has a score.
+    Each metric has a score for each datum, for paired comparisons; their mean is the metric (`ratio_scores`). With more
+    than `MAX_SCORES` datums, each of `MAX_SCORES` groups of consecutive datums has a score.
     """
 
-    scored_metrics = ("test/nll",)
+    scored_metrics = ("test/nll", "test/nll_per_token", "test/bits_per_byte")
 
     def __init__(self, dataset: SupervisedDataset, tokenizer: Tokenizer) -> None:
         batches = [dataset.get_batch(index) for index in range(len(dataset))]
@@ -87,7 +89,7 @@ class HeldOutNLL(TrainingClientEvaluator):
         self._tokenizer, self._batches = tokenizer, batches
         self._logprobs_D: list[torch.Tensor] = []
 
-    async def __call__(self, training_client: tinker.TrainingClient) -> dict[str, float]:
+    async def __call__(self, training_client: tinker.TrainingClient) -> GradedMetrics:
         output = await training_client.forward(self._datums, "cross_entropy")
         logprobs_D = [entry["logprobs"] for entry in output.loss_fn_outputs]
         self._logprobs_D = [logprobs.to_torch() for logprobs in logprobs_D]
@@ -103,7 +105,7 @@ class HeldOutNLL(TrainingClientEvaluator):
     def _packed(self) -> list[Batch]:
         return [pack_datums(batch, self._tokenizer) for batch in self._batches if batch]
 
-    async def measure_sampler(self, sampling_client: tinker.SamplingClient) -> dict[str, float]:
+    async def measure_sampler(self, sampling_client: tinker.SamplingClient) -> GradedMetrics:
         """Return the same metrics for weights that can only be sampled from.
 
         Raises:
@@ -119,7 +121,7 @@ class HeldOutNLL(TrainingClientEvaluator):
         logprobs_D = await asyncio.gather(*(sampling_client.compute_logprobs(tokens) for tokens in inputs_D))
         return self._metrics([tinker.TensorData.from_torch(torch.tensor(logprobs[1:])) for logprobs in logprobs_D])
 
-    def _metrics(self, logprobs_D: list[tinker.TensorData]) -> dict[str, float]:
+    def _metrics(self, logprobs_D: list[tinker.TensorData]) -> GradedMetrics:
         weights_D = [datum.loss_fn_inputs["weights"] for datum in self._datums]
         # Flat, because with K targets per position both have the shape (T, K).
         nll = compute_mean_nll([_flat(logprobs) for logprobs in logprobs_D], [_flat(weights) for weights in weights_D])
@@ -127,13 +129,45 @@ class HeldOutNLL(TrainingClientEvaluator):
             raise PoisonedError(
                 f"The held-out data has the mean negative log-likelihood {nll}: check its rows and the weights."
             )
-        metrics = {"test/nll": nll}
-        if weights_D[0].to_torch().ndim == 1:
-            targets_D = [datum.loss_fn_inputs["target_tokens"] for datum in self._datums]
-            metrics["test/nll_per_token"] = _nll_per_token(logprobs_D, weights_D)
-            bits_per_byte = compute_bpb(logprobs_D, weights_D, targets_D, self._tokenizer)
-            metrics |= {"test/bits_per_byte": bits_per_byte} if math.isfinite(bits_per_byte) else {}
-        return GradedMetrics(metrics, {"test/nll": _nll_shares(logprobs_D, weights_D)}, self._digest)
+        totals = self._totals(logprobs_D, weights_D)
+        means = {name: sum(sums_D) / sum(sizes_D) for name, (sums_D, sizes_D) in totals.items()}
+        scores = {name: _scores(sums_D, sizes_D) for name, (sums_D, sizes_D) in totals.items()}
+        return GradedMetrics(means | {"test/nll": nll}, scores, self._digest)
+
+    def _totals(
+        self, logprobs_D: Sequence[tinker.TensorData], weights_D: Sequence[tinker.TensorData]
+    ) -> dict[str, tuple[list[float], list[float]]]:
+        """Return each metric's sums and sizes by datum; the metric is the ratio of their totals.
+
+        The sums are nats, or bits for `test/bits_per_byte`. The sizes are weights, tokens and bytes.
+        """
+        nll_D = [-logprobs.to_torch().double().flatten() for logprobs in logprobs_D]
+        weight_D = [weights.to_torch().double().flatten() for weights in weights_D]
+        totals = {
+            "test/nll": (
+                [float(nll @ weight) for nll, weight in zip(nll_D, weight_D, strict=True)],
+                [float(weight.sum()) for weight in weight_D],
+            )
+        }
+        if weights_D[0].to_torch().ndim > 1:
+            return totals
+        trained_D = [weight > 0 for weight in weight_D]
+        totals["test/nll_per_token"] = (
+            [float(nll[trained].sum()) for nll, trained in zip(nll_D, trained_D, strict=True)],
+            [float(trained.sum()) for trained in trained_D],
+        )
+        texts = self._texts_D
+        if any(text.num_bytes for text in texts):
+            totals["test/bits_per_byte"] = (
+                [float(nll[text.counted].sum()) / math.log(2) for nll, text in zip(nll_D, texts, strict=True)],
+                [float(text.num_bytes) for text in texts],
+            )
+        return totals
+
+    @cached_property
+    def _texts_D(self) -> list[_Text]:
+        inputs_D = [datum.loss_fn_inputs for datum in self._datums]
+        return [_text(inputs["target_tokens"], inputs["weights"], self._tokenizer) for inputs in inputs_D]
 
     @cached_property
     def _digest(self) -> str:
@@ -289,23 +323,26 @@ def _flat(tensor: tinker.TensorData) -> tinker.TensorData:
     return tinker.TensorData.from_torch(tensor.to_torch().flatten())
 
 
-def _nll_shares(logprobs_D: Sequence[tinker.TensorData], weights_D: Sequence[tinker.TensorData]) -> list[float]:
-    """Share of each part of the data in the weighted mean negative log-likelihood, times the number of parts, in nats.
+class _Text(NamedTuple):
+    """Trained tokens of a datum that are not special: which tokens they are, and the UTF-8 bytes of their text."""
 
-    A part is a datum. With more than `MAX_SCORES` datums, it is one of `MAX_SCORES` groups of consecutive datums.
-    """
-    pairs = zip(logprobs_D, weights_D, strict=True)
-    sums_D = [float((-logprobs.to_torch().double() * weights.to_torch().double()).sum()) for logprobs, weights in pairs]
-    total = sum(float(weights.to_torch().double().sum()) for weights in weights_D)
-    parts = np.array_split(sums_D, min(len(sums_D), MAX_SCORES))
-    return [len(parts) * float(part.sum()) / total for part in parts]
+    counted: torch.Tensor
+    num_bytes: int
 
 
-def _nll_per_token(logprobs_D: Sequence[tinker.TensorData], weights_D: Sequence[tinker.TensorData]) -> float:
-    """Mean negative logprob of the tokens with a positive weight, whatever the size of the weight."""
-    pairs = zip(logprobs_D, weights_D, strict=True)
-    trained = torch.cat([logprobs.to_torch()[weights.to_torch() > 0] for logprobs, weights in pairs])
-    return -float(trained.double().mean())
+def _text(tokens: tinker.TensorData, weights: tinker.TensorData, tokenizer: Tokenizer) -> _Text:
+    ids = [int(token) for token in tokens.data]
+    is_text = find_text(ids, tokenizer)
+    counted = [weight > 0 and is_counted for weight, is_counted in zip(weights.data, is_text, strict=True)]
+    return _Text(torch.tensor(counted), count_bytes(ids, counted, tokenizer))
+
+
+def _scores(sums_D: Sequence[float], sizes_D: Sequence[float]) -> list[float]:
+    """Return a score for each datum, or for each of `MAX_SCORES` groups of consecutive datums."""
+    num_datums, num_scores = len(sums_D), min(len(sums_D), MAX_SCORES)
+    groups = np.array_split(np.arange(num_datums), num_scores)
+    group_D = np.repeat(np.arange(num_scores), [len(group) for group in groups])
+    return ratio_scores(sums_D, sizes_D, group_D.tolist(), num_scores)
 
 
 @retried_task(name="evaluate", task_run_name="evaluate-{step}")

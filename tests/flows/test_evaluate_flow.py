@@ -511,9 +511,10 @@ def test_held_out_data_has_a_paired_difference_and_can_be_a_gate(
 ) -> None:
     gate = {"register_as": "by-nll", "promote_if": "test/nll < baseline", "promote_confidence": 0.95}
     result = evaluation(fields, run_name="nll", baseline="base", **gate)
-    change = result.metrics["test/nll"] - result.baseline["test/nll"]
-    assert result.differences["difference/test/nll"] == pytest.approx(change, abs=1e-5)
-    assert result.differences["difference/test/nll_low"] < change < result.differences["difference/test/nll_high"]
+    for name in ("test/nll", "test/nll_per_token", "test/bits_per_byte"):
+        change = result.metrics[name] - result.baseline[name]
+        assert result.differences[f"difference/{name}"] == pytest.approx(change, abs=1e-5)
+        assert result.differences[f"difference/{name}_low"] < change < result.differences[f"difference/{name}_high"]
     # The run trains for three steps on other questions; either outcome is one of the test, not of a missing score.
     assert bool(result.version) != ("happens by chance" in result.not_promoted or "requires <" in result.not_promoted)
 
@@ -523,8 +524,8 @@ def test_a_confidence_without_scores_is_refused(trained: TrainResult, fields: di
     for condition in (None, "test/exact_match > 0.5", "test/exact_match > 1.1 * baseline"):
         with pytest.raises(ValidationError, match="promote_confidence requires a condition such as"):
             evaluation(fields, **gate, promote_if=condition)
-    with pytest.raises(ConfigError, match=r"promote_if names test/bits_per_byte: use test/exact_match or"):
-        evaluation(fields, **gate, promote_if="test/bits_per_byte < baseline", evaluators=SAMPLED)
+    with pytest.raises(ConfigError, match=r"promote_if names test/own_score: use test/exact_match or"):
+        evaluation(fields, **gate, promote_if="test/own_score < baseline", evaluators=SAMPLED)
 
 
 class Builder:

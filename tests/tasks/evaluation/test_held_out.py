@@ -73,23 +73,36 @@ def test_metrics_of_examples_of_different_lengths(engine_url: str) -> None:
     assert expected["test/nll_per_token"] != pytest.approx(expected["test/nll"], rel=1e-3)
     measured = asyncio.run(held_out(client))
     assert measured == pytest.approx(expected, rel=1e-4)
-    assert isinstance(measured, GradedMetrics)
     # Each answer's weights add up to 1, so its score is its own mean.
     assert measured.scores["test/nll"] == pytest.approx([-float(logprobs.mean()) for logprobs in trained], rel=1e-4)
     assert asyncio.run(held_out.measure_sampler(sampler)) == pytest.approx(expected, rel=1e-4)
 
 
-def test_scores_of_unequal_weights_average_to_the_metric(engine_url: str) -> None:
+def measure(client: tinker.TrainingClient, datums: list[tinker.Datum]) -> GradedMetrics:
+    return asyncio.run(HeldOutNLL(OneBatch(datums), client.get_tokenizer())(client))
+
+
+def test_scores_average_to_the_metrics(engine_url: str) -> None:
     """Long answers weigh more, and other data has another digest."""
     client = open_client(engine_url)
-    tokenizer = client.get_tokenizer()
-    datums = datums_of(tokenizer)
-    measured = [asyncio.run(HeldOutNLL(OneBatch(rows), tokenizer)(client)) for rows in (datums, datums[:2], datums)]
-    assert all(isinstance(metrics, GradedMetrics) for metrics in measured)
-    first, fewer, again = measured
-    assert sum(first.scores["test/nll"]) / 3 == pytest.approx(first["test/nll"])  # pyright: ignore[reportAttributeAccessIssue]
-    many = HeldOutNLL(OneBatch(datums * 80), tokenizer)
-    scores = asyncio.run(many(client)).scores["test/nll"]  # pyright: ignore[reportAttributeAccessIssue]
-    assert len(scores) == 200
-    assert sum(scores) / 200 == pytest.approx(first["test/nll"], rel=1e-5)
-    assert first.problems == again.problems != fewer.problems  # pyright: ignore[reportAttributeAccessIssue]
+    datums = datums_of(client.get_tokenizer())
+    first, fewer, again = (measure(client, rows) for rows in (datums, datums[:2], datums))
+    assert first.problems == again.problems != fewer.problems
+    many = measure(client, datums * 80)
+    assert set(first) == set(first.scores) == set(HeldOutNLL.scored_metrics)
+    for metrics, num_scores in ((first, 3), (many, 200)):
+        assert {name: len(scores) for name, scores in metrics.scores.items()} == dict.fromkeys(metrics, num_scores)
+        means = {name: sum(scores) / num_scores for name, scores in metrics.scores.items()}
+        assert means == pytest.approx(dict(first), rel=1e-5)
+
+
+def test_score_is_the_effect_of_one_more_datum(engine_url: str) -> None:
+    """With many datums, one more copy of a datum changes a metric by the datum's distance from it, divided by them."""
+    client = open_client(engine_url)
+    datums = datums_of(client.get_tokenizer()) * 60
+    metrics = measure(client, datums)
+    for index in range(len(ANSWERS)):
+        with_copy = measure(client, [*datums, datums[index]])
+        for name in metrics:
+            effect = len(datums) * (with_copy[name] - metrics[name])
+            assert metrics.scores[name][index] - metrics[name] == pytest.approx(effect, rel=0.03), name
