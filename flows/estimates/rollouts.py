@@ -24,8 +24,8 @@ from flows.estimates.costs import (
     total,
 )
 from flows.runs.blocks import service_url
+from flows.training.plan import num_passes
 from flows.training.schedule import Schedule
-from flows.training.step import num_passes
 from objectives.objective import Objective
 from tasks.distillation.mixture import Mixture
 from tasks.evaluation.evaluators import build_evaluators

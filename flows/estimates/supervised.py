@@ -23,8 +23,8 @@ from flows.runs.run import open_builder_arguments
 from flows.runs.teachers import base_model_of
 from flows.sft import AVAILABLE_INPUTS
 from flows.training.guards import reason_to_skip
+from flows.training.plan import num_pass_tokens, num_passes
 from flows.training.schedule import Schedule
-from flows.training.step import num_pass_tokens, num_passes
 from objectives.batch import Batch
 from objectives.objective import Objective
 from tasks.common.builders import NO_RESOURCES, takes

@@ -22,8 +22,8 @@ from flows.estimates.costs import (
     reference_model,
 )
 from flows.runs.blocks import service_url
+from flows.training.plan import num_passes
 from flows.training.schedule import Schedule
-from flows.training.step import num_passes
 from objectives.objective import Objective
 from tasks.distillation.mixture import Item, Mixture
 from tasks.distillation.prompts import PromptGroup

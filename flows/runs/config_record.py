@@ -16,6 +16,7 @@ from blocks.terminal import print_notice
 from flows.config.base import RunConfig
 from flows.runs.cookbook_compat import set_aside_config
 from objectives.aliases import with_current_paths
+from objectives.objective import Objective
 from tasks.training.checkpoints import step_of
 
 # Version of config.json. Release 0.1 wrote no version, which counts as 1.
@@ -105,6 +106,15 @@ def recorded_format(directory: RunDirectory) -> int:
     """Return the format version that a run was started with; the current one without a record."""
     recorded = directory.read_bytes(CONFIG)
     return RecordedConfig.parse(recorded, directory.location).format_version if recorded else FORMAT_VERSION
+
+
+def keep_recorded_conventions(objective: Objective, directory: RunDirectory) -> None:
+    """Give an objective the conventions of the release that started its run: scales of terms, `kl` without ratios."""
+    started_with = recorded_format(directory)
+    if started_with < FORMAT_OF_SCALES:
+        objective.keep_conventions_of_0_1()
+    if started_with < FORMAT_OF_CORRECTIONS:
+        objective.keep_unweighted_kl()
 
 
 def check_config(

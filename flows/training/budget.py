@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from blocks.errors import ConfigError
 from flows.config.train import BudgetConfig, TrainConfig
-from flows.monitoring.run_tags import note_prices, note_warning
+from flows.monitoring.events import emit
+from flows.monitoring.run_tags import note_end, note_prices, note_warning
 from flows.runs.blocks import service_url
 from flows.runs.prices import Price, digest_prices, price_of
 from flows.runs.run import Run
@@ -216,13 +217,30 @@ class EvaluationLedger(MeteredLedger):
 
 
 class RunLedger(MeteredLedger):
-    """Ledger of a training run, which also charges the tokens of the reference, teachers, reward models and judges."""
+    """Ledger of a training run, which also charges the tokens of the reference, teachers, reward models and judges.
+
+    Attributes:
+        stopped: Sentence that says why the budget ends the run; empty if it does not.
+    """
+
+    stopped: str = ""
 
     def __init__(self, run: Run, config: TrainConfig, reference: Reference | None, spent: Mapping[str, float]) -> None:
         """Continue from the cost in the record of the checkpoint that the run starts from."""
         super().__init__(run.log, run.meter, config, cost_before_restart(run.log, spent))
-        self._reference = reference
+        self._run_name, self._reference = config.run_name, reference
         self._reference_price = price_of_other(run.log, config, reference.model, "reference") if reference else None
+
+    def covers(self, step: int, num_tokens: int, sampled: SampledTokens) -> bool:
+        """Return whether the budget covers a step; if not, set `stopped` and report it as a tag and an event.
+
+        See `stop_reason` for the arguments.
+        """
+        self.stopped = self.stop_reason(step, num_tokens, sampled)
+        if self.stopped:
+            note_end(self._log, self.stopped)
+            emit("budget", self._run_name, {"step": step, **self.state(), "message": self.stopped})
+        return not self.stopped
 
     def charge_reference(self, step: int) -> None:
         """Charge the reference's tokens up to a step, all of whose minibatches have been sent."""

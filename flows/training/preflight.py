@@ -1,4 +1,4 @@
-"""Output of a run before it trains: its plan, warnings about risky settings, and the first batch with its weights."""
+"""Output of a run before it trains: warnings about risky settings, and the first batch with its weights."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from typing import Any, NamedTuple
 
 import tinker
 import torch
-from mlflow.exceptions import MlflowException
-from prefect.logging import get_run_logger
-from prefect.runtime import flow_run
 from tinker_cookbook.checkpoint_utils import CheckpointRecord, get_renderer_name_from_checkpoint
 
 from blocks.errors import ConfigError
 from blocks.paths import path_of
-from blocks.terminal import print_notice
 from flows.config.base import BASE
 from flows.config.distill import SamplingConfig
 from flows.config.loader import field_values, renderer_names
@@ -26,22 +22,18 @@ from flows.config.rollout import OverlongConfig, RolloutConfig
 from flows.config.train import TrainConfig
 from flows.monitoring.run_tags import note_warning
 from flows.runs.fork import is_fork, named_origin
-from flows.runs.pace import Pace, find_pace
 from flows.runs.run import Run
 from objectives.batch import Batch
 from objectives.labels import MEMBER, PROMPT
 from objectives.objective import CROSS_ENTROPY, Objective
-from objectives.spec import RegularizerSpec
-from objectives.targets import TargetSpec
 from tasks.common.renderers import recommended_renderers
 from tasks.common.task import call, opaque_argument
 from tasks.reports.first_batch import first_group, print_datums, weighted_datums, write_first_batch
-from tasks.reports.summary import DATA_TAG, format_hours
+from tasks.reports.summary import DATA_TAG
 from tasks.rl.health import CONSTANT, REWARD, REWARD_SUM
 from tasks.rl.hooks import PREFIX
 from tasks.rl.named_rewards import TOTAL
 from tasks.rl.truncation import OVERLONG
-from tasks.training.metrics import MetricsLog
 
 # The published LoRA rate is ten times that of full fine-tuning, so a rate this many times lower is one for full
 # fine-tuning.
@@ -300,100 +292,6 @@ def warn_of_unused_candidates(run: Run, config: TrainConfig, objective: Objectiv
     if is_set and not any(regularizer.on_candidates for regularizer in objective.regularizers):
         text = "candidates is set, but no term needs them on this data, so none are sampled: remove candidates."
         note_warning(run.log, "pitfall.candidates", text)
-
-
-class PlannedTokens(NamedTuple):
-    """Tokens of the remaining steps of a run.
-
-    Attributes:
-        in_batches: tokens of the batches.
-        in_passes: tokens of all passes over batches and held-out data of training clients.
-        usd: price of the passes; None if it is unknown.
-        num_evaluations: evaluations that remain.
-        besides: tokens that are not included, such as "sampled tokens"; empty for none.
-        basis: batches from which the tokens are extrapolated, such as "the first batch"; empty if all were counted.
-    """
-
-    in_batches: int
-    in_passes: int
-    usd: float | None
-    num_evaluations: int = 0
-    besides: str = ""
-    basis: str = ""
-
-
-def announce_plan(log: MetricsLog, config: TrainConfig, steps: range, tokens: PlannedTokens) -> None:
-    """Say in the terminal and in Prefect's log what a run is going to do.
-
-    Args:
-        log: MLflow run; an earlier run of its experiment, or this run before its restart, gives the pace.
-        steps: steps that remain.
-    """
-    method = flow_run.get_flow_name() or "training"
-    pace = None
-    with suppress(MlflowException):  # the plan then says that the time is unknown
-        experiment_id = log.client.get_run(log.run_id).info.experiment_id
-        pace = find_pace(log.client, experiment_id, config.model, method)
-    for line in plan_lines(config, method, steps, tokens, pace):
-        print_notice(f"{config.run_name}: {line}")
-        get_run_logger().info("%s", line)
-
-
-def plan_lines(
-    config: TrainConfig, method: str, steps: range, tokens: PlannedTokens, pace: Pace | None = None
-) -> list[str]:
-    """Return sentences about the model, data, loss, evaluations, checkpoints, price and duration of a run."""
-    sources = config.model_dump(include={"data", "environment", "comparisons", "questions", "datasets"})
-    data = [*field_values(sources, "builder"), *field_values(sources, "path")]
-    on_data = f" on {data[0]}" if data else ""
-    base = config.objective.base_loss
-    regularizers = [term for term in config.objective.regularizers if term.enabled]
-    terms = [f"{_weight_text(term, steps)} {term.name}" for term in regularizers if term.target is None]
-    limits = [f"{term.name} {_limit_text(term.target)}" for term in regularizers if term.target]
-    loss = " + ".join([base if isinstance(base, str) else base.name, *terms])
-    periods = {"evaluation": config.eval_every}
-    if config.infrequent_evaluators:
-        periods["infrequent evaluation"] = config.infrequent_eval_every
-    due = [f"{name} every {period} steps" for name, period in periods.items() if period]
-    evaluations = ", ".join(due) or "no evaluation"
-    cadences = {
-        "steps": config.checkpoint_every,
-        "s": config.checkpoint_every_seconds,
-        "tokens": config.checkpoint_every_tokens,
-    }
-    every = " or ".join(f"{number:,g} {unit}" for unit, number in cadences.items() if number)
-    saves = f"checkpoint every {every}" if every else "checkpoint at the end"
-    num_steps = (
-        f"{len(steps):,} of {steps.stop:,} steps"
-        if steps.start
-        else f"{steps.stop:,} step{'s' if steps.stop > 1 else ''}"
-    )
-    price = "price unknown" if tokens.usd is None else f"${tokens.usd:,.4g}"
-    besides = f"; {tokens.besides} are not included" if tokens.besides else ""
-    basis = f" (extrapolated from {tokens.basis})" if tokens.basis else ""
-    duration = "time unknown"
-    if pace:
-        run = "its own pace" if pace.run_name == config.run_name else f"the pace of {pace.run_name}"
-        hours = format_hours(pace.hours(tokens.in_batches, tokens.num_evaluations))
-        duration = f"about {hours} at {run}"
-    return [
-        f"{method} of {config.model}{on_data}, {num_steps}, learning rate {config.learning_rate:g}",
-        f"loss {loss}{', with ' + ' and '.join(limits) if limits else ''}",
-        f"{evaluations}, {saves}; about {tokens.in_passes:,} tokens in training passes{basis}, {price}{besides}; "
-        f"{duration}",
-    ]
-
-
-def _weight_text(term: RegularizerSpec, steps: range) -> str:
-    if term.weight is None or isinstance(term.weight, int | float):
-        return f"{term.weight or 0:g} x"
-    first, last = (term.weight.weight_at(step, steps.stop) for step in (steps.start, steps.stop - 1))
-    return f"{first:g} x" if first == last else f"({first:g} to {last:g}) x"
-
-
-def _limit_text(target: TargetSpec) -> str:
-    limits = {"at most": target.at_most, "at least": target.at_least, "equal to": target.equals}
-    return " and ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
 
 
 def show_first_batch(run: Run, config: TrainConfig, batch: Batch, digest: str) -> None:

@@ -1,4 +1,4 @@
-"""A step in flight: its minibatches before and after they are sent, and the time that the run waits for them."""
+"""A step in flight: its minibatches before and after they are sent, their objective, and the time of the step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import cast
 
+import tinker
 import torch
+from prefect.logging import get_run_logger
 from torch import Tensor
 
+from flows.runs.run import Run
 from objectives.batch import Batch, Outputs
-from objectives.execution.term_loop import DueTerm, StepPosition, prepare_terms
+from objectives.execution.term_loop import DueTerm, StepPosition, evaluate_terms, prepare_terms
 from objectives.gradients.linearize import Linearized
 from objectives.objective import Objective
+from objectives.one_pass.fused import check_trained
+from objectives.one_pass.planner import OnePass, ServiceLoss
+from tasks.common.service_errors import service_errors
 from tasks.common.task import Pending, opaque_argument, submit
 from tasks.training.checkpoints import PendingCheckpoint
 from tasks.training.forward_backward import PendingOutput, PendingUpdate
@@ -32,7 +38,7 @@ class PreparedBatch:
         batch: the packed datums.
         reference: the reference's logprobs, ``(N,)`` nats; None if no term needs them.
         terms: the terms due at the step, with their features.
-        completed: for a batch of sampled candidates, the supervised batch whose prompts they complete; else None.
+        prompts: for a batch of sampled candidates, the supervised batch whose prompts they complete; else None.
     """
 
     at: StepPosition
@@ -40,12 +46,12 @@ class PreparedBatch:
     batch: Pending[Batch]
     reference: Pending[Tensor] | None
     terms: tuple[DueTerm, ...]
-    completed: Pending[Batch] | None = None
+    prompts: Pending[Batch] | None = None
 
     @property
     def is_candidates(self) -> bool:
         """Return whether the batch holds sampled candidates."""
-        return self.completed is not None
+        return self.prompts is not None
 
     def outputs(self, logprobs_DT: Tensor | None = None) -> Outputs:
         """Return the logprobs that the terms read; the current ones are 0 if they are not known yet."""
@@ -117,28 +123,6 @@ class StepTimes:
         return times
 
 
-def num_passes(objective: Objective, step: int, needs_forward_pass: bool) -> int:
-    """Return the maximum passes of the service over a batch: 2 if its update may need the logprobs first."""
-    return 2 if objective.base is not None or objective.due(step) or needs_forward_pass else 1
-
-
-def num_pass_tokens(objective: Objective, tokens_by_step: Mapping[int, int], passes_by_step: Mapping[int, int]) -> int:
-    """Return the tokens of all passes over the batches of some steps.
-
-    Includes a forward pass for each step whose effects are measured, and one over the last batch, which checks the
-    final weights.
-
-    Args:
-        tokens_by_step: tokens of the batch of each step that is not skipped.
-        passes_by_step: passes of the update of each of these steps.
-    """
-    in_passes = sum(
-        num_tokens * (passes_by_step[step] + objective.measures_effects(step))
-        for step, num_tokens in tokens_by_step.items()
-    )
-    return in_passes + (tokens_by_step[max(tokens_by_step)] if tokens_by_step else 0)
-
-
 def prepare_batch(
     batch: Pending[Batch],
     objective: Objective,
@@ -152,3 +136,62 @@ def prepare_batch(
     loaded = cast(Batch, batch)  # a task receives the result of a future that is passed to it
     pending = submit(load_reference, reference, opaque_argument(loaded), at.step) if reference else None
     return PreparedBatch(at, passes, batch, pending, terms)
+
+
+class StepObjective:
+    """Objective of the minibatches of a run's steps, computed by the service in one pass or from a forward pass."""
+
+    def __init__(self, run: Run, objective: Objective, executor: TaskTermExecutor, *, needs_forward_pass: bool) -> None:
+        """Create the objective.
+
+        Args:
+            needs_forward_pass: whether a guard checks the objective before each update.
+        """
+        self._objective, self._executor, self._log = objective, executor, run.log
+        self._needs_forward_pass = needs_forward_pass
+        self._one_pass = OnePass(objective, run.session)
+
+    def needs_logprobs(self, prepared: PreparedBatch) -> bool:
+        """Return whether the update of a minibatch needs a forward pass before it."""
+        return prepared.passes == 2 and self.service_loss(prepared) is None
+
+    def service_loss(self, prepared: PreparedBatch) -> ServiceLoss | None:
+        """Return the loss with which the service trains on a minibatch in one pass.
+
+        None if the minibatch takes two passes, or if cross-entropy is the whole objective and needs no such loss.
+
+        Raises:
+            ObjectiveError: the backend is `server`, and the objective cannot be one pass.
+            ServiceError: the service failed before it answered whether it accepts the loss.
+        """
+        step = prepared.at.step
+        is_plain = self._objective.base is None and not self._objective.due(step)
+        if is_plain or prepared.is_candidates or self._needs_forward_pass:
+            return None
+        try:
+            loss = self._one_pass.loss_at(step, prepared.outputs(), prepared.batch.result())
+        except tinker.TinkerError:  # not around the call: a ValueError of the objective is no error of the service
+            with service_errors("take the objective as a loss"):
+                raise
+        for note in self._one_pass.pop_notes():
+            get_run_logger().info(note)
+            self._log.tag("tinker_flows.passes", note)
+        return loss
+
+    def linearize(self, prepared: PreparedBatch, logprobs_DT: Tensor) -> Linearized:
+        """Evaluate the terms of a minibatch and linearize its objective at the current logprobs."""
+        outputs, batch = prepared.outputs(logprobs_DT), prepared.batch.result()
+        prompts = prepared.prompts.result() if prepared.prompts else None
+        return evaluate_terms(self._objective, prepared.terms, outputs, batch, self._executor, prepared.at, prompts)
+
+    def measure(self, sent: SentBatch, logprobs_DT: Tensor) -> Linearized:
+        """Linearize the objective of an update that took one pass, for its metrics.
+
+        Raises:
+            ObjectiveError: the service has trained on another loss.
+        """
+        linearized = self.linearize(sent.prepared, logprobs_DT)
+        if not sent.is_only_scored:
+            loss = sent.update.forward_backward.result().metrics["loss:sum"]
+            check_trained(sent.prepared.at.step, loss, linearized)
+        return linearized

@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import tinker
 import torch
 from prefect.logging import get_run_logger
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
@@ -29,12 +28,11 @@ from blocks.errors import ConfigError
 from blocks.garbage_collection import no_collector_pauses
 from blocks.terminal import print_notice
 from flows.config.train import TrainConfig
-from flows.monitoring.events import emit
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
 from flows.monitoring.progress import Pauses, Progress, call_step_callback
-from flows.monitoring.run_tags import forget_end, note_end, note_warning, warn_of_metrics, warn_of_terms
+from flows.monitoring.run_tags import forget_end, note_warning
 from flows.runs.checkpoint_manager import Checkpoints
-from flows.runs.config_record import FORMAT_OF_CORRECTIONS, FORMAT_OF_SCALES, recorded_format
+from flows.runs.config_record import keep_recorded_conventions
 from flows.runs.contents import open_contents
 from flows.runs.lineage import data_assets, log_datasets
 from flows.runs.prompts import register_prompts
@@ -42,16 +40,13 @@ from flows.runs.result import EndReasons, TrainResult, finish
 from flows.runs.resume import origin_step, resolve_start
 from flows.runs.run import Run
 from flows.runs.teachers import open_reference
-from flows.training.alerts import Alerts
 from flows.training.budget import RunLedger
 from flows.training.evaluation import Evaluation
 from flows.training.granularity import run_segment, run_step
 from flows.training.guards import Guard
+from flows.training.plan import PlannedTokens, announce_plan, extrapolate_tokens, num_pass_tokens, num_passes
 from flows.training.preflight import (
-    PlannedTokens,
-    announce_plan,
     show_first_batch,
-    warn_of_equal_rewards,
     warn_of_pitfalls,
     warn_of_unused_candidates,
     warning_of_split_rollouts,
@@ -61,24 +56,21 @@ from flows.training.step import (
     PreparedBatch,
     SentBatch,
     SentStep,
+    StepObjective,
     StepTimes,
-    num_pass_tokens,
-    num_passes,
     prepare_batch,
 )
-from objectives.batch import Batch, Outputs
-from objectives.execution.term_loop import StepPosition, evaluate_terms
+from flows.training.watch import RunWatch
+from objectives.batch import Batch
+from objectives.execution.term_loop import StepPosition
 from objectives.gradients.linearize import Linearized, join_metrics, measure_effects
 from objectives.losses import compute_mean_nll
 from objectives.objective import Objective
-from objectives.one_pass.fused import check_trained
-from objectives.one_pass.planner import OnePass, ServiceLoss
 from tasks.common.datum_cache import load_cache, save_cache
 from tasks.common.digests import digest_batch
-from tasks.common.service_errors import service_errors
 from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import ConfiguredEvaluator
-from tasks.training.batch_source import BatchSource, SampledTokens, TrainedBatch
+from tasks.training.batch_source import BatchSource, TrainedBatch
 from tasks.training.candidates import CandidateSampler
 from tasks.training.checkpoints import CONTENTS_KEY, PendingCheckpoint, step_of
 from tasks.training.forward_backward import (
@@ -91,7 +83,6 @@ from tasks.training.forward_backward import (
     forward_logprobs,
     optim_step,
 )
-from tasks.training.metric_names import safe_name
 from tasks.training.metrics import log_metrics
 from tasks.training.metrics_file import MetricsFile
 from tasks.training.reference import REFERENCE_NAME, Reference
@@ -107,7 +98,7 @@ class Trainer:
 
     Attributes:
         guard: skips, stops or rolls back bad steps.
-        alerts: checks the limits that the user sets for metrics.
+        watch: warns of what the metrics of a step show.
         ledger: counts tokens, time and cost against the budget.
         evaluation: evaluates the weights before the steps at which an evaluation is due.
         checkpoints: saves and records checkpoints.
@@ -120,7 +111,6 @@ class Trainer:
         sent: the next step, if its updates are sent already.
         last_batch: the batch of the newest update.
         unchecked: saves of weights that no response has confirmed yet, each with the state to record.
-        budget_message: the reason why the budget ends the run; empty if it does not.
         times: durations of the step in progress.
     """
 
@@ -163,8 +153,9 @@ class Trainer:
         data = data_assets(config, self.contents.digests.get("data", {}))
         self.checkpoints = Checkpoints(run, config, schedule.steps_per_epoch, self.start, data)
         self._restore(self.start)
-        self.one_pass = OnePass(objective, run.session)
         self.executor = TaskTermExecutor(objective.runner, run.task_runner, objective.regularizers)
+        needs_forward_pass = config.guards.needs_forward_pass
+        self.step_objective = StepObjective(run, objective, self.executor, needs_forward_pass=needs_forward_pass)
         self.evaluation = Evaluation(
             run,
             config,
@@ -183,7 +174,6 @@ class Trainer:
         self.sent: SentStep | None = None
         self.last_batch: Batch | None = None
         self.unchecked: list[tuple[PendingCheckpoint, dict[str, Any]]] = []
-        self.budget_message = ""
         self.times = StepTimes()
 
     def train(self) -> TrainResult:
@@ -208,7 +198,7 @@ class Trainer:
             self._start(first, num_steps)
             last = self._run_steps(first, num_steps)
         assert last is not None
-        reasons = EndReasons(self.budget_message, self.checkpoints.rejection, self.checkpoints.approval_request)
+        reasons = EndReasons(self.ledger.stopped, self.checkpoints.rejection, self.checkpoints.approval_request)
         targets = {**self.objective.targets.specs, **self.source.targets}
         return finish(self.run, self.config.run_name, last, first, reasons, targets)
 
@@ -223,8 +213,9 @@ class Trainer:
         self._request_forward(first)
         if self.prepared:
             steps, is_new = range(first, num_steps), first == self.schedule.first
-            batch, num_minibatches = self.prepared[0].batch.result(), len(self.prepared)
-            announce_plan(self.run.log, self.config, steps, self._planned_tokens(steps, batch, num_minibatches))
+            batch = self.prepared[0].batch.result()
+            planned = self._planned_tokens(steps, batch.num_tokens * len(self.prepared))
+            announce_plan(self.run.log, self.config, steps, planned)
             if is_new:
                 digest = "" if self.source.sampled else digest_batch(batch)
                 show_first_batch(self.run, self.config, batch, digest)
@@ -233,28 +224,20 @@ class Trainer:
                 log_datasets(self.run.log, self.config, self.contents.digests.get("data", {}), digest)
             if self.config.register_prompts:
                 register_prompts(self.run.log, self.config, self.run.client.get_tokenizer())
-        if self.budget_message and self.start is None:
-            raise ConfigError(self.budget_message)
+        if self.ledger.stopped and self.start is None:
+            raise ConfigError(self.ledger.stopped)
 
-    def _planned_tokens(self, steps: range, batch: Batch, num_minibatches: int) -> PlannedTokens:
+    def _planned_tokens(self, steps: range, num_tokens: int) -> PlannedTokens:
         """Return the tokens of the remaining steps; those of uncounted batches are extrapolated.
 
         Args:
-            batch: first minibatch of the first of these steps.
+            num_tokens: tokens of the first of these steps.
         """
-        trained = [step for step in steps if step not in self.guard.skipped_steps]
-        counts = self.source.token_counts()
-        counted = {step: counts[step] for step in trained if step in counts}
-        mean, basis = float(batch.num_tokens * num_minibatches), "the first batch"
-        if counted:
-            mean = sum(counted.values()) / len(counted)
-            basis = f"{len(counted):,} of {len(trained):,} batches" if len(counted) < len(trained) else ""
-        elif self.cadence.num_tokens:  # resumed; a fork counts its own steps, not those of its parent
-            so_far = range(self.schedule.first, steps.start)
-            num_trained = sum(step not in self.guard.skipped_steps for step in so_far)
-            mean = self.cadence.num_tokens / max(1, num_trained)
-            basis = f"the {f'{num_trained:,} steps' if num_trained != 1 else 'step'} trained so far"
-        tokens = {step: counted.get(step, round(mean)) for step in trained}
+        skipped = self.guard.skipped_steps
+        trained = [step for step in steps if step not in skipped]
+        num_before = sum(step not in skipped for step in range(self.schedule.first, steps.start))
+        before = (self.cadence.num_tokens, num_before)  # a fork counts its own steps, not those of its parent
+        tokens, basis = extrapolate_tokens(trained, self.source.token_counts(), num_tokens, before)
         held_out = sum(self.evaluation.num_tokens(step) for step in range(steps.start, steps.stop + 1))
         passes = {step: num_passes(self.objective, step, self.config.guards.needs_forward_pass) for step in trained}
         if trained and passes[trained[0]] == 2 and not self.forward:  # the service computes the objective in one pass
@@ -285,7 +268,7 @@ class Trainer:
                 for step in steps:
                     run_step(self.config.granularity, step, run_one)
                     # An update that is sent already is in the weights, so a stop waits for its step.
-                    if self.budget_message or (stop.requested and not self.sent):
+                    if self.ledger.stopped or (stop.requested and not self.sent):
                         self._save(step + 1)
                         if stop.requested:
                             self._show_saved(step + 1)
@@ -293,10 +276,10 @@ class Trainer:
                         return
 
             for steps in self.schedule.segments(first):
-                if not self.budget_message:
+                if not self.ledger.stopped:
                     run_segment(self.config.granularity, steps, run_all)
             self._check_last_weights(num_steps)
-            return self.checkpoints.wait() if self.budget_message else self.checkpoints.finish()
+            return self.checkpoints.wait() if self.ledger.stopped else self.checkpoints.finish()
 
     def _step(self, step: int, stop: StopRequest) -> dict[str, float]:
         """Run one step and start the next; return the step's metrics."""
@@ -321,7 +304,7 @@ class Trainer:
         if sent.batches:
             metrics |= self._read_responses(step, sent)
         self.ledger.add_sampled(self.source.take_sampled())
-        if self.budget_message or stop.requested:
+        if self.ledger.stopped or stop.requested:
             self.ledger.add_sampled(self.source.stop_sampling())
         self.ledger.charge_metered()
         if self.candidates:
@@ -332,7 +315,7 @@ class Trainer:
         metrics |= self.times.end_step(metrics)
         self.run.directory.check_writer()  # a process that lost the run logs nothing either
         call(log_metrics, self.run.log, step, opaque_argument(metrics))
-        self._warn(step, metrics)
+        self.watch.check_step(step, metrics, is_first=step == self.first_step)
         call_step_callback(step, metrics, stop)
         if sent.save:
             self.unchecked.append((sent.save, self._state(step + 1, sent.elapsed_tokens)))
@@ -340,16 +323,6 @@ class Trainer:
         if self.source.sampled:
             self._request_forward(step + 1)
         return metrics
-
-    def _warn(self, step: int, metrics: dict[str, float]) -> None:
-        """Show the warnings of terms, data and metrics after a step."""
-        warn_of_terms(self.run.log, self.config.run_name, self.objective.watch.pop_warnings())
-        for key, text in self.source.pop_warnings().items():
-            note_warning(self.run.log, key, text)
-        warn_of_metrics(self.run.log, self.config.run_name, "health", self.source.observe(step, metrics))
-        warn_of_metrics(self.run.log, self.config.run_name, "alert", self.alerts.observe(step, metrics))
-        if step == self.first_step:
-            warn_of_equal_rewards(self.run, self.config, metrics)
 
     def _prepare(self, step: int) -> None:
         """Start loading the batch, reference logprobs and features of a step; a skipped step has none."""
@@ -377,17 +350,8 @@ class Trainer:
         num_tokens = sum(minibatch.batch.result().num_tokens for minibatch in last)
         # The rollouts of this step are expected to have as many tokens as those of the last one.
         expected, uncharged = self.source.sampled_for(step - 1)
-        if not self._stops_for_budget(step, num_tokens, uncharged + expected):
+        if self.ledger.covers(step, num_tokens, uncharged + expected):
             self._prepare(step)
-
-    def _stops_for_budget(self, step: int, num_tokens: int, sampled: SampledTokens) -> bool:
-        """Check whether the budget ends the run before a step, and say so; see `Ledger.stop_reason`."""
-        self.budget_message = self.ledger.stop_reason(step, num_tokens, sampled)
-        if self.budget_message:
-            note_end(self.run.log, self.budget_message)
-            state = {"step": step, **self.ledger.state(), "message": self.budget_message}
-            emit("budget", self.config.run_name, state)
-        return bool(self.budget_message)
 
     def _prepare_candidates(self, step: int) -> None:
         """Start to sample candidates for the prepared batch of a step, from the weights after the updates sent so far.
@@ -399,10 +363,10 @@ class Trainer:
             return
         if not self.candidates.is_due(step):
             return
-        completed = self.prepared[0].batch
-        batch = self.candidates.start(step, completed, self.run.client)
+        prompts = self.prepared[0].batch
+        batch = self.candidates.start(step, prompts, self.run.client)
         candidates = prepare_batch(batch, self.objective, None, self.executor, at, passes=2)
-        self.prepared = [*self.prepared, replace(candidates, completed=completed)]
+        self.prepared = [*self.prepared, replace(candidates, prompts=prompts)]
 
     def _request_forward(self, step: int) -> None:
         """Enqueue the forward pass of the prepared step, if it needs one, unless the budget ends the run before it."""
@@ -412,13 +376,13 @@ class Trainer:
         prepared = self.prepared[0]
         with self.times.waiting_for("batch"):
             batch = prepared.batch.result()
-        needs_logprobs = self._needs_logprobs(prepared)
+        needs_logprobs = self.step_objective.needs_logprobs(prepared)
         # Includes the pass that checks the last update. The other minibatches are assumed to be as long as the first.
         num_tokens = (3 if needs_logprobs else 2) * batch.num_tokens * len(self.prepared)
         num_tokens += self.evaluation.num_tokens(step)
         num_tokens += self.evaluation.num_tokens(step + 1) if step + 1 == self.schedule.num_steps else 0
         _, uncounted = self.source.sampled_for(step)
-        if self._stops_for_budget(step, num_tokens, uncounted):
+        if not self.ledger.covers(step, num_tokens, uncounted):
             if prepared.reference and not self.source.sampled:
                 prepared.reference.result()  # the reference already scores the batch, which has to be paid for
                 self.ledger.charge_reference(step)
@@ -481,7 +445,7 @@ class Trainer:
             with self.times.waiting_for("batch"):
                 batch = minibatch.batch.result()
             if minibatch is not prepared[0]:
-                forward = self._enqueue_forward(batch) if self._needs_logprobs(minibatch) else None
+                forward = self._enqueue_forward(batch) if self.step_objective.needs_logprobs(minibatch) else None
             linearized = None
             if forward:
                 compute = partial(self._linearize, minibatch, forward)
@@ -506,7 +470,7 @@ class Trainer:
         """Enqueue the gradient of a minibatch and, after the last one of an update, its optimizer step."""
         client, at, batch = self.run.client, prepared.at, prepared.batch.result()
         adam = self.config.adam.params(self.schedule.learning_rate_at(at.step)) if is_last else None
-        loss = None if linearized else self._service_loss(prepared)
+        loss = None if linearized else self.step_objective.service_loss(prepared)
         self.last_batch = batch
         self.ledger.add(batch.num_tokens)
         if loss:
@@ -529,7 +493,7 @@ class Trainer:
                     metrics |= call(optim_step, update.optim_step) if update.optim_step else {}
             self.guard.check_metrics(step, metrics)
             if linearized is None:
-                linearized = self.guard.check(step, partial(self._measure, sent, outputs))
+                linearized = self.guard.check(step, partial(self.step_objective.measure, sent, outputs.logprobs_DT))
                 assert linearized is not None, "a batch that was sent is never skipped"
                 self._record_saves()
             linearized_batches.append(linearized)
@@ -565,51 +529,9 @@ class Trainer:
 
     def _linearize(self, prepared: PreparedBatch, forward: PendingOutput) -> Linearized:
         """Wait for a forward pass and linearize the objective for the update."""
-        batch = prepared.batch.result()
         with self.times.waiting_for("forward"):
-            outputs = call(forward_logprobs, forward, opaque_argument(batch))
-        return self._evaluate_terms(prepared, outputs)
-
-    def _measure(self, sent: SentBatch, outputs: Outputs) -> Linearized:
-        """Linearize a step that took one pass, for its metrics; check that the service trained on the same loss."""
-        linearized = self._evaluate_terms(sent.prepared, outputs)
-        if sent.is_only_scored:
-            return linearized
-        loss = sent.update.forward_backward.result().metrics["loss:sum"]
-        check_trained(sent.prepared.at.step, loss, linearized)
-        return linearized
-
-    def _evaluate_terms(self, prepared: PreparedBatch, outputs: Outputs) -> Linearized:
-        known, batch = prepared.outputs(outputs.logprobs_DT), prepared.batch.result()
-        completed = prepared.completed.result() if prepared.completed else None
-        return evaluate_terms(self.objective, prepared.terms, known, batch, self.executor, prepared.at, completed)
-
-    def _needs_logprobs(self, prepared: PreparedBatch) -> bool:
-        """Return whether the update of a batch needs a forward pass before it."""
-        return prepared.passes == 2 and self._service_loss(prepared) is None
-
-    def _service_loss(self, prepared: PreparedBatch) -> ServiceLoss | None:
-        """Return the loss with which the service trains on a batch in one pass.
-
-        None if the batch takes two passes, or if cross-entropy is the whole objective and needs no such loss.
-
-        Raises:
-            ObjectiveError: the backend is `server`, and the objective cannot be one pass.
-            ServiceError: the service failed before it answered whether it accepts the loss.
-        """
-        step = prepared.at.step
-        is_plain = self.objective.base is None and not self.objective.due(step)
-        if is_plain or prepared.is_candidates or self.config.guards.needs_forward_pass:
-            return None
-        try:
-            loss = self.one_pass.loss_at(step, prepared.outputs(), prepared.batch.result())
-        except tinker.TinkerError:  # not around the call: a ValueError of the objective is no error of the service
-            with service_errors("take the objective as a loss"):
-                raise
-        for note in self.one_pass.pop_notes():
-            get_run_logger().info(note)
-            self.run.log.tag("tinker_flows.passes", note)
-        return loss
+            outputs = call(forward_logprobs, forward, opaque_argument(prepared.batch.result()))
+        return self.step_objective.linearize(prepared, outputs.logprobs_DT)
 
     def _enqueue_forward(self, batch: Batch) -> PendingOutput:
         self.ledger.add(batch.num_tokens)
@@ -651,13 +573,7 @@ class Trainer:
             self.ledger.charge_reference(step)
             self.ledger.charge_metered()
             call(log_metrics, self.run.log, step, opaque_argument(metrics | self.ledger.metrics()))
-            warn_of_metrics(self.run.log, self.config.run_name, "health", self.source.observe(step, metrics))
-            warn_of_metrics(self.run.log, self.config.run_name, "alert", self.alerts.observe(step, metrics))
-            self.objective.watch.end(step)
-            warn_of_terms(self.run.log, self.config.run_name, self.objective.watch.pop_warnings())
-            for condition in self.alerts.unmeasured():
-                text = f"The alert {condition} had no effect, because no step reported this metric: check its name."
-                note_warning(self.run.log, f"alert.{safe_name(condition)}", text)
+            self.watch.check_end(step, metrics)
         self._record_saves()
 
     def _record_saves(self) -> None:
@@ -674,23 +590,17 @@ class Trainer:
     def _state(self, step: int, elapsed_tokens: int) -> dict[str, Any]:
         """Return the state that a checkpoint before a step records in addition to the weights."""
         state = {"objective": self.objective.state(), "guard": self.guard.state(), "source": self.source.state(step)}
-        own = {"elapsed_tokens": elapsed_tokens, CONTENTS_KEY: self.contents.state(), "alerts": self.alerts.state()}
+        own = {"elapsed_tokens": elapsed_tokens, CONTENTS_KEY: self.contents.state(), "alerts": self.watch.state()}
         return state | own
 
     def _restore(self, start: CheckpointRecord | None) -> None:
-        """Create guard, alerts, ledger and cadence, with their state in a checkpoint, and start the data source."""
+        """Create guard, watch, ledger and cadence, with their state in a checkpoint, and start the data source."""
         config, state = self.config, start.extra if start else {}
         self.objective.restore(state.get("objective", {}))
-        # A run keeps the conventions of the release that started it: the scale of terms, and `kl` without ratios.
-        started_with = recorded_format(self.run.directory)
-        if started_with < FORMAT_OF_SCALES:
-            self.objective.keep_conventions_of_0_1()
-        if started_with < FORMAT_OF_CORRECTIONS:
-            self.objective.keep_unweighted_kl()
+        keep_recorded_conventions(self.objective, self.run.directory)
         self.guard = Guard(config.guards, config.run_name, self.run.directory, self.run.log, self.objective)
         self.guard.restore(state.get("guard", {}))
-        self.alerts = Alerts(config.alerts)
-        self.alerts.restore(state.get("alerts", {}))
+        self.watch = RunWatch(self.run, config, self.objective, self.source, state.get("alerts", {}))
         self.ledger = RunLedger(self.run, config, self.reference, state.get("spent", {}))
         self.cadence = CheckpointCadence(config, state)
         self.saved_step = self.first_step

@@ -31,8 +31,7 @@ def planned(first: int, start: int, num_tokens: int, skipped: set[int]) -> Any:
         candidates=None,
         reference=None,
     )
-    batch: Any = SimpleNamespace(num_tokens=7)
-    return Trainer._planned_tokens(cast("Any", trainer), range(start, 10), batch, 1)
+    return Trainer._planned_tokens(cast("Any", trainer), range(start, 10), 7)
 
 
 @pytest.mark.parametrize(

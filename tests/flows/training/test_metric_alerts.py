@@ -13,7 +13,7 @@ from sft_config import sft_fields
 
 from flows.config.train import AlertConfig, SftConfig
 from flows.sft import sft
-from flows.training.alerts import Alerts
+from flows.training.watch import Alerts
 
 
 def steps_of(alert: dict[str, Any], values: list[float | None]) -> list[int]:

@@ -23,12 +23,9 @@ from flows.config.learning_rate import recommended_rate
 from flows.config.loader import validate_fields
 from flows.config.rl import RlConfig
 from flows.config.train import SftConfig, TrainConfig
-from flows.runs.pace import Pace
 from flows.training.preflight import (
-    PlannedTokens,
     pitfalls_of,
     pitfalls_of_checkpoint,
-    plan_lines,
     warning_of_split_rollouts,
 )
 from objectives.batch import Batch
@@ -55,37 +52,6 @@ def test_good_configs_have_no_pitfalls() -> None:
     assert keys(sft(model=HOSTED, learning_rate=4e-4, data=data("qwen3_5"))) == set()
     assert keys(RlConfig.model_validate(rl_fields(Path("there"), "fine", ""))) == set()
     assert keys(DpoConfig.model_validate(dpo_fields(Path("there"), "fine", ""))) == set()
-
-
-def test_the_plan_names_what_will_be_trained_and_the_price() -> None:
-    objective = {
-        "base_loss": "cross_entropy",
-        "regularizers": [
-            {"name": "logic", "weight": 5.0},
-            {"name": "confidence", "weight": {"schedule": "linear", "start": 0.0, "end": 0.1}},
-            {"name": "length", "weight": 1.0, "enabled": False},
-            {"name": "kl", "weight": None, "target": {"at_most": 0.2}},
-        ],
-    }
-    config = sft(objective=objective, eval_every=12, checkpoint_every=0, learning_rate=1e-3, data=data("qwen3_5"))
-    tokens = PlannedTokens(16_000, 34_567, 0.5)
-    assert plan_lines(config, "sft", range(8, 24), tokens) == [
-        "sft of tiny on a:B, 16 of 24 steps, learning rate 0.001",
-        "loss cross_entropy + 5 x logic + (0.0347826 to 0.1) x confidence, with kl at most 0.2",
-        "evaluation every 12 steps, checkpoint at the end; about 34,567 tokens in training passes, $0.5; time unknown",
-    ]
-    paced = plan_lines(config, "sft", range(8, 24), tokens, Pace("earlier", tokens_per_s=20.0))[2]
-    assert paced.endswith("; about 13.3 min at the pace of earlier")
-    resumed = plan_lines(config, "sft", range(8, 24), tokens, Pace(config.run_name, tokens_per_s=20.0))[2]
-    assert resumed.endswith("; about 13.3 min at its own pace")
-    timed = config.model_copy(update={"checkpoint_every": 4, "checkpoint_every_seconds": 600.0})
-    line = plan_lines(timed, "sft", range(24), PlannedTokens(240, 480, None, 0, "sampled tokens", "the first batch"))[2]
-    tokens_part = "about 480 tokens in training passes (extrapolated from the first batch), price unknown"
-    assert line.endswith(f"; {tokens_part}; sampled tokens are not included; time unknown")
-    assert "checkpoint every 4 steps or 600 s;" in line
-    rare = {"eval_every": 0, "infrequent_evaluators": [{"builder": "a:Slow"}], "infrequent_eval_every": 50}
-    line = plan_lines(sft(**rare), "sft", range(24), tokens)[2]
-    assert line.startswith("infrequent evaluation every 50 steps, checkpoint every ")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,159 @@
+"""Plan of a run: the tokens and passes of its steps, and what the run says before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from mlflow.exceptions import MlflowException
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+
+from blocks.terminal import print_notice
+from flows.config.loader import field_values
+from flows.config.train import TrainConfig
+from flows.runs.pace import Pace, find_pace
+from objectives.objective import Objective
+from objectives.spec import RegularizerSpec
+from objectives.targets import TargetSpec
+from tasks.reports.summary import format_hours
+from tasks.training.metrics import MetricsLog
+
+
+def num_passes(objective: Objective, step: int, needs_forward_pass: bool) -> int:
+    """Return the maximum passes of the service over a batch: 2 if its update may need the logprobs first."""
+    return 2 if objective.base is not None or objective.due(step) or needs_forward_pass else 1
+
+
+def num_pass_tokens(objective: Objective, tokens_by_step: Mapping[int, int], passes_by_step: Mapping[int, int]) -> int:
+    """Return the tokens of all passes over the batches of some steps.
+
+    Includes a forward pass for each step whose effects are measured, and one over the last batch, which checks the
+    final weights.
+
+    Args:
+        tokens_by_step: tokens of the batch of each step that is not skipped.
+        passes_by_step: passes of the update of each of these steps.
+    """
+    in_passes = sum(
+        num_tokens * (passes_by_step[step] + objective.measures_effects(step))
+        for step, num_tokens in tokens_by_step.items()
+    )
+    return in_passes + (tokens_by_step[max(tokens_by_step)] if tokens_by_step else 0)
+
+
+def extrapolate_tokens(
+    steps: Sequence[int], counts: Mapping[int, int], first: int, before: tuple[int, int]
+) -> tuple[dict[int, int], str]:
+    """Return the tokens of the batch of each step, and the batches from which uncounted ones are extrapolated.
+
+    Args:
+        counts: tokens of the batches that are counted; may have other steps.
+        first: tokens of the first of the batches.
+        before: tokens and number of the batches that the run has trained on before, both 0 if there are none.
+    """
+    counted = {step: counts[step] for step in steps if step in counts}
+    num_before, steps_before = before
+    mean, basis = float(first), "the first batch"
+    if counted:
+        mean = sum(counted.values()) / len(counted)
+        basis = f"{len(counted):,} of {len(steps):,} batches" if len(counted) < len(steps) else ""
+    elif num_before:
+        mean = num_before / max(1, steps_before)
+        basis = f"the {f'{steps_before:,} steps' if steps_before != 1 else 'step'} trained so far"
+    return {step: counted.get(step, round(mean)) for step in steps}, basis
+
+
+class PlannedTokens(NamedTuple):
+    """Tokens of the remaining steps of a run.
+
+    Attributes:
+        in_batches: tokens of the batches.
+        in_passes: tokens of all passes over batches and held-out data of training clients.
+        usd: price of the passes; None if it is unknown.
+        num_evaluations: evaluations that remain.
+        besides: tokens that are not included, such as "sampled tokens"; empty for none.
+        basis: batches from which the tokens are extrapolated, such as "the first batch"; empty if all were counted.
+    """
+
+    in_batches: int
+    in_passes: int
+    usd: float | None
+    num_evaluations: int = 0
+    besides: str = ""
+    basis: str = ""
+
+
+def announce_plan(log: MetricsLog, config: TrainConfig, steps: range, tokens: PlannedTokens) -> None:
+    """Say in the terminal and in Prefect's log what a run is going to do.
+
+    Args:
+        log: MLflow run; an earlier run of its experiment, or this run before its restart, gives the pace.
+        steps: steps that remain.
+    """
+    method = flow_run.get_flow_name() or "training"
+    pace = None
+    with suppress(MlflowException):  # the plan then says that the time is unknown
+        experiment_id = log.client.get_run(log.run_id).info.experiment_id
+        pace = find_pace(log.client, experiment_id, config.model, method)
+    for line in plan_lines(config, method, steps, tokens, pace):
+        print_notice(f"{config.run_name}: {line}")
+        get_run_logger().info("%s", line)
+
+
+def plan_lines(
+    config: TrainConfig, method: str, steps: range, tokens: PlannedTokens, pace: Pace | None = None
+) -> list[str]:
+    """Return sentences about the model, data, loss, evaluations, checkpoints, price and duration of a run."""
+    sources = config.model_dump(include={"data", "environment", "comparisons", "questions", "datasets"})
+    data = [*field_values(sources, "builder"), *field_values(sources, "path")]
+    on_data = f" on {data[0]}" if data else ""
+    base = config.objective.base_loss
+    regularizers = [term for term in config.objective.regularizers if term.enabled]
+    terms = [f"{_weight_text(term, steps)} {term.name}" for term in regularizers if term.target is None]
+    limits = [f"{term.name} {_limit_text(term.target)}" for term in regularizers if term.target]
+    loss = " + ".join([base if isinstance(base, str) else base.name, *terms])
+    periods = {"evaluation": config.eval_every}
+    if config.infrequent_evaluators:
+        periods["infrequent evaluation"] = config.infrequent_eval_every
+    due = [f"{name} every {period} steps" for name, period in periods.items() if period]
+    evaluations = ", ".join(due) or "no evaluation"
+    cadences = {
+        "steps": config.checkpoint_every,
+        "s": config.checkpoint_every_seconds,
+        "tokens": config.checkpoint_every_tokens,
+    }
+    every = " or ".join(f"{number:,g} {unit}" for unit, number in cadences.items() if number)
+    saves = f"checkpoint every {every}" if every else "checkpoint at the end"
+    num_steps = (
+        f"{len(steps):,} of {steps.stop:,} steps"
+        if steps.start
+        else f"{steps.stop:,} step{'s' if steps.stop > 1 else ''}"
+    )
+    price = "price unknown" if tokens.usd is None else f"${tokens.usd:,.4g}"
+    besides = f"; {tokens.besides} are not included" if tokens.besides else ""
+    basis = f" (extrapolated from {tokens.basis})" if tokens.basis else ""
+    duration = "time unknown"
+    if pace:
+        run = "its own pace" if pace.run_name == config.run_name else f"the pace of {pace.run_name}"
+        hours = format_hours(pace.hours(tokens.in_batches, tokens.num_evaluations))
+        duration = f"about {hours} at {run}"
+    return [
+        f"{method} of {config.model}{on_data}, {num_steps}, learning rate {config.learning_rate:g}",
+        f"loss {loss}{', with ' + ' and '.join(limits) if limits else ''}",
+        f"{evaluations}, {saves}; about {tokens.in_passes:,} tokens in training passes{basis}, {price}{besides}; "
+        f"{duration}",
+    ]
+
+
+def _weight_text(term: RegularizerSpec, steps: range) -> str:
+    if term.weight is None or isinstance(term.weight, int | float):
+        return f"{term.weight or 0:g} x"
+    first, last = (term.weight.weight_at(step, steps.stop) for step in (steps.start, steps.stop - 1))
+    return f"{first:g} x" if first == last else f"({first:g} to {last:g}) x"
+
+
+def _limit_text(target: TargetSpec) -> str:
+    limits = {"at most": target.at_most, "at least": target.at_least, "equal to": target.equals}
+    return " and ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)

@@ -1,0 +1,101 @@
+"""Warnings of a run while it trains: of its terms, data and health, and of the limits that the user sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flows.config.train import AlertConfig, TrainConfig
+from flows.monitoring.run_tags import note_warning, warn_of_metrics, warn_of_terms
+from flows.runs.run import Run
+from flows.training.preflight import warn_of_equal_rewards
+from objectives.objective import Objective
+from tasks.training.batch_source import BatchSource, MetricWarning
+from tasks.training.metric_names import safe_name
+
+
+class Alerts:
+    """Alerts of a run; each one fires once, and again only after its metric was back within the limit."""
+
+    def __init__(self, configs: Sequence[AlertConfig]) -> None:
+        self._configs = configs
+        self._durations: dict[str, int] = {}
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[MetricWarning]:
+        """Check the metrics of a step; return the alerts that fire.
+
+        A step without the metric of an alert does not change the alert's count.
+        """
+        fired: list[MetricWarning] = []
+        counted: set[str] = set()  # alerts that differ only in their patience have one count
+        for config in self._configs:
+            figure = metrics.get(config.metric, metrics.get(safe_name(config.metric)))
+            if figure is None:
+                continue
+            key = config.condition
+            if key not in counted:
+                self._durations[key] = self._durations.get(key, 0) + 1 if config.is_beyond(figure) else 0
+                counted.add(key)
+            if self._durations[key] == config.patience:
+                times = f" in {config.patience} consecutive measurements" if config.patience > 1 else ""
+                text = f"Alert: {config.condition}{times}, up to step {step}, where it is {figure:.4g}."
+                fired.append(MetricWarning(key, step, figure, text))
+        return fired
+
+    def unmeasured(self) -> list[str]:
+        """Return the conditions whose metrics no step has reported."""
+        return [config.condition for config in self._configs if config.condition not in self._durations]
+
+    def state(self) -> dict[str, int]:
+        """Return the state for a checkpoint, as plain data."""
+        return dict(self._durations)
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Restore a state; conditions that the config no longer has are dropped."""
+        conditions = {config.condition for config in self._configs}
+        self._durations = {key: count for key, count in state.items() if key in conditions}
+
+
+class RunWatch:
+    """Warnings after each step, shown in the terminal, the log, the tags of the run and its events."""
+
+    def __init__(
+        self, run: Run, config: TrainConfig, objective: Objective, source: BatchSource, state: Mapping[str, int]
+    ) -> None:
+        """Create the alerts of the config, with their state in a checkpoint; empty for a new run."""
+        self._run, self._config, self._objective, self._source = run, config, objective, source
+        self._alerts = Alerts(config.alerts)
+        self._alerts.restore(state)
+
+    def check_step(self, step: int, metrics: Mapping[str, float], *, is_first: bool) -> None:
+        """Warn of what the metrics of a step show.
+
+        Args:
+            is_first: whether this process has not run a step before.
+        """
+        self._warn_of_terms()
+        for key, text in self._source.pop_warnings().items():
+            note_warning(self._run.log, key, text)
+        self._warn_of_metrics(step, metrics)
+        if is_first:
+            warn_of_equal_rewards(self._run, self._config, metrics)
+
+    def check_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn of what the evaluation after the last step shows, and of alerts that no step has measured."""
+        self._warn_of_metrics(step, metrics)
+        self._objective.watch.end(step)
+        self._warn_of_terms()
+        for condition in self._alerts.unmeasured():
+            text = f"The alert {condition} had no effect, because no step reported this metric: check its name."
+            note_warning(self._run.log, f"alert.{safe_name(condition)}", text)
+
+    def state(self) -> dict[str, int]:
+        """Return the state of the alerts for a checkpoint."""
+        return self._alerts.state()
+
+    def _warn_of_terms(self) -> None:
+        warn_of_terms(self._run.log, self._config.run_name, self._objective.watch.pop_warnings())
+
+    def _warn_of_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        log, name = self._run.log, self._config.run_name
+        warn_of_metrics(log, name, "health", self._source.observe(step, metrics))
+        warn_of_metrics(log, name, "alert", self._alerts.observe(step, metrics))
