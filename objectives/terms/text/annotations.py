@@ -28,7 +28,7 @@ _DIGITS = frozenset(string.digits)
 _BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}
 _ANNOTATION = re.compile(r"<<([^<>]*)>>")
 _ANSWER = re.compile(r"####\s*([-\u2212$0-9.,]*[0-9])")
-_PLAIN_NUMBER = re.compile(r"[-\u2212$\s]*[0-9,]*(?:\.([0-9]*))?\s*(%?)\s*")
+_PLAIN_NUMBER = re.compile(r"[-+\u2212\u2013\u2014$€£\s]*[0-9,]*(?:\.([0-9]*))?\s*(%?)[$€£\s]*")
 _NUMBER = r"[0-9]+\.?[0-9]*|\.[0-9]+"
 _TOKEN = re.compile(rf"{_NUMBER}|\S")
 
@@ -57,8 +57,8 @@ class Annotation:
     Attributes:
         left: the calculation.
         right: its stated result.
-        tolerance: rounding tolerance, half a unit of the last decimal on the right; 0 if the right side is an
-            expression (``3/4``).
+        tolerance: rounding tolerance, half a unit of the last digit if the right side is a number, with or without a
+            sign, currency or percent sign; 0 if it is another expression (``3/4``).
     """
 
     left: Program
@@ -135,7 +135,12 @@ def fold(
     unknown: Callable[[str], NumberT],
     divide: Callable[[NumberT, NumberT], NumberT] = operator.truediv,
 ) -> NumberT:
-    """Evaluate a program over any algebra, given its numbers, its unknowns and its division.
+    """Evaluate a program with another type of number, such as Z3 expressions.
+
+    Args:
+        number: converts a number.
+        unknown: converts the name of an unknown.
+        divide: divides two converted values.
 
     >>> fold((Fraction(5), Fraction(1, 2), "*"), number=float, unknown=float)
     2.5
@@ -191,7 +196,9 @@ def _read_side(side: str) -> Program | None:
 
 
 def _expression(tokens: list[str], binding: int) -> Program:
-    """Parse the next tokens up to the first operator of lower precedence than ``binding``, by precedence climbing.
+    """Parse and remove the next tokens up to the first operator of lower precedence than ``binding``.
+
+    This is precedence climbing. The list of tokens is reversed, so the next token is its last item.
 
     The recursion depth is at most two frames per character. `ast.parse` is not used, because CPython 3.11 raises a
     SystemError when two threads call it at once, and terms are prepared in threads.
@@ -200,7 +207,7 @@ def _expression(tokens: list[str], binding: int) -> Program:
     while tokens and _BINDING.get(tokens[-1], 0) >= binding:
         operator_ = tokens.pop()
         right = _expression(tokens, _BINDING[operator_] + 1)
-        # Nonlinear terms can keep Z3 busy for minutes, because it ignores its limit while it expands products.
+        # Nonlinear terms can keep Z3 busy for minutes, because Z3 ignores its time limit while it expands products.
         if operator_ in "*/" and _has_unknown(right) and (operator_ == "/" or _has_unknown(program)):
             raise _NotArithmeticError
         program = (*program, *right, operator_)

@@ -70,6 +70,23 @@ def test_readable_annotations(annotation, left, right):
 
 
 @pytest.mark.parametrize(
+    ("right", "tolerance"),
+    [
+        *((f"{sign}24", "1/2") for sign in ("", "+", "-", "−", "–", "$", "€", "£", "-$")),
+        *((f"{sign}5.25", "1/200") for sign in ("", "$", "£")),
+        ("5.5€", "1/20"),
+        ("1,200", "1/2"),
+        ("25%", "1/200"),
+        ("3/4", 0),
+        ("(5.5)", 0),
+    ],
+)
+def test_a_stated_number_may_be_rounded(right, tolerance):
+    (step,) = read_solution(f"<<1+1={right}>>").steps
+    assert step.tolerance == Fraction(tolerance)
+
+
+@pytest.mark.parametrize(
     "annotation",
     [
         "",
