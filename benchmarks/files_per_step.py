@@ -2,7 +2,8 @@
 
     python -m benchmarks.files_per_step
 
-A step that crosses few files can be read. Files that only define types count as soon as one of their functions runs.
+The fewer files a step runs through, the easier it is to read. A file that mostly defines types counts, too, once one of
+its functions is called.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Targets of terms of several kinds: the mean over the last quarter of a run, against the limit.
+"""How well targets are met: the mean over the last quarter of a run against the limit, for several kinds of terms.
 
-Each run uses the default gains and has two targets: one that it would miss, as a run with the term at weight 0 shows,
-and one that it keeps anyway, whose multiplier starts above its lower bound and should fall to it.
+Each run uses the default gains and has two targets: an active one, which the run would miss without it, as a run with
+the term at weight 0 shows, and an inactive one, which the run meets anyway. The multiplier of the inactive target
+starts above its lower bound and should fall to it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tinker_flows import DpoConfig, RlConfig, SftConfig, dpo, rl, run, sft
 DATA = Path(__file__).parent.parent / "examples" / "data"
 FLOWS = {"sft": (sft, SftConfig), "dpo": (dpo, DpoConfig), "rl": (rl, RlConfig)}
 BASE_LOSSES = {"sft": "cross_entropy", "dpo": "dpo", "rl": "importance_sampling"}
-INACTIVE_START = 0.05
+INACTIVE_START = 0.05  # initial multiplier of the inactive target
 
 
 def _conversations(path: Path, renderer: str, batch_size: int) -> dict[str, Any]:
@@ -64,10 +65,10 @@ SMOL = {"learning_rate": 5e-4, "num_epochs": 99, "data": _conversations(DATA / "
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Training with an active target.
+    """Training with an active and an inactive target.
 
     Attributes:
-        term: regularizer with the target.
+        term: regularizer with the active target.
         fields: fields of the flow's config.
     """
 
@@ -103,7 +104,7 @@ class Measured:
     """Targets of one run.
 
     Attributes:
-        active: the active target.
+        active: result of the active target.
         inactive: last multiplier of the inactive target.
     """
 
@@ -135,15 +136,15 @@ def _service(folder: Path, model: str) -> Iterator[None]:
 def _add_rows(table: Table, folder: Path, case: Case) -> None:
     target = RegularizerSpec.model_validate(case.term).target
     assert target is not None
-    free = _without(folder, case)
+    mean_without = _mean_without_target(folder, case)
     for seed in case.seeds:
-        measured = _with(folder, case, seed)
+        measured = _train_with_targets(folder, case, seed)
         row = measured.active
         table.add_row(
             case.model,
             case.flow,
             f"{row.name}: {target}",
-            f"{free:.3g}" if seed == case.seeds[0] else "",
+            f"{mean_without:.3g}" if seed == case.seeds[0] else "",
             f"{row.mean:.3g} ± {row.half_width:.2g}",
             f"{row.mean / target.limit:.2f} ± {row.half_width / abs(target.limit):.2f}",
             f"{row.multiplier:.3g}",
@@ -153,22 +154,22 @@ def _add_rows(table: Table, folder: Path, case: Case) -> None:
         )
 
 
-def _without(folder: Path, case: Case) -> float:
+def _mean_without_target(folder: Path, case: Case) -> float:
     """Mean over the last quarter of a run with the term at weight 0, for the first seed."""
     term = {key: value for key, value in case.term.items() if key != "target"} | {"weight": 0.0}
     history = _train(folder, case, [term], case.seeds[0])
     metric = case.term["target"].get("metric", "value")
     values = [value for _, value in history[f"term/{term['name']}/{metric}"]]
-    last = values[-len(values) // 4 :]
+    last = values[-max(1, len(values) // 4) :]
     return sum(last) / len(last)
 
 
-def _with(folder: Path, case: Case, seed: int) -> Measured:
-    # A squared probability is at most 1, so every run keeps this limit.
+def _train_with_targets(folder: Path, case: Case, seed: int) -> Measured:
+    # The mean squared probability stays far below this limit in all cases.
     limit = {"at_most": 0.99, "initial": INACTIVE_START}
-    idle = {"name": "l2", "params": {"of": "probabilities"}, "target": limit}
-    history = _train(folder, case, [case.term, idle], seed)
-    specs = [RegularizerSpec.model_validate(term) for term in (case.term, idle)]
+    inactive_term = {"name": "l2", "params": {"of": "probabilities"}, "target": limit}
+    history = _train(folder, case, [case.term, inactive_term], seed)
+    specs = [RegularizerSpec.model_validate(term) for term in (case.term, inactive_term)]
     active, inactive = target_rows(history, {spec.name: spec.target for spec in specs if spec.target})
     return Measured(active, inactive.multiplier)
 
@@ -178,10 +179,10 @@ def _train(
 ) -> dict[str, list[tuple[int, float]]]:
     """Train once; return the history of the terms' metrics."""
     flow, config_type = FLOWS[case.flow]
-    weight = "free" if len(terms) == 1 else "target"
+    variant = "without" if len(terms) == 1 else "target"
     config: TrainConfig = config_type.model_validate(
         {
-            "run_name": f"{case.model}-{case.flow}-{terms[0]['name']}-{weight}-{seed}",
+            "run_name": f"{case.model}-{case.flow}-{terms[0]['name']}-{variant}-{seed}",
             "model": str(resolve_model(case.model, home() / "cache")),
             "storage": str(folder / "runs"),
             "tracking": f"sqlite:///{folder / 'mlflow.db'}",

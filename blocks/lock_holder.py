@@ -1,4 +1,4 @@
-"""Process that holds the write lock of a run: named to a second writer, and recognized once it has ended."""
+"""Process that holds the write lock of a run, for the message to a second writer and the check that it has ended."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LockHolder:
     def has_ended(self) -> bool:
         """Return whether the process is known to have ended.
 
-        Only the end of a process that ran on this machine since its last boot is known.
+        False for a process of another machine, boot or pid namespace, because its end cannot be seen from here.
         """
         return bool(self.machine) and self.machine == _machine() and self.started != _start_time(self.pid)
 
@@ -56,7 +56,11 @@ def current_process() -> LockHolder:
 
 
 def locked_error(location: str, holder: LockHolder | str) -> StorageError:
-    """Build the error for a second writer of a run."""
+    """Build the error for a second writer of a run.
+
+    Args:
+        holder: the process that writes the run, or words for it if it is not known.
+    """
     return StorageError(_locked(location, holder))
 
 
@@ -91,7 +95,7 @@ def _start_time(pid: int) -> str:
     Pids are reused; the start time tells two processes with the same pid apart.
     """
     try:
-        # The process name in parentheses may contain spaces and parentheses.
+        # Field 22 of proc(5) is the 20th after the process name, which may contain spaces and parentheses.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""

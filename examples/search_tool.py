@@ -2,7 +2,7 @@
 
 The model calls `search` with a query and receives the notes that share the most words with the query. Its last message
 must have a line `Answer: ...`. All facts are drawn from the seed, so a model cannot know them. tinker-cookbook
-provides the turns and the parsing of tool calls.
+runs the conversation and parses the tool calls.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class SearchBuilder(GroupsBuilder):
     """Builder of three questions about each of 96 people; a sixth of the people are held out.
 
     Attributes:
-        max_turns: maximum number of tool calls plus the answer.
+        max_turns: maximum number of the model's messages; the answer is one of them, so 3 leaves two tool calls.
         format_coef: penalty for a completion without an answer line.
     """
 

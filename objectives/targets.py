@@ -63,8 +63,8 @@ class TargetSpec(BaseModel):
         default=None,
         allow_inf_nan=False,
         title="Upper bound",
-        description="Upper bound of the multiplier. Unset: 100 divided by `scale`, multiplied by the unit of the gains "
-        "(see `integral_gain`) if this unit is above 1.",
+        description="Upper bound of the multiplier. Unset: 100 divided by `scale`, multiplied by `gain_unit` (see "
+        "`integral_gain`) if it is above 1.",
     )
     warmup: int = Field(
         default=0, ge=0, title="Warmup (steps)", description="Steps before the multiplier starts to change."
@@ -74,17 +74,17 @@ class TargetSpec(BaseModel):
         gt=0,
         allow_inf_nan=False,
         title="Integral gain",
-        description="Change of the multiplier per evaluation while the violation equals `scale`, as a multiple of the "
-        "unit of the gains divided by `scale`. `docs/targets.md` explains the unit; it is 1 for a mean over tokens "
-        "added to cross-entropy.",
+        description="While the violation equals `scale`, each evaluation changes the multiplier by `integral_gain * "
+        "gain_unit / scale`. `gain_unit` is 1 for a mean over tokens added to cross-entropy; `docs/targets.md` has the "
+        "other cases.",
     )
     proportional_gain: float = Field(
         default=0.5,
         ge=0,
         allow_inf_nan=False,
         title="Proportional gain",
-        description="Part of the multiplier that is proportional to the current violation: its size while the "
-        "violation equals `scale`, as a multiple of the unit of the gains divided by `scale`.",
+        description="Part of the multiplier that is proportional to the current violation. While the violation equals "
+        "`scale`, it is `proportional_gain * gain_unit / scale`.",
     )
     smoothing: float = Field(
         default=0.5,
@@ -111,9 +111,9 @@ class TargetSpec(BaseModel):
                 f"lower={lower:g} would train against {names[0]}; set lower to at least 0, or use equals for a "
                 "multiplier of either sign"
             )
-        # The default upper bound depends on the gain unit, which is known once the term has seen a batch.
+        # A default bound that depends on the gain unit is not checked: the unit is known only after the first batch.
         highest = math.inf if self.upper is None else upper
-        lowest = -math.inf if self.lower is None and self.equals is not None else lower
+        lowest = -math.inf if self.equals is not None and self.lower is None and self.upper is None else lower
         if not lowest <= self.initial <= highest:
             raise ValueError(f"initial={self.initial:g} is outside the bounds {lower:g} and {upper:g}; move it inside")
         return self
@@ -124,7 +124,7 @@ class TargetSpec(BaseModel):
         return next(limit for limit in (self.at_most, self.at_least, self.equals) if limit is not None)
 
     @property
-    def unit(self) -> float:
+    def large_violation(self) -> float:
         """Size of a large violation: `scale` or its default."""
         return self.scale or abs(self.limit)
 
@@ -135,12 +135,12 @@ class TargetSpec(BaseModel):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Lower and upper bound of the multiplier, in the unit of a weight, for a gain unit of 1."""
+        """Lower and upper bound of the multiplier before the gain unit is known; it counts as 1."""
         return self.bounds_for(1.0)
 
     def bounds_for(self, gain_unit: float) -> tuple[float, float]:
-        """Return the lower and upper bound of the multiplier, in the unit of a weight."""
-        upper = _MAX_COST * max(gain_unit, 1.0) / self.unit if self.upper is None else self.upper
+        """Return the lower and upper bound of the multiplier."""
+        upper = _MAX_COST * max(gain_unit, 1.0) / self.large_violation if self.upper is None else self.upper
         lower = (0.0 if self.equals is None else -upper) if self.lower is None else self.lower
         return lower, upper
 
@@ -150,7 +150,7 @@ class TargetSpec(BaseModel):
 
 
 class Weighted(Protocol):
-    """Model with either a weight or a target."""
+    """Config with either a weight or a target."""
 
     @property
     def weight(self) -> object: ...
@@ -163,23 +163,23 @@ W = TypeVar("W", bound=Weighted)
 
 
 def unset_weight(fields: object) -> object:
-    """Leave the weight of a model unset if there is a target; `check_weight` checks an explicit weight."""
+    """Set the field `weight` to None if the config has a target but no weight; `check_weight` rejects both."""
     if isinstance(fields, Mapping) and fields.get("target") is not None:
         return {"weight": None, **fields}
     return fields
 
 
-def check_weight(model: W) -> W:
-    """Check that a model has either a weight or a target.
+def check_weight(config: W) -> W:
+    """Check that a config has either a weight or a target.
 
     Raises:
         ValueError: it has both or neither.
     """
-    if model.target is not None and model.weight is not None:
+    if config.target is not None and config.weight is not None:
         raise ValueError("it has both a weight and a target, which finds the weight: remove one of them")
-    if model.target is None and model.weight is None:
+    if config.target is None and config.weight is None:
         raise ValueError("it has neither a weight nor a target: set one of them")
-    return model
+    return config
 
 
 class TargetState(TypedDict):
@@ -189,7 +189,7 @@ class TargetState(TypedDict):
         average: moving average of the value; None before the first evaluation.
         integral: integral part of the multiplier.
         multiplier: multiplier of the next step.
-        gain_unit: unit of the gains; None before the first evaluation, missing in states of releases without this unit.
+        gain_unit: factor of the gains; None before the first evaluation, missing in states of older releases.
     """
 
     average: float | None
@@ -201,17 +201,17 @@ class TargetState(TypedDict):
 class TargetController:
     """Controller of the multiplier of one target.
 
-    With the violation ``e = sign * (average - limit) / unit``, clamped to [-1, 1], an evaluation computes::
+    With the violation ``e = sign * (average - limit) / scale``, clamped to [-1, 1], an evaluation computes::
 
-        integral   = clamp(integral + gain_unit * integral_gain * e / unit, lower, upper)
-        multiplier = clamp(integral + gain_unit * proportional_gain * e / unit, lower, upper)
+        integral   = clamp(integral + integral_gain * gain_unit / scale * e, lower, upper)
+        multiplier = clamp(integral + proportional_gain * gain_unit / scale * e, lower, upper)
 
     ``gain_unit`` is `objectives.scale.gain_unit` of the term's first batch; 1 if `set_gain_unit` was not called before
     the first evaluation.
 
     ``average`` is the moving average of the values, because single batches are noisy. The clamp of the violation is
-    applied to the average, so the noise of the batches does not bias the mean. At rest ``e = 0``, so the mean value is
-    at the limit, or the multiplier is at a bound.
+    applied to the average, so the noise of the batches does not bias the mean. At rest, either ``e = 0`` and the
+    average is at the limit, or the multiplier is at a bound.
 
     >>> controller = TargetController(TargetSpec(at_most=0.5, integral_gain=0.1, proportional_gain=0.0))
     >>> [controller.observe(step, 1.0)["multiplier"] for step in range(3)]
@@ -245,13 +245,13 @@ class TargetController:
         """
         self.set_gain_unit(1.0)
         assert self._gain_unit is not None
-        spec, gain = self.spec, self._gain_unit / self.spec.unit
+        spec, gain = self.spec, self._gain_unit / self.spec.large_violation
         lower, upper = spec.bounds_for(self._gain_unit)
         used = self._multiplier
         previous = value if self._average is None else self._average
         self._average = spec.smoothing * previous + (1 - spec.smoothing) * value
         violation = spec.sign * (self._average - spec.limit)
-        error = _clamp(violation / spec.unit, -1.0, 1.0)
+        error = _clamp(violation / spec.large_violation, -1.0, 1.0)
         if step >= spec.warmup:
             self._integral = _clamp(self._integral + spec.integral_gain * gain * error, lower, upper)
             self._multiplier = _clamp(self._integral + spec.proportional_gain * gain * error, lower, upper)

@@ -18,12 +18,12 @@ from objectives.reductions import Reduction
 from objectives.schedule import WeightSchedule
 
 if TYPE_CHECKING:
-    from objectives.targets import TargetSpec  # imports this module, by way of the terms of its schema
+    from objectives.targets import TargetSpec  # circular: targets -> json_schema -> term_lookup -> this module
 
 Kind = Literal["differentiable", "scored", "monitor"]
 Unit = Literal["token", "sequence"]
 
-__getattr__ = partial(renamed_attribute, __name__)  # names of release 0.1
+__getattr__ = partial(renamed_attribute, __name__)  # keeps the names of release 0.1 importable
 Need = Literal["ref_logprobs", "sampling_logprobs", "advantages", "values", "returns", "topk_logprobs", "hidden_states"]
 Execution = Literal["task_runner", "inline", "async", "thread", "process"]
 OnError = Literal["raise", "skip", "last"]
@@ -46,7 +46,7 @@ class Flag:
 class Flagger(Protocol):
     """Function that finds the parts of one datum's text to which a term objects, for display.
 
-    It receives the parameters of the term that it declares as keyword-only arguments. Terms with the estimator
+    To receive a parameter of the term, it declares the parameter as a keyword-only argument. Terms with the estimator
     `unlikelihood` need no flagger, because their scores flag tokens.
     """
 
@@ -66,20 +66,21 @@ class Term:
             token, ``(D,)`` per datum, or 0-d; a monitor may return only metrics. The value is minimized, so a higher
             score is worse.
         prepare: ``(batch, **params) -> features``, the part that needs the data only. It runs before the service's
-            result is available, and once per datum if declared with `per_datum`.
+            result is available, and once per datum if declared with `per_datum`. ``evaluate`` finds the features in
+            ``batch.features``.
         reduction: reduction of the value to one number; see `objectives.reductions.reduce`. Scores per datum are
             reduced by their estimator instead.
-        unit: gradient at one token: ``"token"`` if it shrinks with the number of tokens of a batch, as for means over
-            tokens, ``"sequence"`` if it shrinks with the number of datums, as for functions of a datum's summed
-            logprobs; see `objectives.scale`. The unit of a scored term is that of its estimator.
+        unit: number by which the gradient at one token is divided: ``"token"`` for the tokens of the batch, as in means
+            over tokens, ``"sequence"`` for its datums, as in functions of a datum's summed logprobs; see
+            `objectives.scale`. The unit of a scored term is that of its estimator.
         estimator: gradient estimator of scores; ``"auto"`` for scores per datum, whose estimator depends on the data
             (`objectives.estimators.choose_estimator`); ``None`` for other kinds.
-        params: model that validates the parameters: the keyword-only arguments of ``evaluate``, ``prepare`` and the
-            estimator. Each function receives the parameters that it declares.
+        params: model that validates the parameters: the keyword-only arguments of ``evaluate``, ``prepare``, ``flag``,
+            ``metric_values`` and the estimator. Each function receives the parameters that it declares.
         needs: inputs beyond the current logprobs, such as ``ref_logprobs_DT`` of `Outputs` or ``advantages_DT`` of
             `Batch`.
-        metric_values: functions of the metrics that a target can constrain, by metric: like ``evaluate``, but
-            ``(outputs, batch, **params) -> value``, whose reduced value is the metric.
+        metric_values: metrics that a target can constrain: a function ``(outputs, batch, **params) -> value`` by the
+            name of the metric, which is the reduced value.
         flag: finds the parts of a text to which the term objects; None if it cannot name them.
     """
 
@@ -178,7 +179,7 @@ def estimator_functions(estimator: EstimatorChoice | None) -> tuple[Callable[...
 
 
 def own_params(function: Callable[..., object], params: Mapping[str, object]) -> dict[str, object]:
-    """Select the parameters that one of the term's functions declares."""
+    """Return the parameters that a function declares."""
     return {name: params[name] for name in _keyword_only(function)}
 
 
@@ -216,7 +217,7 @@ def definition_of(function: Callable[..., object]) -> Callable[..., object]:
             case object(__wrapped__=wrapped):
                 function = wrapped
             case _:
-                # An object with a method `__call__` has none of these itself.
+                # An instance with a method `__call__` has no name and source of its own: take those of the method.
                 return function if hasattr(function, "__qualname__") else type(function).__call__
 
 

@@ -18,7 +18,9 @@ class FrontError(Exception):
 
 
 class EngineProcess:
-    """One engine process of several. Its standard input closes when the front ends, however the front ends.
+    """One engine process of several.
+
+    It exits when its standard input closes, so it also ends if the front is killed.
 
     Attributes:
         name: its number and device, for messages.
@@ -40,7 +42,9 @@ class EngineProcess:
         self._is_stopping = False
 
     async def run(self) -> None:
-        """Run the process until `stop`, and restart it if it ends before. Its sessions continue as after a crash.
+        """Run the process until `stop`, and restart it if it ends before.
+
+        A restarted process restores the sessions from their journals.
 
         Raises:
             FrontError: the process ended before it was ready, at its first start or at a restart.
@@ -62,7 +66,7 @@ class EngineProcess:
                         self.is_up.set()
                 elif line.startswith(ERROR_PREFIX):
                     reason = line.removeprefix(ERROR_PREFIX)
-                else:  # of a library
+                else:  # printed by a library
                     log.info("%s: %s", self.name, line)
             status = await self._process.wait()
             self.is_up.clear()

@@ -1,4 +1,4 @@
-"""Downloads of external weights by signed links that need no API key."""
+"""Downloads of weights that `save_weights_external` wrote in the format of PEFT, by signed links without an API key."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def external_router(engine: Engine) -> APIRouter:
     @router.get("/external/{run}/{name}/{file}")
     def download(run: str, name: str, file: str, expires: int = 0, signature: str = "") -> Response:
         if not signed_links.is_valid(f"{SIGNED_PATHS}{run}/{name}/{file}", expires, signature):
-            raise NotFoundError("The link has expired or was changed: request the external weights' URLs again.")
+            raise NotFoundError(
+                "The link has expired, was changed, or is older than the last start of the engine: request it again."
+            )
         checkpoint = store.find(checkpoint_name(run, "external_weights", name))
         if file not in checkpoint.files:
             raise NotFoundError(f"{checkpoint.name.path} has no file {file!r}; it has {', '.join(checkpoint.files)}.")

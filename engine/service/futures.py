@@ -101,7 +101,7 @@ class Futures:
             self._stop_signal.cancel()
 
     def drop(self, prefix: str) -> None:
-        """Drop all requests whose id starts with ``prefix``."""
+        """Drop all requests whose id starts with ``prefix``, such as ``<session id>:`` when a session ends."""
         for request_id in [key for key in self._responses if key.startswith(prefix)]:
             del self._responses[request_id]
             self._fetched_bytes -= self._fetched.pop(request_id, 0)

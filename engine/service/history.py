@@ -1,4 +1,4 @@
-"""History of a session, read from its journal after a restart."""
+"""History of a session: records written to its journal, and read back after a restart."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ModelJournal:
         self._journal = journal
         self._model_id = model_id
 
-    def request(self, seq_id: int, digest: bytes, changes: bool) -> None:
+    def record_request(self, seq_id: int, digest: bytes, changes: bool) -> None:
         self._append("request", seq_id, digest=digest.hex(), changes=changes)
 
     def record_response(self, seq_id: int, response: WireResponse) -> None:
@@ -91,7 +91,7 @@ class ModelJournal:
         if response.media_type == "application/json":
             self._append("answer", seq_id, body=response.body.decode(), failed=response.failed)
 
-    def origin(self, seq_id: int, origin: Origin) -> None:
+    def record_origin(self, seq_id: int, origin: Origin) -> None:
         self._append("origin", seq_id, origin=origin.to_json())
 
     def _append(self, kind: str, seq_id: int, **content: object) -> None:

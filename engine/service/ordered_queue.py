@@ -116,7 +116,7 @@ class OrderedQueue:
             raise BusyError(
                 f"{len(self._waiting)} requests of {self._owner} are waiting: send this request again later."
             )
-        self._journal.request(seq_id, digest, request.changes)
+        self._journal.record_request(seq_id, digest, request.changes)
         self._digests[seq_id] = digest
         self._services.futures.open(request_id)
         self._waiting[seq_id] = request

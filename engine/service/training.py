@@ -246,7 +246,7 @@ class TrainingModel:
         """Record the current state's origin. A restart restores it, unless later requests change the state."""
         self._origin = origin
         assert self.queue.running is not None
-        self._journal.origin(self.queue.running, origin)
+        self._journal.record_origin(self.queue.running, origin)
 
     def _new_store(self, origin: Origin) -> TrainerStore:
         def make() -> Trainer:

@@ -19,7 +19,7 @@ from engine.errors import RequestError
 from engine.wire.fields import read_field
 from engine.wire.tensors import decode_tensor, num_sparse_elements
 
-MAX_MESSAGES = 2**20  # datums of a request, and their chunks, inputs and spans: each takes memory when it is parsed
+MAX_PARTS = 2**20  # datums of a request, and their chunks, inputs and spans: each takes memory when it is parsed
 MAX_SPARSE_ELEMENTS = 2**27  # of all sparse tensors of a request: a few bytes can claim any shape
 _DATA_FIELD = pb.ForwardBackwardRequest.DATA_FIELD_NUMBER
 
@@ -49,12 +49,12 @@ def decode_request(body: bytes) -> ForwardBackward:
     """Decode the protobuf body of a request.
 
     Raises:
-        RequestError: the body is not a valid message, or has too many parts.
+        RequestError: the body is not a valid message, has too many parts, or has a negative seq_id.
     """
     message = pb.ForwardBackwardRequest()
     try:
-        if len(body) > 2 * MAX_MESSAGES:  # a part has at least two bytes
-            _check_num_messages(body)
+        if len(body) > 2 * MAX_PARTS:  # a part has at least two bytes
+            _check_num_parts(body)
         message.ParseFromString(body)
     except (DecodeError, IndexError, ValueError) as error:
         raise RequestError(
@@ -96,7 +96,7 @@ def decode_data(messages: Sequence[pb.Datum], inputs: Sequence[str]) -> list[Dat
 
 
 def decode_datum(message: pb.Datum, index: int, inputs: Sequence[str]) -> Datum:
-    """Decode one datum; `decode_data` checks the sizes of its sparse tensors first, and lists the errors."""
+    """Decode one datum, whose sparse tensors `decode_data` has checked; raises the errors listed there."""
     name = f"Datum {index}"
     sent = message.loss_fn_inputs
     if "target_tokens" not in sent:
@@ -142,17 +142,23 @@ def _check_provenance(message: pb.Datum, num_tokens: int, num_targets: int, name
         ("model_input", message.model_input_spans, num_tokens),
         ("loss_fn_inputs", message.loss_fn_input_spans, num_targets),
     ):
-        runs = [getattr(span, kind) if (kind := span.WhichOneof("span")) else None for span in spans]
-        if any(run is None or not run.sequence_id or run.offset < 0 or run.length < 0 for run in runs):
+        ranges = [_range_of(span) for span in spans]
+        if any(found is None or not found.sequence_id or found.offset < 0 or found.length < 0 for found in ranges):
             raise RequestError(
                 f"{name} has a provenance span of {field} without a sequence_id or with a negative offset or length: "
                 "take the sequence_id of the sampled sequence."
             )
-        covered = sum(run.length for run in runs if run is not None)
+        covered = sum(part.length for part in ranges if part is not None)
         if spans and covered != length:
             raise RequestError(
                 f"The provenance spans of {field} of {name} cover {covered} positions of {length}: tile it exactly."
             )
+
+
+def _range_of(span: pb.ProvenanceSpan) -> pb.PromptProvenanceSpan | pb.SampledProvenanceSpan | None:
+    """Return the range of a sequence that a span names; None for an empty span."""
+    kind = span.WhichOneof("span")
+    return getattr(span, kind) if kind else None
 
 
 def encode_output(logprobs_D: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
@@ -174,8 +180,8 @@ def encode_output(logprobs_D: Sequence[Tensor], metrics: Mapping[str, float]) ->
     return output.SerializeToString()
 
 
-def _check_num_messages(body: bytes) -> None:
-    """Count the fields of a request and of its datums.
+def _check_num_parts(body: bytes) -> None:
+    """Check the number of parts of a request: its fields, and those of its datums.
 
     Raises:
         RequestError: there are too many.
@@ -185,10 +191,11 @@ def _check_num_messages(body: bytes) -> None:
     count = position = datum_end = 0
     while position < len(body):
         count += 1
-        if count > MAX_MESSAGES:
-            raise RequestError(f"The body has more than {MAX_MESSAGES} datums and parts of datums: send less at once.")
+        if count > MAX_PARTS:
+            raise RequestError(f"The body has more than {MAX_PARTS} datums and parts of datums: send less at once.")
         field = read_field(body, position)
-        if field.number == _DATA_FIELD and field.has_length and field.start >= datum_end:
+        is_in_datum = field.start < datum_end
+        if field.number == _DATA_FIELD and field.has_length and not is_in_datum:
             position, datum_end = field.start, field.end  # continue with the fields of this datum
         else:
             position = field.end

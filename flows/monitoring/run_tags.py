@@ -86,7 +86,7 @@ def note_difference(log: MetricsLog, text: str) -> None:
 
 
 def note_pending_approval(log: MetricsLog, reason: str) -> None:
-    """Report that a person has to approve the promotion: MLflow tag and log line."""
+    """Report that a person has to approve the promotion: log line, and the tag of a rejection until the approval."""
     log.tag(REJECTED_TAG, reason)
     get_run_logger().warning("%s", reason)
 
@@ -128,9 +128,9 @@ def note_warning(log: MetricsLog, key: str, text: str) -> None:
 
     The end of the run, its report and `tinker-flows status` repeat the sentences of the tags.
     """
-    text = escape_terminal(text)
-    get_run_logger().warning("%s", text)
-    log.tag(f"{WARNING_TAG}.{key}", text)
+    escaped = escape_terminal(text)
+    get_run_logger().warning("%s", escaped)
+    log.tag(f"{WARNING_TAG}.{key}", escaped)
     if is_console_silent():
         tqdm.write(escape_terminal(f"warning: {text}"), file=sys.stderr)
 

@@ -47,7 +47,7 @@ from tasks.training.checkpoints import (
     step_of,
 )
 from tasks.training.held_out import read_batch_values
-from tasks.training.logged_models import MODEL_ID, resume_model
+from tasks.training.logged_models import MODEL_ID, link_metrics
 from tasks.training.metric_names import logged_name
 from tasks.training.model_registry import Promotion, promote_from
 from tasks.training.retention import KeepPolicy, keep_checkpoints, num_compared
@@ -96,7 +96,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._recording: Future[CheckpointRecord] | None = None
         if start and (model_id := self._model_of(start)):
-            self._thread.submit(copy_context().run, self._resume_model, step_of(start), model_id)
+            self._thread.submit(copy_context().run, self._link_metrics, step_of(start), model_id)
 
     def enqueue(self, step: int, *, final: bool, kind: Kind) -> PendingCheckpoint:
         """Request a save of the weights after `step` steps, whose updates have all been requested."""
@@ -204,9 +204,9 @@ class Checkpoints:
         """Return the ID of a checkpoint's logged model; empty if this MLflow run has none."""
         return str(record.get(MODEL_ID, "")) if record.get("mlflow_run_id", "") == self._run.log.run_id else ""
 
-    def _resume_model(self, step: int, model_id: str) -> None:
+    def _link_metrics(self, step: int, model_id: str) -> None:
         try:
-            resume_model(self._run.log, step, model_id)
+            link_metrics(self._run.log, step, model_id)
         except (MlflowException, ServiceError) as error:
             print_notice(f"The metrics of step {step} are missing in its logged model: {reason(error)}.")
 

@@ -22,7 +22,7 @@ from tasks.training.metric_names import logged_name
 
 
 class Measurement(NamedTuple):
-    """Measured value of a condition's metric.
+    """Measured value of the metric that `promote_if` names.
 
     Attributes:
         value: the metric; None if it was not measured.
@@ -39,10 +39,10 @@ def check_scores(
     evaluators: Sequence[Evaluator | ConfiguredEvaluator],
     held_out: Collection[str] = (),
 ) -> None:
-    """Check that the metric of a condition with a confidence has a score for each problem.
+    """If `promote_confidence` is set, check that the metric of `promote_if` has a score for each problem.
 
     Args:
-        held_out: further metrics with scores, of held-out data that is opened later.
+        held_out: names of metrics that held-out data will score; the data is opened only after this check.
 
     Raises:
         ConfigError: The metric has no such scores.
@@ -69,8 +69,9 @@ def find_rejection(
 ) -> str:
     """Return the reason not to promote a checkpoint; empty if it meets the condition, or without a condition.
 
-    The p-value of the best of several checkpoints is multiplied by their number (Bonferroni), which is valid however
-    the scores of the checkpoints depend on each other.
+    If the checkpoint is the best of several, the level of the test is divided by their number (Bonferroni), which is
+    valid however the scores of the checkpoints depend on each other. The reason then states the p-value times their
+    number.
 
     Args:
         confidence: confidence with which the checkpoint must be better than the baseline; None to compare the values
@@ -85,7 +86,7 @@ def find_rejection(
     if confidence is None:
         return ""
     if not (checkpoint.scores and baseline.scores):
-        return f"{gate.metric} was not measured by problem"
+        return f"{gate.metric} has no score for each problem"
     if not checkpoint.scores.is_paired_with(baseline.scores):
         return f"{gate.metric} of the checkpoint and of the baseline were measured on different problems"
     sign = 1 if gate.sign in (">", ">=") else -1
@@ -101,7 +102,7 @@ def find_rejection(
     return (
         f"{gate.metric} is better than that of the baseline by {fmean(differences):.3g} on {len(differences)} "
         f"problems, which happens by chance with a probability of {min(num_candidates * p_value, 1.0):.3g}{factors}, "
-        f"but promote_confidence is {confidence:g}: {_advice(differences, level)}"
+        f"but promote_confidence {confidence:g} allows at most {1 - confidence:.3g}: {_advice(differences, level)}"
     )
 
 
@@ -117,7 +118,7 @@ def describe_difference(
     if checkpoint.value is None or baseline.value is None:
         return ""
     text = f"{metric} of the checkpoint minus that of the baseline is {checkpoint.value - baseline.value:.3g}"
-    if not (checkpoint.scores and checkpoint.scores.is_paired_with(baseline.scores)) or baseline.scores is None:
+    if not (checkpoint.scores and baseline.scores and checkpoint.scores.is_paired_with(baseline.scores)):
         return f"{text}, without an interval, because the two have no scores of the same problems."
     differences = checkpoint.scores.minus(baseline.scores).weighted_B
     interval, detectable = difference_interval(differences), detectable_difference(differences)
@@ -136,5 +137,6 @@ def _advice(differences: Sequence[float], level: float) -> str:
     if len(differences) < (num_needed := num_problems_needed(level)):
         return f"no result on {len(differences)} problems can meet it; use at least {num_needed} problems"
     detectable = detectable_difference(differences, level)
-    effect = "" if detectable is None else f", or expect an effect of {detectable:.3g}, which is found in 80 % of cases"
-    return f"use more problems{effect}"
+    if detectable is None:
+        return "use more problems"
+    return f"use more problems; with these, a true difference of {detectable:.3g} is found in 80 % of cases"

@@ -1,4 +1,4 @@
-"""Calls of terms in the workers of a task runner, as bytes."""
+"""Calls of terms, encoded as bytes and run in the workers of a task runner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from objectives.term import Regularizer
 
 
 def encode_call(doing: str, regularizer: Regularizer, arguments: Sequence[object]) -> bytes:
-    """Encode a call of `objectives.execution.runner.FUNCTIONS[doing]` for a worker.
+    """Encode a call of a term's function for a worker.
+
+    Args:
+        doing: key of `objectives.execution.runner.FUNCTIONS`, such as "evaluating", which messages show.
 
     Raises:
         ExecutionError: a worker cannot import the term, or an argument cannot be pickled.
@@ -31,7 +34,7 @@ def encode_call(doing: str, regularizer: Regularizer, arguments: Sequence[object
 def run_call(call: bytes) -> bytes:
     """Run an encoded call in this worker; return its pickled result.
 
-    The time limit starts here, so it covers neither the wait for a free worker nor the import of the term.
+    The time limit starts after the import of the term, so it covers neither this nor the wait for a free worker.
 
     Raises:
         ObjectiveError: the function raised.
@@ -40,6 +43,7 @@ def run_call(call: bytes) -> bytes:
     """
     module, name, doing, fields, timeout_s, arguments = pickle.loads(call)
     term = load_term(module, name)
+    # The weight has no effect here: the run applies its own to the result.
     regularizer = Regularizer(term=term, schedule=Constant(value=1.0), timeout_s=timeout_s, **fields)
     result = worker_runner().call(doing, regularizer, *arguments)
     try:

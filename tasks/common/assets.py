@@ -47,7 +47,7 @@ def materialize(
     """Return a task that also reports its result as a Prefect asset.
 
     Args:
-        task: task without hooks and caching, which the returned task would not have.
+        task: the task. It must have no hooks and no caching, because they are not copied to the returned task.
         key: key of the asset, see `asset_key`.
         upstream: assets that the result derives from.
         describe: function that returns the metadata of a result.

@@ -469,7 +469,7 @@ class TargetRow:
         violation = self.target.sign * (self.mean - self.target.limit)
         if self.target.equals is not None:
             violation = abs(violation)
-        return violation <= np.nanmax([0.1 * self.target.unit, self.half_width])
+        return violation <= np.nanmax([0.1 * self.target.large_violation, self.half_width])
 
     @property
     def result(self) -> str:

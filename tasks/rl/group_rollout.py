@@ -1,4 +1,4 @@
-"""Rollout of one group as one task. A group's environments share an event loop and rewards, and may share state."""
+"""Rollout of one group as one task: its environments share an event loop, are rewarded together and may share state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Group:
     """Result of a group's rollout.
 
     Attributes:
-        tags: tags of its metrics.
+        tags: tags under which its metrics are logged: `logging_tags` of the builder.
         trajectories: trajectories in the order of the members; None if too few members succeeded.
         errors: errors of its environments and rewards in all attempts, and replies of judges without a verdict.
         text_labels_G: text labels of each trajectory, by name: the attribute ``text_labels`` of its environment.
@@ -91,15 +91,18 @@ class RewardedGroup(EnvGroupBuilder):
     ) -> list[RolloutError]:
         """Compute the rewards and keep them for `compute_group_rewards`.
 
-        The metrics of prompted judges are added to those of each trajectory. tinker-cookbook itself applies the
-        termination policy, so that training and held-out rollouts get the same rewards as in tinker-cookbook's loop.
-        The penalty for long completions follows.
+        `RetryWholeGroup.execute`, which the group's `do_group_rollout` runs, calls this, so that it can retry an error
+        of the rewards. A second `do_group_rollout`, over the complete rollout, computes the rewards and applies the
+        termination policy as in tinker-cookbook's loop. The first one then gets them from `compute_group_rewards`.
+
+        The metrics of prompted judges are added to those of each trajectory, and the penalty for long completions to
+        the rewards.
 
         Returns:
             Replies of prompted judges without a verdict, as errors of type `UnparsedVerdict`.
 
         Raises:
-            TimeoutError: the rewards took longer than the policy permits.
+            TimeoutError: the rewards took longer than `grader_timeout_seconds` of the termination policy.
         """
         with record_verdicts() as record:
             group = await do_group_rollout(_Ungraded(self.builder), policy, _RolledOut(result), strategy.termination)
@@ -136,7 +139,7 @@ class RewardedGroup(EnvGroupBuilder):
 
 @dataclass(frozen=True)
 class _Ungraded(EnvGroupBuilder):
-    """Group whose rollout is complete but has no rewards yet; its owner cleans up."""
+    """Group whose rollout is complete but has no rewards yet; the outer rollout cleans up."""
 
     builder: EnvGroupBuilder
 
@@ -172,7 +175,7 @@ class RetryWholeGroup(RolloutStrategy):
         min_successful: number of members that must succeed; None means all.
         timeout_s: time limit of one attempt; None means no limit.
         hook: hook that is called after each turn; None means none.
-        termination: policy by which the reason for the end of an episode changes its reward; None means none.
+        termination: policy that changes the reward of an episode by the reason for its end; None means none.
         overlong: penalty for long completions; None means none.
     """
 
@@ -209,6 +212,7 @@ class RetryWholeGroup(RolloutStrategy):
             successes = [(outcome, env) for outcome, env in pairs if isinstance(outcome, Trajectory)]
             num_needed = min(self.min_successful or len(envs), len(envs))  # a group may be smaller than min_successful
             if successes and len(successes) >= num_needed:
+                # `result.errors` is this list, so it also has the errors that are added below.
                 result = RolloutResult([outcome for outcome, _ in successes], [env for _, env in successes], errors)
                 try:
                     errors += await env_group_builder.reward(result, policy, self)
@@ -261,7 +265,8 @@ class RetryWholeGroup(RolloutStrategy):
             self_cancelled if member in completed and member.cancelled() else outcome
             for member, outcome in zip(members, outcomes, strict=True)
         ]
-        # Members that are not completed were cancelled above, after a failure of another member or at the time limit.
+        # Members that are not completed were cancelled above: after a failure of another member, or else at the time
+        # limit. In the first case their outcome stays a CancelledError, which `execute` does not count as an error.
         one_failed = any(member.cancelled() or member.exception() for member in completed)
         if until == asyncio.ALL_COMPLETED or not one_failed:
             timeout = TimeoutError(f"the rollout took longer than {self.timeout_s} s")
@@ -358,7 +363,7 @@ class RolloutThreads:
         self, builder: EnvGroupBuilder, policy: SnapshotCompleter, strategy: RetryWholeGroup, step: int, index: int
     ) -> Group:
         """Run `rollout` on this thread."""
-        name = f"rollout-{step}-{index}"  # of its task
+        name = f"rollout-{step}-{index}"  # as the name of its task run
         with self.hangs.watching(name, step, policy.progress) if self.hangs else nullcontext():
             return call(rollout, opaque_argument(builder), opaque_argument(policy), strategy, step, index)
 

@@ -1,4 +1,4 @@
-"""Checkpoints as MLflow's logged models: parameters and tags of the run, and the metrics at the checkpoint's step."""
+"""Checkpoints as MLflow's logged models: parameters of the run, tags, and the metrics at the checkpoint's step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def log_model(log: MetricsLog, name: str, step: int, tags: Mapping[str, str], re
         recorded: IDs of the logged models in the run's record, which belong to other checkpoints.
 
     Raises:
-        MlflowException: MLflow did not store the model.
+        MlflowException, ServiceError: MLflow did not store the model or its metrics.
         LostRunError: another process has taken over the run.
     """
     name = re.sub(_REJECTED, "-", name)
@@ -54,7 +54,7 @@ def log_model(log: MetricsLog, name: str, step: int, tags: Mapping[str, str], re
         log.client.log_outputs(log.run_id, [LoggedModelOutput(model.model_id, step)])
     if model.status != LoggedModelStatus.READY:
         log.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
-    resume_model(log, step, model.model_id)
+    link_metrics(log, step, model.model_id)
     return model.model_id
 
 
@@ -69,8 +69,12 @@ def _find_model(
     )
 
 
-def resume_model(log: MetricsLog, step: int, model_id: str) -> None:
-    """Link the metrics of a checkpoint's step to its logged model, unless an earlier process has linked them."""
+def link_metrics(log: MetricsLog, step: int, model_id: str) -> None:
+    """Link the metrics of a checkpoint's step to its logged model, unless an earlier process has linked them.
+
+    Raises:
+        MlflowException, ServiceError: MLflow did not store them.
+    """
     if log.has_logged(step) and log.client.get_logged_model(model_id).metrics:
         return
     log.link(step, model_id)

@@ -23,7 +23,7 @@ from engine.routes.body import MAX_JSON_VALUES
 from engine.service.engine import Engine
 from engine.service.settings import Settings
 from engine.service.worker import Worker
-from engine.wire.forward_backward import MAX_MESSAGES, MAX_SPARSE_ELEMENTS, decode_data, decode_request
+from engine.wire.forward_backward import MAX_PARTS, MAX_SPARSE_ELEMENTS, decode_data, decode_request
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 
@@ -190,7 +190,7 @@ def heavy_string() -> bytes:
 
 
 def heavy_protobuf() -> bytes:
-    return bytes([pb.ForwardBackwardRequest.DATA_FIELD_NUMBER << 3 | 2, 0]) * (MAX_MESSAGES - 1)
+    return bytes([pb.ForwardBackwardRequest.DATA_FIELD_NUMBER << 3 | 2, 0]) * (MAX_PARTS - 1)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_a_body_of_millions_of_values_is_rejected(base: BaseModel, tmp_path: Pat
 
     with_engine(base, tmp_path, use)
     empty_datum = bytes([pb.ForwardBackwardRequest.DATA_FIELD_NUMBER << 3 | 2, 0])
-    chunks = pb.Datum(model_input=[pb.Chunk()] * (MAX_MESSAGES + 1))
-    for body in (empty_datum * (MAX_MESSAGES + 1), pb.ForwardBackwardRequest(data=[chunks]).SerializeToString()):
+    chunks = pb.Datum(model_input=[pb.Chunk()] * (MAX_PARTS + 1))
+    for body in (empty_datum * (MAX_PARTS + 1), pb.ForwardBackwardRequest(data=[chunks]).SerializeToString()):
         with pytest.raises(RequestError, match="datums and parts of datums: send less at once"):
             decode_request(body)
 
@@ -240,7 +240,7 @@ def test_a_body_of_millions_of_values_is_rejected(base: BaseModel, tmp_path: Pat
 def test_a_large_batch_is_decoded(batch: list[types.Datum]) -> None:
     request = types.ForwardBackwardRequest(types.ForwardBackwardInput(batch * 10_000, "cross_entropy"), "m", 3)
     body = forward_backward_request_to_proto(request).SerializeToString()
-    assert len(body) > 2 * MAX_MESSAGES
+    assert len(body) > 2 * MAX_PARTS
     decoded = decode_request(body)
     assert (len(decoded.data), decoded.seq_id, decoded.model_id) == (len(batch) * 10_000, 3, "m")
     with pytest.raises(RequestError, match="not a message"):

@@ -44,7 +44,10 @@ class TrialMonitor:
 
 
 def cancel(run_id: UUID) -> None:
-    """Cancel a flow run and its children, the stages of rlhf; the run finishes its step and saves a checkpoint."""
+    """Cancel a flow run and its child runs (the stages of rlhf); each finishes its step and saves a checkpoint.
+
+    Does nothing if Prefect does not respond, so callers call it again at the next poll.
+    """
     child_runs = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[run_id]))
     with suppress(*TRANSIENT_ERRORS), get_client(sync_client=True) as client:
         for run in (client.read_flow_run(run_id), *client.read_flow_runs(flow_run_filter=child_runs)):

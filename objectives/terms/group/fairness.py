@@ -78,8 +78,8 @@ def demographic_parity(
     Each datum trains the accepting completion, such as "yes"; the rate of a group is its mean probability
     ``exp(sum log p)``. Keep the completion to one or two words, because a long completion always has a low probability.
 
-    Source: statistical parity, Dwork et al. 2012, "Fairness Through Awareness" (arXiv:1104.3913), on probabilities
-    to be differentiable.
+    Source: statistical parity, Dwork et al. 2012, "Fairness Through Awareness" (arXiv:1104.3913), applied to
+    probabilities instead of decisions, so that it is differentiable.
 
     Args:
         label: name of the label that contains the group's number.
@@ -114,7 +114,7 @@ def _mean_by_group(values_D: Tensor, batch: Batch, label: str) -> tuple[Tensor, 
 def _gap(values_G: Tensor, label: str) -> Tensor:
     if len(values_G) < 2:
         raise ObjectiveError(
-            f"all datums of the batch have the same label {label!r}, but a gap needs two groups; mix the groups in "
+            f"all trained datums with the label {label!r} are in one group, but a gap needs two; mix the groups in "
             "each batch, or skip the term for such batches with on_error='skip'"
         )
     return values_G.max() - values_G.min()

@@ -87,11 +87,11 @@ def parse_constraints(text: str, context: z3.Context) -> list[Constraint]:
         reason = error.args[0] if error.args else ""
         reason = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
         raise ObjectiveError(f"they are not SMT-LIB ({' '.join(reason.split())}); correct the text") from error
-    return check_formulas(list(assertions), context)
+    return make_constraints(list(assertions), context)
 
 
-def check_formulas(formulas: object, context: z3.Context) -> list[Constraint]:
-    """Check that formulas are within the limits of this module.
+def make_constraints(formulas: object, context: z3.Context) -> list[Constraint]:
+    """Find the names of formulas, and check that the formulas are within the limits of this module.
 
     Raises:
         ObjectiveError: they are not Boolean Z3 expressions of the context, too large, or have unsupported operators.
@@ -131,11 +131,11 @@ def check_values(constraints: Sequence[Constraint], values: Values, context: z3.
     open_formulas = []
     for formula, names in constraints:
         known = {name: names[name] for name in names.keys() & stated.keys()}
-        numerals = [(known[name], _numeral(known[name], stated[name])) for name in known]
-        if any(numeral is None for _, numeral in numerals):
+        replacements = [(known[name], _constant_of(known[name], stated[name])) for name in known]
+        if any(constant is None for _, constant in replacements):
             num_violated += 1
             continue
-        reduced = z3.simplify(z3.substitute(formula, *numerals))
+        reduced = z3.simplify(z3.substitute(formula, *replacements))
         if z3.is_true(reduced):
             num_held += 1
         elif z3.is_false(reduced) or known.keys() == names.keys():  # Z3 leaves a division by zero as it is.
@@ -185,7 +185,7 @@ def _exact(value: Value) -> Fraction | str:
     return Fraction(number) if number.is_finite() and abs(number.adjusted()) < MAX_BITS else str(value)
 
 
-def _numeral(name: Expression, values: set[Fraction | str]) -> Expression | None:
+def _constant_of(name: Expression, values: set[Fraction | str]) -> Expression | None:
     """Return the stated value as a constant of the name's sort; None if ambiguous, too large or of another type."""
     if len(values) > 1:
         return None
@@ -266,6 +266,7 @@ def _measure(root: Expression, seen: dict[int, tuple[int, dict[str, Expression]]
         kind = expression.decl().kind()
         if kind == z3.Z3_OP_UNINTERPRETED:
             names = {expression.decl().name(): expression}
+        # A product of sums expands to a sum of products; `distinct` compares all pairs.
         if kind in _PRODUCTS:
             size = math.prod(1 + size for size in sizes)
         else:

@@ -19,9 +19,9 @@ from objectives.term import Flag, per_datum, regularizer
 from objectives.terms.text.annotations import Annotation, Solution, fold, read_solution, step_spans
 from objectives.terms.text.constraints import (
     Constraint,
-    check_formulas,
     check_values,
     group_values,
+    make_constraints,
     parse_constraints,
 )
 from objectives.terms.text.extractors import ExtractorName, extract
@@ -119,7 +119,7 @@ def _read_constraints(batch: Batch, source: str | ImportedFunction, context: z3.
             if isinstance(function, str):
                 constraints[key] = parse_constraints(key[0][1], context)
             else:
-                constraints[key] = check_formulas(function(dict(key), context), context)
+                constraints[key] = make_constraints(function(dict(key), context), context)
         except ObjectiveError as error:
             source = repr(_short(key[0][1])) if isinstance(function, str) else f"that {function} returns"
             raise ObjectiveError(

@@ -27,7 +27,7 @@ def measurement_of(scores: np.ndarray) -> Measurement:
         ("test/m > baseline", measurement(0), measurement(5), "test/m is 0, but promote_if requires > 0.625"),
         ("test/m > baseline", measurement(4), measurement(0), "by 0.5 on 8 problems, which happens by chance"),
         ("test/m > baseline", measurement(5, "b"), measurement(0), "were measured on different problems"),
-        ("test/m > baseline", Measurement(0.5, None), measurement(0), "test/m was not measured by problem"),
+        ("test/m > baseline", Measurement(0.5, None), measurement(0), "test/m has no score for each problem"),
         ("test/m > baseline", Measurement(None, None), measurement(0), "the metric was not measured"),
         (None, measurement(0), measurement(5), ""),
     ],
@@ -46,10 +46,10 @@ def test_advice_follows_from_the_confidence_and_the_number_of_checkpoints() -> N
         better, equal = measurement(4), measurement(0)
         return find_rejection("test/m > baseline", confidence, better, equal, num_candidates).rpartition(": ")[2]
 
-    assert "use more problems, or expect an effect of 0." in advice(0.95)
+    assert "use more problems; with these, a true difference of 0." in advice(0.95)
     assert advice(0.999) == "no result on 8 problems can meet it; use at least 10 problems"
     assert advice(0.95, 20) == "no result on 8 problems can meet it; use at least 9 problems"
-    effects = [float(advice(0.95, num).split("effect of ")[1].split(",")[0]) for num in (1, 5)]
+    effects = [float(advice(0.95, num).split("difference of ")[1].split(" is")[0]) for num in (1, 5)]
     assert effects[0] < effects[1]
 
 

@@ -8,7 +8,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from tasks.training.logged_models import delete_model, log_model, resume_model
+from tasks.training.logged_models import delete_model, link_metrics, log_model
 from tasks.training.metrics import MetricsLog
 
 
@@ -58,13 +58,13 @@ def test_resumed_run_links_what_an_earlier_process_has_not(client: MlflowClient,
     assert linked(client, model_id) == {}
 
     resumed = MetricsLog(client, run_id)
-    resume_model(resumed, 4, model_id)
+    link_metrics(resumed, 4, model_id)
     assert linked(client, model_id) == {"loss": 4.0}
-    resume_model(resumed, 4, model_id)  # nothing is left to do
+    link_metrics(resumed, 4, model_id)  # nothing is left to do
     assert num_points(client, run_id, "loss") == 1
 
     next_id = log_model(killed, "checkpoint-000006", 6, {})
-    resume_model(resumed, 6, next_id)  # the step is not logged yet
+    link_metrics(resumed, 6, next_id)  # the step is not logged yet
     resumed.log(6, {"loss": 6.0})
     resumed.flush()
     assert linked(client, next_id) == {"loss": 6.0}
