@@ -137,4 +137,14 @@ def policy_loss_term(name: str, params: Mapping[str, object], correction: Correc
     if correction is not None:
         correction.check_loss(name)
     evaluate = PolicyLoss(loss, loss.check_params(params), correction)
-    return Term(name, "differentiable", evaluate, None, "none", None, NoParams, evaluate.needs, loss.unit)
+    return Term(
+        name,
+        kind="differentiable",
+        evaluate=evaluate,
+        prepare=None,
+        reduction="none",
+        estimator=None,
+        params=NoParams,
+        needs=evaluate.needs,
+        unit=loss.unit,
+    )

@@ -211,8 +211,8 @@ class NamedConfig(Config):
     run_name: str = Field(
         title="Run name",
         description="Name of the run and of its directory. Starting a training run or a sweep with the same name "
-        "again resumes it. `{start}` is replaced by the flow run's scheduled start time, which gives every flow run of "
-        "a deployment its own name.",
+        "again resumes it; `evaluate` and `compare` measure again. `{start}` is replaced by the flow run's scheduled "
+        "start time, which gives every flow run of a deployment its own name.",
         pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]|\{start\})*$",
         max_length=128,
     )

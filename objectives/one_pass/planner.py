@@ -70,6 +70,8 @@ class UploadedLoss:
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
+    """Base loss and terms that torch.fx has traced, before they are fused for a set of terms."""
+
     base: PolicyLoss | TracedTerm | None
     terms: Mapping[str, TracedTerm]
 

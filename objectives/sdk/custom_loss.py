@@ -20,8 +20,9 @@ def sdk_term(name: str, loss_fn: Callable[..., Any]) -> Term:
     """Make a differentiable term of a ``CustomLossFnV1``, ``(data, logprobs) -> (loss, metrics)``.
 
     The function receives the same arguments as in `tinker.TrainingClient.forward_backward_custom` of SDK 0.38: the
-    datums, and the float32 logprobs of each, ``(T,)``, with gradient. Its loss is one number, without normalization.
-    It may be any callable, such as a lambda or a `functools.partial`, and may be async.
+    datums, and the float32 logprobs of each, ``(T,)``, with gradient. Its loss is one number,
+    to which no reduction is applied. It may be any callable, such as a lambda or a `functools.partial`, and may be
+    async.
 
     Raises:
         ObjectiveError: the callable is a `functools.partial` of a term.
@@ -45,7 +46,16 @@ def sdk_term(name: str, loss_fn: Callable[..., Any]) -> Term:
         return await returned if inspect.isawaitable(returned) else returned
 
     is_async = any(map(inspect.iscoroutinefunction, (loss_fn, type(loss_fn).__call__)))
-    return Term(name, "differentiable", evaluate_async if is_async else evaluate, None, "none", None, NoParams, ())
+    return Term(
+        name,
+        kind="differentiable",
+        evaluate=evaluate_async if is_async else evaluate,
+        prepare=None,
+        reduction="none",
+        estimator=None,
+        params=NoParams,
+        needs=(),
+    )
 
 
 async def _finish(returned: Awaitable[object]) -> tuple[Tensor, dict[str, float]]:
