@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -12,16 +11,14 @@ from starlette.responses import JSONResponse
 
 from engine.errors import RequestError
 from engine.front.forward import EngineClient, EngineUnavailable, Reply
-from engine.front.metrics import merge_metrics
+from engine.front.metrics import FrontMetrics
 from engine.front.processes import EngineProcess
 from engine.front.upload import Upload
 from engine.part import owner
 from engine.routes.body import JsonObject, Limit, Offset, read_json
-from engine.routes.middleware import AccessControl
+from engine.routes.middleware import AccessControl, RequestMonitor
 from engine.service.metrics import CONTENT_TYPE
 from engine.service.settings import Settings
-
-log = logging.getLogger(__name__)
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _SEARCH_LIMIT = 50  # default of the SDK's SessionSearchRequest
@@ -39,8 +36,9 @@ class _Rejected(Exception):
 def make_front(engines: Sequence[EngineProcess], client: EngineClient, settings: Settings) -> FastAPI:
     """Create the ASGI application."""
     app = FastAPI(title="tinker-flows engines", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(AccessControl, api_key=settings.api_key)  # before the front reads the body
     front = _Front(engines, client, settings.max_body_bytes)
+    app.add_middleware(AccessControl, api_key=settings.api_key)  # before the front reads the body
+    app.add_middleware(RequestMonitor, metrics=front.own_metrics, log_requests=False)  # the engines log them
 
     @app.exception_handler(EngineUnavailable)
     async def retry_later(_request: Request, error: EngineUnavailable) -> JSONResponse:
@@ -53,12 +51,6 @@ def make_front(engines: Sequence[EngineProcess], client: EngineClient, settings:
     @app.exception_handler(RequestError)
     async def reject(_request: Request, error: RequestError) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, 422)
-
-    @app.exception_handler(Exception)
-    async def fail(request: Request, error: Exception) -> JSONResponse:
-        # Never respond with a 5xx status: the SDK would retry for minutes, or forever.
-        log.error("%s %s failed: %r", request.method, request.url.path, error)
-        return JSONResponse({"detail": f"The front failed on this request: {type(error).__name__}: {error}"}, 422)
 
     app.add_api_route("/api/v1/sessions", front.sessions)
     app.add_api_route("/api/v1/sessions/search", front.search, methods=["POST"])
@@ -78,6 +70,7 @@ class _Front:
         self._client = client
         self._max_body_bytes = max_body_bytes
         self._opening = asyncio.Lock()
+        self.own_metrics = FrontMetrics()
 
     async def forward(self, request: Request) -> Response:
         """Forward a request to the engine of its session; a request without a session goes to any engine."""
@@ -139,10 +132,10 @@ class _Front:
         }
 
     async def metrics(self, request: Request) -> Response:
-        """Merge the metrics of the running engines."""
+        """Return the metrics of the front and of the running engines."""
         replies = await self._ask_running(request, "/metrics")
         texts = {self._engines.index(engine): reply.body.decode() for engine, reply in replies.items()}
-        return Response(merge_metrics(texts), media_type=CONTENT_TYPE)
+        return Response(self.own_metrics.text(texts), media_type=CONTENT_TYPE)
 
     def _owner(self, session_id: str) -> EngineProcess:
         return self._engines[owner(session_id, len(self._engines))]

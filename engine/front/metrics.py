@@ -1,13 +1,34 @@
-"""Prometheus metrics of several engines as one text."""
+"""Prometheus metrics of the front and of its engines as one text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+
+
+class FrontMetrics:
+    """Responses of the front, including those that it forwards and those that it gives by itself."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._http = Counter(
+            "tinker_front_http_responses",
+            "Responses of the front by status, including those of the engines.",
+            ("status",),
+            registry=self._registry,
+        )
+
+    def count_response(self, route: str, status: int) -> None:
+        """Count a response; the engines count theirs by route."""
+        self._http.labels(str(status)).inc()
+
+    def text(self, engines: Mapping[int, str]) -> bytes:
+        """Return the metrics of the front and, by the number of the engine, those of the engines."""
+        return generate_latest(self._registry) + merge_metrics(engines)
 
 
 def merge_metrics(texts: Mapping[int, str]) -> bytes:

@@ -7,12 +7,11 @@ import json
 import logging
 import re
 import time
+from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from engine.service.metrics import Metrics
 
 log = logging.getLogger(__name__)
 requests_log = logging.getLogger("engine.requests")
@@ -63,10 +62,18 @@ class AccessControl:
         )
 
 
+class ResponseCounter(Protocol):
+    """Metrics with a count of responses."""
+
+    def count_response(self, route: str, status: int) -> None:
+        """Count a response by its route and status."""
+        ...
+
+
 class RequestMonitor:
     """Outermost middleware: counts and logs each request, and responds to unexpected exceptions with one sentence."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, log_requests: bool) -> None:
+    def __init__(self, app: ASGIApp, metrics: ResponseCounter, log_requests: bool) -> None:
         self._app = app
         self._metrics = metrics
         self._log_requests = log_requests
@@ -90,7 +97,7 @@ class RequestMonitor:
             log.exception("%s %s failed", scope["method"], scope["path"])
             if status == 0:
                 # Never respond with a 5xx status: the SDK would retry for minutes, or forever.
-                sentence = f"The engine failed on this request: {type(error).__name__}: {error}"
+                sentence = f"The service failed on this request: {type(error).__name__}: {error}"
                 await JSONResponse({"detail": sentence}, 422)(scope, receive, record_status_and_send)
         route = getattr(scope.get("route"), "path", "none").removeprefix("/api/v1")
         self._metrics.count_response(route, status)

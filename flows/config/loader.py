@@ -56,7 +56,9 @@ def validate_fields(config_type: type[C], fields: Mapping[str, Any]) -> C:
     try:
         return config_type.model_validate(fields)
     except ValidationError as error:
-        raise ConfigError(f"The config is invalid: {_explain(error, fields, config_type)}.") from error
+        explanation = _explain(error, fields, config_type)
+        end = "" if explanation.endswith("?") else "."
+        raise ConfigError(f"The config is invalid: {explanation}{end}") from error
 
 
 def set_field(fields: dict[str, Any], key: str, value: Any) -> None:
@@ -145,7 +147,7 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
             start = " or ".join(f"tinker-flows run {method}" for method in methods)
             return f"the field {path!r} is unknown, but this looks like a config of {' or '.join(methods)}: use {start}"
         others = f"; the fields are {', '.join(known)}" if known else ""
-        return f"the field {path!r} is unknown{did_you_mean(parts[-1], known).removesuffix('?') or others}"
+        return f"the field {path!r} is unknown{did_you_mean(parts[-1], known) or others}"
     # A validator that loads another config, as rlhf does for each stage, raises a message with this prefix.
     raised = first["msg"].removeprefix("Value error, ").removeprefix("The config is invalid: ").removesuffix(".")
     message = hide_credentials(raised)

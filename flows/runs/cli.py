@@ -194,7 +194,8 @@ def _how_to_continue(config: Config) -> str:
     except TinkerFlowsError:
         return f"`tinker-flows resume {config.run_name}` resumes from the last checkpoint, if there is one."
     if not records:
-        return f"{config.run_name} has no checkpoint yet: the same command starts over."
+        same = "asks what to do with the run" if config.if_exists == "ask" else "starts over"
+        return f"{config.run_name} has no checkpoint yet: the same command {same}."
     resume = f"tinker-flows resume {shlex.quote(config.run_name)}{storage_option(config.run_name, directory.location)}"
     step = step_of(records[0])
     resumed = f"`{resume}` resumes after {step} step{'s' if step != 1 else ''}"

@@ -104,13 +104,14 @@ def describe_cost(metrics: Mapping[str, float]) -> str:
 def format_hours(hours: float) -> str:
     """Format a duration for people.
 
-    >>> format_hours(0.005), format_hours(0.05), format_hours(1.5)
-    ('18 s', '3.0 min', '1 h 30 min')
+    >>> format_hours(0.005), format_hours(0.05), format_hours(1.5), format_hours(3598 / 3600)
+    ('18 s', '3.0 min', '1 h 30 min', '1 h 0 min')
     """
     seconds = round(hours * 3600)
     if seconds < 60:
         return f"{seconds} s"
-    return f"{seconds // 3600} h {seconds % 3600 // 60} min" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+    minutes = round(seconds / 60, 1)
+    return f"{minutes:.1f} min" if minutes < 60 else f"{round(minutes) // 60} h {round(minutes) % 60} min"
 
 
 def _cost_parts(metrics: Mapping[str, float]) -> tuple[str, str, str]:

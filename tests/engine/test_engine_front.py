@@ -267,6 +267,9 @@ def test_wrong_key_is_rejected_and_a_signal_stops_all(tmp_path: Path) -> None:
         body = b" " * 20_000_000
         rejected = httpx.post(f"{front.url}/api/v1/asample", content=body, headers={"X-API-Key": "tml-wrong"})
         assert "is not the key of this engine" in rejected.json()["detail"]
+        metrics = httpx.get(f"{front.url}/metrics", headers={"X-API-Key": "tml-right"}).text
+        assert 'tinker_front_http_responses_total{status="401"} 5.0' in metrics
+        assert 'status="401"' not in metrics.replace('tinker_front_http_responses_total{status="401"}', "")
         service = tinker.ServiceClient(base_url=front.url, api_key="tml-right")
         trainer = new_trainer(service)
         trainer._reserve_request_ids(1)  # a gap in the seq ids: the next request waits forever

@@ -57,9 +57,9 @@ def regularizers(*entries: Fields) -> Fields:
     ("changes", "expected"),
     [
         ({"model": "gpt-17"}, r"no model 'gpt-17'; it offers tiny"),
-        ({"learning_rat": 1}, r"the field 'learning_rat' is unknown; did you mean 'learning_rate'\.$"),
+        ({"learning_rat": 1}, r"the field 'learning_rat' is unknown; did you mean 'learning_rate'\?$"),
         ({"zzz": 1}, r"the field 'zzz' is unknown; the fields are .*learning_rate"),
-        ({"budget": {"hour": 1}}, r"the field 'budget.hour' is unknown; did you mean 'hours'\.$"),
+        ({"budget": {"hour": 1}}, r"the field 'budget.hour' is unknown; did you mean 'hours'\?$"),
         ({"learning_rate": -1}, r"'learning_rate' is -1"),
         ({"run_name": "../x"}, r"'run_name' is '../x'"),
         ({"num_steps": 0}, r"'num_steps' is 0"),

@@ -181,10 +181,11 @@ def test_interrupted_run_names_the_command_that_does_not_delete(
 
     monkeypatch.setattr(cli, "_prefect_server", nullcontext)
     monkeypatch.setattr(cli, "_run", interrupt)
-    config = validate_fields(SftConfig, sft_fields(tmp_path, "run", "") | {"if_exists": "delete"})
-    with pytest.raises(ExplainedInterrupt):
-        cli.run(sft, config)
-    assert capsys.readouterr().err == "Stopped. run has no checkpoint yet: the same command starts over.\n"
+    for if_exists, same in (("delete", "starts over"), ("ask", "asks what to do with the run")):
+        config = validate_fields(SftConfig, sft_fields(tmp_path, "run", "") | {"if_exists": if_exists})
+        with pytest.raises(ExplainedInterrupt):
+            cli.run(sft, config)
+        assert capsys.readouterr().err == f"Stopped. run has no checkpoint yet: the same command {same}.\n"
     storage = tmp_path / "runs"
     (storage / "run").mkdir(parents=True)
     record = CheckpointRecord("4", batch=4, epoch=0, final=False, state_path="tinker://a", extra={"step": 4})
