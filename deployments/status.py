@@ -171,8 +171,8 @@ def _table(runs: Sequence[RunStatus], width: int) -> Table:
     widths = _widths(cells)
     for name in _WRAPPED:  # rich would shrink these columns alike, also below their longest words
         if name in cells:
-            wanted = max(len(name), *map(len, cells[name]))
-            widths[name] += max(0, min(_room(cells, width), wanted - widths[name]))
+            full_width = max(len(name), *map(len, cells[name]))
+            widths[name] += max(0, min(_room(cells, width), full_width - widths[name]))
             width -= widths[name] - _widths(cells)[name]
     table = Table(title="Runs", title_justify="left")
     for name, columns in widths.items():

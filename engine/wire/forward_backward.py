@@ -143,7 +143,7 @@ def _check_provenance(message: pb.Datum, num_tokens: int, num_targets: int, name
         ("loss_fn_inputs", message.loss_fn_input_spans, num_targets),
     ):
         ranges = [_range_of(span) for span in spans]
-        if any(found is None or not found.sequence_id or found.offset < 0 or found.length < 0 for found in ranges):
+        if any(part is None or not part.sequence_id or part.offset < 0 or part.length < 0 for part in ranges):
             raise RequestError(
                 f"{name} has a provenance span of {field} without a sequence_id or with a negative offset or length: "
                 "take the sequence_id of the sampled sequence."

@@ -39,7 +39,7 @@ def check_scores(
     evaluators: Sequence[Evaluator | ConfiguredEvaluator],
     held_out: Collection[str] = (),
 ) -> None:
-    """If `promote_confidence` is set, check that the metric of `promote_if` has a score for each problem.
+    """Check for `promote_confidence` that the metric of `promote_if` has a score for each problem.
 
     Args:
         held_out: names of metrics that held-out data will score; the data is opened only after this check.
