@@ -1,7 +1,7 @@
-"""Gradients of the KL terms against the exact gradient of the divergence between completions, and their spread.
+"""Bias and spread of the gradients of the KL terms, against the exact gradient of KL(policy || reference).
 
-The model is a Markov chain: its logits of the next token depend on the previous token only. The exact divergence of
-completions of any length follows from the distribution over the states at each position.
+The model is a Markov chain: its logits of the next token depend on the previous token only. The exact divergence
+over whole completions of any length follows from the distribution over the states at each position.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def measure(*, num_completions: int = 20_000) -> Table:
         table.add_column(column, justify="left" if column in ("sampler", "term") else "right")
     policy, reference = _draw_logits(0, 0.7), _draw_logits(2, 0.7)
     for length in LENGTHS:
-        exact = torch.autograd.grad(exact_divergence(leaf := policy.clone().requires_grad_(), reference, length), leaf)
+        leaf = policy.clone().requires_grad_()
+        (exact,) = torch.autograd.grad(exact_divergence(leaf, reference, length), leaf)
         for sampler_name, staleness in SAMPLERS.items():
             sampler = policy + staleness * _draw_logits(1, 1.0)
             states_DT = _sample(sampler, length, num_completions, seed=3)
             for name, estimator in ESTIMATES:
                 gradients, shift = _gradients(name, estimator, policy, sampler, reference, states_DT)
-                mean, true = gradients.mean(0), exact[0].flatten()
+                mean, true = gradients.mean(0), exact.flatten()
                 cosine = float(mean @ true / mean.norm() / true.norm())
                 spread = (gradients - mean).square().sum(1).mean().sqrt() / true.norm()
                 numbers = (f"{cosine:.3f}", f"{float(mean.norm() / true.norm()):.2f}", f"{float(spread):.1f}")
@@ -80,13 +81,14 @@ def _gradients(
     previous, targets = states_DT[:, :-1].flatten(), states_DT[:, 1:].flatten()
     lengths_D = torch.full((len(states_DT),), states_DT.shape[1] - 1)
     batch = Batch(targets, torch.ones(len(targets)), torch.cat([torch.zeros(1).long(), lengths_D.cumsum(0)]))
-    logprobs, sampled, expected = (model.log_softmax(-1)[previous, targets] for model in (policy, sampler, reference))
+    models = (policy, sampler, reference)
+    logprobs, sampling_logprobs, ref_logprobs = (model.log_softmax(-1)[previous, targets] for model in models)
     leaf = logprobs.clone().requires_grad_()
-    values_DT, _ = find_term(name)(Outputs(leaf, expected, sampled), batch, estimator=estimator)
+    values_DT, _ = find_term(name)(Outputs(leaf, ref_logprobs, sampling_logprobs), batch, estimator=estimator)
     (by_token,) = torch.autograd.grad(values_DT.sum(), leaf)
     # d log p(target | previous) / d logits[previous] = onehot(target) - p(. | previous)
     gradients = torch.zeros(len(states_DT), *policy.shape, dtype=policy.dtype)
     rows = torch.arange(len(states_DT)).repeat_interleave(lengths_D)
     gradients.index_put_((rows, previous, targets), by_token, accumulate=True)
     gradients.index_put_((rows, previous), -by_token[:, None] * policy.softmax(-1)[previous], accumulate=True)
-    return gradients.flatten(1), float((logprobs - sampled).abs().mean())
+    return gradients.flatten(1), float((logprobs - sampling_logprobs).abs().mean())

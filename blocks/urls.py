@@ -10,14 +10,15 @@ import httpx
 
 from blocks.errors import ConfigError, UnreachableError, reason
 
-# Either all up to the last @ before the first / ? #, because a password may contain @; or, if the colon is not followed
-# by a port, all up to the last @, because a password may also contain / ? #.
+# User name and password. First alternative: all before the last @ that precedes the first / ? or #, because a password
+# may contain @. Second: all before the last @ if `name:` is not followed by a port; it may then contain / ? #.
 _USER = re.compile(r"(?<=://)(?:[^/?#\s]+|[^/?#\s:@\[]*:(?!\d*[/?#])[^\s\"]{1,1000})(?=@)")
 _USER_WITHOUT_SCHEME = re.compile(r"[^/?#\s:@]+:[^/\s]+@[^\s@]+")
 _SECRET = (
     r"(?:[\w.-]{0,100}[_.-])?(?:(?:api|access|secret)_?key|passwd|pwd|(?:ssl)?password|secret|sig|signature|token)"
 )
-# The numbers bound the time for texts that are no URLs. Values such as {token} and $TOKEN are placeholders.
+# Limits such as {0,4096} keep the search in long texts without URLs fast. Values such as {token} and $TOKEN are
+# placeholders.
 _QUERY = re.compile(rf"(://[^\s\"]{{0,4096}}?[?&]{_SECRET}=)(?!\*\*\*|[{{$])[^&#\s\"]+", re.IGNORECASE)
 
 

@@ -166,7 +166,8 @@ def load_model(path: Path, device: str, dtype: DtypeName, name: str | None = Non
             f"The weights in {path} lack {len(missing)} of the tensors that config.json requires "
             f"({missing[0]} is missing or has another shape): download the model again."
         )
-    torch.nn.Module.to(model.requires_grad_(False).eval(), target)
+    model.requires_grad_(False).eval()
+    model.to(target)
     model.config.use_cache = False
     return LoadedModel(
         model=model,

@@ -24,7 +24,7 @@ from objectives.sdk.protocols import Datum, DatumT
 PREFIX, TEXT_PREFIX = "label:", "text:"
 # Label of a datum that belongs to no pair and no group.
 NONE = -1
-# Labels that flows write: number of the datum's prompt, and of the sample of that prompt that the datum belongs to.
+# Labels that flows write: the number of the datum's prompt, and that of its completion among the samples of the prompt.
 PROMPT, MEMBER = "prompt", "member"
 
 __getattr__ = partial(renamed_attribute, __name__)  # names of release 0.1
@@ -118,8 +118,8 @@ def get_text_label(batch: Batch, name: str) -> tuple[str, ...]:
 def number_prompts(batch: Batch) -> Tensor:
     """Return the number of each datum's prompt, from 0, int64 ``(D,)``; datums with the same prompt share a number.
 
-    The numbers follow the label ``prompt``, which every batch of the service's datums has. Without this label, the
-    prompt of a datum is its targets before the first trained one.
+    The numbers rank the values of the label ``prompt``, which every batch of the service's datums has (`find_prompts`).
+    Without this label, the prompt of a datum is its targets before the first trained one.
 
     >>> batch = Batch(torch.tensor([7, 1, 8, 1, 7, 2]), torch.tensor([0.0, 1, 0, 1, 0, 1]), torch.tensor([0, 2, 4, 6]))
     >>> number_prompts(batch)
@@ -136,7 +136,7 @@ def number_prompts(batch: Batch) -> Tensor:
 
 
 def find_prompts(datums: Sequence[Datum], weights_D: Sequence[Tensor]) -> Tensor:
-    """Number the prompts of the service's datums as `number_prompts` does, int64 ``(D,)``.
+    """Number the prompts of the service's datums from 0 by their tokens, int64 ``(D,)``, for the label ``prompt``.
 
     The prompt is the model input before the first trained target, including images and the first token, which is no
     target.

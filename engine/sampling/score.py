@@ -32,7 +32,10 @@ def score_prompts(
 
 
 def first_scored_position(job: SampleJob) -> int:
-    """Return the first prompt position with a logprob; at least 1, because token 0 has no context."""
+    """Return the position of the first of the last `prompt_logprobs` tokens, or of all tokens if it is 0.
+
+    At least 1, because token 0 has no context.
+    """
     return max(1, len(job.prompt_T) - (job.prompt_logprobs or len(job.prompt_T)))
 
 
@@ -46,7 +49,7 @@ def first_needed_position(job: SampleJob) -> int:
 def _logprobs(
     base: BaseModel, hidden_BTH: Tensor, jobs_B: Sequence[SampleJob], starts_B: Sequence[int]
 ) -> list[Tensor | None]:
-    """Score all prompts at once, so that the head's weights are read once."""
+    """Score all prompts in one call, so that the head's weights are read once per chunk and not once per prompt."""
     scored = [index for index, job in enumerate(jobs_B) if job.prompt_logprobs]
     logprobs_B: list[Tensor | None] = [None] * len(jobs_B)
     if not scored:
@@ -68,7 +71,7 @@ def _logprobs(
 
 
 def _score(base: BaseModel, hidden_TH: Tensor, job: SampleJob, logprobs_T: Tensor | None) -> PromptScores:
-    """Add the scores that need the logits of all tokens, computed chunk by chunk, to the prompt's logprobs."""
+    """Add the scores that need the logits of the whole vocabulary, computed chunk by chunk, to the logprobs."""
     if not (job.topk_prompt or job.prompt_draws or job.prompt_targets is not None):
         return PromptScores(logprobs_T)
     # Jobs with these scores need all hidden states (`first_needed_position`), so ``hidden_TH`` starts at position 0.

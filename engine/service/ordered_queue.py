@@ -156,7 +156,7 @@ class OrderedQueue:
         self._waiting.clear()
 
     async def _run(self) -> None:
-        while self._skip_finished() in self._waiting:
+        while self._advance() in self._waiting:
             await self._services.clock.tick()
             for request in self._consecutive_requests():
                 # The session may have ended and emptied the queue in the meantime.
@@ -164,8 +164,8 @@ class OrderedQueue:
                     await self._execute(request)
         self._runner = None
 
-    def _skip_finished(self) -> int:
-        """Return the next seq id to run; skip requests that an earlier engine process accepted."""
+    def _advance(self) -> int:
+        """Move to the next seq id without a result from `restore` or from this process, and return it."""
         while self._next in self._digests and self._next not in self._waiting:
             self._next += 1
         return self._next

@@ -113,6 +113,9 @@ class DistillConfig(TrainConfig):
         return self
 
 
+ONE_TARGET = "top_k=1 would train on one token without its probability: use 0 for the sampled token, or 2 or more"
+
+
 class SamplingConfig(DistillConfig):
     """Distillation run that trains on the student's own samples."""
 
@@ -163,7 +166,8 @@ class SamplingConfig(DistillConfig):
         ge=0,
         title="Sync teacher every",
         description="Steps between replacements of the teacher's weights by the student's, as in tinker-cookbook's "
-        "SDFT. 0 keeps the teacher. Each replacement leaves a copy of the weights on the service; 1 needs no copies.",
+        "SDFT. 0 keeps the teacher. Each replacement leaves a copy of the weights on the service, except "
+        "with 1, where the teacher is the snapshot from which the step samples.",
     )
 
     @model_validator(mode="before")
@@ -176,7 +180,7 @@ class SamplingConfig(DistillConfig):
     @model_validator(mode="after")
     def _check_top_k(self) -> Self:
         if self.top_k == 1:
-            raise ValueError("top_k=1 carries no information about the teacher's distribution: use 0, or 2 or more")
+            raise ValueError(ONE_TARGET)
         names = ("kl_penalty_coef", "kl_discount_factor", "train_on_rewards")
         fields = type(self).model_fields
         changed = [name for name in names if name in fields and getattr(self, name) != fields[name].default]
@@ -207,14 +211,14 @@ class TeacherTargetsConfig(DistillConfig):
         title="Top K",
         description="Number K of target tokens per position. If the teacher samples from its full distribution (at "
         "temperature 1, without `rollout.top_k` and `rollout.top_p`), these are its K - 1 most likely tokens, weighted "
-        "by its probabilities, and the sampled token. Otherwise, they are its K most likely tokens, with probabilities "
-        "normalized to 1. 0: train on the sampled token only.",
+        "by its probabilities, and the sampled token, with weight 1, if it is none of them. Otherwise, they are its K "
+        "most likely tokens, with probabilities normalized to 1. 0: train on the sampled token only.",
     )
 
     @model_validator(mode="after")
     def _check_several(self) -> Self:
         if self.top_k == 1:
-            raise ValueError("top_k=1 carries no information about the teacher's distribution: use 0, or 2 or more")
+            raise ValueError(ONE_TARGET)
         return self
 
 
@@ -224,8 +228,8 @@ class HindsightConfig(Config):
     success_reward: float = Field(
         default=1.0,
         title="Reward of a success",
-        description="Minimum total reward of a successful rollout. When the teacher scores another rollout of the "
-        "group, the teacher's prompt contains a successful rollout.",
+        description="Minimum total reward of a successful rollout. To score a rollout, the teacher sees the first "
+        "successful rollout of the group other than that one.",
     )
     solution: str = Field(
         default="\n\nCorrect solution:\n\n{solution}",
@@ -366,5 +370,5 @@ class PromptConfig(TeacherTargetsConfig):
         min_length=1,
     )
     teacher: TeacherConfig = Field(
-        default=TeacherConfig(), title="Teacher", description="Model that completes with the prompt."
+        default=TeacherConfig(), title="Teacher", description="Model that answers the questions, given the prompt."
     )

@@ -77,8 +77,8 @@ class GuardConfig(Config):
         default=20,
         ge=4,
         title="Spike window",
-        description="Number of recent losses, one per minibatch, that form the median. As many losses at the start of "
-        "a run are not checked.",
+        description="Number of recent losses, one per minibatch, that form the median. The first losses of a run, as "
+        "many as this, are not checked.",
     )
     untrained: Literal["stop", "skip"] = Field(
         default="stop",
@@ -236,7 +236,8 @@ class TrainConfig(RunConfig):
         default=0,
         ge=0,
         title="Seed",
-        description="Seed for the adapter's initialization, the data order and random balancing.",
+        description="Seed for the adapter's initialization, the data order, and the methods `pcgrad` and `random` of "
+        "`objective.balance`.",
     )
     learning_rate: float = Field(
         default=1e-4,

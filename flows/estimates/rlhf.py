@@ -25,8 +25,9 @@ class RlhfEstimate:
         run_name, model: Name and base model.
         stages: Estimate of each stage: `sft`, `reward` and `policy`, as far as the config has them.
         usd_low, usd_high: Estimates of the supervised stages plus the lower or the upper bound of the policy, in
-            dollars; None if the price of a stage is unknown. The sums are no bounds, because a supervised stage has a
-            single estimate, with two passes for each step that may need them and completions of maximum length.
+            dollars; None if the price of a stage is unknown. A supervised stage adds the same amount to both, an
+            estimate from above: two passes where a step may need them, and the maximum length for all that is sampled.
+            So `usd_low` is no lower bound.
     """
 
     run_name: str
@@ -44,12 +45,13 @@ def estimate_rlhf(config: RlhfConfig) -> RlhfEstimate:
         ServiceError: The service does not respond.
     """
     supervised = dict(_supervised_stages(config))
-    # By default, the reference is the warm start, whose path differs between runs.
+    # An earlier run is comparable even if it differs in these paths of weights. Unless it is given, the reference is
+    # one of them: the warm start.
     is_reference_given = "reference" in config.policy.training
-    ignored = _WEIGHTS if is_reference_given else (*_WEIGHTS, "reference")
+    may_differ = _WEIGHTS if is_reference_given else (*_WEIGHTS, "reference")
     policy = within_budget(config.policy_stage("", ""), config.budget, [])
     stages: dict[str, Estimate | CostEstimate] = {name: estimate(stage) for name, stage in supervised.items()}
-    stages["policy"] = estimate_rollouts(policy, ignored)
+    stages["policy"] = estimate_rollouts(policy, may_differ)
     low, high = (_total([_usd(stage, is_high=is_high) for stage in stages.values()]) for is_high in (False, True))
     return RlhfEstimate(config.run_name, config.model, stages, low, high)
 

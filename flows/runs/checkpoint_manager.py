@@ -50,7 +50,7 @@ from tasks.training.held_out import read_batch_values
 from tasks.training.logged_models import MODEL_ID, link_metrics
 from tasks.training.metric_names import logged_name
 from tasks.training.model_registry import Promotion, promote_from
-from tasks.training.retention import KeepPolicy, keep_checkpoints, num_compared
+from tasks.training.retention import KeepPolicy, count_candidates, keep_checkpoints
 
 # After an error, the service may not respond: leaving the context then waits for a pending save at most this long.
 LAST_WAIT_S = 10.0
@@ -244,7 +244,7 @@ class Checkpoints:
             Measurement(values.get(at), stored.get(at, {}).get(metric)) for at in (step, first_evaluation)
         )
         selected_by = self._policy.metric
-        num = max(num_compared(self._run.directory, self._run.log.values(selected_by)), 1) if selected_by else 1
+        num = max(count_candidates(self._run.directory, self._run.log.values(selected_by)), 1) if selected_by else 1
         note_difference(self._run.log, describe_difference(self._config.promote_if, checkpoint, baseline, num))
         rejection = find_rejection(self._config.promote_if, self._config.promote_confidence, checkpoint, baseline, num)
         return f"The checkpoint at step {step} is not promoted: {rejection}." if rejection else ""

@@ -24,7 +24,7 @@ ALL, NONE = "all", "none"
 
 @dataclass(frozen=True, slots=True)
 class WeightedRegularizer:
-    """Trained regularizer with its weight in the base config; None if it has a target instead."""
+    """Trained regularizer of the base config; `weight` is None if the regularizer has a target instead."""
 
     name: str
     weight: WeightSchedule | None
@@ -52,7 +52,8 @@ def ablation_dimensions(config: SweepConfig, regularizers: Sequence[WeightedRegu
     """Return the dimensions that `ablation` and `weights` add to the space.
 
     Raises:
-        ConfigError: The base config has no regularizer that they could vary.
+        ConfigError: The base config has no enabled regularizer, or `weights` is log-grid and a regularizer has a target
+            or the weight 0.
     """
     if config.ablation == "none" and config.weights == "fixed":
         return []
@@ -99,11 +100,12 @@ def subsets(ablation: Ablation, names: Sequence[str]) -> dict[str, tuple[str, ..
 def drop_idle_values(values: Mapping[str, Label], dimensions: Sequence[Dimension]) -> dict[str, Label]:
     """Drop the values of a point that have no effect, such as the weight of an ablated regularizer.
 
-    Points that differ only in such values are equal.
+    Points that differ only in such values become equal, so that a sweep runs them once.
     """
     ablated = [
         path for dimension in dimensions if dimension.name == ABLATION for path in dimension.fields_of(values[ABLATION])
     ]
+    # No field of an ablated regularizer has an effect: objective.regularizers.NAME.weight, .params.* and so on.
     idle = tuple(path.rpartition(".")[0] + "." for path in ablated)
     return {name: value for name, value in values.items() if not name.startswith(idle)}
 

@@ -52,7 +52,7 @@ def compare_with_first(scores_KP: Floats) -> list[Difference]:
         """Return whether the first policy, which is the best, is significantly better."""
         return _statistic(differences_RP) > critical
 
-    # LEVEL / 2: two of the 2^P flips, all signs and none, are the most extreme.
+    # LEVEL / 2: flipping every sign and flipping none give the same statistic, so the smallest p-value is 2 / 2^P.
     can_be_significant = num_problems >= num_problems_needed(LEVEL / 2) and critical < greatest - 1e-3
     compared: list[Difference] = []
     for differences_P in scores_KP[0] - scores_KP[1:]:

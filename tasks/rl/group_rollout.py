@@ -91,9 +91,10 @@ class RewardedGroup(EnvGroupBuilder):
     ) -> list[RolloutError]:
         """Compute the rewards and keep them for `compute_group_rewards`.
 
-        `RetryWholeGroup.execute`, which the group's `do_group_rollout` runs, calls this, so that it can retry an error
-        of the rewards. A second `do_group_rollout`, over the complete rollout, computes the rewards and applies the
-        termination policy as in tinker-cookbook's loop. The first one then gets them from `compute_group_rewards`.
+        `do_group_rollout` asks for the rewards only after its strategy has returned, when nothing can be retried. So
+        the strategy, `RetryWholeGroup.execute`, calls this method first. An inner `do_group_rollout`, whose rollout is
+        already complete (`_RolledOut`), computes the rewards and applies the termination policy as in tinker-cookbook.
+        The outer one then reads them from `compute_group_rewards`.
 
         The metrics of prompted judges are added to those of each trajectory, and the penalty for long completions to
         the rewards.
@@ -123,12 +124,16 @@ class RewardedGroup(EnvGroupBuilder):
         return self._rewards
 
     def take_group(self) -> Group | None:
-        """Return the group with its rewards, once; None if no attempt has succeeded since the last call."""
+        """Return the last successful attempt, once; None if none has succeeded since the last call.
+
+        For evaluations, in which tinker-cookbook runs the group; tags and errors stay empty.
+        """
         trajectories, self._trajectories = list(self._trajectories), ()
         if not trajectories:
             return None
         rewards, metrics = zip(*self._rewards, strict=True)
-        return Group((), TrajectoryGroup(trajectories, list(rewards), list(metrics)), (), self.text_labels_G)
+        group = TrajectoryGroup(trajectories, list(rewards), list(metrics))
+        return Group(tags=(), trajectories=group, errors=(), text_labels_G=self.text_labels_G)
 
     async def cleanup(self) -> None:
         await self.builder.cleanup()
@@ -166,9 +171,10 @@ class _RolledOut(RolloutStrategy):
 class RetryWholeGroup(RolloutStrategy):
     """Strategy that retries a whole group, with fresh environments and seeds, until it has its rewards.
 
-    An attempt fails if too few members succeed or if the rewards raise an error. The whole group is retried because its
-    environments may share a game. Trajectories are in the order of the members, not of completion, so that the same
-    seeds give the same batch.
+    An attempt fails if its environments cannot be made, if too few members succeed, or if the rewards raise an error.
+    Errors of this project end the rollout at once, except those of the user's code in the rewards. The whole group is
+    retried because its environments may share a game. Trajectories are in the order of the members, not of completion,
+    so that the same seeds give the same batch.
 
     Attributes:
         max_retries: number of further attempts.
@@ -260,18 +266,15 @@ class RetryWholeGroup(RolloutStrategy):
         for outcome in outcomes:
             if isinstance(outcome, TinkerFlowsError):
                 raise outcome
-        self_cancelled = RuntimeError("the environment cancelled its own rollout")
-        outcomes = [
-            self_cancelled if member in completed and member.cancelled() else outcome
-            for member, outcome in zip(members, outcomes, strict=True)
-        ]
         # Members that are not completed were cancelled above: after a failure of another member, or else at the time
         # limit. In the first case their outcome stays a CancelledError, which `execute` does not count as an error.
         one_failed = any(member.cancelled() or member.exception() for member in completed)
-        if until == asyncio.ALL_COMPLETED or not one_failed:
-            timeout = TimeoutError(f"the rollout took longer than {self.timeout_s} s")
-            pairs = zip(members, outcomes, strict=True)
-            outcomes = [outcome if member in completed else timeout for member, outcome in pairs]
+        timed_out = until == asyncio.ALL_COMPLETED or not one_failed
+        for index, member in enumerate(members):
+            if member in completed and member.cancelled():
+                outcomes[index] = RuntimeError("the environment cancelled its own rollout")
+            elif member not in completed and timed_out:
+                outcomes[index] = TimeoutError(f"the rollout took longer than {self.timeout_s} s")
         return outcomes
 
 

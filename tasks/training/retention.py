@@ -27,7 +27,7 @@ class KeepPolicy:
     Attributes:
         last: number of newest checkpoints to keep, counted separately for checkpoints with a state and for checkpoints
             with sampler weights alone; None keeps all.
-        metric: name in MLflow of the metric of the best checkpoint, which is kept as well; empty for none.
+        metric: MLflow metric that selects the best checkpoint, which is also kept; empty to select none.
         mode: `min` if smaller values of the metric are better, `max` otherwise.
         ttl_seconds: lifetime of checkpoints that are neither best nor final; None means forever.
     """
@@ -53,10 +53,10 @@ def keep_checkpoints(rest: tinker.RestClient, directory: RunDirectory, log: Metr
         directory.check_writer()
         if new_best[0].state_path != best:
             _record_best(rest, directory, new_best, policy)
-            if best not in records.dropped:
-                for path in next((_paths(record) for record in own if record.state_path == best), [best]):
-                    _set_ttl(rest, path, policy.ttl_seconds, policy)
+            if best and best not in records.dropped:
+                _let_expire(rest, best, own, policy)
         best = new_best[0].state_path or ""
+    # The records are newest first.
     old = [*own[policy.last :], *records.samplers[policy.last :]] if policy.last else []
     for record in old:
         if record.final or (record.state_path and record.state_path == best):
@@ -93,8 +93,10 @@ def find_best(
     return min(measured, key=lambda pair: (sign * pair[1], step_of(pair[0])), default=None)
 
 
-def num_compared(directory: RunDirectory, values: Mapping[int, float]) -> int:
-    """Return the number of a run's own checkpoints, deleted ones included, that have a metric value at their step.
+def count_candidates(directory: RunDirectory, values: Mapping[int, float]) -> int:
+    """Count the checkpoints among which the best one is selected: those of the run with a metric value at their step.
+
+    Deleted ones and those without a lifetime left count, too.
 
     Args:
         values: metric by step.
@@ -117,9 +119,16 @@ def _record_best(
         append_record(directory, {"name": record.name, "dropped": path})
 
 
+def _let_expire(rest: tinker.RestClient, best: str, own: Sequence[CheckpointRecord], policy: KeepPolicy) -> None:
+    """Give the previous best checkpoint the lifetime of others again; its record may be missing."""
+    record = next((record for record in own if record.state_path == best), None)
+    for path in _paths(record) if record else [best]:
+        _set_ttl(rest, path, policy.ttl_seconds, policy)
+
+
 def _set_ttl(rest: tinker.RestClient, path: str, ttl_seconds: int | None, policy: KeepPolicy) -> bool:
     """Change the lifetime of a checkpoint; return False if the service no longer has it."""
-    if not path or policy.ttl_seconds is None:  # without a TTL in the policy, checkpoints never expire
+    if policy.ttl_seconds is None:  # without a TTL in the policy, checkpoints never expire
         return True
     with service_errors(f"change the lifetime of the checkpoint {path}"):
         try:

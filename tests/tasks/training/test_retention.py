@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from blocks import RunStorage
 from tasks.training.checkpoints import append_record, read_records
-from tasks.training.retention import KeepPolicy, keep_checkpoints, num_compared
+from tasks.training.retention import KeepPolicy, count_candidates, keep_checkpoints
 
 
 class RecordingRest:
@@ -57,4 +57,4 @@ def test_compared_checkpoints_include_deleted_ones(tmp_path: Path) -> None:
             append_record(directory, record | ({"parent": {"run_name": "other"}} if step == 2 else {}))
         append_record(directory, {"name": "7", "batch": 7, "epoch": 0, "step": 7, "sampler_path": "tinker://7"})
         append_record(directory, {"name": "000004", "dropped": "tinker://4"})
-    assert num_compared(directory, values) == len([4, 8])
+    assert count_candidates(directory, values) == len([4, 8])
