@@ -36,7 +36,7 @@ BENCHMARKS = {
     "rl_load": "memory with 256 concurrent groups, and engine utilization in mode async (long)",
     "long_run": "memory of the flow and size of Prefect's database over 10,000 steps, by granularity (long)",
     "sweep_overhead": "a hundred short trials in a sweep, against a plain loop; four at once (long)",
-    "scale": "load of Prefect, MLflow and S3 by concurrent runs, against a model of one run (long)",
+    "scale": "load that concurrent runs put on Prefect, MLflow and S3, against a model of one run (long)",
     "up_ready": "startup time of `tinker-flows up`, against a Prefect server alone",
     "objective_cost": "three regularizers and their linearization, against forward_backward of the same batch",
     "digest_cost": "digests of a step's batch, and of a start, against forward_backward of the same batch",

@@ -28,7 +28,7 @@ class Service:
     process: subprocess.Popen[bytes]
 
     def request_stop(self) -> None:
-        """Tell the service to stop, without waiting for it."""
+        """Ask the service to stop, without waiting for it: it exits when its standard input is closed."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
@@ -42,7 +42,7 @@ def wait_until_ready(
     """Wait until every check has passed; fail as soon as a service exits.
 
     Args:
-        announce: called with the names of the services that are waited for whenever they change.
+        announce: called with a message that names the services that are not ready, each time that their set changes.
         job: a service that is ready once it has exited with status 0.
 
     Raises:

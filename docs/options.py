@@ -29,7 +29,7 @@ HEADER = "| field | type | default | meaning |\n|---|---|---|---|\n"
 
 
 def render_table(config: type[BaseModel], base: type[BaseModel] | None = None) -> str:
-    """Markdown table of a config's fields, without the fields that it inherits unchanged from `base`.
+    """Markdown table of a config's fields, without fields whose description and default are those in `base`.
 
     >>> from tinker_flows import KeepBestConfig
     >>> print(render_table(KeepBestConfig).splitlines()[-1].rpartition(" | ")[0])

@@ -41,7 +41,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = posixpath.normpath(posixpath.join(folder, link[2]))
         if files.get_file_from_path(target):
             return link[0]
-        # README's links are relative to the project, those of the pages to docs/.
+        # The target is relative to the project in README, and to docs/ on every other page.
         path = target if page.file.src_uri == "index.md" else posixpath.normpath(posixpath.join("docs", target))
         if not (ROOT / path).exists():
             return link[0]  # broken: the strict build reports it

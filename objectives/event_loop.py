@@ -31,7 +31,7 @@ class TermLoop:
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function in this thread; `wait_for` in it awaits on this loop."""
+        """Call a function in the caller's thread; while it runs, the module's `wait_for` uses this loop."""
         token = _ACTIVE.set(self)
         try:
             return function(*args, **kwargs)
@@ -42,21 +42,21 @@ class TermLoop:
         """Await an object on the loop, from any other thread.
 
         Raises:
-            ObjectiveError: the time limit was exceeded; the awaitable is cancelled, or abandoned if it blocks the loop.
+            ObjectiveError: the time limit was exceeded; the awaitable is cancelled, or abandoned if a coroutine blocks
+                the loop.
         """
         loop = self._start()
         future = asyncio.run_coroutine_threadsafe(_within(awaitable, timeout_s), loop)
         try:
             return future.result(None if timeout_s is None else timeout_s + _CANCEL_S)
         except concurrent.futures.TimeoutError:
-            # The coroutine's own timeout did not fire, so an async function blocks the loop; abandon the loop.
-            if not future.done():
+            if not future.done():  # the coroutine's own timeout did not fire, so an async function blocks the loop
                 self._leave(loop)
                 raise ObjectiveError(
                     f"it did not finish within its timeout_s of {timeout_s:g} s, because an async term blocks the "
                     "event loop; await slow operations, or use execution='thread' or 'process'"
                 ) from None
-            raise
+            raise  # the awaitable itself raised a TimeoutError
 
     def close(self) -> None:
         """Cancel the coroutines on the loop and end its thread; a blocked thread ends when it is no longer blocked."""
@@ -75,7 +75,7 @@ class TermLoop:
             return self._loop
 
     def _leave(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Stop a loop without waiting for it; the next call starts a new one."""
+        """Stop a loop without waiting for it; the next `wait_for` starts a new one."""
         with self._lock:
             if self._loop is loop:
                 self._loop = self._thread = None
@@ -87,7 +87,7 @@ _ACTIVE: ContextVar[TermLoop | None] = ContextVar("term_loop", default=None)
 
 
 def wait_for(awaitable: Awaitable[T], timeout_s: float | None) -> T:
-    """Await an object on the loop of the term's runner, or outside a runner on a loop of this call.
+    """Await an object on the loop of the `TermRunner` that evaluates the term; outside one, on a loop for this call.
 
     Raises:
         ObjectiveError: see `TermLoop.wait_for`.

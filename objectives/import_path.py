@@ -28,7 +28,7 @@ def import_path(path: str) -> object:
     >>> import_path("math:sqrt")(9.0)
     3.0
     """
-    module_name, _, name = current_path(path).partition(":")
+    module_name, _, name = current_path(path).partition(":")  # current_path returns the form with a colon
     if not module_name or not name:
         raise ImportError(f"{path!r} is not an import path: write package.module:name.")
     check_module(module_name, path)

@@ -41,7 +41,7 @@ class TrainingGraphs:
     """Passes of one decoder, captured at the second use of a shape. The least recently used shapes are dropped.
 
     A graph has an adapter of its own, at fixed addresses, and copies the weights of the adapter in training into it.
-    So all adapters of a rank share the graph of a shape.
+    So adapters of the same rank and modules share the graph of a shape.
     """
 
     def __init__(self, decode: Decode) -> None:

@@ -71,6 +71,7 @@ class Metrics:
         return generate_latest(self._registry)
 
 
+# Read from the engine at every scrape; evictions, prefill tokens and busy seconds are totals since the start.
 GAUGES = {
     "sessions": "Open sessions.",
     "models": "Models in training.",
@@ -79,7 +80,7 @@ GAUGES = {
     "running_requests": "Training requests in progress.",
     "adapter_bytes": "Memory of adapters, moments, gradients and snapshots.",
     "evictions": "Evictions from memory to disk.",
-    "prefill_tokens_requested": "Tokens of samples when they joined the batch; a suspended sample joins again.",
+    "prefill_tokens_requested": "Tokens of the samples that joined the batch; a suspended sample counts again.",
     "prefill_tokens_computed": "Tokens computed for these samples; equal beginnings of prompts are computed once.",
     "busy_seconds": "Time spent computing training and sampling.",
     "resident_bytes": "Resident memory of the process.",

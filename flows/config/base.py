@@ -91,7 +91,8 @@ class Config(BaseModel):
             CredentialsError: a string at any depth has one.
         """
         for path, text in _strings(fields, ""):
-            fix = _CREDENTIALS_OF.get(path)  # set for the fields that are addresses, which may lack a scheme
+            # Fields of addresses have a fix. Only there is `user:secret@host`, without a scheme, taken for a URL.
+            fix = _CREDENTIALS_OF.get(path)
             if contains_credentials(text) or (fix and has_credentials(text)):
                 raise CredentialsError(
                     f"The config is invalid: {path!r} is {hide_credentials(text)!r}, but it has a user name or "
@@ -145,8 +146,8 @@ class EngineConfig(Config):
         default=False,
         title="Deterministic",
         description="Make sampling independent of the other requests in the batch, bit for bit; requires float32. "
-        "A run that samples from its own weights then ends the same whether or not it crashed and was "
-        "resumed.",
+        "A run that samples from its own weights, in the modes `sync` and `stream`, or that has a reference then ends "
+        "with the same weights whether or not it crashed and was resumed.",
     )
 
 

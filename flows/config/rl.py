@@ -364,7 +364,7 @@ class HealthConfig(Config):
         gt=0,
         title="Hang seconds",
         description="Minimum number of seconds without a response of a group's environment, reward or completer after "
-        "which the group counts as hanging. `rollout.timeout_s`, which ends hanging turns, is added to this number.",
+        "which the group counts as hanging. `rollout.timeout_s`, which ends long rollouts, is added to this number.",
     )
     hang_factor: float = Field(
         default=10.0,

@@ -307,8 +307,11 @@ def _candidate_tokens(
     if settings is None or not num_sampled:
         return SampledTokens()
     prompts = prompts_of(batch)
+    num_prompt_tokens = num_sampled * sum(map(len, prompts))
     return SampledTokens(
-        num_sampled * sum(map(len, prompts)), num_sampled * len(prompts) * settings.num * settings.max_tokens
+        settings.num * num_prompt_tokens,
+        num_sampled * len(prompts) * settings.num * settings.max_tokens,
+        (settings.num - 1) * num_prompt_tokens,
     )
 
 

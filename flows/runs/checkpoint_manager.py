@@ -95,6 +95,7 @@ class Checkpoints:
         self.approval_request: ApprovalRequest | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._recording: Future[CheckpointRecord] | None = None
+        # An earlier process may have been killed after it recorded this checkpoint and before it linked the metrics.
         if start and (model_id := self._model_of(start)):
             self._thread.submit(copy_context().run, self._link_metrics, step_of(start), model_id)
 
@@ -107,7 +108,9 @@ class Checkpoints:
         )
 
     def record(self, pending: PendingCheckpoint, state: Mapping[str, Any]) -> None:
-        """Record a save in the background, with the run's other state; first wait for the previous save.
+        """Record a save in the background, with what a resumed run needs besides the weights.
+
+        First waits for the previous save.
 
         Raises:
             ServiceError, StorageError: The previous save failed.
@@ -181,11 +184,14 @@ class Checkpoints:
             try:
                 call(keep_checkpoints, self._rest, self._run.directory, self._run.log, self._policy)
             except (ServiceError, MlflowException) as failure:
-                print_notice(f"{failure} Retrying with the next checkpoint.")
+                cause = reason(failure.__cause__ or failure)
+                print_notice(
+                    f"Old checkpoints could not be deleted ({cause}); the run tries again at its next checkpoint."
+                )
         return record
 
     def _emit(self, record: CheckpointRecord) -> None:
-        """Emit the event of a new checkpoint, with the settings that find it."""
+        """Emit the event of a new checkpoint, with the settings that a receiver needs to find it."""
         places = {name: getattr(self._config, name) for name in ("base_url", "storage", "tracking", "experiment")}
         step = step_of(record)
         message = f"{self._config.run_name} saved a checkpoint at step {step}."

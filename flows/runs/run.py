@@ -118,7 +118,7 @@ def open_builder_arguments(
 
 @contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """Use one thread for the terms: alongside a busy engine, distributing these small sums costs more than it gains."""
+    """Use one torch thread for the terms: splitting their small computations takes longer, and an engine is busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -148,15 +148,17 @@ def _resumed_client(
                 )
                 return load(path, user_metadata=_metadata(config)).result(), record
         except ServiceError as error:
-            is_gone = isinstance(error.__cause__, tinker.RequestFailedError | tinker.NotFoundError)
+            # A failing service may report this error for a checkpoint that it still has.
+            may_be_gone = isinstance(error.__cause__, tinker.RequestFailedError | tinker.NotFoundError)
             # A service may refuse to train sampler weights.
             is_refused = "/sampler_weights/" in path and isinstance(error.__cause__, tinker.BadRequestError)
-            if not (is_gone or is_refused):
+            if not (may_be_gone or is_refused):
                 raise
             if number < len(records):
-                print_notice(f"{error} Trying the previous checkpoint.")
+                cause = reason(error.__cause__ or error)
+                print_notice(f"The checkpoint {path} could not be loaded ({cause}). Trying the previous checkpoint.")
             last_error = error
-    if last_error is None or isinstance(last_error, ServiceLostError):  # a lost service may still have the checkpoints
+    if last_error is None or isinstance(last_error, ServiceLostError):  # the run restarts and tries again
         raise last_error or AssertionError("unreachable: there is a record")
     raise ServiceError(
         f"The service could load none of the {len(records)} checkpoints that {config.run_name!r} can start from (last "

@@ -32,10 +32,10 @@ class Schedule:
     def learning_rate_at(self, step: int) -> float:
         return self.config.learning_rate * compute_schedule_lr_multiplier(self.config.lr_schedule, step, self.num_steps)
 
-    def segments(self, first: int) -> Iterator[range]:
-        """Yield the ranges of remaining steps between the checkpoints of `checkpoint_every`."""
-        cuts = [step for step in self.saves() if step > first]
-        return (range(start, stop) for start, stop in pairwise([first, *cuts]))
+    def segments(self, start: int) -> Iterator[range]:
+        """Yield the ranges of steps from `start` to the end, cut at the checkpoints of `checkpoint_every`."""
+        cuts = [step for step in self.saves() if step > start]
+        return (range(begin, end) for begin, end in pairwise([start, *cuts]))
 
     def evaluates_before(self, step: int) -> bool:
         return self.evaluates_often_before(step) or self.evaluates_rarely_before(step)
@@ -49,7 +49,7 @@ class Schedule:
         return self.evaluates_rarely and self._is_evaluation(step, self.config.infrequent_eval_every)
 
     def evaluations(self) -> dict[int, tuple[bool, bool]]:
-        """Return the steps before which an evaluation is due, and whether each runs often or rarely due evaluators.
+        """Return whether `evaluators` and `infrequent_evaluators` are due, for each step before which either is.
 
         `num_steps` is the step of the final weights.
         """
@@ -58,7 +58,7 @@ class Schedule:
         return {step: kind for step, kind in kinds.items() if any(kind)}
 
     def saves(self) -> list[int]:
-        """Return the steps before which a checkpoint is due by the number of steps; `num_steps` has the final one."""
+        """Return the steps before which `checkpoint_every` makes a checkpoint due, and `num_steps` for the last one."""
         every = self.config.checkpoint_every
         return [step for step in range(1, self.num_steps + 1) if step == self.num_steps or _is_due(step, every)]
 
@@ -99,7 +99,7 @@ class CheckpointCadence:
         self._saved_hours = float(record.get("spent", {}).get("hours", 0.0))
 
     def is_due(self, step: int, hours: float) -> bool:
-        """Return whether a checkpoint is due before a step of a run that was open for this time."""
+        """Return whether a checkpoint is due before a step, when the run has been open for `hours`."""
         config = self._config
         seconds, tokens = config.checkpoint_every_seconds, config.checkpoint_every_tokens
         return (

@@ -309,7 +309,7 @@ class Trainer:
         self.ledger.charge_metered()
         if self.candidates:
             self.ledger.add_sampled(self.candidates.take_sampled())
-            metrics |= self.candidates.metrics(step)
+            metrics |= self.candidates.take_metrics(step)
         self.ledger.charge_reference(step)
         metrics |= self.guard.metrics(step) | self.ledger.end_step() | self._progress(step)
         metrics |= self.times.end_step(metrics)

@@ -37,7 +37,7 @@ class Alerts:
                 counted.add(key)
             if self._durations[key] == config.patience:
                 times = f" in {config.patience} consecutive measurements" if config.patience > 1 else ""
-                text = f"Alert: {config.condition}{times}, up to step {step}, where it is {figure:.4g}."
+                text = f"Alert: {config.condition}{times}; {figure:.4g} at step {step}."
                 fired.append(MetricWarning(key, step, figure, text))
         return fired
 
@@ -61,7 +61,11 @@ class RunWatch:
     def __init__(
         self, run: Run, config: TrainConfig, objective: Objective, source: BatchSource, state: Mapping[str, int]
     ) -> None:
-        """Create the alerts of the config, with their state in a checkpoint; empty for a new run."""
+        """Create the alerts of the config.
+
+        Args:
+            state: state of the alerts in the checkpoint that the run starts from; empty for a new run.
+        """
         self._run, self._config, self._objective, self._source = run, config, objective, source
         self._alerts = Alerts(config.alerts)
         self._alerts.restore(state)
@@ -70,7 +74,7 @@ class RunWatch:
         """Warn of what the metrics of a step show.
 
         Args:
-            is_first: whether this process has not run a step before.
+            is_first: whether this is the first step that this process runs.
         """
         self._warn_of_terms()
         for key, text in self._source.pop_warnings().items():

@@ -20,7 +20,9 @@ class Interval(NamedTuple):
 
 
 def proportion_interval(scores_P: Sequence[float], weights_P: Sequence[int] = ()) -> Interval | None:
-    """95 % confidence interval of the mean of scores from 0 to 1, one per problem; None for a single problem.
+    """95 % confidence interval of the mean of scores from 0 to 1, one per problem or group of problems.
+
+    None for fewer than two scores.
 
     This is Wilson's interval with the effective sample size ``p (1 - p) / v``, where ``v`` is the variance of the mean
     over problems, and the quantile of Student's t. If all scores are equal, the sample size is the number of problems.
@@ -50,5 +52,5 @@ def proportion_interval(scores_P: Sequence[float], weights_P: Sequence[int] = ()
     quantile = float(stdtrit(num - 1, (1 + CONFIDENCE) / 2))
     shrinkage = quantile**2 / size
     centre = (mean + shrinkage / 2) / (1 + shrinkage)
-    width = math.sqrt(shrinkage * mean * (1 - mean) + shrinkage**2 / 4) / (1 + shrinkage)
-    return Interval(min(max(centre - width, 0.0), mean), max(min(centre + width, 1.0), mean))
+    half_width = math.sqrt(shrinkage * mean * (1 - mean) + shrinkage**2 / 4) / (1 + shrinkage)
+    return Interval(min(max(centre - half_width, 0.0), mean), max(min(centre + half_width, 1.0), mean))

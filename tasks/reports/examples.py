@@ -11,8 +11,8 @@ from tasks.training.examples import Example, TermFlag
 
 _INTRO = (
     "Held-out prompts with completions before and after training, sampled at temperature 1 or, if the run trains on "
-    "rollouts, as its rollouts. Texts of the data may end at the maximum length of the data. A term objects to the "
-    "marked parts; the reason is in the list below them. For the score of a term, lower is better."
+    "rollouts, with the settings of its rollouts. Completions of the data may be cut off at its maximum length. A term "
+    "objects to the marked parts; the reason is in the list below them. For the score of a term, lower is better."
 )
 _PAIRS_INTRO = (
     "Held-out prompts with the chosen and the rejected completion of the data. The margin is the reward of the chosen "
@@ -36,11 +36,11 @@ def example_rows(columns: Sequence[tuple[str, Sequence[Example]]]) -> list[str]:
         titles = [title for title, _ in columns]
         first = shown[0]
         if any(example.prompt != first.prompt for example in shown):
-            continue  # the data of the run has changed in between
+            continue  # the data differ between the columns
         is_same = len({example.completion for example in shown}) == 1  # as in preference pairs
         cells = list(zip(titles, shown, strict=True))
         if is_same:
-            cells = [("chosen" if first.other_title == "rejected" else "all steps", first)]
+            cells = [("chosen" if first.other_title == "rejected" else ", ".join(titles), first)]
         texts = "".join(f"<div><b>{html.escape(title)}</b>{_completion(example)}</div>" for title, example in cells)
         if first.other:
             texts += f"<div><b>{html.escape(first.other_title)}</b><pre>{html.escape(first.other)}</pre></div>"
@@ -82,7 +82,7 @@ def _scores(titles: Sequence[str], shown: Sequence[Example]) -> str:
 
 
 def _score(example: Example, name: str) -> str:
-    """Score of an example; a term that had nothing to check says so instead of a 0."""
+    """Score of an example; if the term had nothing to check, says so, after the value unless it is 0."""
     value = example.scores.get(name)
     if value is None:
         return ""

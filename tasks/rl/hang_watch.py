@@ -22,7 +22,7 @@ _NUM_DURATIONS = 256  # last finished groups whose median duration counts
 _MAX_INTERVAL_S = 1.0
 _NUM_SHOWN = 3
 _CLOSE_S = 5.0  # time limit of `close`: a callback that does not end must not keep the run open
-FIX = "check it; rollout.timeout_s ends hanging turns"
+FIX = "check it; rollout.timeout_s ends rollouts that take too long"
 
 
 @dataclass

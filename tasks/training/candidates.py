@@ -31,6 +31,7 @@ from tasks.common.task import Pending
 from tasks.training.batch_source import SampledTokens
 from tasks.training.datums import Datums
 from tasks.training.held_out import EvaluatedBatch
+from tasks.training.token_meter import count_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class CandidateSampler:
             stop: function that returns the stop sequences; first called when completions are sampled.
         """
         self.settings, self._directory, self._tokenizer, self._stop = settings, directory, tokenizer, stop
-        # One thread keeps the order of steps, in which the files are written.
+        # One thread, so that files are written in the order of the steps, on which `_may_be_stored` relies.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="candidates")
         self._may_be_stored = True  # until a step without stored candidates: later steps have none, either
         self._pending: Pending[Batch] | None = None
@@ -137,12 +138,12 @@ class CandidateSampler:
             self._pending.result()
 
     def take_sampled(self) -> SampledTokens:
-        """Return the tokens sampled since the last call."""
+        """Return the counts of prompt and sampled tokens since the last call."""
         sampled, self._sampled = self._sampled, SampledTokens()
         return sampled
 
-    def metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics of a step's candidates; empty for a step without candidates."""
+    def take_metrics(self, step: int) -> dict[str, float]:
+        """Return and forget the metrics of a step's candidates; empty for a step without candidates."""
         return self._metrics.pop(step, {})
 
     def close(self) -> None:
@@ -198,8 +199,8 @@ class CandidateSampler:
             ]
             responses = [response.result() for response in pending]
         completions_P = [[_completion(sequence) for sequence in response.sequences] for response in responses]
-        num_sampled = sum(len(completion.tokens) for group in completions_P for completion in group)
-        self._sampled += SampledTokens(sum(map(len, prompts)), num_sampled)
+        for prompt, response in zip(prompts, responses, strict=True):
+            self._sampled += count_tokens(len(prompt), num, response)
         return completions_P
 
     def _read(self, step: int) -> list[list[Completion]] | None:
@@ -297,7 +298,7 @@ def _completion(sequence: types.SampledSequence) -> Completion:
 
 
 def _seed(seed: int, key: int | str, prompt: int) -> int:
-    """Seed of a request; 30 of 32 bits, because sample n has the request's seed plus n."""
+    """Seed of a request of 30 bits, so that the seeds of its samples, this one plus n, stay within 32 bits."""
     return int.from_bytes(hashlib.sha256(f"{(seed, key, prompt)!r}".encode()).digest()[:4], "big") >> 2
 
 

@@ -44,16 +44,21 @@ class TokenMeter:
         model = model or sampler.get_base_model()
 
         def count(prompt: types.ModelInput, num_samples: int, response: types.SampleResponse) -> None:
-            num_sampled = sum(len(sequence.tokens) for sequence in response.sequences)
-            # The service bills the prompts of all samples but the first as cache hits.
-            num_cached = (num_samples - 1) * prompt.length + response.prompt_cache_hit_tokens
-            # `compute_logprobs` asks for the prompt's logprobs and for one token.
-            is_scoring = response.prompt_logprobs is not None and num_sampled == 1
-            self.add(
-                model, SampledTokens(num_samples * prompt.length, num_sampled, num_cached, num_sampled * is_scoring)
-            )
+            self.add(model, count_tokens(prompt.length, num_samples, response))
 
         call_on_samples(sampler, count)
+
+
+def count_tokens(num_prompt_tokens: int, num_samples: int, response: types.SampleResponse) -> SampledTokens:
+    """Count the tokens of a request for several samples of one prompt.
+
+    The service bills the prompts of all samples but the first as cache hits.
+    """
+    num_sampled = sum(len(sequence.tokens) for sequence in response.sequences)
+    num_cached = (num_samples - 1) * num_prompt_tokens + response.prompt_cache_hit_tokens
+    # `compute_logprobs` asks for the prompt's logprobs and for one token.
+    is_scoring = response.prompt_logprobs is not None and num_sampled == 1
+    return SampledTokens(num_samples * num_prompt_tokens, num_sampled, num_cached, num_sampled * is_scoring)
 
 
 def open_counted_sampler(

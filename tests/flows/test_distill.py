@@ -117,7 +117,7 @@ def test_an_environment_that_hangs_warns(
         result = off_policy_distillation(OffPolicyConfig.model_validate(fields))
     (text,) = [text for text in result.warnings if "has not responded" in text]
     assert f"The environment, reward or completer of {group} has not responded for" in text
-    assert text.endswith("check it; rollout.timeout_s ends hanging turns.")
+    assert text.endswith("check it; rollout.timeout_s ends rollouts that take too long.")
 
 
 def test_settings_of_rollouts_keep_the_cache_keys_of_earlier_runs() -> None:

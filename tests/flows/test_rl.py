@@ -263,7 +263,9 @@ def test_an_environment_that_hangs_warns_during_its_step(
     result = rl(RlConfig.model_validate(config | changed))
     (text,) = [text for text in result.warnings if "has not responded" in text]
     assert f"The environment, reward or completer of {group} has not responded for" in text
-    assert "ends hanging turns, and rollout.termination.grader_timeout_seconds ends hanging rewards." in text
+    assert (
+        "ends rollouts that take too long, and rollout.termination.grader_timeout_seconds ends hanging rewards." in text
+    )
     query = {"filter": {"event": {"name": ["tinker-flows.health"]}}}
     for _ in range(100):  # the server stores events in the background
         events = httpx.post(f"{prefect_server}/events/filter", json=query, timeout=30).json()["events"]

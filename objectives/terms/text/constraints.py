@@ -1,11 +1,11 @@
 """Constraints on the values that an answer states: SMT-LIB text or Z3 expressions, checked by Z3.
 
-Constraints come from data files and values from models, so the work per datum is bounded. Constraints are formulas
-without quantifiers over Bool, Int, Real and String constants; the operators are logic, comparison, `ite`, `+`, `-`,
-`*`, `/`, `div`, `mod`, `rem`, `abs`, and conversions between Int and Real. Larger or other formulas are errors, because
-Z3 ignores its limits while it expands products and macros. A check ends after `MAX_SOLVER_STEPS`, which do not depend
-on the machine, or after `TIMEOUT_MS`. Only ``execution: process`` with a ``timeout_s`` ends a call that
-ignores both.
+Constraints come from data files, and values come from models, so the work per datum is bounded. Constraints are
+formulas without quantifiers over Bool, Int, Real and String constants; the operators are logic, comparison, `ite`,
+`+`, `-`, `*`, `/`, `div`, `mod`, `rem`, `abs`, and conversions between Int and Real. Larger or other formulas are
+errors, because Z3 ignores its limits while it expands products and macros. A check ends after `MAX_SOLVER_STEPS`,
+which do not depend on the machine, or after `TIMEOUT_MS`. Only ``execution: process`` with a ``timeout_s`` ends a
+call that ignores both.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def check_values(constraints: Sequence[Constraint], values: Values, context: z3.
     """Count the constraints that the stated values violate, satisfy and leave open; see `Checked`.
 
     A constraint is violated if it depends on a name with two different values, on a value of the wrong type (2.5 for an
-    Int), or on a number of more than `MAX_BITS`, and if all its names are stated and its truth depends on a division by
-    zero.
+    Int), or on a number of more than `MAX_BITS`. It is also violated if all its names are stated and its truth depends
+    on a division by zero.
 
     >>> context = z3.Context()
     >>> rules = parse_constraints("(declare-const x Int)(declare-const y Int)(assert (> x y))(assert (< x 9))", context)
@@ -173,7 +173,10 @@ def group_values(values: object) -> dict[str, set[Fraction | str]]:
 
 
 def _exact(value: Value) -> Fraction | str:
-    """Return a number as a fraction, 0.1 as 1/10, and other values as text, because True == 1."""
+    """Return a number as a fraction, 0.1 as 1/10, and other values as text, because True == 1.
+
+    Numbers that are not finite, and numbers so large that `_constant_of` would refuse them, become text, too.
+    """
     match value:
         case bool():
             return str(value).lower()
@@ -206,7 +209,7 @@ def _constant_of(name: Expression, values: set[Fraction | str]) -> Expression | 
 
 
 def _min_conflicts(formulas: Sequence[Expression], context: z3.Context) -> int | None:
-    """Return how many formulas must at least be dropped so that the others can all hold; None if Z3 reaches a limit."""
+    """Return the smallest number of formulas to drop so that the others can all hold; None if Z3 reaches a limit."""
     if not formulas:
         return 0
     optimizer = z3.Optimize(ctx=context)

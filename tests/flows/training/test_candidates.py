@@ -14,6 +14,7 @@ from mlflow import MlflowClient
 from sft_config import sft_fields
 
 from flows.config.train import SftConfig
+from flows.estimates.supervised import estimate
 from flows.sft import sft
 from objectives.errors import ObjectiveError
 from objectives.labels import number_prompts
@@ -119,9 +120,11 @@ def test_the_update_of_candidates_is_the_score_function_gradient(
     num_tokens = sum(int((datum.loss_fn_inputs["weights"].to_torch() != 0).sum()) for datum in data)
     mass = sum(float(datum.loss_fn_inputs["weights"].to_torch().sum()) for datum in data)
     candidates: list[tinker.Datum] = []
+    num_prompt_tokens = 0
     for datum, group in zip(data, stored, strict=True):
         weights = datum.loss_fn_inputs["weights"].to_torch()
         prompt = datum.model_input.to_ints()[: int((weights != 0).nonzero()[0]) + 1]
+        num_prompt_tokens += len(prompt)
         scores = [1 - len(set(row["tokens"])) / len(row["tokens"]) for row in group]
         assert len(set(scores)) > 1, "the candidates can be compared"
         for row, score in zip(group, scores, strict=True):
@@ -135,6 +138,10 @@ def test_the_update_of_candidates_is_the_score_function_gradient(
                 "weights": tinker.TensorData.from_torch(torch.tensor(loss_weights)),
             }
             candidates.append(tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
+    assert result.metrics["cost/num_prefill_tokens"] == 3 * num_prompt_tokens
+    assert result.metrics["cost/num_cached_tokens"] >= 2 * num_prompt_tokens
+    estimated = estimate(config).candidates
+    assert (estimated.num_prefill_tokens, estimated.num_cached_tokens) == (3 * num_prompt_tokens, 2 * num_prompt_tokens)
     by_hand.forward_backward(data, "cross_entropy")
     by_hand.forward_backward(candidates, "cross_entropy")
     adam = tinker.AdamParams(learning_rate=config.learning_rate, **config.adam.model_dump())
