@@ -68,6 +68,9 @@ PREFECT_TABLES = (
     "task_run",
     "task_run_state",
 )
+# Connections of MLflow's server to its database. With its default of 5, and up to 10 more, runs that log at the same
+# time get errors.
+POOL_SIZE = 50
 POLL_S = 0.5
 START_TIMEOUT_S = 300.0
 ROOT = Path(__file__).parents[1]
@@ -215,7 +218,7 @@ def _team(folder: Path, *, postgres: bool) -> Iterator[Team]:
             mlflow_url = f"postgresql+psycopg://{address}/mlflow"
             processes["postgres"] = _find(psutil.process_iter(), f"port={address.rpartition(':')[2]}")
         s3 = stack.enter_context(running_s3(folder / "s3"))
-        tracking = stack.enter_context(running_mlflow(folder, mlflow_url))
+        tracking = stack.enter_context(running_mlflow(folder, mlflow_url, POOL_SIZE))
         api, processes["prefect"] = stack.enter_context(_prefect_server(folder, prefect_url))
         processes["s3"] = psutil.Process(s3.process.pid)
         processes["mlflow"] = _find(psutil.Process().children(), "mlflow server")

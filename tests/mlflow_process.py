@@ -16,18 +16,21 @@ from blocks.processes import free_port
 
 
 @contextmanager
-def running_mlflow(folder: Path, store: str = "") -> Iterator[str]:
+def running_mlflow(folder: Path, store: str = "", pool_size: int | None = None) -> Iterator[str]:
     """Run a server; yields its URL.
 
     Args:
         folder: folder of the artifacts and the log.
         store: URL of the database; default: ``folder/mlflow.db``.
+        pool_size: size of the pool of database connections; None for MLflow's default.
     """
     url = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
     command += ["--workers", "1", "--backend-store-uri", store or f"sqlite:///{folder / 'mlflow.db'}"]
     command += ["--artifacts-destination", str(folder / "artifacts")]
     env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    if pool_size is not None:
+        env["MLFLOW_SQLALCHEMYSTORE_POOL_SIZE"] = str(pool_size)
     with (
         (folder / "mlflow.log").open("wb") as log,
         subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT) as process,
