@@ -167,7 +167,7 @@ def load_model(path: Path, device: str, dtype: DtypeName, name: str | None = Non
             f"({missing[0]} is missing or has another shape): download the model again."
         )
     model.requires_grad_(False).eval()
-    model.to(target)
+    torch.nn.Module.to(model, target)  # pyright rejects `model.to(target)`, which transformers decorates
     model.config.use_cache = False
     return LoadedModel(
         model=model,
