@@ -1,4 +1,4 @@
-"""Environment that asks for classes of tokens, with rewards of 0 and 1 and problems of four difficulties."""
+"""Environment whose problems ask for 1 to 4 tokens of one class (the number of the token modulo 4); rewards 0 and 1."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_CLASSES, NUM_LENGTHS = 4, 4
 
 @dataclass(frozen=True)
 class ClassEnv(Env):
-    """Problem whose completion must start with tokens of one class: one to four of them."""
+    """Problem whose completion must start with one to four tokens of a class."""
 
     problem: int
 
@@ -32,7 +32,7 @@ class ClassEnv(Env):
 
 
 def is_right(problem: int, tokens: Sequence[int]) -> float:
-    """Return 1 if the first tokens belong to the class of the problem, and 0 otherwise.
+    """Return 1 if the first `1 + problem // 4` tokens have the class `problem % 4`, else 0.
 
     >>> is_right(1, [5, 9]), is_right(1, [4, 5]), is_right(5, [5, 9]), is_right(5, [5, 4])
     (1.0, 0.0, 1.0, 0.0)

@@ -55,7 +55,7 @@ def show_estimate(method: str, config: Path, overrides: Sequence[str], as_json: 
         _show(stage)
     console = TextConsole()
     sums = _usd(result.usd_low, result.usd_high)
-    console.print(f"{result.run_name}, all stages: {sums}, the supervised stages as estimated plus the policy's bounds")
+    console.print(f"{result.run_name}, all stages: {sums}; the supervised stages count with their single estimates")
 
 
 def _show(run: Estimate | CostEstimate, unit: str = "steps") -> None:

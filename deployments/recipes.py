@@ -67,15 +67,16 @@ def deploy_recipes(recipes: Sequence[str]) -> list[str]:
         ServiceError: the server does not respond or rejects a request.
     """
     files = [file_of(recipe) for recipe in recipes]
-    with prefect_failures("set PREFECT_API_URL to a running server"), get_client(sync_client=True) as client:
+    with prefect_failures("set PREFECT_API_URL to a running server"):
         try:
-            client.read_work_pool(POOL)
+            with get_client(sync_client=True) as client:
+                client.read_work_pool(POOL)
         except ObjectNotFound as error:
             raise ConfigError(
                 f"The Prefect server has no work pool {POOL!r}: create it with `prefect work-pool create {POOL} "
                 "--type process`, or start a local server with `tinker-flows up`."
             ) from error
-    return [_deploy(recipe, file) for recipe, file in zip(recipes, files, strict=True)]
+        return [_deploy(recipe, file) for recipe, file in zip(recipes, files, strict=True)]
 
 
 def _deploy(recipe: str, file: Path) -> str:
@@ -89,6 +90,7 @@ def _deploy(recipe: str, file: Path) -> str:
         name=recipe,
         work_pool_name=POOL,
         parameters={
+            # {start} becomes the scheduled start time of the flow run, so each flow run has its own name.
             "config": {**config.model_dump(mode="json", exclude_unset=True), "run_name": f"{recipe}-{{start}}"}
         },
         description="\n".join(line.removeprefix("# ") for line in comment),

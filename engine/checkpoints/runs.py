@@ -1,4 +1,4 @@
-"""Training runs on disk, so that clients can query a model after the engine restarted."""
+"""Metadata of training runs on disk, so that clients can query a run after a restart of the engine."""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ Operation = Callable[..., Any]
 _MAX_INT = 2**53
 _MAX_DIMS_IN_TUPLE = 64
 
-# Names of torch functions, of tensor methods, or of both. Pointwise methods may have the suffix ``_`` (in place).
-_POINTWISE = """
+# Names of torch functions, of tensor methods, or of both. Methods that keep the shape of their
+# input may have the suffix ``_`` (in place).
+_SHAPE_KEEPING = """
 abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
 ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad div divide eq erf erfc erfinv exp exp2 expm1 fix
 float_power floor floor_divide fmax fmin fmod frac ge greater greater_equal gt heaviside hypot isclose isfinite isinf
@@ -26,7 +27,7 @@ nextafter not_equal pow positive rad2deg real reciprocal relu remainder round rs
 sinc sinh softmax log_softmax sqrt square sub subtract tan tanh tril triu true_divide trunc where xlogy zeros_like
 ones_like full_like celu selu threshold
 """
-_REDUCTIONS = """
+_ALONG_A_DIMENSION = """
 all allclose amax amin aminmax any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum diff dist equal
 kthvalue logcumsumexp logsumexp max mean median min mode msort nanmean nanmedian nanquantile nansum norm prod quantile
 renorm sort std std_mean sum topk trapezoid trapz trace unique unique_consecutive var var_mean cumulative_trapezoid
@@ -97,7 +98,7 @@ def checked_arithmetic(function: Operation) -> Operation:
 
 
 def _check_power(function: Operation, args: tuple[Any, ...]) -> None:
-    """Refuse a power before it is computed, which could take forever."""
+    """Refuse a power of integers beyond 2**53 without computing it, because that could take forever."""
     if function in (operator.pow, operator.ipow) and all(isinstance(arg, int) for arg in args):
         base, exponent = args
         if abs(base) > 1 and exponent > 0 and exponent * math.log2(abs(base)) > math.log2(_MAX_INT):
@@ -142,13 +143,13 @@ def _collect(owner: object, names: str, prefix: str) -> dict[str, Operation]:
     return {f"{prefix}{name}": getattr(owner, name) for name in names.split() if hasattr(owner, name)}
 
 
-_SHARED = f"{_POINTWISE} {_REDUCTIONS} {_SHAPES} {_GROWING}"
+_SHARED = f"{_SHAPE_KEEPING} {_ALONG_A_DIMENSION} {_SHAPES} {_GROWING}"
 
 FUNCTIONS: dict[str, Operation] = {
     **_collect(torch, _SHARED, "torch."),
     **_collect(torch.functional, _SHARED, "torch.functional."),
     **_collect(torch.nn.functional, f"{_FUNCTIONAL} {_FUNCTIONAL_GROWING}", "torch.nn.functional."),
-    # torch.fx gives compiled functions a second name, that of their compiled module.
+    # torch.fx names functions that are implemented in C++ by their C++ module.
     **_collect(torch.nn.functional, f"{_FUNCTIONAL} {_FUNCTIONAL_GROWING}", "torch._C._nn."),
     "torch._C._nn.log_sigmoid": torch.nn.functional.logsigmoid,
     **_collect(torch.special, _SPECIAL, "torch.special."),
@@ -165,7 +166,7 @@ FUNCTIONS: dict[str, Operation] = {
 
 METHODS: dict[str, Operation] = {
     **_collect(torch.Tensor, f"{_SHARED} {_METHODS_ONLY}", ""),
-    **_collect(torch.Tensor, " ".join(f"{name}_" for name in _POINTWISE.split()), ""),
+    **_collect(torch.Tensor, " ".join(f"{name}_" for name in _SHAPE_KEEPING.split()), ""),
     "to": _to,
     "cpu": _stay_on_device,
     "cuda": _stay_on_device,
@@ -197,7 +198,7 @@ CHEAP = _operations_named(
 GROWING = _operations_named(f"{_GROWING} {_FUNCTIONAL_GROWING} {_FFT} norm getitem")
 # Operations that return many results.
 SPLITTING = _operations_named("chunk split split_with_sizes unbind")
-# Operations that sort or sum a series for each element, in the forward pass or in the gradient.
+# Operations that sort their input, or that sum a mathematical series for each element, in one of both passes.
 SLOW = _operations_named(
     "argsort bucketize digamma erfcx i0 i0e i1 i1e kthvalue lgamma log_ndtr logcumsumexp median mode msort nanmedian "
     "nanquantile ndtri polygamma psi quantile renorm searchsorted sort topk unique unique_consecutive zeta"

@@ -1,4 +1,7 @@
-"""Forwarding of requests to engines. Neither a large request nor a large response is held in memory."""
+"""Forwarding of requests to engines.
+
+A request is held in memory until its session id is found, and a long response to a client is streamed.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,14 @@ from yarl import URL
 from engine.front.processes import EngineProcess
 from engine.front.upload import Upload
 
-_RESTART_WAIT_S = 25.0  # the SDK times out after 45 s
+_RESTART_WAIT_S = 25.0  # for a restart, and for the connection after it; the SDK times out after 45 s
 _SHORT_BYTES = 2**16  # a response up to this size is sent when it is complete
 _IDLE_CONNECTION_S = 3.0  # uvicorn closes idle connections after 5 s
-# Headers of one connection (RFC 9110, section 7.6.1), and headers that the front sets itself.
-_CONNECTION = frozenset(("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "expect"))
+# Headers that are not forwarded: those of one connection (RFC 9110, section 7.6.1), `trailer`, and those that the front
+# handles or sets itself.
+_CONNECTION = frozenset(
+    ("connection", "proxy-connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "expect")
+)
 _NOT_FORWARDED = _CONNECTION | {"x-forwarded-for", "x-forwarded-proto"}
 
 Headers = list[tuple[str, str]]
@@ -75,6 +81,7 @@ class EngineClient:
         """
         path = request.scope["raw_path"].decode("latin-1")
         target = f"{path}?{request.url.query}" if request.url.query else path
+        # A complete upload is all in `prefix`.
         body = (bytes(upload.prefix) or None) if upload.is_complete else upload.chunks()
         upstream = await self._send(engine, request.method, target, _headers(request), body)
         length = upstream.content_length

@@ -45,7 +45,8 @@ def _is_retryable(task: object, task_run: object, state: State[object]) -> bool:
     return not isinstance(state_error(state), ConfigError | ObjectiveError | NotFiniteError)
 
 
-# Only for work without side effects on the service: data, features, evaluation, reports.
+# Only for work that may run again after a failure: data, features, evaluation, reports, and requests whose repetition
+# has no further effect, such as promoting or deleting checkpoints.
 retried_task = partial(
     step_task, retries=2, retry_delay_seconds=[1, 4], retry_jitter_factor=0.5, retry_condition_fn=_is_retryable
 )
@@ -86,8 +87,8 @@ def call(task: Task[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 def submit(task: Task[..., R], *args: Any) -> Pending[R]:
     """Start a task whose result is needed later; an argument may be the result of another `submit`.
 
-    An inline task, or a task that depends on a future, runs on the workers of the run once its arguments are ready.
-    Other tasks go to Prefect's task runner.
+    An inline task, or a task with an argument that runs on the workers of the run, also runs on these workers, once its
+    arguments are ready. Prefect's task runner runs all other tasks.
     """
     after = tuple(argument for argument in map(_unwrap, args) if isinstance(argument, Future))
     if not _INLINE.get() and not after:

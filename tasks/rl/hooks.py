@@ -42,7 +42,8 @@ class HookAction:
     Attributes:
         name: name of the action in the metrics.
         reward: reward added to the turn's.
-        stop: True to end the episode; `name` is then its stop reason.
+        stop: True to end the episode. The name of the first such action is its stop reason, unless the environment
+            gives one.
     """
 
     name: str
@@ -113,6 +114,7 @@ class HookSpec:
         """
         instance = self.target() if self.is_class else None
         on_turn_end = getattr(instance, "on_turn_end", None) if self.is_class else self.target
+        # `load` has checked that a class has all methods of tinker-cookbook's hooks or none.
         hooks = cast(RolloutHooks, instance) if hasattr(instance, _COOKBOOK_METHODS[0]) else None
         if on_turn_end is None:
             return await run_rollout(policy, env, hooks=hooks)
@@ -154,7 +156,7 @@ class _HookedEnv(Env):
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         result = await self._env.step(action, extra=extra)
-        assert self._recorder.turn is not None, "the policy precedes every step"
+        assert self._recorder.turn is not None, "the policy has sampled before every step"
         prompt, completion = self._recorder.turn
         self._transitions.append(
             Transition(prompt, completion, result.reward, result.episode_done, result.metrics, result.logs)
@@ -216,7 +218,7 @@ def _apply(result: StepResult, actions: Sequence[HookAction]) -> StepResult:
     )
 
 
-def count_actions(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+def action_shares(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Share of rollouts in which each action of a hook occurred, and in which it ended the episode.
 
     An action that did not occur has no metrics.

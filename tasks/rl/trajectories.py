@@ -28,7 +28,7 @@ from objectives.batch import Batch, pack
 from objectives.labels import MEMBER, PROMPT
 from tasks.rl.advantages import AdvantageSettings, compute_token_advantages, has_no_advantages
 from tasks.rl.group_rollout import Group
-from tasks.rl.hooks import count_actions
+from tasks.rl.hooks import action_shares
 from tasks.rl.named_rewards import RewardWeights, combine_advantages, is_constant
 from tasks.rl.sampling_distribution import Completion
 from tasks.rl.truncation import is_truncated
@@ -193,7 +193,7 @@ def compute_group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         | compute_logprob_errors(groups)
         | compute_durations(groups)
         | (compute_completion_metrics(trajectories) if completed else {})
-        | (count_actions(trajectories) if completed else {})
+        | (action_shares(trajectories) if completed else {})
         | {
             "rollout_errors/total": float(errors.total()),
             "rollout_errors/groups_skipped": float(len(groups) - len(completed)),

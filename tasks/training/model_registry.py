@@ -17,7 +17,7 @@ from tasks.training.logged_models import STEP_TAG, log_model
 from tasks.training.metrics import MetricsLog
 
 STATE_TAG = "tinker.state_path"
-# Tag of a run with the newest version that it has registered.
+# Tag of a run that names the version that the run promoted last.
 VERSION_TAG = "tinker_flows.version"
 
 
@@ -42,7 +42,9 @@ class Promotion:
 
 @retried_task(name="promote", task_run_name="promote-{promoted.alias}")
 def promote(log: MetricsLog, name: str, promoted: Promotion, save_for_sampling: Callable[[], str]) -> str:
-    """Register a checkpoint as a version of the model `name`, once, set its alias and return the version.
+    """Register a checkpoint as a version of the model `name`, and point the alias to this version; return the version.
+
+    A checkpoint that is registered already keeps its version.
 
     The source of the version is the tinker:// path for sampling. The logged model has the metrics that the run logged
     at the checkpoint's step.
@@ -74,8 +76,8 @@ def promote_from(
     """Call `promote`, and report the model version as a Prefect asset that derives from the checkpoint."""
 
     def describe(version: str) -> dict[str, object]:
-        path = {"alias": promoted.alias, "step": promoted.step, "state_path": promoted.state_path}
-        return {"version": version, "mlflow_run_id": log.run_id, **path}
+        checkpoint = {"alias": promoted.alias, "step": promoted.step, "state_path": promoted.state_path}
+        return {"version": version, "mlflow_run_id": log.run_id, **checkpoint}
 
     upstream = [Asset(key=checkpoint_key)] if checkpoint_key else []
     task = materialize(promote, asset_key(f"mlflow://models/{name}@{promoted.alias}"), upstream, describe)
@@ -98,7 +100,7 @@ def _register(log: MetricsLog, name: str, promoted: Promotion, sampler_path: str
     except MlflowException as error:
         if error.error_code != ErrorCode.Name(RESOURCE_ALREADY_EXISTS):
             raise
-    # A SQLite registry does not store the model ID itself.
+    # MLflow's SQL registries drop the argument `model_id`, so the ID is also a tag.
     tags |= {STEP_TAG: str(promoted.step), "tinker_flows.model_id": model_id}
     version = client.create_model_version(name, sampler_path, run_id=log.run_id, tags=tags, model_id=model_id)
     return str(version.version)

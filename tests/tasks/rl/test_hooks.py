@@ -20,7 +20,7 @@ from tinker_cookbook.rl.types import Action, ActionExtra, Env, StepResult, Traje
 from blocks.errors import ConfigError
 from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.custom_completer import CompleterSpec, check_completion
-from tasks.rl.hooks import HookAction, HookSpec, count_actions
+from tasks.rl.hooks import HookAction, HookSpec, action_shares
 from tasks.rl.sampling_distribution import SamplingDistribution
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -90,7 +90,7 @@ def test_rewards_and_stops_are_counted() -> None:
     only_at_end = roll_out(spec(lambda state: HookAction("end", 2.0) if state.transitions[-1].episode_done else None))
     assert [turn.reward for turn in only_at_end.transitions] == [1, 1, 3]
     group = TrajectoryGroup([stopped, only_at_end], [0.0, 0.0], [{}, {}])
-    assert count_actions([group]) == {
+    assert action_shares([group]) == {
         "hook/end/rollouts": 0.5,
         "hook/end/stopped": 0.0,
         "hook/turn/rollouts": 0.5,
