@@ -39,12 +39,14 @@ def sum_counter(metrics: str, name: str, label: str) -> Counter[str]:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Measurements of one window.
+    """Measurements over a period in which `num_runs` runs train.
 
     Attributes:
+        name: name of the setup in `benchmarks.scale`, or `idle` without runs.
         step_s: mean seconds of a step of a run; 0 without runs.
         num_checkpoints: saved checkpoints of all runs.
-        cores: cores in use, by process: the servers, `service`, and `flows` for all runs.
+        cores: mean cores in use, by `prefect`, `mlflow` and so on for the servers, `service` for the Tinker service,
+            and `flows` for all processes of runs.
         counts: growth of each counter per step of a run.
         event_lag_s: median and maximum seconds from an event to its row in Prefect's database.
         task_run_lag_s: the same from the start of a task run to its row.
@@ -106,7 +108,7 @@ def fit_load(idle: float, fast: tuple[float, float], slow: tuple[float, float]) 
 
 
 def fit_servers(windows: Sequence[Window]) -> dict[str, Load]:
-    """Fit the load of each process to the windows `idle`, `fast` and `1`."""
+    """Fit the load of each process to the windows `idle`, `fast` (a run with short steps) and `1` (with long steps)."""
     by_name = {window.name: window for window in windows}
     idle, fast, slow = by_name["idle"], by_name["fast"], by_name["1"]
     return {
@@ -136,7 +138,7 @@ def per_checkpoint(
 
 
 def sum_by_group(counts: Mapping[str, float]) -> dict[str, float]:
-    """Sum counts by the first words of their names: the server, or the server, `rows` and the table.
+    """Add up the requests of each server; counts of database rows stay separate, by table.
 
     >>> sum_by_group({"mlflow GET /a": 1.0, "mlflow POST /b": 2.0, "mlflow rows metrics": 50.0})
     {'mlflow requests': 3.0, 'mlflow rows metrics': 50.0}

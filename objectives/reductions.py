@@ -109,8 +109,8 @@ def _fix_of_shape(value: Tensor, batch: Batch, reduction: Reduction) -> str:
 def reduce(value: Tensor, batch: Batch, reduction: Reduction) -> Tensor:
     """Reduce a term's value to 0-d.
 
-    Tokens of weight 0 and datums without other tokens are ignored. For a value per datum, ``(D,)``, both means are the
-    mean over the datums.
+    Tokens of weight 0 are ignored, and so are datums that have no trained token. For a value per datum, ``(D,)``, both
+    means are the mean over the datums.
 
     Args:
         value: ``(N,)``, ``(D,)``, or 0-d with ``"none"``.
@@ -122,7 +122,8 @@ def reduce(value: Tensor, batch: Batch, reduction: Reduction) -> Tensor:
         ObjectiveError: the value has another shape.
     """
     if isinstance(batch, OneDatum):
-        return value.sum()  # Traced terms call this for metrics only, which are computed again after the pass.
+        # While a term is traced, only its metrics call this, and they are computed again: any 0-d value does.
+        return value.sum()
     if reduction == "none" and value.ndim == 0:
         return value
     if reduction == "none" or value.shape not in ((batch.num_tokens,), (batch.num_datums,)):

@@ -60,7 +60,7 @@ class TeacherTargets:
         kl_discount_factor: discount per token of the KL of later tokens; 0 to leave them out.
         train_on_rewards: add the advantages of the environments' rewards.
         top_k: number of soft targets per position, trained by cross-entropy instead of advantages; 0 for advantages.
-        skip_first_n_tokens: sampled tokens at the start of a completion without soft targets.
+        skip_first_n_tokens: number of sampled tokens at the start of each completion that get no soft targets.
     """
 
     kl_penalty_coef: float = 1.0
@@ -112,7 +112,7 @@ class OnPolicySource(RolloutSource):
 
     Attributes:
         hindsight: settings of the context that the teacher gets from the outcomes of each group, as in SDPO; None if
-            the teacher gets no context.
+            the teacher gets no context. Set after construction.
     """
 
     hindsight: Hindsight | None = None
@@ -129,7 +129,8 @@ class OnPolicySource(RolloutSource):
         """Create the source.
 
         Args:
-            sync: replacement of the teacher of a mixture of one dataset; None to keep the first teacher.
+            sync: when and how the student's weights replace the teacher, only for a mixture of one dataset; None to
+                keep the first teacher.
         """
         super().__init__(_MixtureDataset(mixture), None, tokenizer, settings, MinibatchSettings())
         self._mixture, self._teachers, self._targets, self._sync = mixture, teachers, targets, sync
@@ -138,10 +139,10 @@ class OnPolicySource(RolloutSource):
         self._last_due = 0  # last step at which the teacher was to be replaced
         # Step and requested save of the weights that become the teacher.
         self._saving: tuple[int, tinker.APIFuture[types.SaveWeightsForSamplerResponse]] | None = None
-        # Teacher's logprobs minus the student's, and soft targets, of each step until its metrics are computed.
-        self._gaps: dict[int, Tensor] = {}
-        self._ages: dict[int, int] = {}
-        self._soft: dict[int, tuple[Batch, OnPolicyTopK]] = {}
+        # By step, until its metrics are computed.
+        self._gaps: dict[int, Tensor] = {}  # teacher's logprobs minus the student's
+        self._ages: dict[int, int] = {}  # steps since the teacher's weights were current
+        self._soft: dict[int, tuple[Batch, OnPolicyTopK]] = {}  # batch of the samples, and its soft targets
         self._untaught: set[int] = set()  # steps without a context, which teach nothing
 
     def begin(self, step: int, num_steps: int, state: Mapping[str, Any]) -> None:
@@ -201,14 +202,15 @@ class OnPolicySource(RolloutSource):
         batch = super().gather(step, groups)
         rollouts = zip(self._mixture.at(step), groups, strict=True)
         items = [item for item, group in rollouts if group.trajectories is not None]
+        # Distillation drops no constant groups, so the label `group` counts the groups that succeeded.
         dataset_D = torch.tensor([items[index].dataset for index in batch.labels_D["group"].tolist()])
         batch = replace(batch, labels_D={**batch.labels_D, "dataset": dataset_D})
         if self.hindsight:
             taught = self._with_hindsight(step, self.hindsight, batch, groups)
         else:
-            sources_D = [items[index].value for index in batch.labels_D["group"].tolist()]
-            pairs = zip(sources_D, batch.datums, strict=True)
-            taught = TaughtBatch(batch, [datum_for_teacher(source, datum) for source, datum in pairs])
+            builders_D = [items[index].value for index in batch.labels_D["group"].tolist()]
+            pairs = zip(builders_D, batch.datums, strict=True)
+            taught = TaughtBatch(batch, [datum_for_teacher(builder, datum) for builder, datum in pairs])
         if self._targets.top_k:
             return self._gather_top_k(step, taught)
         batch = taught.batch
@@ -274,6 +276,7 @@ class OnPolicySource(RolloutSource):
         requests = [request for request in self._requests(batch, datums_D) if request]
         tops_D = call(compute_top_k, opaque_argument(requests), self._targets.top_k)
         teacher_D = [top.target_logprobs_M for top in tops_D if top.target_logprobs_M is not None]
+        # A service may return no logprobs of the sampled tokens; the step then has no teacher_kl.
         if len(teacher_D) == len(tops_D):
             self._gaps[step] = _logprob_gap(batch, teacher_D)
         skipped = self._targets.skip_first_n_tokens
@@ -347,11 +350,11 @@ class TeacherKL(HeldOutGroups):
             return_exceptions=True,
         )
         rolled_out: list[TrajectoryGroup] = []
-        sources: list[tuple[Teacher, EnvGroupBuilder]] = []
-        for outcome, source in zip(outcomes, self._groups, strict=True):
+        evaluated: list[tuple[Teacher, EnvGroupBuilder]] = []
+        for outcome, group in zip(outcomes, self._groups, strict=True):
             if isinstance(outcome, TrajectoryGroup):
                 rolled_out.append(outcome)
-                sources.append(source)
+                evaluated.append(group)
             elif not isinstance(outcome, AllTrajectoriesFailedError):
                 raise outcome
         num_failed = len(self._groups) - len(rolled_out)
@@ -362,7 +365,7 @@ class TeacherKL(HeldOutGroups):
             return {}
         batch = pack_groups([Group((), group, ()) for group in rolled_out], self._settings.shape, self._tokenizer)
         assert batch.snapshot_logprobs_DT is not None
-        groups_D = [sources[index] for index in batch.labels_D["group"].tolist()]
+        groups_D = [evaluated[index] for index in batch.labels_D["group"].tolist()]
         requests_D = [
             TeacherRequest(teacher, datum_for_teacher(builder, datum))
             for (teacher, builder), datum in zip(groups_D, batch.datums, strict=True)
@@ -409,9 +412,9 @@ def add_teacher_advantages(batch: Batch, gap_DT: Tensor, targets: TeacherTargets
     return batch.advantages_DT + advantages_DT
 
 
-def datum_for_teacher(source: object, datum: tinker.Datum) -> tinker.Datum:
-    """Datum with the teacher's prompt if its group has one; otherwise, the datum itself."""
-    return replace_prompt(source.teacher_prompt, datum) if isinstance(source, PromptGroup) else datum
+def datum_for_teacher(builder: object, datum: tinker.Datum) -> tinker.Datum:
+    """Datum with the teacher's prompt if the builder of its group is a `PromptGroup`; otherwise, the datum itself."""
+    return replace_prompt(builder.teacher_prompt, datum) if isinstance(builder, PromptGroup) else datum
 
 
 def _logprob_gap(batch: Batch, teacher_D: Sequence[Tensor]) -> Tensor:

@@ -72,16 +72,16 @@ async def compare_policies(
     with service_errors("sample from the compared policies"):
         conversations = [[Message(role="user", content=row["question"])] for row in rows]
         answers_PG, others_PG = [await sample_answers(policy, renderer, conversations, sampling) for policy in policies]
-        figures, entropies = await _figures(policies, answers_PG, others_PG, score)
+        values, entropies = await _kl_and_entropy(policies, answers_PG, others_PG, score)
         nlls = await _reference_scores(policies, renderer, rows, score)
     scores_by_policy = [
         entropies[index] | nlls[index] | _by_question(answers) for index, answers in enumerate((answers_PG, others_PG))
     ]
     for name, answers, scores in zip(NAMES, (answers_PG, others_PG), scores_by_policy, strict=True):
-        figures |= {(f"distinct_{n}", name): _distinct(n, answers) for n in NGRAMS}
-        figures |= {(key, name): estimate(scores_P).mean for key, scores_P in scores.items()}
+        values |= {(f"distinct_{n}", name): _distinct(n, answers) for n in NGRAMS}
+        values |= {(key, name): estimate(scores_P).mean for key, scores_P in scores.items()}
         if "nll_per_token" in scores:
-            figures[("perplexity", name)] = math.exp(figures[("nll_per_token", name)])
+            values[("perplexity", name)] = math.exp(values[("nll_per_token", name)])
     pair_metrics: dict[str, float] = {}
     for key, scores_P in scores_by_policy[0].items():
         differences = [a - b for a, b in zip(scores_P, scores_by_policy[1][key], strict=True)]
@@ -90,30 +90,30 @@ async def compare_policies(
         verdicts_PG = await _verdicts(judge, rows, answers_PG, others_PG) if judge else []
     if judge:
         wins = estimate([sum(verdicts) / len(verdicts) for verdicts in verdicts_PG])
-        figures |= {("win_rate", "checkpoint"): wins.mean, ("win_rate", "against"): 1 - wins.mean}
-        figures |= {("win_rate_stderr", name): wins.error for name in NAMES}
+        values |= {("win_rate", "checkpoint"): wins.mean, ("win_rate", "against"): 1 - wins.mean}
+        values |= {("win_rate_stderr", name): wins.error for name in NAMES}
         difference = compare_scores([2 * sum(verdicts) / len(verdicts) - 1 for verdicts in verdicts_PG])
         pair_metrics |= difference.metrics("win_rate") | record.metrics()
-    figures = {key: value for key, value in figures.items() if math.isfinite(value)}
-    keys = [key for key, _ in figures]
+    values = {key: value for key, value in values.items() if math.isfinite(value)}
+    keys = [key for key, _ in values]
     return PolicyComparison(
-        {f"{key}/{name}": value for (key, name), value in figures.items()} | pair_metrics,
+        {f"{key}/{name}": value for (key, name), value in values.items()} | pair_metrics,
         [
-            *((key, figures.get((key, NAMES[0])), figures.get((key, NAMES[1]))) for key in dict.fromkeys(keys)),
+            *((key, values.get((key, NAMES[0])), values.get((key, NAMES[1]))) for key in dict.fromkeys(keys)),
             *((key, value, None) for key, value in pair_metrics.items()),
         ],
         _samples(rows, answers_PG, others_PG, verdicts_PG),
     )
 
 
-async def _figures(
+async def _kl_and_entropy(
     policies: Policies,
     answers_PG: Sequence[Sequence[Answer]],
     others_PG: Sequence[Sequence[Answer]],
     score: Score,
 ) -> tuple[dict[tuple[str, str], float], list[dict[str, list[float]]]]:
     """Return each policy's KL to the other one, and its entropy by question, on its own answers."""
-    figures: dict[tuple[str, str], float] = {}
+    values: dict[tuple[str, str], float] = {}
     entropies: list[dict[str, list[float]]] = []
     for name, own, other, own_PG in (
         (NAMES[0], policies[0], policies[1], answers_PG),
@@ -123,15 +123,18 @@ async def _figures(
         own_D, other_D = await asyncio.gather(score(own, flat), score(other, flat))
         problems = [p for p, answers_G in enumerate(own_PG) for answer in answers_G if answer.tokens]
         per_token, per_answer = kl_per_token(own_D, other_D, problems), kl_per_answer(own_D, other_D, problems)
-        figures |= _with_error("kl_per_token", name, per_token) | _with_error("kl_per_answer", name, per_answer)
+        values |= _with_error("kl_per_token", name, per_token) | _with_error("kl_per_answer", name, per_answer)
         entropies.append({"entropy_per_token": _nll_scores(own_D, problems, len(own_PG))})
-    return figures, entropies
+    return values, entropies
 
 
 async def _reference_scores(
     policies: Policies, renderer: Renderer, rows: Sequence[Row], score: Score
 ) -> list[dict[str, list[float]]]:
-    """Return the NLL of each reference answer under each policy; empty dicts without reference answers."""
+    """Return a score for each reference answer under each policy, whose mean is the NLL per token.
+
+    Empty dicts without reference answers.
+    """
     references = [_reference_answer(renderer, row) for row in rows if row.get("answer")]
     if not references:
         return [{} for _ in policies]
@@ -161,13 +164,13 @@ def _distinct(n: int, answers_PG: Sequence[Sequence[Answer]]) -> float:
 
 
 def _by_question(answers_PG: Sequence[Sequence[Answer]]) -> dict[str, list[float]]:
-    """Return the scores of each question that need no policy: Vendi score, tokens and share of truncated answers."""
-    figures: dict[str, list[float]] = {}
+    """Return the scores by question that need no logprobs: Vendi score, tokens and share of truncated answers."""
+    scores: dict[str, list[float]] = {}
     if len(answers_PG[0]) > 1:
-        figures["vendi"] = [vendi([answer.text for answer in answers_G]) for answers_G in answers_PG]
-    figures["tokens"] = [fmean(len(answer.tokens) for answer in answers_G) for answers_G in answers_PG]
-    figures["truncated"] = [fmean(answer.truncated for answer in answers_G) for answers_G in answers_PG]
-    return figures
+        scores["vendi"] = [vendi([answer.text for answer in answers_G]) for answers_G in answers_PG]
+    scores["tokens"] = [fmean(len(answer.tokens) for answer in answers_G) for answers_G in answers_PG]
+    scores["truncated"] = [fmean(answer.truncated for answer in answers_G) for answers_G in answers_PG]
+    return scores
 
 
 async def _verdicts(

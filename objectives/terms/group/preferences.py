@@ -2,7 +2,8 @@
 
 The two completions of a prompt share the label ``pair`` (`objectives.labels`). The label ``desirable`` is 1 for the
 chosen and 0 for the rejected completion; without this label, the chosen completion comes first in the batch. Each term
-is a mean over the pairs and uses the formula in `objectives.losses`.
+except `kto` is a mean over the pairs; `kto` is a mean over single completions with the label ``desirable``. The
+formulas are in `objectives.losses`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ Result = tuple[Tensor, dict[str, float]]
 def dpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Result:
     """Direct preference optimization, ``-log sigmoid(beta (m - m_ref))``, nats, mean over pairs, 0-d.
 
+    m is ``log p_chosen - log p_rejected`` under the policy, and m_ref the same under the reference.
+
     Source: Rafailov et al. 2023 (arXiv:2305.18290), equation 7; see `objectives.losses.dpo`.
 
     Args:
@@ -41,12 +44,12 @@ def dpo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Result:
         Pearson correlation of reward and number of tokens over all completions, 0 if either is constant.
     """
     policy, reference = _pairs(outputs.logprobs_DT, batch), _reference(outputs, batch)
-    return losses.dpo(policy, reference, beta=beta).mean(), _implicit_rewards(policy, reference, beta)
+    return losses.dpo(policy, reference, beta=beta).mean(), _implicit_reward_metrics(policy, reference, beta)
 
 
 @regularizer("ipo", reduction="none", needs=("ref_logprobs",), unit="sequence")
 def ipo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Result:
-    """Identity preference optimization, ``((m - m_ref) - 1 / (2 beta))^2``, mean over pairs, 0-d.
+    """Identity preference optimization, ``((m - m_ref) - 1 / (2 beta))^2``, mean over pairs, 0-d; m as in ``dpo``.
 
     Source: Azar et al. 2023 (arXiv:2310.12036), equation 17; see `objectives.losses.ipo`.
 
@@ -57,7 +60,7 @@ def ipo(outputs: Outputs, batch: Batch, *, beta: Positive = 0.1) -> Result:
         see ``dpo``.
     """
     policy, reference = _pairs(outputs.logprobs_DT, batch), _reference(outputs, batch)
-    return losses.ipo(policy, reference, beta=beta).mean(), _implicit_rewards(policy, reference, beta)
+    return losses.ipo(policy, reference, beta=beta).mean(), _implicit_reward_metrics(policy, reference, beta)
 
 
 @regularizer("simpo", reduction="none")
@@ -75,7 +78,7 @@ def simpo(outputs: Outputs, batch: Batch, *, beta: Positive = 2.0, gamma: AtLeas
     """
     policy = _pairs(outputs.logprobs_DT, batch)
     value = losses.simpo(policy, beta=beta, gamma=gamma).mean()
-    return value, _rewards(policy, beta * policy.chosen_mean_P, beta * policy.rejected_mean_P)
+    return value, _reward_metrics(policy, beta * policy.chosen_mean_P, beta * policy.rejected_mean_P)
 
 
 @regularizer("orpo", reduction="none")
@@ -92,7 +95,7 @@ def orpo(outputs: Outputs, batch: Batch, *, odds_weight: AtLeastZero = 0.1) -> R
     """
     policy = _pairs(outputs.logprobs_DT, batch)
     value = losses.orpo(policy, weight=odds_weight).mean()
-    return value, _rewards(policy, policy.chosen_mean_P, policy.rejected_mean_P)
+    return value, _reward_metrics(policy, policy.chosen_mean_P, policy.rejected_mean_P)
 
 
 @regularizer("bradley_terry", reduction="none", unit="sequence")
@@ -110,7 +113,7 @@ def bradley_terry(outputs: Outputs, batch: Batch) -> Result:
     """
     policy = _pairs(outputs.logprobs_DT, batch)
     value = losses.bradley_terry(policy.chosen_P, policy.rejected_P).mean()
-    return value, _rewards(policy, policy.chosen_P, policy.rejected_P)
+    return value, _reward_metrics(policy, policy.chosen_P, policy.rejected_P)
 
 
 @regularizer("kto", reduction="none", needs=("ref_logprobs",), unit="sequence")
@@ -124,6 +127,7 @@ def kto(
 ) -> Result:
     """Kahneman-Tversky optimization, ``w (1 - sigmoid(+-beta (log r - z)))``, mean over labelled completions, 0-d.
 
+    w is the weight of a completion, ``log r`` its ``log p - log ref``, and the sign is plus for desirable completions.
     The completions need no partners; the label ``desirable`` is 1 or 0. z, the policy's divergence from the reference,
     is the mean ``log r`` of the datums without this label, clamped to at least 0; it is 0 without such datums. They
     should be completions paired with mismatched prompts.
@@ -185,12 +189,12 @@ def _reference(outputs: Outputs, batch: Batch) -> PairLogprobs:
     return _pairs(outputs.ref_logprobs_DT, batch)
 
 
-def _implicit_rewards(policy: PairLogprobs, reference: PairLogprobs, beta: float) -> dict[str, float]:
+def _implicit_reward_metrics(policy: PairLogprobs, reference: PairLogprobs, beta: float) -> dict[str, float]:
     chosen_P, rejected_P = policy.chosen_P - reference.chosen_P, policy.rejected_P - reference.rejected_P
-    return _rewards(policy, beta * chosen_P, beta * rejected_P)
+    return _reward_metrics(policy, beta * chosen_P, beta * rejected_P)
 
 
-def _rewards(policy: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> dict[str, float]:
+def _reward_metrics(policy: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor) -> dict[str, float]:
     chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
     return {
         "accuracy": float((chosen_P > rejected_P).to(torch.float64).mean()),
