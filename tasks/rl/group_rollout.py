@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -350,10 +350,20 @@ class RolloutThreads:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(MAX_CONCURRENT_GROUPS, thread_name_prefix="rollout")
+        self._is_closed = False
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Run a call on a thread, in the caller's context."""
-        return self._pool.submit(copy_context().run, call)
+        """Run a call on a thread, in the caller's context.
+
+        Raises:
+            concurrent.futures.CancelledError: the run is closed.
+        """
+        try:
+            return self._pool.submit(copy_context().run, call)
+        except RuntimeError as error:
+            if self._is_closed:
+                raise CancelledError("the run is closed") from error
+            raise
 
     def start(
         self, builder: EnvGroupBuilder, policy: SnapshotCompleter, strategy: RetryWholeGroup, step: int, index: int
@@ -372,6 +382,7 @@ class RolloutThreads:
 
     def close(self) -> None:
         """Drop the groups that have not started."""
+        self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

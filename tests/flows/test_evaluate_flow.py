@@ -492,14 +492,15 @@ def test_a_run_is_promoted_only_for_a_difference_that_is_not_chance(
     low, high = ttest_1samp([1.0] * 5 + [0.0] * 3, 0).confidence_interval(0.95)
     assert row.change.value == 5 / 8
     assert row.change.half_width == pytest.approx((high - low) / 2)
-    with pytest.raises(ConfigError, match=r"names test/nll_per_token: use test/nll or test/fixed, or remove"):
+    scored = "test/nll or test/nll_per_token or test/bits_per_byte or test/fixed"
+    with pytest.raises(ConfigError, match=f"names test/own_score: use {scored}, or remove"):
         sft(
             SftConfig.model_validate(
                 fields
                 | {
                     "run_name": "unscored",
                     **gate,
-                    "promote_if": "test/nll_per_token < baseline",
+                    "promote_if": "test/own_score < baseline",
                     "evaluators": [{"builder": f"{__name__}:Fixed", "params": params | {"num_right": 1}}],
                 }
             )

@@ -370,7 +370,7 @@ def test_post_kl_is_that_of_the_saved_weights(
     session = tinker.ServiceClient(base_url=engine_url)
     directory = RunStorage(url=config["storage"]).run_directory(name)
     paths = {step_of(record): record.state_path for record in read_records(directory).checkpoints}
-    num_scored = 0
+    num_scored, changes_of_steps = 0, list[float]()
     for step, turns in enumerate(sampled):
         weights = session.create_training_client_from_state(paths[step + 1] or "").result()
         sampler = weights.save_weights_and_get_sampling_client().result()
@@ -383,7 +383,8 @@ def test_post_kl_is_that_of_the_saved_weights(
         v1, v2 = fmean(changes), fmean(change**2 for change in changes) / 2
         assert curve(result, "kl_pre_post_v1")[step] == pytest.approx(v1, abs=1e-4)
         assert curve(result, "kl_pre_post_v2")[step] == pytest.approx(v2, abs=1e-4)
-        assert v2 > 1e-4
+        changes_of_steps.append(v2)
+    assert max(changes_of_steps) > 1e-4  # with equal rewards in all groups, a step changes nothing
     expected = [turn.ob.length - 1 for turns in sampled for turn in turns]
     assert sorted(firsts) == sorted(expected), "the prompts are not scored"
     num_prompt = sum(turn.ob.length for turns in sampled for turn in turns)

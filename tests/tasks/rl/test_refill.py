@@ -21,7 +21,7 @@ from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, 
 from flows.config.rl import RlConfig
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.async_rollout_source import AsyncRolloutSource
-from tasks.rl.group_rollout import Group, RetryWholeGroup
+from tasks.rl.group_rollout import Group, RetryWholeGroup, RolloutThreads
 from tasks.rl.named_rewards import NamedRewards, RewardSpec
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource, _Refill
 from tasks.rl.sampling_distribution import SamplingDistribution
@@ -185,6 +185,14 @@ def test_closed_source_builds_no_batch_of_groups_that_end_later(snapshots: Any) 
     release.set()
     with pytest.raises(CancelledError, match="the run is closed"):
         pending.result()
+
+
+def test_closed_threads_start_no_group() -> None:
+    threads = RolloutThreads()
+    assert threads.submit(lambda: 3).result() == 3
+    threads.close()
+    with pytest.raises(CancelledError, match="the run is closed"):
+        threads.submit(lambda: 3)
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2])
