@@ -18,6 +18,7 @@ from tqdm import tqdm
 from blocks.terminal import escape_terminal, print_notice
 from flows.monitoring.artifacts import RunPage
 from flows.monitoring.interrupts import StopRequest
+from tasks.reports.summary import format_steps
 from tasks.reports.tables import REWARD, reward_parts
 from tasks.training.metrics import MetricsLog
 
@@ -158,7 +159,7 @@ class Progress:
         self._page = RunPage(run_name, first, num_steps, log)
         self._run_name, self._num_steps, self._done = run_name, num_steps, first
         if first:
-            tqdm.write(escape_terminal(f"Resumed {run_name} after {first} of {num_steps} steps."), file=sys.stderr)
+            tqdm.write(escape_terminal(f"Resumed {run_name} after {format_steps(first, num_steps)}."), file=sys.stderr)
         self._first, self._wrote_at = first, perf_counter()
         self._time_left = TimeLeft(first, num_steps, pauses or Pauses({}, frozenset()))
         self._output = ExitStack()
@@ -201,7 +202,7 @@ class Progress:
         self._wrote_at = perf_counter()
         time_left = timedelta(seconds=round(self._time_left.seconds))
         pace = f"{self._time_left.pace:.3g} s/step, {time_left} left"
-        line = f"{self._run_name}: {self._done} of {self._num_steps} steps, {', '.join([*figures, pace])}"
+        line = f"{self._run_name}: {format_steps(self._done, self._num_steps)}, {', '.join([*figures, pace])}"
         print_notice(line)
 
     def __enter__(self) -> Self:

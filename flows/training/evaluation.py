@@ -23,6 +23,7 @@ from objectives.errors import ObjectiveError
 from objectives.objective import Objective
 from tasks.evaluation.evaluators import ConfiguredEvaluator, EvaluationResult, HeldOutNLL, evaluate
 from tasks.preference.pair_source import HeldOutPairs
+from tasks.reports.summary import format_steps
 from tasks.rl.rollout_source import HeldOutGroups
 from tasks.training.candidates import CandidateSampler
 from tasks.training.examples import append_examples, example_inputs, first_prompts, measure_examples
@@ -73,7 +74,7 @@ class Evaluation:
         if not (often or rarely):
             return {}
         began = perf_counter()
-        when = f"after {step} of {self._schedule.num_steps} steps" if step else "before the first step"
+        when = f"after {format_steps(step, self._schedule.num_steps)}" if step else "before the first step"
         print_notice(f"{self._config.run_name}: evaluating the weights {when}")
         self._ledger.add(self.num_tokens(step))
         due = [

@@ -70,6 +70,7 @@ from tasks.common.datum_cache import load_cache, save_cache
 from tasks.common.digests import digest_batch
 from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import ConfiguredEvaluator
+from tasks.reports.summary import format_steps
 from tasks.training.batch_source import BatchSource, TrainedBatch
 from tasks.training.candidates import CandidateSampler
 from tasks.training.checkpoints import CONTENTS_KEY, PendingCheckpoint, step_of
@@ -555,7 +556,7 @@ class Trainer:
     def _show_saved(self, step: int) -> None:
         """Say what a stopped run has saved."""
         saved = f"Saved the weights and the optimizer state of {self.config.run_name}"
-        print_notice(f"{saved} after {step} of {self.schedule.num_steps} steps.")
+        print_notice(f"{saved} after {format_steps(step, self.schedule.num_steps)}.")
 
     def _check_last_weights(self, step: int) -> None:
         """Run one more forward pass over the last batch, because no later step checks these weights.

@@ -114,6 +114,15 @@ def format_hours(hours: float) -> str:
     return f"{minutes:.1f} min" if minutes < 60 else f"{round(minutes) // 60} h {round(minutes) % 60} min"
 
 
+def format_steps(num_done: int, num_steps: int) -> str:
+    """Format the completed steps of a run.
+
+    >>> format_steps(3, 24), format_steps(1, 1)
+    ('3 of 24 steps', '1 of 1 step')
+    """
+    return f"{num_done} of {num_steps} step{'s' if num_steps != 1 else ''}"
+
+
 def _cost_parts(metrics: Mapping[str, float]) -> tuple[str, str, str]:
     """Time, tokens and price of a run; an unknown time or number of tokens is empty."""
     time = format_hours(metrics["cost/hours"]) if "cost/hours" in metrics else ""
