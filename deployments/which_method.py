@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 from deployments.methods import METHODS
+
+ROOT = Path(__file__).parents[1]
 
 
 class Resource(NamedTuple):
@@ -99,6 +104,7 @@ class Advice(NamedTuple):
     Attributes:
         method, why, command: method, reason and command; method and command are empty if no method applies.
         before: command of a run that gives a better start; empty if none is needed.
+        start: arguments that let `command` start from the weights of that run; empty if none is needed.
         collect: data worth collecting first; empty if there is enough.
     """
 
@@ -106,6 +112,7 @@ class Advice(NamedTuple):
     why: str
     command: str
     before: str = ""
+    start: str = ""
     collect: str = ""
 
 
@@ -124,7 +131,8 @@ def advise(available: Mapping[str, bool]) -> Advice:
     first = next(other for other in RESOURCES if other.name == "demonstrations") if imitates_first else None
     before = _command(first) if first else ""
     explores = resource.name in ("reward", "judge") and not available.get("demonstrations")
-    return Advice(resource.method, resource.why, _command(resource), before, _COLLECT_START if explores else "")
+    start = _start_from(first, resource) if first else ""
+    return Advice(resource.method, resource.why, _command(resource), before, start, _COLLECT_START if explores else "")
 
 
 def show_advice(available: Mapping[str, bool], as_json: bool) -> None:
@@ -139,13 +147,22 @@ def show_advice(available: Mapping[str, bool], as_json: bool) -> None:
     print(f"{advice.method}: {METHODS[advice.method].description}.\n{advice.why}\n\n  {advice.command}")
     if advice.before:
         print("\nFirst train on your demonstrations, then start from those weights:\n")
-        print(f"  {advice.before}\n  {advice.command} init_from=THAT_RUN")
+        print(f"  {advice.before}\n  {advice.command} {advice.start}")
     if advice.collect:
         print(f"\n{advice.collect}")
 
 
 def _command(resource: Resource) -> str:
     return f"tinker-flows run {resource.method} --config {resource.example} {resource.overrides}".rstrip()
+
+
+def _start_from(first: Resource, resource: Resource) -> str:
+    """Return the arguments that let the example of a resource start from the weights of the first example."""
+    fields = yaml.safe_load((ROOT / first.example).read_text())
+    model = fields["model"]
+    # The example of a teacher has the student's model as its teacher, with another prompt.
+    teacher = f" datasets.0.teacher.model={model}" if resource.name == "teacher" else ""
+    return f"init_from={fields['run_name']} model={model} lora_rank={fields['lora_rank']}{teacher}"
 
 
 def questions() -> list[Resource]:

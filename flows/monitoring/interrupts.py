@@ -48,16 +48,22 @@ class StopRequest:
         self._cancelled, self._reason = True, reason
 
     def raise_if_requested(self) -> None:
-        """Raise the deferred signal, or RunCancelled after a cancel."""
+        """Raise the deferred signal, or RunCancelled after a cancel.
+
+        If the program has a handler of its own for the signal, which returns, KeyboardInterrupt is raised after it.
+        """
         if self._signal is not None:
             self._restore_handlers()
             signal.raise_signal(self._signal)
+            raise KeyboardInterrupt
         if self._cancelled:
             raise RunCancelled(self._reason)
 
     def _install_handlers(self) -> None:
         for number in SIGNALS:
-            self._handlers[number] = signal.signal(number, self._handle)
+            # A shell script lets its background jobs ignore Ctrl-C, which is meant for the job in the foreground.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, self._handle)
 
     def _restore_handlers(self) -> None:
         while self._handlers:

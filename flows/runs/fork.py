@@ -40,7 +40,23 @@ def starts_of(config: RunConfig, storage: RunStorage) -> list[CheckpointRecord]:
         return _starts_of_fork(config, storage)
     if config.init_from == BASE:
         return []
-    return [_initial_weights(config, checkpoint) for checkpoint in find_checkpoints(config.init_from, storage)]
+    checkpoints = find_checkpoints(config.init_from, storage)
+    for checkpoint in checkpoints:
+        check_model(config, checkpoint.model or config.model)
+    return [_initial_weights(config, checkpoint) for checkpoint in checkpoints]
+
+
+def check_model(config: RunConfig, base_model: str) -> None:
+    """Check that the weights that a run starts from have its base model.
+
+    Raises:
+        ConfigError: They have another one.
+    """
+    if base_model != config.model:
+        raise ConfigError(
+            f"{named_origin(config)}, an adapter of {base_model}, but model is {config.model}: set model to "
+            f"{base_model}, or name weights of {config.model}."
+        )
 
 
 def check_lineage(config: RunConfig, records: Sequence[CheckpointRecord]) -> None:

@@ -16,7 +16,7 @@ from blocks.storage import RunDirectory
 from blocks.terminal import print_notice
 from flows.config.train import TrainConfig
 from flows.runs.cookbook_compat import cookbook_step
-from flows.runs.fork import named_origin
+from flows.runs.fork import check_model, named_origin
 from flows.runs.run import Run
 from tasks.common.service_errors import service_errors
 from tasks.training.checkpoints import append_record, resumable, step_of
@@ -61,11 +61,7 @@ def _check_origin(run: Run, config: TrainConfig, start: CheckpointRecord, num_st
     path = start.state_path or ""
     with service_errors(f"describe the checkpoint {path}"):
         weights = tinker.RestClient(run.session.holder).get_weights_info_by_tinker_path(path).result()
-    if weights.base_model != config.model:
-        raise ConfigError(
-            f"{named_origin(config)}, an adapter of {weights.base_model}, but model is {config.model}: set model to "
-            f"{weights.base_model}, or name weights of {config.model}."
-        )
+    check_model(config, weights.base_model)
     if weights.lora_rank is not None and weights.lora_rank != config.lora_rank:
         raise ConfigError(
             f"{named_origin(config)}, whose adapter has rank {weights.lora_rank}, but lora_rank is "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from safetensors.torch import load_file
@@ -16,6 +16,7 @@ from deployments.which_method import RESOURCES, Resource, advise
 from engine.models import resolve_model
 from flows.config.loader import load_config
 from flows.config.rlhf import RlhfConfig
+from flows.config.train import TrainConfig
 from flows.runs.prices import PRICES_DATE
 from objectives.import_path import import_path
 
@@ -32,6 +33,17 @@ def test_every_resource_leads_to_a_method_and_an_example(resource: Resource) -> 
     if isinstance(config, RlhfConfig):
         assert config.judge
         assert config.judge.params == {"model": "JUDGE"}
+
+
+@pytest.mark.parametrize("name", ["reward", "preferences", "teacher"])
+def test_second_command_fits_the_weights_of_the_first(name: str) -> None:
+    advice = advise({name: True, "demonstrations": True})
+    configs: list[TrainConfig] = []
+    for command in (advice.before, f"{advice.command} {advice.start}"):
+        _, _, method, _, path, *overrides = shlex.split(command)
+        configs.append(load_config(cast(Any, import_path(METHODS[method].config)), ROOT / path, overrides))
+    first, second = configs
+    assert (second.init_from, second.model, second.lora_rank) == (first.run_name, first.model, first.lora_rank)
 
 
 def test_a_teacher_comes_before_a_reward_and_data_before_exploration() -> None:

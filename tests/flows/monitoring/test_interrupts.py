@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +24,33 @@ from blocks.processes import free_port
 from flows.monitoring import interrupts
 from flows.monitoring.drain import deliver_events
 from flows.monitoring.interrupts import RunCancelled, deferred_interrupts
+
+
+@contextmanager
+def handler_of_sigint(handler: Any) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ignored_signal_stays_ignored() -> None:
+    """A shell script starts its background jobs so, and Ctrl-C is meant for the job in the foreground."""
+    with handler_of_sigint(signal.SIG_IGN), deferred_interrupts() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert not stop.requested
+        stop.raise_if_requested()
+
+
+def test_run_ends_although_a_handler_of_the_program_returns() -> None:
+    handled: list[int] = []
+    with handler_of_sigint(lambda number, _: handled.append(number)), deferred_interrupts() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            stop.raise_if_requested()
+    assert handled == [signal.SIGINT]
 
 
 @pytest.mark.parametrize("action", ["garbage", "500 after"])

@@ -93,6 +93,8 @@ def test_run_name_sampler_weights_and_restart(tmp_path: Path, fields: dict[str, 
 
     with pytest.raises(ConfigError, match=r"rank 4, but lora_rank is 8: set lora_rank to 4"):
         train(fields, "wide", init_from=warm.state_path, lora_rank=8)
+    with pytest.raises(ConfigError, match=r"an adapter of .*tiny.*, but model is smollm2-135m: set model to"):
+        train(fields, "other-model", init_from="warm", model="smollm2-135m")
     with pytest.raises(ConfigError, match="was started with another init_from"):
         train(fields, "by-name", init_from="warm@2")
     with pytest.raises(ValueError, match="both name the weights to start from: remove resume"):
