@@ -38,7 +38,6 @@ from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 from tasks.common.tokenizers import TokenizedEvaluator, lock_tokenizers
 from tasks.evaluation.grading_metrics import digest_problems
-from tasks.evaluation.policy_metrics import ratio_scores
 from tasks.training.datums import pack_datums
 from tasks.training.held_out import MAX_SCORES, BatchValues, EvaluatedBatch, GradedMetrics
 from tasks.training.metric_names import safe_name
@@ -70,11 +69,11 @@ class HeldOutNLL(TrainingClientEvaluator):
 
     Data with K weighted targets per position has `test/nll` alone, the cross-entropy to these targets.
 
-    Each metric has a score for each datum, for paired comparisons; their mean is the metric (`ratio_scores`). With more
-    than `MAX_SCORES` datums, each of `MAX_SCORES` groups of consecutive datums has a score.
+    Each metric has a score for each datum, for paired comparisons: its scaled share of the metric; the mean of the
+    scores is the metric. With more than `MAX_SCORES` datums, each of `MAX_SCORES` groups of datums has a score.
     """
 
-    scored_metrics = ("test/nll", "test/nll_per_token", "test/bits_per_byte")
+    scored_metrics: tuple[str, ...] = ("test/nll", "test/nll_per_token", "test/bits_per_byte")
 
     def __init__(self, dataset: SupervisedDataset, tokenizer: Tokenizer) -> None:
         batches = [dataset.get_batch(index) for index in range(len(dataset))]
@@ -86,6 +85,8 @@ class HeldOutNLL(TrainingClientEvaluator):
             )
         self.num_tokens = sum(datum.model_input.length for datum in self._datums)
         self.num_datums = len(self._datums)
+        if self._datums[0].loss_fn_inputs["weights"].to_torch().ndim > 1:
+            self.scored_metrics = ("test/nll",)  # data with K targets per position
         self._tokenizer, self._batches = tokenizer, batches
         self._logprobs_D: list[torch.Tensor] = []
 
@@ -334,15 +335,19 @@ def _text(tokens: tinker.TensorData, weights: tinker.TensorData, tokenizer: Toke
     ids = [int(token) for token in tokens.data]
     is_text = find_text(ids, tokenizer)
     counted = [weight > 0 and is_counted for weight, is_counted in zip(weights.data, is_text, strict=True)]
-    return _Text(torch.tensor(counted), count_bytes(ids, counted, tokenizer))
+    return _Text(torch.tensor(counted, dtype=torch.bool), count_bytes(ids, counted, tokenizer))
 
 
 def _scores(sums_D: Sequence[float], sizes_D: Sequence[float]) -> list[float]:
-    """Return a score for each datum, or for each of `MAX_SCORES` groups of consecutive datums."""
-    num_datums, num_scores = len(sums_D), min(len(sums_D), MAX_SCORES)
-    groups = np.array_split(np.arange(num_datums), num_scores)
-    group_D = np.repeat(np.arange(num_scores), [len(group) for group in groups])
-    return ratio_scores(sums_D, sizes_D, group_D.tolist(), num_scores)
+    """Return each datum's share of the ratio of totals, times the number of scores, so that their mean is the ratio.
+
+    With more than `MAX_SCORES` datums, the scores are those of `MAX_SCORES` groups of consecutive datums. The sizes are
+    the same for all weights, so equal weights have differences of scores with random signs, as the sign flips of
+    `promote_confidence` assume. The differences of `ratio_scores` would not.
+    """
+    groups = np.array_split(sums_D, min(len(sums_D), MAX_SCORES))
+    total_size = sum(sizes_D)
+    return [len(groups) * float(group.sum()) / total_size for group in groups]
 
 
 @retried_task(name="evaluate", task_run_name="evaluate-{step}")

@@ -104,14 +104,16 @@ def describe_cost(metrics: Mapping[str, float]) -> str:
 def format_hours(hours: float) -> str:
     """Format a duration for people.
 
-    >>> format_hours(0.005), format_hours(0.05), format_hours(1.5), format_hours(3598 / 3600)
-    ('18 s', '3.0 min', '1 h 30 min', '1 h 0 min')
+    >>> [format_hours(seconds / 3600) for seconds in (18, 180, 3598, 5489)]
+    ['18 s', '3.0 min', '1 h 0 min', '1 h 31 min']
     """
     seconds = round(hours * 3600)
     if seconds < 60:
         return f"{seconds} s"
-    minutes = round(seconds / 60, 1)
-    return f"{minutes:.1f} min" if minutes < 60 else f"{round(minutes) // 60} h {round(minutes) % 60} min"
+    if round(seconds / 60, 1) < 60:
+        return f"{seconds / 60:.1f} min"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def format_steps(num_done: int, num_steps: int) -> str:

@@ -46,11 +46,11 @@ class HangWatch:
 
     A group hangs if it has no open request for samples and has sent none for `hang_seconds`, and for `hang_factor`
     times the median duration of the last finished groups. Before any group has finished, the bound is `hang_factor`
-    times `hang_seconds`. The time limit of the turns is added to the bound, because the rollout ends hanging turns
-    by itself. Each step causes at most one warning.
+    times `hang_seconds`. The time limit of an attempt is added to the bound, because the rollout ends attempts that
+    take too long by itself. Each step causes at most one warning.
 
     Args:
-        timeout_s: time limit of the turns of one attempt; None means no limit.
+        timeout_s: time limit of one attempt at a group; None means no limit.
         report: callback that gets the warnings.
         fix: what the user can do about a group that hangs, for the warnings.
     """

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import tinker
 import torch
 from engine_process import API_KEY
+from scipy import stats
 from tinker_cookbook.renderers import Message, get_renderer
+from tinker_cookbook.supervised.common import compute_bpb, compute_mean_nll
 from tinker_cookbook.supervised.data import conversation_to_datum
 from tinker_cookbook.supervised.nll_evaluator import SamplerNLLEvaluator
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
-from tasks.evaluation.evaluators import HeldOutNLL
+from tasks.evaluation.evaluators import HeldOutNLL, _scores
+from tasks.evaluation.intervals import sign_flip_p_value
 from tasks.training.held_out import GradedMetrics
 
 ANSWERS = ("4", "It is four, which is two and two.", "Vier – größer als drei, kleiner als fünf. " * 4)
@@ -96,13 +100,37 @@ def test_scores_average_to_the_metrics(engine_url: str) -> None:
         assert means == pytest.approx(dict(first), rel=1e-5)
 
 
-def test_score_is_the_effect_of_one_more_datum(engine_url: str) -> None:
-    """With many datums, one more copy of a datum changes a metric by the datum's distance from it, divided by them."""
+def test_score_is_the_share_of_a_datum(engine_url: str) -> None:
+    """Reference: tinker-cookbook's metrics if only this datum has a loss."""
     client = open_client(engine_url)
-    datums = datums_of(client.get_tokenizer()) * 60
-    metrics = measure(client, datums)
+    tokenizer = client.get_tokenizer()
+    datums = datums_of(tokenizer)
+    logprobs = [output["logprobs"] for output in client.forward(datums, "cross_entropy").result().loss_fn_outputs]
+    weights = [datum.loss_fn_inputs["weights"] for datum in datums]
+    targets = [datum.loss_fn_inputs["target_tokens"] for datum in datums]
+    scores = measure(client, datums).scores
     for index in range(len(ANSWERS)):
-        with_copy = measure(client, [*datums, datums[index]])
-        for name in metrics:
-            effect = len(datums) * (with_copy[name] - metrics[name])
-            assert metrics.scores[name][index] - metrics[name] == pytest.approx(effect, rel=0.03), name
+        alone = [
+            values if number == index else tinker.TensorData.from_torch(torch.zeros_like(values.to_torch()))
+            for number, values in enumerate(logprobs)
+        ]
+        assert scores["test/nll"][index] == pytest.approx(3 * compute_mean_nll(alone, weights), rel=1e-5)
+        bits_per_byte = compute_bpb(alone, weights, targets, tokenizer)
+        assert scores["test/bits_per_byte"][index] == pytest.approx(3 * bits_per_byte, rel=1e-5)
+
+
+def test_data_with_several_targets_has_one_score() -> None:
+    inputs = {"target_tokens": tinker.TensorData.from_torch(torch.ones(2, 3).long())}
+    inputs["weights"] = tinker.TensorData.from_torch(torch.ones(2, 3))
+    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)
+    assert HeldOutNLL(OneBatch([datum]), cast(Any, None)).scored_metrics == ("test/nll",)
+
+
+def test_equal_weights_rarely_differ_significantly() -> None:
+    """1,000 pairs of equal weights on examples of uneven sizes: at most 5 %, within the binomial bound of 0.1 %."""
+    generator, num_runs, num_significant = np.random.default_rng(0), 1000, 0
+    for _ in range(num_runs):
+        sizes_D = np.exp(1.5 * generator.standard_normal(6))
+        one, other = (_scores((sizes_D * (1 + generator.standard_normal(6))).tolist(), sizes_D.tolist()) for _ in "ab")
+        num_significant += sign_flip_p_value([a - b for a, b in zip(one, other, strict=True)], 0.05) <= 0.05
+    assert num_significant <= stats.binom.ppf(0.999, num_runs, 0.05)
