@@ -145,7 +145,10 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
         known = _fields_beside(config_type, first["loc"])
         if methods := _methods_with_fields(config_type, fields):
             start = " or ".join(f"tinker-flows run {method}" for method in methods)
-            return f"the field {path!r} is unknown, but this looks like a config of {' or '.join(methods)}: use {start}"
+            return (
+                f"the field {path!r} is unknown, but this looks like a config of {' or '.join(methods)}: use {start}, "
+                "or `tinker-flows estimate` with this --method"
+            )
         others = f"; the fields are {', '.join(known)}" if known else ""
         return f"the field {path!r} is unknown{did_you_mean(parts[-1], known) or others}"
     # A validator that loads another config, as rlhf does for each stage, raises a message with this prefix.

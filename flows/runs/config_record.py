@@ -27,6 +27,7 @@ FORMAT_OF_SCALES = 2
 # was sampled from.
 FORMAT_OF_CORRECTIONS = 3
 _FORMAT_KEY = "format_version"
+_SHORT_VALUES = 60  # characters
 
 # Fields that may change when a run resumes: where it runs and how often it evaluates, never what it trains.
 MAY_CHANGE = {
@@ -140,15 +141,22 @@ def check_config(
         fields = {_FORMAT_KEY: FORMAT_VERSION, **config.model_dump(mode="json")}
         directory.write_bytes(CONFIG, json.dumps(fields, indent=2).encode())
         return
-    changed = changed_fields(directory, config)
-    if changed:
+    changes = {key: change for key, change in _changes(directory, config).items() if key not in MAY_CHANGE}
+    if changes:
+        changed = [_describe_change(key, *change) for key, change in sorted(changes.items())]
         raise ConfigError(
             f"The run {config.run_name!r} (now at step {step_of(start)}) was started with another "
-            f"{', '.join(changed)}: restore it or choose another run_name; the first config is "
-            f"{directory.location}/{CONFIG}."
+            f"{', '.join(changed)}: restore it, choose another run_name, or start anew with if_exists=delete; the "
+            f"first config is {directory.location}/{CONFIG}."
         )
     if not restarts:
         _announce_changes(directory, config)
+
+
+def _describe_change(key: str, before: Any, now: Any) -> str:
+    """Return a field with both values, if they are short."""
+    values = f"{before}, now {now}"
+    return f"{key} ({values})" if len(values) <= _SHORT_VALUES else key
 
 
 def _announce_changes(directory: RunDirectory, config: RunConfig) -> None:

@@ -196,7 +196,11 @@ def test_reused_run_name_with_another_config(
     assert "no model" in error_of(model="tyni", eval_every=0)  # the name stays free: nothing is trained yet
     first = sft(SftConfig.model_validate(fields))
     checkpoints = (tmp_path / "runs" / "bad" / "checkpoints.jsonl").read_text()
-    assert "was started with another learning_rate" in error_of(eval_every=0, learning_rate=0.5)
+    rate = fields["learning_rate"]
+    expected = (
+        f"was started with another learning_rate ({rate}, now 0.5): restore it, choose another run_name, or start"
+    )
+    assert expected in error_of(eval_every=0, learning_rate=0.5)
     assert "is in use" in error_of(eval_every=0, resume="never")
     assert (tmp_path / "runs" / "bad" / "checkpoints.jsonl").read_text() == checkpoints
     assert sft(SftConfig.model_validate(fields)).state_path == first.state_path

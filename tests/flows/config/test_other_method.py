@@ -19,14 +19,14 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
     [("dpo", "dpo"), ("rl", "rl"), ("rlhf", "rlhf"), ("self_distillation", "self_distillation")],
 )
 def test_error_names_the_method_of_the_config(file: str, method: str) -> None:
-    expected = f"is unknown, but this looks like a config of {method}: use tinker-flows run {method}.$"
+    expected = f"unknown, but this looks like a config of {method}: use tinker-flows run {method}, or `tinker-flows est"
     with pytest.raises(ConfigError, match=expected):
         load_config(SftConfig, EXAMPLES / f"{file}.yaml", [])
 
 
 def test_error_names_all_methods_with_the_fields() -> None:
     methods = ("on_policy_distillation", "off_policy_distillation")
-    with pytest.raises(ConfigError, match=f"use {' or '.join(f'tinker-flows run {method}' for method in methods)}.$"):
+    with pytest.raises(ConfigError, match=f"use {' or '.join(f'tinker-flows run {method}' for method in methods)}, or"):
         load_config(DpoConfig, EXAMPLES / "on_policy_distillation.yaml", [])
 
 
