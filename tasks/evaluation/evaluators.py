@@ -38,6 +38,7 @@ from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 from tasks.common.tokenizers import TokenizedEvaluator, lock_tokenizers
 from tasks.evaluation.grading_metrics import digest_problems
+from tasks.evaluation.policy_metrics import share_scores
 from tasks.training.datums import pack_datums
 from tasks.training.held_out import MAX_SCORES, BatchValues, EvaluatedBatch, GradedMetrics
 from tasks.training.metric_names import safe_name
@@ -339,15 +340,11 @@ def _text(tokens: tinker.TensorData, weights: tinker.TensorData, tokenizer: Toke
 
 
 def _scores(sums_D: Sequence[float], sizes_D: Sequence[float]) -> list[float]:
-    """Return each datum's share of the ratio of totals, times the number of scores, so that their mean is the ratio.
-
-    With more than `MAX_SCORES` datums, the scores are those of `MAX_SCORES` groups of consecutive datums. The sizes are
-    the same for all weights, so equal weights have differences of scores with random signs, as the sign flips of
-    `promote_confidence` assume. The differences of `ratio_scores` would not.
-    """
-    groups = np.array_split(sums_D, min(len(sums_D), MAX_SCORES))
-    total_size = sum(sizes_D)
-    return [len(groups) * float(group.sum()) / total_size for group in groups]
+    """Return the score of each datum, or of each of `MAX_SCORES` groups of consecutive datums; see `share_scores`."""
+    num_scores = min(len(sums_D), MAX_SCORES)
+    groups = np.array_split(np.arange(len(sums_D)), num_scores)
+    group_D = np.repeat(np.arange(num_scores), [len(group) for group in groups])
+    return share_scores(sums_D, sizes_D, group_D.tolist(), num_scores)
 
 
 @retried_task(name="evaluate", task_run_name="evaluate-{step}")
