@@ -1,4 +1,4 @@
-"""How well targets are met: the mean over the last quarter of a run against the limit, for several kinds of terms.
+"""Targets of several kinds of terms: the mean over the last quarter of a run, compared with the limit.
 
 Each run uses the default gains and has two targets: an active one, which the run would miss without it, as a run with
 the term at weight 0 shows, and an inactive one, which the run meets anyway. The multiplier of the inactive target
