@@ -198,7 +198,7 @@ CHEAP = _operations_named(
 GROWING = _operations_named(f"{_GROWING} {_FUNCTIONAL_GROWING} {_FFT} norm getitem")
 # Operations that return many results.
 SPLITTING = _operations_named("chunk split split_with_sizes unbind")
-# Operations that sort their input, or that sum a mathematical series for each element, in one of both passes.
+# Operations that sort their input, or that sum a mathematical series for each element, forward or backward.
 SLOW = _operations_named(
     "argsort bucketize digamma erfcx i0 i0e i1 i1e kthvalue lgamma log_ndtr logcumsumexp median mode msort nanmedian "
     "nanquantile ndtri polygamma psi quantile renorm searchsorted sort topk unique unique_consecutive zeta"
