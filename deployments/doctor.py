@@ -19,13 +19,13 @@ from rich.table import Table
 from rich.text import Text
 from sqlalchemy import make_url
 
-from blocks.console import TextConsole
 from blocks.errors import ConfigError, StorageError, TinkerFlowsError, reason
 from blocks.home import home
 from blocks.object_directory import ObjectDirectory
 from blocks.prefect_errors import check_prefect_url, prefect_failures
 from blocks.processes import running_prefect_server
 from blocks.service import TinkerService
+from blocks.terminal import TextConsole
 from blocks.urls import check_reachable
 from flows.runs.blocks import service_at, storage_at, tracking_at
 

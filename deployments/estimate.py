@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from blocks.console import TextConsole
+from blocks.terminal import TextConsole
 from flows.config.distill import OffPolicyConfig, OnPolicyConfig, PromptConfig, SelfConfig
 from flows.config.dpo import DpoConfig
 from flows.config.loader import load_config

@@ -11,8 +11,8 @@ from rich.table import Table
 from tinker_cookbook.model_info import ModelAttributes, get_model_attributes
 
 from blocks import TinkerService
-from blocks.console import TextConsole
 from blocks.errors import ConfigError
+from blocks.terminal import TextConsole
 from flows.config.learning_rate import is_local, recommended_rate
 from flows.runs.blocks import service_at
 from flows.runs.prices import FREE, PRICES_DATE, Price, price_of, priced_models

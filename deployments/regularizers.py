@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from blocks.console import TextConsole
+from blocks.terminal import TextConsole
 from objectives.describe import Parameter, first_line, parameters_of
 from objectives.errors import ObjectiveError
 from objectives.term import Term

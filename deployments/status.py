@@ -12,9 +12,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowRun
 from rich.table import Table
 
-from blocks.console import TextConsole
 from blocks.errors import ConfigError, ServiceError
-from blocks.terminal import escape_terminal
+from blocks.terminal import TextConsole, escape_terminal
 from blocks.urls import hide_credentials
 from deployments.run_lookup import StoredRun, find_mlflow_run, find_run
 from flows.monitoring.run_tags import STOPPED_TAG as STOPPED

@@ -13,8 +13,7 @@ from typing import Any
 import tinker
 from tinker_cookbook.renderers import Message, Renderer
 
-from blocks.console import TextConsole
-from blocks.terminal import escape_json
+from blocks.terminal import TextConsole, escape_json
 from deployments.run_lookup import find_run
 from flows.config.base import BASE, SERVICE_PATH, WeightsConfig
 from flows.config.loader import field_values, validate_fields

@@ -22,7 +22,6 @@ from typing import TextIO
 
 from rich.console import Console
 
-from blocks.console import TextConsole
 from blocks.database_templates import MLFLOW_TEMPLATE, PREFECT_TEMPLATE, is_missing
 from blocks.errors import storage_error
 from blocks.home import file_lock, home, open_private
@@ -37,6 +36,7 @@ from blocks.processes import (
     prepare_prefect_database,
     supervised_command,
 )
+from blocks.terminal import TextConsole
 from deployments.health import Service, is_healthy, monitor, wait_until_ready
 from deployments.local_stack import (
     Endpoint,

@@ -18,7 +18,7 @@ from prefect.runtime import flow_run
 from pydantic import Field
 from rich.table import Table
 
-from blocks.console import TextConsole
+from blocks.terminal import TextConsole
 from blocks.urls import hide_credentials
 from flows.config.base import (
     BASE,

@@ -26,9 +26,8 @@ from rich.table import Table
 from tinker_cookbook.eval.evaluators import Evaluator
 from tinker_cookbook.tokenizer_utils import Tokenizer, register_tokenizer
 
-from blocks.console import TextConsole
 from blocks.errors import ConfigError
-from blocks.terminal import print_notice
+from blocks.terminal import TextConsole, print_notice
 from blocks.urls import hide_credentials
 from flows.config.base import (
     CHECKPOINT,

@@ -18,9 +18,9 @@ from prefect import flow
 from pydantic import Field
 
 from blocks import TinkerService
-from blocks.console import TextConsole
 from blocks.errors import ConfigError
 from blocks.paths import path_of
+from blocks.terminal import TextConsole
 from flows.config.base import CHECKPOINT, WeightsConfig
 from flows.runs.blocks import open_service, storage_of
 from flows.runs.checkpoint_refs import find_checkpoint, with_model

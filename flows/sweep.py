@@ -17,8 +17,8 @@ from prefect.context import TagsContext
 from prefect.states import Cancelled
 from rich.table import Table
 
-from blocks.console import TextConsole
 from blocks.storage import RunDirectory
+from blocks.terminal import TextConsole
 from flows.monitoring.interrupts import RunCancelled
 from flows.runs.blocks import storage_of
 from flows.runs.retries import leave_state_to_successor

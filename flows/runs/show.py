@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from prefect.settings import PREFECT_API_URL
 from rich.table import Table
 
-from blocks.console import TextConsole
 from blocks.home import home
 from blocks.processes import running_prefect_server
+from blocks.terminal import TextConsole
 from blocks.urls import hide_credentials
 from flows.monitoring.progress import method_figures
 from flows.runs.result import TrainResult

@@ -17,8 +17,8 @@ from prefect.states import Failed
 from prefect.tasks import MaterializingTask
 from prefect.utilities.annotations import opaque
 
-from blocks.console import escape_log_record
 from blocks.errors import ConfigError, NotFiniteError
+from blocks.terminal import escape_log_record
 from objectives.errors import ObjectiveError
 from tasks.common.event_loop import current_workers
 from tasks.common.prefect_internals import state_error

@@ -18,9 +18,8 @@ from rich.text import Text
 from tinker_cookbook.display import to_ints
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
-from blocks.console import TextConsole
 from blocks.storage import RunDirectory
-from blocks.terminal import escape_terminal
+from blocks.terminal import TextConsole, escape_terminal
 from objectives.batch import Batch, unpack
 from objectives.labels import MEMBER, PROMPT
 from tasks.common.task import retried_task

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from blocks.console import TextConsole
+from blocks.terminal import TextConsole
 from deployments.status import RunStatus, _main_metric, _table
 
 RUN: Any = SimpleNamespace(fields={})

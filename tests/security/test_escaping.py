@@ -30,9 +30,8 @@ from tinker import types
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.rl.types import RolloutError, Trajectory, TrajectoryGroup, Transition
 
-from blocks.console import TextConsole
 from blocks.storage import RunDirectory, RunStorage
-from blocks.terminal import escape_terminal
+from blocks.terminal import TextConsole, escape_terminal
 from deployments.command_line import main
 from engine.tiny import byte_tokenizer
 from flows.sweep import show_sweep
