@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.rows import Row
 from benchmarks.scratch import scratch_home, solutions
-from blocks.home import home
+from blocks.local_files import home
 from blocks.processes import local_engine
 from engine.models import resolve_model
 

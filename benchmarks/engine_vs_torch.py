@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.rows import Row, on_device
 from benchmarks.scratch import scratch_home, solutions
-from blocks.home import home
+from blocks.local_files import home
 from blocks.processes import local_engine
 from engine.models import DtypeName, resolve_model
 

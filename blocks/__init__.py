@@ -9,6 +9,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from objectives.aliases import install
+
 if TYPE_CHECKING:
     from blocks.service import TinkerService
     from blocks.storage import RunStorage
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 # MLflow reads this when it is imported. Its telemetry changes os.environ in a thread; a request that reads the proxies
 # from os.environ at that moment raises a KeyError, which ends the run.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+install()
 
 __all__ = ["MLflowTracking", "RunStorage", "TinkerService"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from blocks.errors import LostRunError, StorageError, storage_error
-from blocks.home import open_private, private_folder
+from blocks.local_files import open_private, private_folder
 from blocks.lock_holder import current_process, locked_error, removed_error
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blocks.errors import storage_error
-from blocks.home import file_lock, open_private
+from blocks.local_files import file_lock, open_private
 
 USER = "tinker-flows"
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from blocks.database_templates import PREFECT_TEMPLATE, is_missing
 from blocks.errors import ServiceError, ServiceLostError, storage_error
-from blocks.home import file_lock, home, private_folder
+from blocks.local_files import file_lock, home, private_folder
 from blocks.logins import USER, Login, password_file, server_login
 from blocks.terminal import print_notice
 

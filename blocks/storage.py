@@ -9,8 +9,8 @@ from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 
 from blocks.errors import StorageError, reason, storage_error
-from blocks.home import home
 from blocks.local_directory import LocalDirectory
+from blocks.local_files import home
 from blocks.urls import check_no_credentials
 
 if TYPE_CHECKING:

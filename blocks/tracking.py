@@ -15,7 +15,7 @@ from pydantic import Field
 
 from blocks.database_templates import MLFLOW_TEMPLATE, is_missing
 from blocks.errors import ServiceError, TinkerFlowsError, reason
-from blocks.home import file_lock, home, open_private, private_folder
+from blocks.local_files import file_lock, home, open_private, private_folder
 from blocks.urls import check_no_credentials, check_reachable, hide_credentials
 
 if TYPE_CHECKING:

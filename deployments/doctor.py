@@ -20,7 +20,7 @@ from rich.text import Text
 from sqlalchemy import make_url
 
 from blocks.errors import ConfigError, StorageError, TinkerFlowsError, reason
-from blocks.home import home
+from blocks.local_files import home
 from blocks.object_directory import ObjectDirectory
 from blocks.prefect_errors import check_prefect_url, prefect_failures
 from blocks.processes import running_prefect_server

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from blocks.database_templates import MLFLOW_TEMPLATE, PREFECT_TEMPLATE, is_missing
 from blocks.errors import storage_error
-from blocks.home import file_lock, home, open_private
+from blocks.local_files import file_lock, home, open_private
 from blocks.logins import Login, server_login
 from blocks.processes import (
     GRACE_S,

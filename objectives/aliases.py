@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 MODULES: Mapping[str, str] = {
     "blocks.holder": "blocks.lock_holder",
+    "blocks.home": "blocks.local_files",
     "blocks.reach": "blocks.urls",
     "flows.blocks_of": "flows.runs.blocks",
     "flows.budget": "flows.training.budget",
@@ -212,7 +213,7 @@ NAMES: Mapping[str, str] = {
     "blocks.holder:Holder": "blocks.lock_holder:LockHolder",
     "blocks.holder:refusal": "blocks.lock_holder:locked_error",
     "blocks.holder:this_process": "blocks.lock_holder:current_process",
-    "blocks.home:one_at_a_time": "blocks.home:file_lock",
+    "blocks.home:one_at_a_time": "blocks.local_files:file_lock",
     "blocks.processes:log_file": "blocks.processes:new_log_file",
     "blocks.processes:prefect_server": "blocks.processes:prefect_server_command",
     "blocks.processes:running": "blocks.processes:managed_process",
@@ -301,6 +302,7 @@ NAMES: Mapping[str, str] = {
     "objectives.one_pass:Uploaded": "objectives.one_pass.planner:UploadedLoss",
     "objectives.reductions:refuse_several_targets": "objectives.reductions:check_single_target",
     "objectives.sdk_loop:TrainingClient": "objectives.sdk.protocols:TrainingClient",
+    "objectives.terms.sparsity": "objectives.terms.token.sparsity",
     "objectives.terms.annotations:value_of": "objectives.terms.text.annotations:evaluate_program",
     "objectives.find_term:ALLOWED_MODULES": "objectives.import_policy:ALLOWED_MODULES",
     "objectives.find_term:allowed_modules": "objectives.import_policy:named_modules",

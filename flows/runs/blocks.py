@@ -17,8 +17,8 @@ from prefect.logging import get_run_logger
 
 from blocks import MLflowTracking, RunStorage, TinkerService
 from blocks.errors import ConfigError
+from blocks.local_files import path_of
 from blocks.own_servers import check_own_service, check_own_tracking
-from blocks.paths import path_of
 from blocks.processes import LocalEngine, starting_engine
 from blocks.service import is_set_in_environment
 from flows.config.base import RunConfig, ServiceConfig, TrackedConfig

@@ -57,11 +57,20 @@ def test_every_alias_is_a_path_of_release_0_1_and_leads_to_a_module():
 
 
 @pytest.mark.process
-def test_a_renamed_module_warns():
-    code = "from flows.config_file import load_config; print(load_config.__module__)"
+@pytest.mark.parametrize(
+    ("old", "name", "new"),
+    [
+        ("blocks.home", "home", "blocks.local_files"),
+        ("flows.config_file", "load_config", "flows.config.loader"),
+        ("objectives.form", "choose_term", "objectives.json_schema"),
+        ("tasks.graders", "same_number", "tasks.common.graders"),
+    ],
+)
+def test_a_renamed_module_warns(old: str, name: str, new: str):
+    code = f"from {old} import {name}; print({name}.__module__)"
     run = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "flows.config.loader"
-    assert "flows.config_file is now flows.config.loader" in run.stderr
+    assert run.stdout.strip() == new
+    assert f"{old} is now {new}" in run.stderr
 
 
 def test_old_paths_in_a_config_are_replaced_at_any_depth():

@@ -1,4 +1,4 @@
-"""Project home: the directory on this machine with databases, logs and runs."""
+"""Files on this machine: the project home, private files, locks, and paths in configs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from blocks.errors import StorageError, reason, storage_error
 
 
 def home() -> Path:
-    """Return `$TINKER_FLOWS_HOME`, or `.tinker-flows` in the current directory; create it for its owner if missing.
+    """Return the project home, the directory with databases, logs and runs; create it for its owner if missing.
+
+    It is `$TINKER_FLOWS_HOME`, or `.tinker-flows` in the current directory.
 
     Raises:
         StorageError: the directory cannot be created or written to.
@@ -67,3 +69,18 @@ def file_lock(path: Path) -> Iterator[None]:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def path_of(text: str) -> Path | None:
+    """Return the path that a text names, whether or not it exists; None if the text cannot be a path.
+
+    >>> path_of("rows.jsonl")
+    PosixPath('rows.jsonl')
+    >>> path_of("~no-such-user/rows.jsonl") or path_of("a\\0b") or path_of("a" * 5000)
+    """
+    try:
+        path = Path(text).expanduser()
+        path.resolve().exists()
+    except (OSError, ValueError, RuntimeError):  # ValueError: a NUL; RuntimeError: ~name of an unknown user
+        return None
+    return path
