@@ -2,7 +2,7 @@
 
 from objectives.terms.group import consistency, fairness, margin, orthogonality, preferences
 from objectives.terms.text import knowledge, length, logic, repetition, simulation, topology
-from objectives.terms.token import confidence, divergence, entropy, kl, magnitude, norms, sparsity, unlikely
+from objectives.terms.token import confidence, divergence, entropy, kl, magnitude, norms, unlikely
 
 __all__ = [
     "confidence",
@@ -21,7 +21,6 @@ __all__ = [
     "preferences",
     "repetition",
     "simulation",
-    "sparsity",
     "topology",
     "unlikely",
 ]

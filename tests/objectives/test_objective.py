@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from objectives import Objective, ObjectiveError, ObjectiveSpec, RegularizerSpec, regularizer
-from objectives.terms.token.sparsity import sparsity
+from objectives.terms.token.confidence import sparsity
 
 
 def test_a_spec_and_python_create_the_same_objective():
