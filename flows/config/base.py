@@ -13,7 +13,7 @@ from tinker import types
 
 from blocks.errors import CredentialsError
 from blocks.urls import contains_credentials, has_credentials, hide_credentials
-from flows.config.json_values import check_json_values
+from flows.config.plain_data import check_json_values
 from flows.config.promotion import check_approval, check_confidence, check_model_name, check_promote_if
 from objectives.aliases import with_current_paths
 from objectives.json_schema import form_fields, optional_group, put_first

@@ -12,7 +12,7 @@ from blocks.errors import ConfigError
 from blocks.urls import hide_credentials
 from flows.config.base import Config
 from flows.config.methods import CONFIG_PATHS
-from flows.config.yaml_reader import MAX_DEPTH, parse_yaml, read_yaml
+from flows.config.plain_data import MAX_DEPTH, parse_yaml, read_yaml
 from objectives.errors import did_you_mean
 from objectives.import_path import import_path
 

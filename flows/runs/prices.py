@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from blocks.errors import ConfigError
-from flows.config.yaml_reader import parse_yaml
+from flows.config.plain_data import parse_yaml
 from tasks.common.digests import digest_text
 from tasks.training.batch_source import SampledTokens
 

@@ -12,9 +12,9 @@ from typing import Any
 from blocks.errors import ConfigError
 from flows.config.flow_lookup import SweptConfig, find_flow
 from flows.config.loader import validate_fields
+from flows.config.plain_data import read_yaml
 from flows.config.rlhf import RlhfConfig
 from flows.config.train import TrainConfig
-from flows.config.yaml_reader import read_yaml
 from flows.runs.blocks import service_url
 from flows.sweeps.ablation import ablation_dimensions, drop_idle_values, weighted_regularizers
 from flows.sweeps.config import SweepConfig

@@ -15,9 +15,9 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from rlhf_config import rlhf_fields
 
+from flows.config.plain_data import read_yaml
 from flows.config.rlhf import RlhfConfig
 from flows.config.train import SftConfig
-from flows.config.yaml_reader import read_yaml
 from flows.rlhf import rlhf
 from flows.sft import sft
 from tasks.rl.environments.reward_model import RewardModel

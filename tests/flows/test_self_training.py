@@ -11,8 +11,8 @@ from mlflow import MlflowClient
 from run_config import run_fields
 
 from flows.config.distill import OffPolicyConfig
+from flows.config.plain_data import read_yaml
 from flows.config.train import SftConfig
-from flows.config.yaml_reader import read_yaml
 from flows.distill import off_policy_distillation
 from flows.estimates.supervised import estimate
 from flows.estimates.teacher_data import estimate_teacher_data

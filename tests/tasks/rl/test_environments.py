@@ -20,7 +20,7 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from blocks.errors import ConfigError
 from engine.tiny import byte_tokenizer
 from examples.search_tool import Town
-from flows.config.yaml_reader import read_yaml
+from flows.config.plain_data import read_yaml
 from tasks.common.renderers import find_renderer_name
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.rollout_source import build_environments

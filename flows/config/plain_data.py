@@ -1,7 +1,9 @@
-"""YAML of configs, overrides and price tables, with one-sentence errors and a limit on the size of expanded aliases."""
+"""Plain data of configs, overrides and price tables: YAML readers, and a check that JSON and databases can store it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +69,36 @@ def parse_yaml(content: str | bytes, source: str) -> Any:
         raise ConfigError(f"{source} is not valid YAML ({' '.join(str(error).split())}): fix it.") from error
 
 
+def check_json_values(value: Any, path: str = "") -> None:
+    """Check the numbers and texts of plain data, which JSON readers and databases must be able to store.
+
+    Raises:
+        ValueError: a number is not finite or has more than 64 bits, a text is not valid Unicode, or a value is binary.
+    """
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(key, str) and not _is_unicode(key):
+                raise ValueError(f"the field {key[:100]!a} is not valid Unicode: remove the lone surrogate")
+            check_json_values(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple | set | frozenset):
+        for index, item in enumerate(value):
+            check_json_values(item, f"{path}.{index}" if path else str(index))
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{path!r} is {value}, but input should be a finite number")
+    elif isinstance(value, int) and not _fits_64_bits(value):
+        raise ValueError(f"{path!r} is an integer of more than 64 bits: use a smaller one")
+    elif isinstance(value, str) and not _is_unicode(value):
+        raise ValueError(f"{path!r} is {value[:100]!a}, which is not valid Unicode: remove the lone surrogate")
+    elif isinstance(value, bytes | bytearray):
+        raise ValueError(f"{path!r} is binary: write it as text")
+
+
 class _Loader(yaml.SafeLoader):
     """Loader that refuses integers of more than 64 bits, which JSON readers and databases do not store."""
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         value: int = super().construct_yaml_int(node)
-        if not -(2**63) <= value < 2**64:
+        if not _fits_64_bits(value):
             shown = node.value if len(node.value) <= 20 else f"{node.value[:20]}..."
             raise ValueError(f"the integer {shown} needs more than 64 bits")
         return value
@@ -99,3 +125,15 @@ def _check(node: yaml.Node, source: str, depth: int, num_nodes: int) -> int:
                 raise ConfigError(f"{source} has the key {key.value!r} twice, on lines {lines}: remove one.")
             num_nodes = _check(value, source, depth + 1, num_nodes)
     return num_nodes
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _fits_64_bits(value: int) -> bool:
+    return -(2**63) <= value < 2**64

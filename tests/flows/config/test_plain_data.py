@@ -10,9 +10,9 @@ import pytest
 from blocks.errors import ConfigError
 from flows.config.base import BuilderConfig
 from flows.config.loader import load_config
+from flows.config.plain_data import parse_yaml, read_yaml
 from flows.config.rlhf import RlhfConfig
 from flows.config.train import SftConfig
-from flows.config.yaml_reader import parse_yaml, read_yaml
 from flows.runs.prices import price_of
 from flows.sweeps.config import SweepConfig
 
