@@ -58,7 +58,7 @@ def profile_step(method: str, overrides: Sequence[str], base_url: str) -> Counte
     profile = Profile()
     step_of_trainer = Trainer._step
 
-    def run_step(self: Trainer, step: int, stop: StopRequest) -> dict[str, float]:
+    def run_step(self: Trainer, step: int, stop: StopRequest) -> dict[str, float] | None:
         profile.active = step == STEP
         try:
             return step_of_trainer(self, step, stop)

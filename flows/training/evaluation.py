@@ -11,6 +11,7 @@ from tinker_cookbook.eval.evaluators import Evaluator
 from blocks.terminal import print_notice
 from flows.config.promotion import check_measured
 from flows.config.train import TrainConfig
+from flows.monitoring.interrupts import StopRequest
 from flows.monitoring.run_tags import note_evaluation, note_warning
 from flows.runs.promotion import check_scores
 from flows.runs.run import Run
@@ -64,8 +65,11 @@ class Evaluation:
         if self._examples:
             self._examples.close()
 
-    def run(self, step: int) -> dict[str, float]:
+    def run(self, step: int, stop: StopRequest | None = None) -> dict[str, float]:
         """Evaluate the weights before a step; return the metrics, which are empty if no evaluation is due.
+
+        Args:
+            stop: skips the terms and examples after a request to stop, because a resumed run evaluates again.
 
         Raises:
             ConfigError: `promote_if` names a metric that the evaluation does not have.
@@ -89,6 +93,8 @@ class Evaluation:
             # Submitted: a synchronous flow cannot call an async task directly.
             result = cast(EvaluationResult, evaluate.submit(self._run.client, due, step, self._run.meter).result())
         note_evaluation(self._run.log, result, step=step)
+        if stop and stop.requested:
+            return result.metrics
         terms = self._measure_held_out(step) if often else HeldOutTerms()
         append_batch_values(self._run.directory, step, terms.by_batch, result.scores)
         metrics = result.metrics | terms.metrics | {"time/evaluation": perf_counter() - began}

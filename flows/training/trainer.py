@@ -106,6 +106,7 @@ class Trainer:
         contents: digests of the content that the run depends on.
         cadence: says when a periodic checkpoint is due.
         saved_step: step of the newest checkpoint that has the optimizer state.
+        next_step: step after the newest one whose responses are read.
         prepared: minibatches of the next step; empty for a skipped step, None after the last step and if the run ends
             early.
         forward: the requested forward pass of the first prepared minibatch; None if that minibatch needs none.
@@ -263,16 +264,18 @@ class Trainer:
         ):
 
             def run_one(step: int) -> None:
-                progress.advance(self._step(step, stop))
+                metrics = self._step(step, stop)
+                if metrics is not None:
+                    progress.advance(metrics)
 
             def run_all(steps: range) -> None:
                 for step in steps:
                     run_step(self.config.granularity, step, run_one)
                     # An update that is sent already is in the weights, so a stop waits for its step.
                     if self.ledger.stopped or (stop.requested and not self.sent):
-                        self._save(step + 1)
-                        if stop.requested:
-                            self._show_saved(step + 1)
+                        self._save(self.next_step)
+                        if stop.requested and self.next_step > first:
+                            self._show_saved(self.next_step)
                         stop.raise_if_requested()
                         return
 
@@ -282,8 +285,8 @@ class Trainer:
             self._check_last_weights(num_steps)
             return self.checkpoints.wait() if self.ledger.stopped else self.checkpoints.finish()
 
-    def _step(self, step: int, stop: StopRequest) -> dict[str, float]:
-        """Run one step and start the next; return the step's metrics."""
+    def _step(self, step: int, stop: StopRequest) -> dict[str, float] | None:
+        """Run one step and start the next; return the step's metrics, or None if a stop ends the run before it."""
         self.run.directory.check_writer()  # a process that lost the run sends no further updates
         prepared, forward, sent = self.prepared, self.forward, self.sent
         assert prepared is not None
@@ -291,8 +294,10 @@ class Trainer:
             # Datasets are stateful and not thread-safe: the next batch is loaded only after this one.
             prepared[0].batch.result()
         # Evaluators share the tokenizer of the next batch, which is not thread-safe either.
-        metrics = self.evaluation.run(step)
+        metrics = self.evaluation.run(step, stop)
         if not self.source.sampled:
+            if stop.requested and sent is None:  # rollouts that are sampled already would be lost
+                return None
             self._prepare(step + 1)
 
         if sent is None:
@@ -304,14 +309,9 @@ class Trainer:
 
         if sent.batches:
             metrics |= self._read_responses(step, sent)
-        self.ledger.add_sampled(self.source.take_sampled())
-        if self.ledger.stopped or stop.requested:
-            self.ledger.add_sampled(self.source.stop_sampling())
-        self.ledger.charge_metered()
+        self._charge(step, stop)
         if self.candidates:
-            self.ledger.add_sampled(self.candidates.take_sampled())
             metrics |= self.candidates.take_metrics(step)
-        self.ledger.charge_reference(step)
         metrics |= self.guard.metrics(step) | self.ledger.end_step() | self._progress(step)
         metrics |= self.times.end_step(metrics)
         self.run.directory.check_writer()  # a process that lost the run logs nothing either
@@ -320,10 +320,21 @@ class Trainer:
         call_step_callback(step, metrics, stop)
         if sent.save:
             self.unchecked.append((sent.save, self._state(step + 1, sent.elapsed_tokens)))
+        self.next_step = step + 1
         self.checkpoints.raise_if_failed()
         if self.source.sampled:
             self._request_forward(step + 1)
         return metrics
+
+    def _charge(self, step: int, stop: StopRequest) -> None:
+        """Charge what the service has sampled and scored up to a step; the last step also ends the sampling."""
+        self.ledger.add_sampled(self.source.take_sampled())
+        if self.ledger.stopped or stop.requested:
+            self.ledger.add_sampled(self.source.stop_sampling())
+        self.ledger.charge_metered()
+        if self.candidates:
+            self.ledger.add_sampled(self.candidates.take_sampled())
+        self.ledger.charge_reference(step)
 
     def _prepare(self, step: int) -> None:
         """Start loading the batch, reference logprobs and features of a step; a skipped step has none."""
@@ -604,6 +615,6 @@ class Trainer:
         self.watch = RunWatch(self.run, config, self.objective, self.source, state.get("alerts", {}))
         self.ledger = RunLedger(self.run, config, self.reference, state.get("spent", {}))
         self.cadence = CheckpointCadence(config, state)
-        self.saved_step = self.first_step
+        self.saved_step = self.next_step = self.first_step
         forget_end(self.run.log)
         self.source.begin(self.first_step, self.schedule.num_steps, state.get("source", {}))
