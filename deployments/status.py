@@ -19,7 +19,7 @@ from deployments.run_lookup import StoredRun, find_mlflow_run, find_run
 from flows.monitoring.run_tags import STOPPED_TAG as STOPPED
 from flows.runs.blocks import storage_at
 from tasks.reports.summary import run_warnings
-from tasks.reports.tables import REWARD
+from tasks.reports.tables import REWARD, format_figure
 from tasks.training.checkpoints import read_records, step_of
 from tasks.training.metric_names import logged_name
 from tasks.training.metrics import metric_values
@@ -48,7 +48,7 @@ class RunStatus:
         num_steps: total steps of the run; None if unknown.
         checkpoint_step, checkpoint: step and path of the newest checkpoint, where a resumed run continues; None and
             empty without a checkpoint.
-        metric, value: name and latest value of the run's main metric.
+        metric, value, metric_step: name of the run's main metric, and its latest value with the step.
         writer: process, host and flow run that are writing to the run directory; empty if no process is.
         mlflow_run_id, mlflow: id of the MLflow run, and the URL of its page (the tracking URI without a server).
         flow_run_id: id of the newest Prefect flow run.
@@ -67,6 +67,7 @@ class RunStatus:
     checkpoint: str = ""
     metric: str = ""
     value: float | None = None
+    metric_step: int | None = None
     writer: str = ""
     mlflow_run_id: str = ""
     mlflow: str = ""
@@ -108,6 +109,7 @@ def status_of(run: StoredRun) -> RunStatus:
         checkpoint=(newest.state_path or "") if newest else "",
         metric=metric,
         value=metrics.get(metric),
+        metric_step=_newest_step(client, mlflow_run, metric) if client and mlflow_run and metric else None,
         writer=writer,
         mlflow_run_id=mlflow_run.info.run_id if mlflow_run else "",
         mlflow=page,
@@ -159,7 +161,7 @@ def _table(runs: Sequence[RunStatus], width: int) -> Table:
         "state": [run.state for run in runs],
         "step": [_steps(run) for run in runs],
         "checkpoint": ["" if run.checkpoint_step is None else str(run.checkpoint_step) for run in runs],
-        "metric": [_value(run) for run in runs],
+        "metric": [_value(run, is_short=True) for run in runs],
         "MLflow run": [run.mlflow_run_id[:8] for run in runs],
         # Without the id of the flow run, which fills half of the row.
         "written by": [run.writer.partition(",")[0] for run in runs],
@@ -282,11 +284,21 @@ def _main_metric(run: StoredRun, metrics: Mapping[str, float]) -> str:
     return next((name for name in (best, *teacher, *METRICS) if name in metrics), "")
 
 
+def _newest_step(client: MlflowClient, mlflow_run: MlflowRun, metric: str) -> int | None:
+    return max(metric_values(client, mlflow_run.info.run_id, metric), default=None)
+
+
 def _steps(run: RunStatus) -> str:
     if run.state == "damaged":
         return ""
     return f"{run.step} of {run.num_steps}" if run.num_steps is not None else str(run.step)
 
 
-def _value(run: RunStatus) -> str:
-    return f"{run.metric} {run.value:.4g}" if run.value is not None else ""
+def _value(run: RunStatus, *, is_short: bool = False) -> str:
+    """Name and value of the main metric, with its step; the short form leaves out the newest step."""
+    if run.value is None:
+        return ""
+    # The batch of step s - 1 is trained on before the weights of step s are evaluated.
+    is_newest = run.metric_step is None or run.metric_step >= run.step - 1
+    step = "" if run.metric_step is None or (is_short and is_newest) else f" at step {run.metric_step}"
+    return f"{run.metric} {format_figure(run.value)}{step}"

@@ -52,6 +52,15 @@ def read_control() -> dict[str, Control]:
     }
 
 
+def describe_control() -> str:
+    """Say in a sentence where the stored control comes from."""
+    stored = json.loads(CONTROL.read_text())
+    return (
+        f"The control is a stored run with seed {stored['seed']}, which `{stored['command']}` made at commit "
+        f"{stored['commit'][:7]}."
+    )
+
+
 def describe_nll(rows: Sequence[HeldOutRow], control: Mapping[str, Control]) -> str:
     """Return how the NLL of right solutions and of corrupted ones differs from the control; empty if it is unknown.
 
@@ -71,7 +80,8 @@ def main(overrides: list[str]) -> None:
     config, control = next_run(overrides), read_control()
     result = run(sft, config)
     if not overrides:
-        effect = f"Effect on the {split}." if (split := describe_nll(result.held_out, control)) else ""
+        split = describe_nll(result.held_out, control)
+        effect = f"{describe_control()} {f'Effect on the {split}.' if split else ''}".rstrip()
         report_of(result.run_name, config.storage, rebuild=True, control=control, effect=effect)
     show_result(result, None if overrides else control)
     if overrides:

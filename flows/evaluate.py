@@ -320,7 +320,7 @@ def find_weights(config: EvaluateConfig) -> tuple[NamedCheckpoint, list[NamedChe
 def show_evaluation(result: EvaluateResult) -> None:
     """Print the metrics, their differences from the baseline, and the outcome of the registration."""
     table = Table(title=result.run_name)
-    table.add_column("metric")
+    table.add_column("metric", overflow="fold")
     columns = _columns(result.by_step, "checkpoint", "baseline" if result.baseline else None)
     for column in (*columns, *(["difference", "p-value"] if result.differences else [])):
         table.add_column(column, justify="right")

@@ -24,7 +24,7 @@ from blocks.errors import LostRunError
 from tasks.common.service_errors import TRANSIENT_ERRORS
 from tasks.reports.html import artifact_key, escape_markdown
 from tasks.reports.summary import format_steps
-from tasks.reports.tables import COLUMNS, format_row, term_rows
+from tasks.reports.tables import COLUMNS, format_figure, format_row, term_rows
 from tasks.training.metrics import MetricsLog
 
 EVERY_S = 2.0
@@ -90,7 +90,7 @@ class RunPage:
 
     def _update(self, client: SyncPrefectClient) -> None:
         step, metrics = self._done, self._metrics
-        losses = [f"{key} {metrics[key]:.4g}" for key in ("loss/total", "train_mean_nll") if key in metrics]
+        losses = [f"{key} {format_figure(metrics[key])}" for key in ("loss/total", "train_mean_nll") if key in metrics]
         description = ", ".join([f"{escape_markdown(self._run_name)}: {format_steps(step, self._num_steps)}", *losses])
         self._put(client, "progress", "progress", 100.0 * step / self._num_steps, description)
         rows = [dict(zip(COLUMNS, format_row(row), strict=True)) for row in term_rows(metrics)]

@@ -19,7 +19,7 @@ from blocks.terminal import escape_terminal, print_notice
 from flows.monitoring.artifacts import RunPage
 from flows.monitoring.interrupts import StopRequest
 from tasks.reports.summary import format_steps
-from tasks.reports.tables import REWARD, reward_parts
+from tasks.reports.tables import REWARD, format_figure, reward_parts
 from tasks.training.metrics import MetricsLog
 
 # Receives each step and its metrics; returns a reason to stop the run, or an empty string.
@@ -76,9 +76,9 @@ def method_figures(metrics: Mapping[str, float]) -> list[str]:
         del keys[REWARD]  # distillation without rewards
     if keys.keys() & {REWARD, "accuracy", "teacher_kl"}:
         keys.pop("train_mean_nll", None)  # the NLL of samples, or of both completions of pairs, says little
-    figures = [f"{label}={metrics[key]:.4g}" for key, label in keys.items()]
+    figures = [f"{label}={format_figure(metrics[key])}" for key, label in keys.items()]
     if REWARD in keys:
-        figures[1:1] = [f"{name}={metrics[key]:.4g}" for key, name in reward_parts(metrics).items()]
+        figures[1:1] = [f"{name}={format_figure(metrics[key])}" for key, name in reward_parts(metrics).items()]
     return [*figures, *([f"${metrics['cost/usd']:.4g}"] if metrics.get("cost/usd") else [])]
 
 

@@ -14,9 +14,11 @@ from tqdm import tqdm
 
 from blocks.terminal import escape_terminal
 from flows.monitoring.events import emit
+from objectives.describe import first_line
 from objectives.gradients.alerts import TermWarning
+from objectives.term import Regularizer
 from tasks.evaluation.evaluators import EvaluationResult
-from tasks.reports.summary import STOPPED_TAG
+from tasks.reports.summary import STOPPED_TAG, TERM_TAG
 from tasks.reports.tables import TargetRow
 from tasks.training.batch_source import MetricWarning
 from tasks.training.metric_names import safe_name
@@ -47,6 +49,13 @@ _FIGURE_NAMES = {
 def note_end(log: MetricsLog, reason: str) -> None:
     """Tag the run with the reason why it stopped before its last step."""
     log.tag(STOPPED_TAG, reason)
+
+
+def note_terms(log: MetricsLog, terms: Sequence[Regularizer]) -> None:
+    """Tag the run with the first line of the docstring of each term, which the report shows as its definition."""
+    for term in terms:
+        if definition := first_line(term.term):
+            log.tag(f"{TERM_TAG}{safe_name(term.name)}", definition.replace("``", ""))
 
 
 def forget_end(log: MetricsLog) -> None:

@@ -16,7 +16,7 @@ from blocks.urls import hide_credentials
 from flows.monitoring.progress import method_figures
 from flows.runs.result import TrainResult
 from tasks.reports.summary import describe_cost, storage_option
-from tasks.reports.tables import INTERVALS, Control, held_out_table, is_bookkeeping, term_table
+from tasks.reports.tables import Control, describe_intervals, held_out_table, is_bookkeeping, term_table
 
 # Serves the databases of the project home, with a login.
 _UP = "tinker-flows up --no-engine"
@@ -34,10 +34,9 @@ def show_result(result: TrainResult, control: Mapping[str, Control] | None = Non
     held_out = [row for row in result.held_out if not is_bookkeeping(row.metric)]
     if held_out:
         console.print(_table("", *held_out_table(held_out, control)))
-        if any(row.after.has_interval for row in result.held_out):
-            console.print(INTERVALS)
-        for note in (row.note for row in held_out if row.note):
-            console.print(note)
+        for note in (describe_intervals(held_out), *(row.note for row in held_out)):
+            if note:
+                console.print(note)
     if result.stopped:
         console.print(result.stopped)
     elif result.not_promoted:

@@ -30,7 +30,7 @@ from blocks.terminal import print_notice
 from flows.config.train import TrainConfig
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
 from flows.monitoring.progress import Pauses, Progress, call_step_callback
-from flows.monitoring.run_tags import forget_end, note_warning
+from flows.monitoring.run_tags import forget_end, note_terms, note_warning
 from flows.runs.checkpoint_manager import Checkpoints
 from flows.runs.config_record import keep_recorded_conventions
 from flows.runs.contents import open_contents
@@ -211,6 +211,7 @@ class Trainer:
             ConfigError: The budget does not cover the first step of a new run.
         """
         self._prepare(first)
+        note_terms(self.run.log, self.objective.regularizers)
         warn_of_unused_candidates(self.run, self.config, self.objective)
         self._request_forward(first)
         if self.prepared:

@@ -17,11 +17,11 @@ from tasks.reports.run_report import CHART_HINT, metric_sections
 from tasks.reports.summary import RunSummary, summarize
 from tasks.reports.tables import (
     COLUMNS,
-    INTERVALS,
     Control,
     Estimate,
     HeldOutRow,
     History,
+    describe_intervals,
     format_row,
     recent_term_rows,
 )
@@ -88,7 +88,7 @@ def comparison_page(first: ReportedRun, second: ReportedRun) -> str:
             "Held-out data",
             html_table(columns, [difference.format() for difference in differences]) if differences else "",
             intro=f"Difference: {second.name} minus {first.name}; it has an interval if both runs evaluated the same "
-            f"data. {INTERVALS}",
+            f"data. {describe_intervals([difference.second for difference in differences])}".strip(),
         ),
         html_section(
             "Settings that differ",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from tasks.reports.html import html_section, html_table
+from tasks.reports.tables import format_figure
 from tasks.training.examples import Example, TermFlag
 
 _INTRO = (
@@ -87,5 +88,5 @@ def _score(example: Example, name: str) -> str:
     if value is None:
         return ""
     if name in example.unchecked:
-        return "nothing to check" if value == 0 else f"{value:.4g}, nothing to check"
-    return f"{value:.4g}"
+        return "nothing to check" if value == 0 else f"{format_figure(value)}, nothing to check"
+    return format_figure(value)

@@ -35,7 +35,6 @@ from tasks.reports.html import (
 )
 from tasks.reports.summary import RunSummary, summarize
 from tasks.reports.tables import (
-    INTERVALS,
     REWARD,
     TARGET_COLUMNS,
     Control,
@@ -43,6 +42,7 @@ from tasks.reports.tables import (
     History,
     TargetRow,
     cosine_key,
+    describe_intervals,
     held_out_table,
     is_headline,
     recent_term_rows,
@@ -51,6 +51,7 @@ from tasks.reports.tables import (
 )
 from tasks.training.examples import read_examples
 from tasks.training.held_out import read_batch_values
+from tasks.training.metric_names import safe_name
 from tasks.training.metrics import MetricsLog
 
 if TYPE_CHECKING:
@@ -264,7 +265,10 @@ def _effects(summary: RunSummary, extras: ReportExtras) -> list[str]:
 def _facts_and_results(summary: RunSummary) -> list[str]:
     tables = [markdown_table(("run", ""), summary.facts)]
     if summary.held_out:
-        tables += [markdown_table(*held_out_table(summary.held_out)), escape_markdown(INTERVALS)]
+        tables += [
+            markdown_table(*held_out_table(summary.held_out)),
+            escape_markdown(describe_intervals(summary.held_out)),
+        ]
     sentences = [*_changes_of_terms(summary), *(row.note for row in summary.held_out if row.note)]
     return [*tables, "\n".join(f"- {escape_markdown(sentence)}" for sentence in sentences)]
 
@@ -315,6 +319,7 @@ def _sections(directory: RunDirectory, history: History, summary: RunSummary, ex
     colors = term_colors(names)
     yield html_section(
         "What did each term do?",
+        html_list(_definitions(summary, names)),
         html_list(_changes_of_terms(summary)),
         html_charts(draw_term([run], name, colors[name], limits.get(name)) for name in names if name != BASE),
         html_charts(draw(run, names) for draw in (draw_shares, draw_cosines, draw_conflicts) if len(names) > 1),
@@ -336,6 +341,11 @@ def _sections(directory: RunDirectory, history: History, summary: RunSummary, ex
         html_table(SENSITIVITY_COLUMNS, sensitivity) if sensitivity else "",
         intro=SENSITIVITY_NOTE,
     )
+
+
+def _definitions(summary: RunSummary, names: Sequence[str]) -> list[str]:
+    known = summary.definitions
+    return [f"{name}: {known[safe_name(name)]}" for name in names if safe_name(name) in known]
 
 
 def metric_sections(runs: Sequence[DrawnRun]) -> Iterator[str]:
@@ -366,7 +376,7 @@ def _held_out_section(rows: Sequence[HeldOutRow], control: Mapping[str, Control]
     return html_section(
         "Held-out data",
         html_table(*held_out_table(rows, control)) if rows else "",
-        intro=" ".join([INTERVALS + effect, *(row.note for row in rows if row.note)]),
+        intro=" ".join(filter(None, [describe_intervals(rows) + effect, *(row.note for row in rows)])),
     )
 
 

@@ -16,6 +16,7 @@ from tasks.training.held_out import read_batch_values
 from tasks.training.model_registry import VERSION_TAG
 
 STOPPED_TAG = "tinker_flows.stopped"
+TERM_TAG = "tinker_flows.term."
 # Prefixes of the tags whose values are warnings for the user, each with the words that precede the warning. Only
 # release 0.1 wrote the tags of guards and skipped evaluations; later releases write them as warnings.
 _NOTES = {
@@ -44,6 +45,7 @@ class RunSummary:
         held_out: metrics of the held-out data at the first and the last evaluation.
         headlines: rows of `held_out` with the main metrics.
         warnings: warnings, each a sentence.
+        definitions: definition of each term by `safe_name` of its name.
         weights: tinker:// path of the newest weights with optimizer state; empty if no checkpoint has them.
         commands: purpose and text of the commands that the user may need next.
     """
@@ -53,6 +55,7 @@ class RunSummary:
     held_out: tuple[HeldOutRow, ...]
     headlines: tuple[HeldOutRow, ...]
     warnings: tuple[str, ...]
+    definitions: Mapping[str, str]
     weights: str
     commands: tuple[tuple[str, str], ...]
 
@@ -68,6 +71,9 @@ def summarize(run_name: str, run: MlflowRun, directory: RunDirectory, history: H
         held_out=tuple(rows),
         headlines=tuple(row for row in rows if not row.is_of_term and is_headline(f"{HELD_OUT}{row.metric}")),
         warnings=warnings,
+        definitions={
+            key.removeprefix(TERM_TAG): text for key, text in run.data.tags.items() if key.startswith(TERM_TAG)
+        },
         weights=next((path for record in records.checkpoints if (path := record.state_path)), ""),
         commands=tuple(_commands(run_name, directory, records, run.data.tags.get("prefect.flow_name", ""))),
     )

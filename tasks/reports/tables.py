@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Self
@@ -44,6 +44,18 @@ def write_samples(log: MetricsLog, columns: Sequence[str], rows: Rows) -> None:
 
 def _by_column(columns: Sequence[str], rows: Rows) -> dict[str, list[Any]]:
     return {column: [row[index] for row in rows] for index, column in enumerate(columns)}
+
+
+def format_figure(figure: float, sign: str = "") -> str:
+    """Format a metric with four digits; one that differs from 0 by no more than float32 rounds is `≈0`.
+
+    Args:
+        sign: `+` to show the sign of a positive figure.
+
+    >>> format_figure(0.07414159), format_figure(2.384e-08), format_figure(0.0, "+"), format_figure(0.25, "+")
+    ('0.07414', '≈0', '+0', '+0.25')
+    """
+    return "≈0" if 0 < abs(figure) < _ROUNDING else f"{figure:{sign}.4g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +107,11 @@ def recent_term_rows(history: History) -> tuple[str, list[TermRow]]:
 def format_row(row: TermRow) -> tuple[str, ...]:
     """Text cells of a row, in the order of `COLUMNS`."""
     figures = (row.value, row.weight, row.contribution, row.grad_share, row.cosine_to_base)
-    formats = (".4g", ".4g", ".4g", ".1%", "+.3f")
-    cells = ("-" if math.isnan(figure) else f"{figure:{form}}" for figure, form in zip(figures, formats, strict=True))
+    forms: tuple[Callable[[float], str], ...] = (
+        *(format_figure, "{:.4g}".format, format_figure),
+        *("{:.1%}".format, "{:+.3f}".format),
+    )
+    cells = ("-" if math.isnan(figure) else form(figure) for figure, form in zip(figures, forms, strict=True))
     return (row.name, *cells)
 
 
@@ -115,17 +130,14 @@ def cosine_key(first: str, second: str) -> str:
     return f"term/{second}/cosine_to_base" if first == BASE else f"cosine/{first}/{second}"
 
 
-# Explains the intervals in a table of held-out values.
-INTERVALS = (
-    "±: 95 % interval over held-out batches, rows or problems; of a change or an effect, over pairs of them. "
-    "In brackets: Wilson's interval of an accuracy. Equal values of other metrics have no interval."
-)
 HELD_OUT = "test/"
 _VALUE, _ERROR = "/value", "/stderr"
 REWARD = "env/all/reward/total"
 ACCURACY, MARGIN = "test/accuracy", "test/margin"
 # Margins are differences of sums of logprobs, so a margin of 0 may be a rounding error.
 _TIED = 1e-5
+# Figures of float32 numbers near 1 that are smaller than this are rounding errors.
+_ROUNDING = 1e-7
 # Main metrics of sft, of preference data and of rl, which tables show first.
 _HEADLINES = ("test/nll", ACCURACY, f"test/{REWARD}")
 # Metrics of tinker-cookbook for every environment.
@@ -191,7 +203,7 @@ class Estimate:
         >>> str(Estimate(0.998, bounds=Interval(0.9969, 0.9987)))
         '0.998 (0.997 to 0.999)'
         """
-        value = _format_share(self.value, 4) if self.bounds else f"{self.value:.4g}"
+        value = _format_share(self.value, 4) if self.bounds else format_figure(self.value)
         return value + self._interval()
 
     def signed(self) -> str:
@@ -200,7 +212,7 @@ class Estimate:
         >>> Estimate(0.0025, 0.002).signed()
         '+0.0025 ± 0.002'
         """
-        return f"{self.value:+.4g}" + self._interval()
+        return format_figure(self.value, "+") + self._interval()
 
     def size(self) -> Self:
         """Absolute value, with the same interval around it."""
@@ -208,8 +220,8 @@ class Estimate:
 
     @property
     def is_measurable(self) -> bool:
-        """True if a change of this size is not 0 and its interval does not include 0."""
-        return self.value != 0 and not abs(self.value) <= self.half_width
+        """True if a change is larger than a rounding error and its interval does not include 0."""
+        return abs(self.value) >= _ROUNDING and not abs(self.value) <= self.half_width
 
     def _interval(self) -> str:
         if self.bounds:
@@ -299,8 +311,8 @@ class HeldOutRow:
             return f"{self.metric} did not measurably change on held-out data: {self.change.signed()}."
         direction = "rose" if self.change.value > 0 else "fell"
         return (
-            f"{self.metric} {direction} by {self.change.size()} on held-out data, from {self.before.value:.4g} to "
-            f"{self.after.value:.4g}."
+            f"{self.metric} {direction} by {self.change.size()} on held-out data, from "
+            f"{format_figure(self.before.value)} to {format_figure(self.after.value)}."
         )
 
     def compare(self, control: Control) -> Estimate:
@@ -436,6 +448,21 @@ def held_out_table(
         other = control.get(row.metric)
         line += [str(other.value), row.compare(other).signed()] if other else ["", ""]
     return columns, cells
+
+
+def describe_intervals(rows: Sequence[HeldOutRow]) -> str:
+    """Explain the intervals in a table of held-out metrics; empty if it has none."""
+    estimates = [estimate for row in rows for estimate in (row.before, row.after, row.change)]
+    sentences: list[str] = []
+    if any(not np.isnan(estimate.half_width) for estimate in estimates):
+        sentences.append(
+            "±: 95 % interval over held-out batches, rows or problems; of a change or an effect, over pairs of them."
+        )
+    if any(estimate.bounds for estimate in estimates):
+        sentences.append("In brackets: Wilson's 95 % interval of an accuracy.")
+    if sentences and not all(row.after.has_interval for row in rows):
+        sentences.append("Metrics with one value or with equal values have no interval.")
+    return " ".join(sentences)
 
 
 def _at_step(value: Estimate, step: int, step_of_column: int) -> str:

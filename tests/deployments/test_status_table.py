@@ -62,6 +62,15 @@ def shown(width: int, name: str, metric: str, writer: str = "") -> str:
     return text
 
 
+@pytest.mark.parametrize(("metric_step", "is_shown"), [(24, False), (23, False), (20, True)])
+def test_step_of_an_older_value_is_shown(metric_step: int, is_shown: bool) -> None:
+    """The batch of step 23 is the last one that 24 steps train on."""
+    run = RunStatus("demo", "tiny", "finished", "", "", 24, 24, 24, "", "test/nll", 1.204, metric_step)
+    console = TextConsole(width=100, file=(stream := io.StringIO()))
+    console.print(_table([run], console.width))
+    assert (f"at step {metric_step}" in stream.getvalue()) == is_shown
+
+
 @pytest.mark.parametrize("writer", ["", "process 4711 on host, flow run 1"])
 @pytest.mark.parametrize("metric", ["test/env/all/reward/total", "env/all/reward/total", "test/term/consistency/value"])
 @pytest.mark.parametrize("length", [20, 32, 38, 44])

@@ -88,7 +88,7 @@ def test_markdown_shows_a_text_and_makes_nothing_of_it(text: str) -> None:
 
 def test_the_artifact_of_a_run_shows_its_texts() -> None:
     facts = tuple((text, text) for text in HOSTILE)
-    summary = RunSummary(HOSTILE[0], facts, (), (), tuple(HOSTILE), "", tuple((text, text) for text in HOSTILE))
+    summary = RunSummary(HOSTILE[0], facts, (), (), tuple(HOSTILE), {}, "", tuple((text, text) for text in HOSTILE))
     markdown = report_markdown(summary, {}, ReportExtras(HOSTILE[2]))
     elements = {"html_block", "html_inline", "link_open", "image", "heading_open", "em_open", "s_open"}
     assert not kinds(markdown) & elements

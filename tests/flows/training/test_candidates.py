@@ -55,6 +55,9 @@ def test_sampled_candidates_train_and_are_stored(
     assert run.data.tags["tinker_flows.estimator.repetition"] == (
         "score_function, because every prompt of the data has one completion, so that the model samples candidates"
     )
+    definition = run.data.tags["tinker_flows.term.repetition"]
+    assert definition.startswith("Share of repeated n-grams, 1 - distinct n-grams / n-grams")
+    assert f"repetition: {definition}" in Path(result.report).read_text()
     logged = {
         key: sorted((point.step, point.value) for point in client.get_metric_history(result.mlflow_run_id, key))
         for key in ("candidates/num", "term/repetition/value", "term/repetition/grad_share", "cost/num_sample_tokens")

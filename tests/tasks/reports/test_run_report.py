@@ -57,7 +57,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     experiment = client.create_experiment("x", artifact_location=str(folder / "artifacts"))
-    run = client.create_run(experiment, tags={"prefect.flow_name": "rl", "tinker_flows.warning.x": HOSTILE})
+    tags = {"prefect.flow_name": "rl", "tinker_flows.warning.x": HOSTILE, "tinker_flows.term.kl": f"KL. {HOSTILE}"}
+    run = client.create_run(experiment, tags=tags)
     client.log_param(run.info.run_id, "model", "tiny")
     history = rl_history()
     targets = target_rows(history, {"kl": TargetSpec(at_most=0.25)})
@@ -84,6 +85,7 @@ def test_the_page_is_one_file_with_every_section(page: Path) -> None:
     assert "tinker-flows run rl --config CONFIG run_name=NEW" in text
     assert "was skipped at 2 steps (3, 4)." in text
     assert "<b>not registered</b>" in text
+    assert "<li>kl: KL. &lt;/script&gt;" in text
 
 
 def test_effect_of_the_terms_is_the_value_minus_that_of_the_control(page: Path) -> None:
@@ -184,7 +186,7 @@ def test_the_artifact_shows_the_spread_and_the_window_of_the_sensitivity() -> No
         "term/base/weight": [(1, 1.0)],
         "term/a/weight": [(1, 1.0)],
     }
-    text = report_markdown(RunSummary("", (), (), (), (), "", ()), history, ReportExtras())
+    text = report_markdown(RunSummary("", (), (), (), (), {}, "", ()), history, ReportExtras())
     assert SENSITIVITY_NOTE in text
     assert f"last {WINDOW} steps" in SENSITIVITY_NOTE
     assert "| x2 (x1 to x3) |" in text
