@@ -27,7 +27,7 @@ from tasks.preference.pair_source import HeldOutPairs
 from tasks.reports.summary import format_steps
 from tasks.rl.rollout_source import HeldOutGroups
 from tasks.training.candidates import CandidateSampler
-from tasks.training.examples import append_examples, example_inputs, first_prompts, measure_examples
+from tasks.training.examples import append_examples, data_completions, example_inputs, first_prompts, measure_examples
 from tasks.training.held_out import EvaluatedBatch, HeldOutData, HeldOutTerms, append_batch_values, measure_held_out
 from tasks.training.reference import Reference
 from tasks.training.terms import TaskTermExecutor
@@ -154,7 +154,7 @@ class Evaluation:
                 print_notice(f"{self._config.run_name}: sampling {num} examples for the report")
                 prompts = first_prompts(evaluated, num)
                 samples = self._sample(step, self._examples, prompts)
-                inputs = example_inputs(samples, [text for batch in prompts for text in batch.texts_D])
+                inputs = example_inputs(samples, data_completions(evaluated, num))
             tokenizer = self._run.client.get_tokenizer()
             examples = measure_examples(inputs, num, self._objective, self._executor, self._reference, tokenizer)
         except ObjectiveError as error:  # for example prompts with images

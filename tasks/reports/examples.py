@@ -12,8 +12,9 @@ from tasks.training.examples import Example, TermFlag
 
 _INTRO = (
     "Held-out prompts with completions before and after training, sampled at temperature 1 or, if the run trains on "
-    "rollouts, with the settings of its rollouts. Completions of the data may be cut off at its maximum length. A term "
-    "objects to the marked parts; the reason is in the list below them. For the score of a term, lower is better."
+    "rollouts, with the settings of its rollouts. Completions of the data may be cut off at its maximum length; of "
+    "several for a prompt, the one with the most marked parts is shown. A term objects to the marked parts; the reason "
+    "is in the list below them. For the score of a term, lower is better."
 )
 _PAIRS_INTRO = (
     "Held-out prompts with the chosen and the rejected completion of the data. The margin is the reward of the chosen "
@@ -42,9 +43,13 @@ def example_rows(columns: Sequence[tuple[str, Sequence[Example]]]) -> list[str]:
         cells = list(zip(titles, shown, strict=True))
         if is_same:
             cells = [("chosen" if first.other_title == "rejected" else ", ".join(titles), first)]
-        texts = "".join(f"<div><b>{html.escape(title)}</b>{_completion(example)}</div>" for title, example in cells)
+        texts = "".join(
+            f"<div><b>{html.escape(title)}</b>{_completion(example.completion, example.flags)}</div>"
+            for title, example in cells
+        )
         if first.other:
-            texts += f"<div><b>{html.escape(first.other_title)}</b><pre>{html.escape(first.other)}</pre></div>"
+            title, other = html.escape(first.other_title), _completion(first.other, first.other_flags)
+            texts += f"<div><b>{title}</b>{other}</div>"
         blocks.append(
             f'<div class="example"><pre class="prompt">{html.escape(first.prompt)}</pre>'
             f'<div class="columns">{texts}</div>{_scores(titles, shown)}</div>'
@@ -63,13 +68,12 @@ def marked_text(text: str, flags: Sequence[TermFlag]) -> str:
     return "".join(parts)
 
 
-def _completion(example: Example) -> str:
+def _completion(text: str, flags: Sequence[TermFlag]) -> str:
     items = "".join(
-        f"<li><code>{html.escape(example.completion[flag.start : flag.end])}</code> {html.escape(_reason(flag))}"
-        for flag in example.flags
+        f"<li><code>{html.escape(text[flag.start : flag.end])}</code> {html.escape(_reason(flag))}" for flag in flags
     )
     flagged = f'<ul class="muted">{items}</ul>' if items else ""
-    return f"<pre>{marked_text(example.completion, example.flags)}</pre>{flagged}"
+    return f"<pre>{marked_text(text, flags)}</pre>{flagged}"
 
 
 def _reason(flag: TermFlag) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
 
@@ -47,10 +47,11 @@ class Example:
     Attributes:
         prompt: text of the prompt.
         completion: text of the sampled completion, or of the chosen completion of a preference pair.
-        other: completion in the data, or the rejected completion of a preference pair; empty if there is none.
+        other: completion in the data, or the rejected completion of a preference pair; empty if there is none. Of
+            several completions in the data, the one with the most parts to which terms object.
         other_title: title of `other`.
         scores: value of each term on the completion, and scores of the method: reward, margin or teacher KL.
-        flags: parts of the completion to which terms object.
+        flags, other_flags: parts of the completion and of `other` to which terms object.
         unchecked: terms that had nothing to check: their metric `checked` is 0.
     """
 
@@ -61,14 +62,19 @@ class Example:
     scores: dict[str, float] = field(default_factory=dict)
     flags: tuple[TermFlag, ...] = ()
     unchecked: tuple[str, ...] = ()
+    other_flags: tuple[TermFlag, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleInput:
-    """Datums of an example: one completion, or both completions of a pair; `other` is `Example.other`."""
+    """Datums of an example: one completion, or both completions of a pair.
+
+    Attributes:
+        others: completions of the prompt in the data, or the rejected completion of a pair.
+    """
 
     evaluated: EvaluatedBatch
-    other: str = ""
+    others: Sequence[str] = ()
 
 
 def take_values(values_DT: Tensor, offsets_D: Tensor, rows: Sequence[int]) -> Tensor:
@@ -112,7 +118,18 @@ def first_prompts(evaluated: Sequence[EvaluatedBatch], num: int) -> list[Batch]:
     return batches
 
 
-def example_inputs(evaluated: Sequence[EvaluatedBatch], others: Sequence[str] = ()) -> Iterator[ExampleInput]:
+def data_completions(evaluated: Sequence[EvaluatedBatch], num: int) -> list[list[str]]:
+    """Return the completions in the data of each of the first `num` prompts."""
+    completions: list[list[str]] = []
+    for entry in evaluated:
+        by_prompt: dict[int, list[str]] = {}
+        for number, text in zip(number_prompts(entry.batch).tolist(), entry.batch.texts_D, strict=True):
+            by_prompt.setdefault(number, []).append(text)
+        completions += by_prompt.values()
+    return completions[:num]
+
+
+def example_inputs(evaluated: Sequence[EvaluatedBatch], others: Sequence[Sequence[str]] = ()) -> Iterator[ExampleInput]:
     """Yield the examples of evaluated batches: their first completion of each prompt, or their pairs.
 
     Args:
@@ -130,8 +147,8 @@ def example_inputs(evaluated: Sequence[EvaluatedBatch], others: Sequence[str] = 
             batch = take_datums(entry.batch, rows)
             logprobs_DT = take_values(entry.logprobs_DT, entry.batch.offsets_D, rows)
             scores_D = tuple(entry.scores_D[row] for row in rows) if entry.scores_D else ()
-            other = batch.texts_D[1] if is_pair else next(remaining, "")
-            yield ExampleInput(EvaluatedBatch(batch, logprobs_DT, scores_D), other)
+            texts = batch.texts_D[1:] if is_pair else next(remaining, ())
+            yield ExampleInput(EvaluatedBatch(batch, logprobs_DT, scores_D), texts)
 
 
 def measure_examples(
@@ -170,30 +187,31 @@ def measure_examples(
     is_pairs = batches[0].num_datums == 2
     if objective.base and is_pairs:
         _add_margins(objective.base, entries, scores_E, executor, reference)
+    others_E = [_most_flagged(entry.others, terms) for entry in entries]
     return [
         Example(
             _prompt(batch, tokenizer),
             batch.texts_D[0],
-            entry.other,
-            ("rejected" if is_pairs else "in the data") if entry.other else "",
+            *(other, _title(entry, is_pair=is_pairs)),
             scores,
             tuple(flags),
             tuple(unchecked),
+            other_flags,
         )
-        for entry, batch, scores, flags, unchecked in zip(entries, batches, scores_E, flags_E, unchecked_E, strict=True)
+        for entry, batch, scores, flags, unchecked, (other, other_flags) in zip(
+            entries, batches, scores_E, flags_E, unchecked_E, others_E, strict=True
+        )
     ]
 
 
 def find_flags(regularizer: Regularizer, outputs: Outputs, batch: Batch, tokenizer: Tokenizer) -> list[TermFlag]:
     """Return the parts of the first datum's text to which a term objects."""
-    term, text = regularizer.term, batch.texts_D[0]
-    if term.flag:
-        flags = term.flag(text, **own_params(term.flag, regularizer.params))
-    elif regularizer.estimator in ESTIMATORS and ESTIMATORS[str(regularizer.estimator)].per_token:
+    if regularizer.term.flag:
+        return _text_flags(regularizer, batch.texts_D[0])
+    if regularizer.estimator in ESTIMATORS and ESTIMATORS[str(regularizer.estimator)].per_token:
         flags = _token_flags(regularizer, outputs, take_datums(batch, [0]), tokenizer)
-    else:
-        flags = ()
-    return [TermFlag(regularizer.name, flag.start, flag.end, flag.reason) for flag in flags]
+        return _named(regularizer, flags)
+    return []
 
 
 def append_examples(directory: RunDirectory, step: int, examples: Sequence[Example]) -> None:
@@ -215,7 +233,9 @@ def read_examples(directory: RunDirectory) -> dict[int, list[Example]]:
                         **{
                             **entry,
                             "flags": tuple(TermFlag(**flag) for flag in entry["flags"]),
-                            "unchecked": tuple(entry.get("unchecked", ())),  # missing in files of earlier releases
+                            # Missing in files of earlier releases:
+                            "unchecked": tuple(entry.get("unchecked", ())),
+                            "other_flags": tuple(TermFlag(**flag) for flag in entry.get("other_flags", ())),
                         }
                     )
                     for entry in record["examples"]
@@ -223,6 +243,29 @@ def read_examples(directory: RunDirectory) -> dict[int, list[Example]]:
             ),
         )
     )
+
+
+def _text_flags(regularizer: Regularizer, text: str) -> list[TermFlag]:
+    """Return the parts of a text to which a term objects; none if the term judges tokens instead of texts."""
+    flag = regularizer.term.flag
+    return _named(regularizer, flag(text, **own_params(flag, regularizer.params))) if flag else []
+
+
+def _named(regularizer: Regularizer, flags: Iterable[Flag]) -> list[TermFlag]:
+    return [TermFlag(regularizer.name, flag.start, flag.end, flag.reason) for flag in flags]
+
+
+def _most_flagged(texts: Sequence[str], terms: Sequence[Regularizer]) -> tuple[str, tuple[TermFlag, ...]]:
+    """Return the text with the most parts to which terms object, and these parts; empty without texts."""
+    flagged = [(text, tuple(flag for term in terms for flag in _text_flags(term, text))) for text in texts]
+    return max(flagged, key=lambda pair: len(pair[1]), default=("", ()))
+
+
+def _title(entry: ExampleInput, *, is_pair: bool) -> str:
+    """Title of the completion that an example shows next to its own."""
+    if is_pair or not entry.others:
+        return "rejected" if is_pair else ""
+    return "in the data" if len(entry.others) == 1 else f"in the data, one of {len(entry.others)} completions"
 
 
 def _first_rows(batch: Batch) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,12 @@ def examples_of(folder: Path, name: str) -> dict[int, list[Example]]:
     return read_examples(RunStorage(url=str(folder / "runs")).run_directory(name))
 
 
+def is_false(annotation: str) -> bool:
+    """Return whether a calculator annotation such as <<2*3=7>> is false, by Python's own arithmetic."""
+    left, _, right = annotation.strip("<>").partition("=")
+    return not math.isclose(eval(left), eval(right))
+
+
 def trained(folder: Path, name: str) -> list[dict[str, Any]]:
     """Return the metrics of each step that depend on the weights."""
     lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
@@ -51,7 +58,11 @@ def test_supervised_examples_are_sampled_at_both_ends_and_change_no_bit(
     assert sorted(examples) == [0, 4]
     for shown in examples.values():
         assert len({example.prompt for example in shown}) == 3
-        assert all(example.other_title == "in the data" for example in shown)
+        # The corrupted copy of a solution has annotations that are false, which the solution has not.
+        assert all(example.other_title == "in the data, one of 2 completions" for example in shown)
+        assert all(example.other_flags for example in shown)
+        for flag in (flag for example in shown for flag in example.other_flags if flag.term == "logic"):
+            assert is_false(next(e.other for e in shown if flag in e.other_flags)[flag.start : flag.end])
         assert all({"topology", "logic", "confidence"} <= example.scores.keys() for example in shown)
         # Twelve bytes of an untrained model have no annotation.
         assert all(example.unchecked == ("topology", "logic") for example in shown)
@@ -61,6 +72,7 @@ def test_supervised_examples_are_sampled_at_both_ends_and_change_no_bit(
     assert result.metrics["cost/num_prefill_tokens"] == estimated.examples.num_prefill_tokens
     report = Path(result.report).read_text()
     assert "Examples before and after" in report
+    assert '<mark title="logic: ' in report
     assert "<td>nothing to check<td>" in report
 
 
