@@ -12,6 +12,7 @@ import logging
 import shlex
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -253,3 +254,5 @@ def silence_console_logs() -> None:
     # MLflow's client retries requests for minutes, and urllib3 logs each retry. The run itself reports that the store
     # does not respond.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
+    # Deprecations within tinker-cookbook concern its authors.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="tinker_cookbook")

@@ -218,15 +218,17 @@ def draw_cosines(run: DrawnRun, names: Sequence[str]) -> Chart | None:
 
 def draw_conflicts(run: DrawnRun, names: Sequence[str]) -> Chart:
     """Heat map of the mean cosine of each pair of gradients."""
+    cosines_KK = mean_cosines(run.history, names)
     trace = {
         "type": "heatmap",
-        "z": mean_cosines(run.history, names),
+        "z": cosines_KK,
+        "text": [["" if np.isnan(cosine) else f"{cosine:+z.2f}" for cosine in row] for row in cosines_KK],
         "x": list(names),
         "y": list(names),
         "zmin": -1,
         "zmax": 1,
         "colorscale": _COSINES,
-        "texttemplate": "%{z:+.2f}",
+        "texttemplate": "%{text}",
         "hoverongaps": False,
         "colorbar": {"title": {"text": "cosine"}},
     }

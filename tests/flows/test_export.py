@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from blocks.errors import ConfigError, ExplainedInterrupt, ServiceError, Storage
 from blocks.service import TinkerService
 from flows.config.train import SftConfig
 from flows.export import ExportConfig, ExportResult, export
-from flows.runs.cli import run
+from flows.runs.cli import run, silence_console_logs
 from flows.runs.result import TrainResult
 from flows.sft import sft
 
@@ -171,3 +172,12 @@ def test_a_stopped_export_starts_over(capsys: pytest.CaptureFixture[str]) -> Non
     message = capsys.readouterr().err
     assert "the same command starts over" in message
     assert "checkpoint" not in message
+
+
+def test_deprecations_within_the_cookbook_are_not_shown() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        silence_console_logs()
+        for module in ("tinker_cookbook.weights._download", "my_package"):
+            warnings.warn_explicit(f"from {module}", FutureWarning, "file.py", 1, module)
+    assert [str(warning.message) for warning in shown] == ["from my_package"]

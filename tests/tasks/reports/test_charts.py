@@ -139,6 +139,12 @@ def test_conflicts_are_means_over_the_steps_and_symmetric() -> None:
     )
 
 
+def test_conflicts_have_no_negative_zero() -> None:
+    history = {"term/a/cosine_to_base": [(0, -0.001)], "term/a/weight": [(0, 1.0)], "term/base/weight": [(0, 1.0)]}
+    text = draw_conflicts(DrawnRun(history), ["base", "a", "b"]).figure.data[0].text
+    assert np.asarray(text).tolist() == [["+1.00", "+0.00", ""], ["+0.00", "+1.00", ""], ["", "", "+1.00"]]
+
+
 def test_every_pair_has_a_cosine_over_the_steps() -> None:
     chart = draw_cosines(DrawnRun(HISTORY), TERMS)
     assert list(trace(chart, "base, a").y) == [-0.5, -0.1]
