@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.rows import spread
 from benchmarks.scratch import scratch_home, solutions
-from blocks.processes import local_engine
+from blocks.servers.processes import local_engine
 from objectives.batch import Batch
 from objectives.evaluate import evaluate_base, evaluate_term, prepare_features
 from objectives.gradients.balance import Balance, balance_weights

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from benchmarks.rows import Row
 from benchmarks.scratch import scratch_home, solutions
-from blocks.processes import local_engine
+from blocks.servers.processes import local_engine
 from examples.gsm8k import Gsm8kBuilder
 from flows.runs.contents import Contents
 from tasks.common.digests import digest_code, digest_file, digest_tokenizer

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from benchmarks.flow_run import run_flow
 from benchmarks.rows import Row
 from benchmarks.scratch import KEY, bench_engine, environment, run_module, scratch_home
-from blocks.local_files import home
+from blocks.files.local import home
 from engine.models import resolve_model
 
 BATCH_SIZE = 8

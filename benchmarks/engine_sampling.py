@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.rows import Row, on_device
 from benchmarks.scratch import GSM8K, scratch_home
-from blocks.local_files import home
-from blocks.processes import local_engine
+from blocks.files.local import home
+from blocks.servers.processes import local_engine
 from engine.models import DtypeName, resolve_model
 from examples.gsm8k import read_problems
 

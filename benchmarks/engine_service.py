@@ -18,8 +18,8 @@ from tqdm import tqdm
 from benchmarks.null_server import null_server
 from benchmarks.rows import Row
 from benchmarks.scratch import scratch_home
-from blocks.local_files import home
-from blocks.processes import local_engine
+from blocks.files.local import home
+from blocks.servers.processes import local_engine
 from engine.compute.base import BaseModel
 from engine.compute.datum import Datum
 from engine.compute.lora import LoraSpec

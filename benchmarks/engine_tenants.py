@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from benchmarks.rows import Row
 from benchmarks.scratch import scratch_home, solutions
-from blocks.local_files import home
-from blocks.processes import local_engine
+from blocks.files.local import home
+from blocks.servers.processes import local_engine
 from engine.models import resolve_model
 
 NUM_CLIENTS, RANK = 8, 8

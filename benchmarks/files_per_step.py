@@ -19,7 +19,7 @@ from types import FrameType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from benchmarks.scratch import scratch_home
-from blocks.processes import local_engine, local_prefect_server
+from blocks.servers.processes import local_engine, local_prefect_server
 from flows.config.loader import load_config
 from flows.config.rl import RlConfig
 from flows.config.train import SftConfig

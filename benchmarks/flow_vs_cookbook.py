@@ -17,8 +17,8 @@ from tqdm import tqdm
 from benchmarks.flow_run import run_flow
 from benchmarks.rows import Row
 from benchmarks.scratch import environment, run_module, scratch_home
-from blocks.local_files import home
-from blocks.processes import local_engine
+from blocks.files.local import home
+from blocks.servers.processes import local_engine
 from engine.models import resolve_model
 
 WARM_UP = 4

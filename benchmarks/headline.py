@@ -47,7 +47,7 @@ from tinker_cookbook.supervised.data import SupervisedDatasetFromHFDataset, conv
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
 
 from benchmarks.scratch import KEY, bench_engine, environment
-from blocks.local_files import home
+from blocks.files.local import home
 from examples.gsm8k import read_problems
 from objectives.batch import Batch, Outputs
 from objectives.term import regularizer

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.rows import Row
 from benchmarks.scratch import scratch_home
-from blocks.local_files import home
+from blocks.files.local import home
 
 SAMPLE_EVERY_S = 0.5
 NUM_CHECKPOINTS = 10

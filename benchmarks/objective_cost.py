@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from benchmarks.rows import Row
 from benchmarks.scratch import scratch_home, solutions
-from blocks.processes import local_engine
+from blocks.servers.processes import local_engine
 from objectives.evaluate import evaluate_base, evaluate_term, prepare_features
 from objectives.gradients.linearize import linearize
 from objectives.objective import Objective

@@ -16,7 +16,7 @@ from benchmarks.flow_run import run_flow
 from benchmarks.rl_vs_cookbook import BUILDER, MODES, flow_config, run_cookbook
 from benchmarks.rows import Row
 from benchmarks.scratch import KEY, bench_engine, environment, scratch_home
-from blocks.local_files import home
+from blocks.files.local import home
 from engine.models import resolve_model
 
 LETTERS = "aa"

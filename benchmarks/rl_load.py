@@ -22,7 +22,7 @@ from benchmarks.flow_run import FlowRun, run_flow
 from benchmarks.rl_vs_cookbook import BUILDER, GROUP_SIZE, MAX_TOKENS, MODES, WARM_UP, flow_config
 from benchmarks.rows import Row
 from benchmarks.scratch import KEY, bench_engine, environment, scratch_home
-from blocks.local_files import home
+from blocks.files.local import home
 from engine.models import resolve_model
 
 SAMPLE_EVERY_S = 0.1

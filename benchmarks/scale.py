@@ -45,8 +45,8 @@ from benchmarks.scale_model import (
     sum_counter,
 )
 from benchmarks.scratch import environment, scratch_home
-from blocks.local_files import home
-from blocks.processes import free_port, prefect_server_command, prefect_server_env
+from blocks.files.local import home
+from blocks.servers.processes import free_port, prefect_server_command, prefect_server_env
 from deployments.health import is_healthy
 from engine.models import resolve_model
 from tests.mlflow_process import running_mlflow

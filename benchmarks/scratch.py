@@ -19,7 +19,7 @@ from tinker import types
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 import examples
-from blocks.local_files import home
+from blocks.files.local import home
 from examples.gsm8k import read_problems
 
 # A local engine accepts any key that starts with tml-.

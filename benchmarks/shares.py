@@ -13,7 +13,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.scratch import scratch_home
-from blocks.processes import local_engine
+from blocks.servers.processes import local_engine
 from objectives.objective import Objective
 from objectives.sdk.training_loop import forward_backward_regularized
 from tasks.supervised.dataset import build_dataset

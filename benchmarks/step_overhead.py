@@ -33,8 +33,8 @@ from benchmarks.empty_service import EmptyService
 from benchmarks.rows import Row
 from benchmarks.scratch import scratch_home, solutions
 from blocks import MLflowTracking
-from blocks.local_files import home
-from blocks.processes import local_prefect_server
+from blocks.files.local import home
+from blocks.servers.processes import local_prefect_server
 from engine.models import resolve_model
 from flows.runs.cli import silence_console_logs
 from flows.training.step import prepare_batch

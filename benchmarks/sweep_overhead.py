@@ -21,7 +21,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from benchmarks.rows import Row
 from benchmarks.scratch import environment, scratch_home
-from blocks.processes import local_engine, local_prefect_server
+from blocks.servers.processes import local_engine, local_prefect_server
 from flows.config.train import SftConfig
 from flows.runs.cli import silence_console_logs
 from flows.sft import sft

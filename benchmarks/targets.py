@@ -19,8 +19,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.scratch import KEY, bench_engine, environment, scratch_home
-from blocks.local_files import home
-from blocks.processes import local_prefect_server
+from blocks.files.local import home
+from blocks.servers.processes import local_prefect_server
 from engine.models import resolve_model
 from flows.config.train import TrainConfig
 from objectives.spec import RegularizerSpec

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.rows import Row
 from benchmarks.scratch import scratch_home
-from blocks.processes import local_prefect_server
+from blocks.servers.processes import local_prefect_server
 from flows.config.train import TaskRunnerConfig
 from flows.runs.cli import silence_console_logs
 from flows.runs.task_runner import open_task_runner

@@ -17,7 +17,7 @@ from time import perf_counter
 
 from benchmarks.rows import Row
 from benchmarks.scratch import scratch_home
-from blocks.processes import local_prefect_server
+from blocks.servers.processes import local_prefect_server
 
 BUDGET_S = 30.0
 COMMAND = [sys.executable, "-m", "deployments.command_line", "up", "--engine-model", "tiny"]

@@ -9,12 +9,12 @@ from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 
 from blocks.errors import StorageError, reason, storage_error
-from blocks.local_directory import LocalDirectory
-from blocks.local_files import home
+from blocks.files.local import home
+from blocks.files.local_directory import LocalDirectory
 from blocks.urls import check_no_credentials
 
 if TYPE_CHECKING:
-    from blocks.objects import Objects
+    from blocks.files.objects import Objects
 
 CONFIG = "config.json"  # every run has this file from its start
 
@@ -123,7 +123,7 @@ class RunStorage(Block):
         """
         if runs := self._local_folder():
             return LocalDirectory(runs / run_name)
-        from blocks.object_directory import ObjectDirectory
+        from blocks.files.object_directory import ObjectDirectory
 
         return ObjectDirectory(self._objects(f"/{run_name}"))
 
@@ -171,7 +171,7 @@ class RunStorage(Block):
         return None
 
     def _objects(self, subpath: str) -> Objects:
-        from blocks.objects import Objects
+        from blocks.files.objects import Objects
 
         return Objects(
             self.url.partition("://")[2].strip("/") + subpath,

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from prefect.blocks.core import Block
 from pydantic import Field
 
-from blocks.database_templates import MLFLOW_TEMPLATE, is_missing
 from blocks.errors import ServiceError, TinkerFlowsError, reason
-from blocks.local_files import file_lock, home, open_private, private_folder
+from blocks.files.local import file_lock, home, open_private, private_folder
+from blocks.servers.database_templates import MLFLOW_TEMPLATE, is_missing
 from blocks.urls import check_no_credentials, check_reachable, hide_credentials
 
 if TYPE_CHECKING:

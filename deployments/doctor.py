@@ -20,10 +20,10 @@ from rich.text import Text
 from sqlalchemy import make_url
 
 from blocks.errors import ConfigError, StorageError, TinkerFlowsError, reason
-from blocks.local_files import home
-from blocks.object_directory import ObjectDirectory
+from blocks.files.local import home
+from blocks.files.object_directory import ObjectDirectory
 from blocks.prefect_errors import check_prefect_url, prefect_failures
-from blocks.processes import running_prefect_server
+from blocks.servers.processes import running_prefect_server
 from blocks.service import TinkerService
 from blocks.terminal import TextConsole
 from blocks.urls import check_reachable

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from blocks.errors import ServiceError
-from blocks.processes import start_error
+from blocks.servers.processes import start_error
 
 STARTUP_LIMIT_S = 180.0
 # One client for all requests: a new client loads certificates, which takes 30 ms, too long for polling.

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from blocks.errors import StorageError, storage_error
-from blocks.logins import Login, permanent_secret
-from blocks.processes import free_port
+from blocks.servers.logins import Login, permanent_secret
+from blocks.servers.processes import free_port
 from blocks.terminal import print_notice
 
 # Services of a killed `up` need up to this long to stop.

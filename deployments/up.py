@@ -22,11 +22,11 @@ from typing import TextIO
 
 from rich.console import Console
 
-from blocks.database_templates import MLFLOW_TEMPLATE, PREFECT_TEMPLATE, is_missing
 from blocks.errors import storage_error
-from blocks.local_files import file_lock, home, open_private
-from blocks.logins import Login, server_login
-from blocks.processes import (
+from blocks.files.local import file_lock, home, open_private
+from blocks.servers.database_templates import MLFLOW_TEMPLATE, PREFECT_TEMPLATE, is_missing
+from blocks.servers.logins import Login, server_login
+from blocks.servers.processes import (
     GRACE_S,
     managed_process,
     new_log_file,

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from blocks import TinkerService
 from blocks.errors import ConfigError
-from blocks.local_files import path_of
+from blocks.files.local import path_of
 from blocks.terminal import TextConsole
 from flows.config.base import CHECKPOINT, WeightsConfig
 from flows.runs.blocks import open_service, storage_of

@@ -18,7 +18,7 @@ from engine_process import EngineProcess, running_engine
 from hypothesis import settings
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from blocks.processes import local_prefect_server
+from blocks.servers.processes import local_prefect_server
 from flows.monitoring.drain import deliver_events
 
 if TYPE_CHECKING:

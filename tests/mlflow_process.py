@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from blocks.processes import free_port
+from blocks.servers.processes import free_port
 
 
 @contextmanager

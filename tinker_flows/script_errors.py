@@ -39,7 +39,7 @@ def _show(previous: Hook, kind: type[BaseException], error: BaseException, trace
 def _store(text: str) -> str:
     """Write a traceback to a file and return a sentence with its path; return the traceback itself if that fails."""
     from blocks.errors import StorageError
-    from blocks.local_files import home
+    from blocks.files.local import home
 
     try:
         path = home() / "logs" / f"error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"

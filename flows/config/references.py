@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from blocks.errors import ConfigError
-from blocks.local_files import path_of
+from blocks.files.local import path_of
 from flows.config.base import BuilderConfig
 from objectives.aliases import current_path
 from objectives.spec import ObjectiveSpec

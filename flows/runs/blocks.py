@@ -17,9 +17,9 @@ from prefect.logging import get_run_logger
 
 from blocks import MLflowTracking, RunStorage, TinkerService
 from blocks.errors import ConfigError
-from blocks.local_files import path_of
+from blocks.files.local import path_of
 from blocks.own_servers import check_own_service, check_own_tracking
-from blocks.processes import LocalEngine, starting_engine
+from blocks.servers.processes import LocalEngine, starting_engine
 from blocks.service import is_set_in_environment
 from flows.config.base import RunConfig, ServiceConfig, TrackedConfig
 from flows.runs.prices import priced_models

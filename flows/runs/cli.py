@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from blocks.errors import ExplainedInterrupt, TinkerFlowsError, traceback_is_requested
 from blocks.garbage_collection import no_collections
 from blocks.prefect_errors import check_prefect_url, prefect_failures
-from blocks.processes import PrefectServer, running_prefect_server, starting_prefect_server
+from blocks.servers.processes import PrefectServer, running_prefect_server, starting_prefect_server
 from blocks.terminal import escape_terminal, print_notice
 from objectives.errors import ObjectiveError
 from objectives.import_path import import_path

@@ -20,7 +20,7 @@ from tinker_cookbook.renderers import Message, get_renderer
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
-from blocks.local_files import path_of
+from blocks.files.local import path_of
 from flows.config.base import RunConfig
 from flows.config.loader import renderer_names
 from flows.monitoring.run_tags import emit_accepted_change, note_warning

@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 from prefect.assets import Asset
 
 from blocks.errors import reason
-from blocks.local_files import path_of
+from blocks.files.local import path_of
 from flows.config.base import RunConfig
 from flows.monitoring.run_tags import note_warning
 from flows.runs.mlflow_run import flatten

@@ -20,7 +20,7 @@ from prefect import Flow, State
 from prefect.client.schemas.objects import FlowRun
 
 from blocks.errors import storage_error
-from blocks.local_files import home
+from blocks.files.local import home
 from objectives.import_policy import accept_signed_run, is_restricted, restrict
 
 _TAG = "tinker-flows:signed:"

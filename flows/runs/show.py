@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from prefect.settings import PREFECT_API_URL
 from rich.table import Table
 
-from blocks.local_files import home
-from blocks.processes import running_prefect_server
+from blocks.files.local import home
+from blocks.servers.processes import running_prefect_server
 from blocks.terminal import TextConsole
 from blocks.urls import hide_credentials
 from flows.monitoring.progress import method_figures

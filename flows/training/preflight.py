@@ -13,7 +13,7 @@ import torch
 from tinker_cookbook.checkpoint_utils import CheckpointRecord, get_renderer_name_from_checkpoint
 
 from blocks.errors import ConfigError
-from blocks.local_files import path_of
+from blocks.files.local import path_of
 from flows.config.base import BASE
 from flows.config.distill import SamplingConfig
 from flows.config.loader import field_values, renderer_names

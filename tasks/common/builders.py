@@ -18,7 +18,7 @@ from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
-from blocks.local_files import path_of
+from blocks.files.local import path_of
 from objectives.import_path import import_path
 from objectives.import_policy import NotAllowedError, check_builder, check_function
 from tasks.common.chz_internals import guard_imports

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError, reason
-from blocks.local_files import home
+from blocks.files.local import home
 from objectives.import_policy import check_module
 from tasks.common.builders import import_builder
 from tasks.common.sampling import Sampling, open_renderer

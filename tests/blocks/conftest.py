@@ -10,7 +10,7 @@ import pytest
 from s3_server import S3Server, running_s3
 
 from blocks import TinkerService
-from blocks.processes import local_engine
+from blocks.servers.processes import local_engine
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from blocks import TinkerService
 from blocks.errors import ConfigError, ServiceError
-from blocks.processes import free_port
+from blocks.servers.processes import free_port
 from blocks.service import is_set_in_environment
 
 

@@ -14,7 +14,7 @@ from mlflow_process import running_mlflow
 
 from blocks import MLflowTracking
 from blocks.errors import ServiceError
-from blocks.processes import free_port
+from blocks.servers.processes import free_port
 from blocks.tracking import RECORD_TAG
 
 PRINT_EXPERIMENT = """

@@ -25,7 +25,7 @@ _OPTIM_STEP = "/api/v1/optim_step"
 # Program of a process of the run: the run's command, with the lease of the chaos test.
 _START = f"""
 import runpy, sys
-from blocks import lease
+from blocks.files import lease
 lease.LEASE_S = {LEASE_S}
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """

@@ -15,9 +15,9 @@ from pathlib import Path
 import fsspec
 from s3_server import ACCESS_KEY, SECRET_KEY, s3_command, s3_ports, server_ports
 
-from blocks import supervise
 from blocks.errors import ServiceError
-from blocks.processes import prefect_server_env
+from blocks.servers import supervise
+from blocks.servers.processes import prefect_server_env
 from blocks.urls import check_reachable
 from chaos.proxy import Proxies, Proxy
 from chaos.schedule import GRADERS, SERVERS
@@ -198,7 +198,7 @@ def _servers(folder: Path, mark: str, ports: Mapping[str, int], s3: dict[str, in
     engine += ["--state", str(folder / "engine" / "state")]
     yield server("engine", [*engine, "--port", str(ports["engine"])], _import_path(), "/api/v1/healthz")
     database = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / 'prefect' / 'prefect.db'}"}
-    prefect = [*python, "blocks.prefect_server", "server", "start", *loopback, str(ports["prefect"])]
+    prefect = [*python, "blocks.servers.prefect_server", "server", "start", *loopback, str(ports["prefect"])]
     yield server("prefect", prefect, prefect_server_env() | database, "/api/health")
     store = ["--backend-store-uri", f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}", "--workers", "1"]
     artifacts = ["--artifacts-destination", str(folder / "mlflow" / "artifacts")]
@@ -212,7 +212,7 @@ def _servers(folder: Path, mark: str, ports: Mapping[str, int], s3: dict[str, in
 
 
 def _import_path() -> dict[str, str]:
-    root = Path(supervise.__file__).parents[1]
+    root = Path(supervise.__file__).parents[2]
     return {"PYTHONPATH": str(root)}
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine_process import running_engine
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from blocks.processes import free_port
+from blocks.servers.processes import free_port
 from deployments.command_line import main
 
 NAMES = ["versions", "home", "Tinker service", "API key", "Prefect", "MLflow", "storage"]

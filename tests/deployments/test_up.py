@@ -28,7 +28,7 @@ from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from blocks.errors import ServiceError, StorageError
-from blocks.logins import server_login
+from blocks.servers.logins import server_login
 from blocks.tracking import MLflowTracking
 from deployments.automations import install_all
 from deployments.health import Service, wait_until_ready

@@ -16,7 +16,7 @@ from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFrom
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 from blocks.errors import ConfigError
-from blocks.processes import free_port
+from blocks.servers.processes import free_port
 from flows.config.dpo import DpoConfig
 from flows.config.train import SftConfig
 from flows.dpo import dpo

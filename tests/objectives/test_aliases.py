@@ -60,7 +60,7 @@ def test_every_alias_is_a_path_of_release_0_1_and_leads_to_a_module():
 @pytest.mark.parametrize(
     ("old", "name", "new"),
     [
-        ("blocks.home", "home", "blocks.local_files"),
+        ("blocks.home", "home", "blocks.files.local"),
         ("flows.config_file", "load_config", "flows.config.loader"),
         ("objectives.form", "choose_term", "objectives.json_schema"),
         ("tasks.graders", "same_number", "tasks.common.graders"),

@@ -13,8 +13,8 @@ from engine_process import API_KEY
 from sft_config import sft_fields
 
 from blocks import RunStorage
-from blocks.local_files import home
-from blocks.processes import local_engine, local_prefect_server, new_log_file
+from blocks.files.local import home
+from blocks.servers.processes import local_engine, local_prefect_server, new_log_file
 from blocks.tracking import MLflowTracking
 from engine.model_cache import make_once
 from flows.config.train import SftConfig

@@ -10,8 +10,8 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from blocks.logins import server_login
-from blocks.processes import starting_prefect_server
+from blocks.servers.logins import server_login
+from blocks.servers.processes import starting_prefect_server
 
 
 def allowed_origin(api: str, origin: str) -> str | None:

@@ -23,7 +23,7 @@ from prefect.context import hydrated_context, serialize_context
 from prefect.exceptions import TerminationSignal
 
 from blocks.errors import ConfigError, GuardError, TinkerFlowsError, reason
-from blocks.local_files import home, private_folder
+from blocks.files.local import home, private_folder
 from flows.config.flow_lookup import SweptConfig, find_flow
 from flows.monitoring.drain import deliver_events
 from flows.monitoring.progress import StepCallback, step_callback

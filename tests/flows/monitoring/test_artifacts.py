@@ -28,7 +28,7 @@ from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from blocks.errors import LostRunError
-from blocks.processes import free_port
+from blocks.servers.processes import free_port
 from flows.monitoring.artifacts import RunPage
 from tasks.reports.tables import COLUMNS
 from tasks.training.metrics import MetricsLog

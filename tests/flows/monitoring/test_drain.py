@@ -23,7 +23,7 @@ def test_process_exits_although_the_server_does_not_respond(tmp_path: Path, serv
         from prefect.events import emit_event
         from prefect.settings import PREFECT_API_URL, temporary_settings
 
-        from blocks.processes import free_port
+        from blocks.servers.processes import free_port
         from flows.monitoring.drain import deliver_events
 
         {server}

@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, te
 from prefect.states import Cancelling
 from waiting import wait_for
 
-from blocks.processes import free_port
+from blocks.servers.processes import free_port
 from flows.monitoring import interrupts
 from flows.monitoring.drain import deliver_events
 from flows.monitoring.interrupts import RunCancelled, deferred_interrupts

@@ -23,7 +23,7 @@ from sft_config import sft_fields
 from waiting import wait_for
 
 from blocks.errors import ConfigError
-from blocks.processes import local_prefect_server
+from blocks.servers.processes import local_prefect_server
 from flows.config.loader import validate_fields
 from flows.config.rlhf import RlhfConfig
 from flows.config.train import SftConfig

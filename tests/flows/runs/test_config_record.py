@@ -10,7 +10,7 @@ from sft_config import sft_fields
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.errors import ConfigError
-from blocks.local_directory import LocalDirectory
+from blocks.files.local_directory import LocalDirectory
 from flows.config.train import SftConfig
 from flows.runs.config_record import check_config
 

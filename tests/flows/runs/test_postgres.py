@@ -18,7 +18,7 @@ import yaml
 from postgres_server import running_postgres
 from sft_config import sft_fields
 
-from blocks.processes import free_port, prefect_server_env
+from blocks.servers.processes import free_port, prefect_server_env
 
 
 @pytest.mark.slow

@@ -28,9 +28,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from s3_server import ACCESS_KEY, SECRET_KEY, running_s3
 from sft_config import sft_fields
 
-from blocks import RunStorage, lease
+from blocks import RunStorage
 from blocks.errors import ServiceError, StorageError
-from blocks.processes import free_port
+from blocks.files import lease
+from blocks.servers.processes import free_port
 from flows.config.train import SftConfig
 from flows.monitoring.progress import step_callback
 from flows.runs.cli import main
@@ -154,7 +155,7 @@ def test_record_in_s3(tmp_path: Path, mlflow_uri: str, engine_url: str, prefect_
 
 
 _SHORT_LEASE = """
-from blocks import lease
+from blocks.files import lease
 lease.LEASE_S = 3.0
 from flows.runs.cli import main
 main("flows.sft:sft", "flows.config.train:SftConfig", None)

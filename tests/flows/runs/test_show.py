@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from blocks.processes import RunningPrefectServer
+from blocks.servers.processes import RunningPrefectServer
 from flows.runs import show
 from flows.runs.result import TrainResult
 

@@ -11,7 +11,7 @@ from mlflow.entities import Run
 from rlhf_config import rlhf_fields
 
 from blocks.errors import ConfigError, ServiceError
-from blocks.local_directory import LocalDirectory
+from blocks.files.local_directory import LocalDirectory
 from flows.config.loader import load_config
 from flows.config.rlhf import RlhfConfig
 from flows.sweep import sweep

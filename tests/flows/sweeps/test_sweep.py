@@ -31,7 +31,7 @@ from saved_weights import saved_weights
 from sft_config import sft_fields
 
 from blocks.errors import ConfigError, ServiceError
-from blocks.local_directory import LocalDirectory
+from blocks.files.local_directory import LocalDirectory
 from flows.config.loader import load_config
 from flows.config.train import SftConfig
 from flows.monitoring.drain import deliver_events

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from sft_config import sft_fields
 
 from blocks.errors import ConfigError
-from blocks.local_directory import LocalDirectory
+from blocks.files.local_directory import LocalDirectory
 from flows.config.loader import load_config
 from flows.sweeps.ablation import subsets
 from flows.sweeps.config import PruneConfig, SearchConfig, SweepConfig

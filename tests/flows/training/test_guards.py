@@ -26,7 +26,7 @@ from tinker import types
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 from blocks.errors import ConfigError, GuardError, PoisonedError, ServiceError
-from blocks.local_files import home
+from blocks.files.local import home
 from deployments.command_line import main
 from engine.models import resolve_model
 from flows.config.train import BudgetConfig, SftConfig

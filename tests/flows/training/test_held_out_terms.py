@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 from sft_config import sft_fields
 from tinker_cookbook.supervised.types import SupervisedDataset
 
-from blocks.local_directory import LocalDirectory
+from blocks.files.local_directory import LocalDirectory
 from examples.gsm8k import Gsm8kBuilder
 from flows.config.train import SftConfig
 from flows.estimates.supervised import estimate

@@ -18,7 +18,7 @@ from tinker_cookbook.tokenizer_utils import register_tokenizer
 
 from blocks import TinkerService
 from blocks.errors import ConfigError
-from blocks.processes import free_port
+from blocks.servers.processes import free_port
 from blocks.storage import RunDirectory
 from engine.tiny import byte_tokenizer
 from tasks.common.builders import build, takes

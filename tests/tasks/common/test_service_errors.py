@@ -9,7 +9,7 @@ from chaos.schedule import Fault
 from tinker import types
 
 from blocks.errors import ServiceLostError
-from blocks.processes import free_port
+from blocks.servers.processes import free_port
 from tasks.common.service_errors import wait_for_response
 
 

@@ -20,7 +20,7 @@ from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 from transformers import AutoTokenizer
 
 from blocks.errors import ConfigError
-from blocks.local_files import home
+from blocks.files.local import home
 from engine.models import resolve_model
 from examples.preferences import DATA, comparisons
 from objectives.batch import Outputs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from blocks.local_directory import LocalDirectory
+from blocks.files.local_directory import LocalDirectory
 from objectives.batch import Batch, pack
 from tasks.training.held_out import HELD_OUT_NAME, BatchValues, append_batch_values, digest_batches, read_batch_values
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Self
 
 from blocks.errors import LostRunError, StorageError, storage_error
-from blocks.local_files import open_private, private_folder
-from blocks.lock_holder import current_process, locked_error, removed_error
+from blocks.files.local import open_private, private_folder
+from blocks.files.lock_holder import current_process, locked_error, removed_error
 
 
 class LocalDirectory:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from blocks.local_files import open_private
+from blocks.files.local import open_private
 
 
 @dataclass(frozen=True, slots=True)

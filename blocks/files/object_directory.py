@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Self
 
-from blocks.lease import NAME as LEASE_NAME
-from blocks.lease import Lease
-from blocks.lock_holder import taken_over_error
-from blocks.objects import ChangedError, Objects
+from blocks.files.lease import NAME as LEASE_NAME
+from blocks.files.lease import Lease
+from blocks.files.lock_holder import taken_over_error
+from blocks.files.objects import ChangedError, Objects
 
 PROBE = ".probe"
 

@@ -23,10 +23,10 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blocks.database_templates import PREFECT_TEMPLATE, is_missing
 from blocks.errors import ServiceError, ServiceLostError, storage_error
-from blocks.local_files import file_lock, home, private_folder
-from blocks.logins import USER, Login, password_file, server_login
+from blocks.files.local import file_lock, home, private_folder
+from blocks.servers.database_templates import PREFECT_TEMPLATE, is_missing
+from blocks.servers.logins import USER, Login, password_file, server_login
 from blocks.terminal import print_notice
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def prefect_login_env(port: int, login: Login) -> dict[str, str]:
 
 def prefect_server_command(port: int) -> list[str]:
     """Return the command of a Prefect server on the loopback interface; run it with `prefect_server_env`."""
-    server = [sys.executable, "-m", "blocks.prefect_server", "server", "start"]
+    server = [sys.executable, "-m", "blocks.servers.prefect_server", "server", "start"]
     return [*server, "--host", "127.0.0.1", "--port", str(port)]
 
 

@@ -14,8 +14,8 @@ import time
 from dataclasses import asdict
 
 from blocks.errors import StorageError
-from blocks.lock_holder import LockHolder, current_process, locked_error, removed_error, taken_over_error
-from blocks.objects import ChangedError, Objects
+from blocks.files.lock_holder import LockHolder, current_process, locked_error, removed_error, taken_over_error
+from blocks.files.objects import ChangedError, Objects
 from blocks.terminal import print_notice
 
 LEASE_S = 30.0

@@ -24,11 +24,12 @@ from pydantic import SecretStr
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
 from waiting import wait_for
 
-from blocks import RunStorage, lease, objects
+from blocks import RunStorage
 from blocks.errors import LostRunError, StorageError
-from blocks.lock_holder import LockHolder
-from blocks.object_directory import ObjectDirectory
-from blocks.processes import free_port
+from blocks.files import lease, objects
+from blocks.files.lock_holder import LockHolder
+from blocks.files.object_directory import ObjectDirectory
+from blocks.servers.processes import free_port
 from blocks.storage import RunDirectory
 from tasks.training.metrics_file import METRICS_NAME, MetricsFile
 

@@ -16,9 +16,10 @@ from typing import IO, Any
 
 import pytest
 
-from blocks import RunStorage, local_directory
+from blocks import RunStorage
 from blocks.errors import LostRunError, StorageError
-from blocks.local_directory import LocalDirectory
+from blocks.files import local_directory
+from blocks.files.local_directory import LocalDirectory
 
 # Fork, because the imports of a new interpreter take seconds.
 fork = multiprocessing.get_context("fork")

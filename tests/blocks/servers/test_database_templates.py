@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from blocks.database_templates import MLFLOW_TEMPLATE, PREFECT_TEMPLATE, DatabaseTemplate, is_missing
-from blocks.processes import local_prefect_server, prefect_database, prepare_prefect_database
+from blocks.servers.database_templates import MLFLOW_TEMPLATE, PREFECT_TEMPLATE, DatabaseTemplate, is_missing
+from blocks.servers.processes import local_prefect_server, prefect_database, prepare_prefect_database
 from blocks.tracking import MLflowTracking
 
 MIGRATE = "PREFECT_API_DATABASE_MIGRATE_ON_START"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blocks.errors import storage_error
-from blocks.local_files import file_lock, open_private
+from blocks.files.local import file_lock, open_private
 
 USER = "tinker-flows"
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from blocks import supervise
 from blocks.errors import ServiceError, StorageError
-from blocks.processes import (
+from blocks.servers import supervise
+from blocks.servers.processes import (
     RunningPrefectServer,
     local_engine,
     local_prefect_server,
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.process
 # A run that starts both services and still uses them after Ctrl-C.
 RUN = """
 import signal, urllib.request
-from blocks.processes import local_engine, local_prefect_server
+from blocks.servers.processes import local_engine, local_prefect_server
 
 with local_prefect_server() as prefect, local_engine(model="tiny", dtype="float32", threads=1) as engine:
     try:
