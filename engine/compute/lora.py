@@ -54,6 +54,11 @@ class Adapter:
     def scale(self) -> float:
         return ALPHA / self.spec.rank
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the factors."""
+        return sum(factor.nbytes for factors in self.factors.values() for factor in factors)
+
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and tensor of each factor, in a fixed order."""
         for module in sorted(self.factors):

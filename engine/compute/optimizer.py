@@ -57,6 +57,11 @@ class Optimizer:
     def clear_gradient(self) -> None:
         self._adam.zero_grad(set_to_none=True)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the moments and step counts."""
+        return sum(value.nbytes for state in self._adam.state.values() for value in state.values())
+
     def state(self) -> dict[str, Tensor]:
         """Return all moments and step counts as ``<parameter>.<moment>``; empty before the first step."""
         return {

@@ -106,8 +106,13 @@ class Trainer:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights, the moments and the gradient."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+        """Memory of the weights, the moments and the gradient.
+
+        Every request reads it, so it needs no views of the tensors as `tensors` does: each of their hundreds of
+        operations releases the interpreter's lock, and waits for it while the event loop runs.
+        """
+        gradients = [p.grad for _, p in self.adapter.named_parameters() if p.grad is not None]
+        return self.adapter.num_bytes + self._optimizer.num_bytes + sum(gradient.nbytes for gradient in gradients)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state for `restore`, in tensors named ``weights/``, ``optimizer/`` and ``gradient/``."""

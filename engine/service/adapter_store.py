@@ -69,7 +69,7 @@ class AdapterStore:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in adapter_tensors(self._adapter).values()) if self._adapter else 0
+        return 0 if self._adapter is None else self._adapter.num_bytes
 
     @property
     def is_busy(self) -> bool:

@@ -13,6 +13,12 @@ import torch
 from engine_process import API_KEY, EngineProcess, running_engine
 from tinker import types
 
+from engine.compute.base import BaseModel
+from engine.compute.datum import Datum
+from engine.compute.lora import LoraSpec
+from engine.compute.loss import bind_loss
+from engine.compute.train import exhaust
+from engine.compute.trainer import Trainer
 from engine.service.memory import MemoryBudget
 
 PROMPT, PARAMS = types.ModelInput.from_ints([1, 2, 3]), types.SamplingParams(max_tokens=8, seed=1)
@@ -79,3 +85,20 @@ def test_engines_that_start_together_keep_their_folders(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(start_repeatedly, range(4)))
+
+
+def test_size_of_a_trainer(base: BaseModel) -> None:
+    """It counts the weights, the moments once there are any, and the gradient until the optimizer step."""
+    trainer = Trainer(base, LoraSpec(rank=4, seed=1), 1024)
+    loss = bind_loss("cross_entropy", {})
+    tokens_T = torch.arange(8)
+    sizes = [trainer.num_bytes]
+    for _ in range(2):
+        exhaust(trainer.forward_backward([Datum(tokens_T, tokens_T, {})], loss, forward_only=False))
+        sizes.append(trainer.num_bytes)
+        assert sizes[-1] == sum(tensor.nbytes for tensor in trainer.tensors().values())
+        trainer.optim_step(types.AdamParams())
+        sizes.append(trainer.num_bytes)
+    weights = trainer.adapter.num_bytes
+    steps = 4 * len(list(trainer.adapter.named_parameters()))
+    assert sizes == [weights, 2 * weights, 3 * weights + steps, 4 * weights + steps, 3 * weights + steps]
