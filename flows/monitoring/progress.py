@@ -19,7 +19,7 @@ from blocks.terminal import escape_terminal, print_notice
 from flows.monitoring.artifacts import RunPage
 from flows.monitoring.interrupts import StopRequest
 from tasks.reports.summary import format_steps
-from tasks.reports.tables import REWARD, format_figure, reward_parts
+from tasks.reports.tables import REWARD, TIED, format_figure, reward_parts
 from tasks.training.metrics import MetricsLog
 
 # Receives each step and its metrics; returns a reason to stop the run, or an empty string.
@@ -70,6 +70,8 @@ def method_figures(metrics: Mapping[str, float]) -> list[str]:
     ['nll=5.012', 'loss=6.9', '$0.25']
     >>> method_figures({"env/all/reward/total": 0.5, "reward/short/value": 0.1, "env/all/num_letters": 3.0})
     ['reward=0.5', 'short=0.1', 'num_letters=3']
+    >>> method_figures({"accuracy": 0.0, "margin": 0.0})  # the first batch of preferences: policy and reference agree
+    ['accuracy=0 (ties)', 'margin=0']
     """
     keys = {key: label for key, label in _FIGURES.items() if key in metrics}
     if "teacher_kl" in keys and metrics.get(REWARD) == 0:
@@ -77,6 +79,8 @@ def method_figures(metrics: Mapping[str, float]) -> list[str]:
     if keys.keys() & {REWARD, "accuracy", "teacher_kl"}:
         keys.pop("train_mean_nll", None)  # the NLL of samples, or of both completions of pairs, says little
     figures = [f"{label}={format_figure(metrics[key])}" for key, label in keys.items()]
+    if "accuracy" in keys and abs(metrics.get("margin", 1.0)) < TIED:
+        figures[list(keys).index("accuracy")] += " (ties)"
     if REWARD in keys:
         figures[1:1] = [f"{name}={format_figure(metrics[key])}" for key, name in reward_parts(metrics).items()]
     return [*figures, *([f"${metrics['cost/usd']:.4g}"] if metrics.get("cost/usd") else [])]

@@ -135,7 +135,7 @@ _VALUE, _ERROR = "/value", "/stderr"
 REWARD = "env/all/reward/total"
 ACCURACY, MARGIN = "test/accuracy", "test/margin"
 # Margins are differences of sums of logprobs, so a margin of 0 may be a rounding error.
-_TIED = 1e-5
+TIED = 1e-5
 # Figures of float32 numbers near 1 that are smaller than this are rounding errors.
 _ROUNDING = 1e-7
 # Main metrics of sft, of preference data and of rl, which tables show first.
@@ -406,7 +406,7 @@ def _describe_ties(batches: Mapping[int, Mapping[str, BatchValues]]) -> str:
         # Earlier versions stored means over groups without the sizes of the groups.
         if set(margins[step].num_datums_B) != {1} or (accuracy and not set(accuracy.values_B) <= {0.0, 1.0}):
             return ""
-        share = fmean(abs(margin) < _TIED for margin in margins[step].values_B)
+        share = fmean(abs(margin) < TIED for margin in margins[step].values_B)
         if share:
             shown.append(f"{_format_percent(share)} of the pairs at step {step}")
     count = "They count as wrong, unless rounding decides otherwise."
