@@ -16,7 +16,7 @@ from benchmarks.rows import Row
 from benchmarks.scratch import scratch_home, solutions
 from blocks.servers.processes import local_engine
 from examples.gsm8k import Gsm8kBuilder
-from flows.runs.contents import Contents
+from flows.runs.start.contents import Contents
 from tasks.common.digests import digest_code, digest_file, digest_tokenizer
 from tasks.training.datums import pack_datums
 

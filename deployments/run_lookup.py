@@ -17,8 +17,8 @@ from flows.config.base import NamedConfig
 from flows.config.loader import set_overrides, validate_fields
 from flows.monitoring.run_tags import REJECTED_TAG
 from flows.runs.blocks import storage_at, tracking_at
-from flows.runs.config_record import RecordedConfig
-from flows.runs.mlflow_run import find_recorded_run
+from flows.runs.start.config_record import RecordedConfig
+from flows.runs.tracking.mlflow_run import find_recorded_run
 from objectives.errors import did_you_mean
 from objectives.targets import TargetSpec
 from tasks.training.checkpoints import Records, read_records

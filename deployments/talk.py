@@ -18,7 +18,7 @@ from deployments.run_lookup import find_run
 from flows.config.base import BASE, SERVICE_PATH, WeightsConfig
 from flows.config.loader import field_values, validate_fields
 from flows.runs.blocks import open_service, storage_of
-from flows.runs.checkpoint_refs import find_checkpoint, with_model
+from flows.runs.checkpoints.checkpoint_refs import find_checkpoint, with_model
 from tasks.common.renderers import renderer_name_of
 from tasks.common.sampling import Answer, Sampling, open_renderer, open_sampler, sample_answers
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 
 from deployments.run_lookup import report_of
-from flows.runs.config_record import changed_fields
+from flows.runs.start.config_record import changed_fields
 from tasks.reports.tables import Control, Estimate, HeldOutRow
 from tasks.training.checkpoints import resumable
 from tasks.training.held_out import BatchValues

@@ -30,9 +30,9 @@ from flows.config.base import (
     WeightsConfig,
 )
 from flows.runs.blocks import open_service, storage_of
-from flows.runs.checkpoint_refs import find_checkpoint, with_model
-from flows.runs.mlflow_run import open_measurement
+from flows.runs.checkpoints.checkpoint_refs import find_checkpoint, with_model
 from flows.runs.rights import apply_rights
+from flows.runs.tracking.mlflow_run import open_measurement
 from tasks.common.jsonl import read_rows
 from tasks.common.prompt_scores import supports_last_n
 from tasks.common.sampling import Sampling, open_renderer, open_sampler

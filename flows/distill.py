@@ -30,11 +30,11 @@ from flows.config.distill import (
 )
 from flows.config.loader import renderer_names
 from flows.monitoring.run_tags import warn_of_metrics
-from flows.runs.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.result import TrainResult
 from flows.runs.retries import run_with_approval
 from flows.runs.rights import apply_rights
 from flows.runs.run import Run, open_run
+from flows.runs.start.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.teachers import open_saved_teacher, open_teachers
 from flows.training.candidates import open_candidates
 from flows.training.trainer import Trainer

@@ -56,14 +56,14 @@ from flows.monitoring.run_tags import (
     note_pending_approval,
     note_rejection,
 )
-from flows.runs.approval import Answer, Question, ask
 from flows.runs.blocks import open_service, storage_of
-from flows.runs.checkpoint_refs import NamedCheckpoint, find_checkpoint, find_steps, with_model
-from flows.runs.mlflow_run import open_measurement
-from flows.runs.promotion import Measurement, check_scores, find_rejection
+from flows.runs.checkpoints.approval import Answer, Question, ask
+from flows.runs.checkpoints.checkpoint_refs import NamedCheckpoint, find_checkpoint, find_steps, with_model
+from flows.runs.checkpoints.promotion import Measurement, check_scores, find_rejection
 from flows.runs.result import as_state
 from flows.runs.rights import apply_rights
 from flows.runs.run import open_builder_arguments
+from flows.runs.tracking.mlflow_run import open_measurement
 from flows.training.budget import EvaluationLedger
 from tasks.common.digests import digest_text
 from tasks.common.sampling import open_sampler, open_training_client

@@ -23,7 +23,7 @@ from blocks.files.local import path_of
 from blocks.terminal import TextConsole
 from flows.config.base import CHECKPOINT, WeightsConfig
 from flows.runs.blocks import open_service, storage_of
-from flows.runs.checkpoint_refs import find_checkpoint, with_model
+from flows.runs.checkpoints.checkpoint_refs import find_checkpoint, with_model
 from flows.runs.rights import apply_rights
 from tasks.common.service_errors import service_errors
 from tasks.export import build_adapter, build_merged, describe_export, download_adapter

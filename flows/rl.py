@@ -20,11 +20,11 @@ from prefect.logging import get_run_logger
 from blocks.errors import ConfigError
 from flows.config.rl import HealthConfig, RlConfig
 from flows.monitoring.run_tags import warn_of_metrics
-from flows.runs.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.result import TrainResult
 from flows.runs.retries import run_with_approval
 from flows.runs.rights import apply_rights
 from flows.runs.run import Run, open_run
+from flows.runs.start.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.teachers import open_reference
 from flows.training.trainer import Trainer
 from objectives.aliases import renamed_attribute

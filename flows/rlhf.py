@@ -26,9 +26,9 @@ from flows.config.train import BudgetConfig, SftConfig, TrainConfig
 from flows.dpo import dpo
 from flows.monitoring.progress import step_callback
 from flows.rl import rl
-from flows.runs.approval import ApprovalRequest, decide
 from flows.runs.blocks import storage_of
-from flows.runs.checkpoint_refs import find_checkpoint
+from flows.runs.checkpoints.approval import ApprovalRequest, decide
+from flows.runs.checkpoints.checkpoint_refs import find_checkpoint
 from flows.runs.result import TrainResult, as_state
 from flows.runs.retries import leave_state_to_successor
 from flows.runs.rights import apply_rights

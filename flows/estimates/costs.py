@@ -16,8 +16,8 @@ from flows.config.base import SERVICE_PATH, BuilderConfig, RunConfig, ServiceCon
 from flows.config.train import BASE_MODEL, TrainConfig
 from flows.monitoring.run_tags import PRICES_TAG
 from flows.runs.blocks import open_service, storage_of, tracking_of
-from flows.runs.mlflow_run import MAX_PARAM_LENGTH, changed_fields_of
 from flows.runs.prices import digest_prices, price_of
+from flows.runs.tracking.mlflow_run import MAX_PARAM_LENGTH, changed_fields_of
 from tasks.common.builders import takes
 from tasks.common.event_loop import open_workers
 from tasks.common.sampling import open_training_client

@@ -15,7 +15,7 @@ from flows.estimates.costs import (
 )
 from flows.evaluate import EvaluateConfig, find_weights, open_held_out
 from flows.runs.blocks import service_url
-from flows.runs.checkpoint_refs import NamedCheckpoint, with_model
+from flows.runs.checkpoints.checkpoint_refs import NamedCheckpoint, with_model
 from tasks.evaluation.evaluators import HeldOutNLL, build_evaluators
 from tasks.training.reference import scored_tokens
 

@@ -1,1 +1,1 @@
-"""Lifecycle of a run: open, record, resume, retry, finish."""
+"""Lifecycle of a run: start, resources, checkpoints, retries, result."""

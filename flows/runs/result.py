@@ -14,10 +14,10 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from blocks.errors import StorageError
 from blocks.urls import hide_credentials
 from flows.monitoring.run_tags import note_targets
-from flows.runs.approval import ApprovalRequest
-from flows.runs.checkpoint_refs import checkpoint_key
-from flows.runs.resume import origin_step
+from flows.runs.checkpoints.approval import ApprovalRequest
+from flows.runs.checkpoints.checkpoint_refs import checkpoint_key
 from flows.runs.run import Run
+from flows.runs.start.resume import origin_step
 from objectives.targets import TargetSpec
 from tasks.common.assets import asset_key, materialize
 from tasks.reports.run_report import ReportExtras, write_report

@@ -23,10 +23,10 @@ from blocks.errors import LostRunError, RolledBackError, ServiceLostError, Unrea
 from blocks.terminal import escape_terminal
 from flows.config.base import RunConfig
 from flows.monitoring.interrupts import RunCancelled
-from flows.runs.approval import decide
 from flows.runs.blocks import storage_of
-from flows.runs.existing_run import settle_run_name
+from flows.runs.checkpoints.approval import decide
 from flows.runs.result import TrainResult, as_state
+from flows.runs.start.existing_run import settle_run_name
 from tasks.common.service_errors import TRANSIENT_ERRORS
 from tasks.training.checkpoints import resumable, step_of
 

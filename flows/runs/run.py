@@ -21,10 +21,10 @@ from flows.config.loader import renderer_names
 from flows.config.train import AdapterSettings, TrainConfig
 from flows.monitoring.system_metrics import system_metrics
 from flows.runs.blocks import open_service, service_slot, storage_of
-from flows.runs.config_record import check_config
-from flows.runs.fork import FRESH_OPTIMIZER, check_lineage, starts_of
-from flows.runs.mlflow_run import open_log
+from flows.runs.start.config_record import check_config
+from flows.runs.start.fork import FRESH_OPTIMIZER, check_lineage, starts_of
 from flows.runs.task_runner import open_task_runner
+from flows.runs.tracking.mlflow_run import open_log
 from tasks.common.builders import takes
 from tasks.common.event_loop import open_workers
 from tasks.common.service_errors import service_errors

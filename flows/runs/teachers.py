@@ -16,7 +16,7 @@ from flows.config.dpo import START
 from flows.config.train import BASE_MODEL, TrainConfig
 from flows.monitoring.run_tags import note_warning
 from flows.runs.blocks import storage_of
-from flows.runs.checkpoint_refs import find_checkpoint
+from flows.runs.checkpoints.checkpoint_refs import find_checkpoint
 from flows.runs.run import Run
 from tasks.common.datum_cache import load_cache
 from tasks.common.prompt_scores import supports_last_n

@@ -18,7 +18,7 @@ from blocks import MLflowTracking
 from blocks.errors import ConfigError
 from blocks.storage import RunDirectory
 from flows.runs.blocks import tracking_of
-from flows.runs.mlflow_run import open_mlflow_run
+from flows.runs.tracking.mlflow_run import open_mlflow_run
 from flows.sweeps.config import SweepConfig
 from flows.sweeps.plan import SweepPlan
 from tasks.training.metrics import metric_values

@@ -13,7 +13,7 @@ from flows.config.promotion import check_measured
 from flows.config.train import TrainConfig
 from flows.monitoring.interrupts import StopRequest
 from flows.monitoring.run_tags import note_evaluation, note_warning
-from flows.runs.promotion import check_scores
+from flows.runs.checkpoints.promotion import check_scores
 from flows.runs.run import Run
 from flows.training.budget import Ledger
 from flows.training.candidates import open_examples

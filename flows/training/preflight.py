@@ -21,8 +21,8 @@ from flows.config.rl import RlConfig
 from flows.config.rollout import OverlongConfig, RolloutConfig
 from flows.config.train import TrainConfig
 from flows.monitoring.run_tags import note_warning
-from flows.runs.fork import is_fork, named_origin
 from flows.runs.run import Run
+from flows.runs.start.fork import is_fork, named_origin
 from objectives.batch import Batch
 from objectives.labels import MEMBER, PROMPT
 from objectives.objective import CROSS_ENTROPY, Objective

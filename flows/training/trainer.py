@@ -31,15 +31,15 @@ from flows.config.train import TrainConfig
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
 from flows.monitoring.progress import Pauses, Progress, call_step_callback
 from flows.monitoring.run_tags import forget_end, note_terms, note_warning
-from flows.runs.checkpoint_manager import Checkpoints
-from flows.runs.config_record import keep_recorded_conventions
-from flows.runs.contents import open_contents
-from flows.runs.lineage import data_assets, log_datasets
-from flows.runs.prompts import register_prompts
+from flows.runs.checkpoints.checkpoint_manager import Checkpoints
 from flows.runs.result import EndReasons, TrainResult, finish
-from flows.runs.resume import origin_step, resolve_start
 from flows.runs.run import Run
+from flows.runs.start.config_record import keep_recorded_conventions
+from flows.runs.start.contents import open_contents
+from flows.runs.start.resume import origin_step, resolve_start
 from flows.runs.teachers import open_reference
+from flows.runs.tracking.lineage import data_assets, log_datasets
+from flows.runs.tracking.prompts import register_prompts
 from flows.training.budget import RunLedger
 from flows.training.evaluation import Evaluation
 from flows.training.granularity import run_segment, run_step

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs.options import DOCS, find_pages, update_page
-from flows.runs.config_record import MAY_CHANGE
+from flows.runs.start.config_record import MAY_CHANGE
 
 
 @pytest.mark.parametrize("page", find_pages(), ids=lambda path: path.name)

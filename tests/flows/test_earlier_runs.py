@@ -5,7 +5,7 @@ from __future__ import annotations
 from flows.config.rl import RlConfig
 from flows.estimates.costs import _FREE_FIELDS, _comparable
 from flows.evaluate import EvaluateConfig
-from flows.runs.mlflow_run import flatten
+from flows.runs.tracking.mlflow_run import flatten
 
 COSTS = {"rollout.max_tokens": "6", "guards.spike": "skip", "eval_every": "5", "checkpoint_of_another_setting": "1"}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flows.config.rl import BOUNDED_CORRECTION, UNBOUNDED_CORRECTION, RlConfig
 from flows.rl import describe_correction
-from flows.runs.config_record import FORMAT_OF_CORRECTIONS
+from flows.runs.start.config_record import FORMAT_OF_CORRECTIONS
 from objectives.batch import Batch, Outputs
 from objectives.losses.policy.correction import Correction
 from objectives.objective import Objective

@@ -23,8 +23,8 @@ from blocks.tracking import MLflowTracking
 from flows.config.train import SftConfig
 from flows.monitoring.progress import step_callback
 from flows.monitoring.run_tags import forget_end, forget_rejection
-from flows.runs.mlflow_run import open_mlflow_run
 from flows.runs.retries import leave_state_to_successor
+from flows.runs.tracking.mlflow_run import open_mlflow_run
 from flows.sft import sft
 from flows.sweeps.config import SweepConfig
 from flows.sweeps.plan import make_plan

@@ -9,7 +9,7 @@ import pytest
 
 from blocks import RunStorage
 from blocks.errors import ConfigError
-from flows.runs.checkpoint_refs import find_checkpoint
+from flows.runs.checkpoints.checkpoint_refs import find_checkpoint
 
 
 @pytest.mark.parametrize(

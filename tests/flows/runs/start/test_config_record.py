@@ -12,7 +12,7 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from blocks.errors import ConfigError
 from blocks.files.local_directory import LocalDirectory
 from flows.config.train import SftConfig
-from flows.runs.config_record import check_config
+from flows.runs.start.config_record import check_config
 
 
 def test_never_also_rejects_the_name_of_a_cookbook_run(tmp_path: Path) -> None:

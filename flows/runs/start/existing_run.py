@@ -17,9 +17,9 @@ from blocks.terminal import print_notice
 from flows.config.base import RunConfig
 from flows.config.loader import field_values
 from flows.runs.blocks import storage_of, tracking_at
-from flows.runs.config_record import RecordedConfig
-from flows.runs.fork import starts_of
-from flows.runs.mlflow_run import find_recorded_run
+from flows.runs.start.config_record import RecordedConfig
+from flows.runs.start.fork import starts_of
+from flows.runs.tracking.mlflow_run import find_recorded_run
 from tasks.training.checkpoints import read_records, step_of
 from tasks.training.logged_models import MODEL_ID, delete_model
 

@@ -11,7 +11,7 @@ from prefect.exceptions import TerminationSignal
 
 from blocks import MLflowTracking
 from flows.monitoring.interrupts import RunCancelled
-from flows.runs.mlflow_run import open_mlflow_run
+from flows.runs.tracking.mlflow_run import open_mlflow_run
 from tasks.training.metrics import MetricsLog
 
 

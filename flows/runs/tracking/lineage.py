@@ -16,7 +16,7 @@ from blocks.errors import reason
 from blocks.files.local import path_of
 from flows.config.base import RunConfig
 from flows.monitoring.run_tags import note_warning
-from flows.runs.mlflow_run import flatten
+from flows.runs.tracking.mlflow_run import flatten
 from tasks.common.assets import asset_key, describe_asset
 from tasks.common.digests import digest_text
 from tasks.reports.summary import DATA_PARAMS

@@ -32,7 +32,7 @@ from flows.dpo import dpo
 from flows.rl import rl
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
-PAIRS = Path(__file__).parents[3] / "examples" / "data" / "preferences_train.jsonl"
+PAIRS = Path(__file__).parents[4] / "examples" / "data" / "preferences_train.jsonl"
 NUM_STEPS = 3
 RATE = 3e-3
 

@@ -28,9 +28,9 @@ from flows.monitoring.run_tags import (
     note_pending_approval,
     note_rejection,
 )
-from flows.runs.approval import ApprovalRequest, read_approval
-from flows.runs.checkpoint_refs import checkpoint_key
-from flows.runs.promotion import Measurement, describe_difference, find_rejection
+from flows.runs.checkpoints.approval import ApprovalRequest, read_approval
+from flows.runs.checkpoints.checkpoint_refs import checkpoint_key
+from flows.runs.checkpoints.promotion import Measurement, describe_difference, find_rejection
 from flows.runs.run import Run
 from tasks.common.assets import materialize
 from tasks.common.service_errors import service_errors

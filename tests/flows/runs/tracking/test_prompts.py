@@ -13,7 +13,7 @@ from sft_config import sft_fields
 from engine.tiny import byte_tokenizer
 from flows.config.distill import PromptConfig
 from flows.config.train import SftConfig
-from flows.runs.prompts import register_prompts
+from flows.runs.tracking.prompts import register_prompts
 from flows.sft import sft
 from tasks.training.metrics import MetricsLog
 

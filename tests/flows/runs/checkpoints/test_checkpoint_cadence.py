@@ -20,7 +20,7 @@ from blocks import RunStorage
 from blocks.errors import ConfigError
 from flows.config.loader import validate_fields
 from flows.config.train import SftConfig
-from flows.runs.checkpoint_refs import find_checkpoint
+from flows.runs.checkpoints.checkpoint_refs import find_checkpoint
 from flows.runs.result import TrainResult
 from flows.sft import sft
 from flows.training.preflight import pitfalls_of

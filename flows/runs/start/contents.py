@@ -24,8 +24,8 @@ from blocks.files.local import path_of
 from flows.config.base import RunConfig
 from flows.config.loader import renderer_names
 from flows.monitoring.run_tags import emit_accepted_change, note_warning
-from flows.runs.config_record import MAY_CHANGE
 from flows.runs.run import Run
+from flows.runs.start.config_record import MAY_CHANGE
 from objectives.aliases import current_path
 from objectives.batch import Batch
 from objectives.import_path import ImportedFunction

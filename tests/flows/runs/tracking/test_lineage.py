@@ -12,8 +12,8 @@ from mlflow.types import Schema
 
 from blocks import MLflowTracking
 from flows.config.train import SftConfig
-from flows.runs.lineage import log_datasets
-from flows.runs.mlflow_run import changed_fields_of, open_mlflow_run
+from flows.runs.tracking.lineage import log_datasets
+from flows.runs.tracking.mlflow_run import changed_fields_of, open_mlflow_run
 from tasks.common.digests import digest_file
 
 ROWS = [{"question": "1 + 1?", "answer": "2", "score": 0.5, "tags": ["sum"]}, {"question": "2 + 2?", "answer": "4"}]

@@ -12,8 +12,8 @@ from sft_config import sft_fields
 from blocks.errors import ConfigError, ServiceError
 from flows.config.train import SftConfig
 from flows.runs.blocks import storage_of
-from flows.runs.fork import starts_of
 from flows.runs.run import _resumed_client
+from flows.runs.start.fork import starts_of
 
 
 def fork(tmp_path: Path, path: str) -> SftConfig:

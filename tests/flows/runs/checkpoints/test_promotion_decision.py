@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flows.runs import promotion
-from flows.runs.promotion import Measurement, describe_difference, find_rejection
+from flows.runs.checkpoints import promotion
+from flows.runs.checkpoints.promotion import Measurement, describe_difference, find_rejection
 from tasks.training.held_out import BatchValues
 
 

@@ -28,8 +28,8 @@ from flows.config.rl import RlConfig
 from flows.config.train import SftConfig
 from flows.monitoring.drain import deliver_events
 from flows.monitoring.run_tags import ACCEPTED_EVENT
-from flows.runs.contents import digest_contents
 from flows.runs.result import TrainResult
+from flows.runs.start.contents import digest_contents
 from flows.sft import sft
 from objectives.objective import Objective
 from tasks.common.digests import changed_contents, digest_code

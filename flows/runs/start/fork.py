@@ -10,7 +10,12 @@ from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from blocks import RunStorage
 from blocks.errors import ConfigError
 from flows.config.base import BASE, SERVICE_PATH, RunConfig
-from flows.runs.checkpoint_refs import NamedCheckpoint, describe_missing, find_checkpoints, select_checkpoints
+from flows.runs.checkpoints.checkpoint_refs import (
+    NamedCheckpoint,
+    describe_missing,
+    find_checkpoints,
+    select_checkpoints,
+)
 from tasks.training.checkpoints import read_records, step_of
 
 # Key of a record whose weights are loaded without the moments of the optimizer.

@@ -14,7 +14,7 @@ from blocks.errors import ConfigError
 from blocks.storage import CONFIG, RunDirectory
 from blocks.terminal import print_notice
 from flows.config.base import RunConfig
-from flows.runs.cookbook_compat import set_aside_config
+from flows.runs.start.cookbook_compat import set_aside_config
 from objectives.aliases import with_current_paths
 from objectives.objective import Objective
 from tasks.training.checkpoints import step_of

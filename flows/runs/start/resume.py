@@ -15,9 +15,9 @@ from blocks.errors import ConfigError
 from blocks.storage import RunDirectory
 from blocks.terminal import print_notice
 from flows.config.train import TrainConfig
-from flows.runs.cookbook_compat import cookbook_step
-from flows.runs.fork import check_model, named_origin
 from flows.runs.run import Run
+from flows.runs.start.cookbook_compat import cookbook_step
+from flows.runs.start.fork import check_model, named_origin
 from tasks.common.service_errors import service_errors
 from tasks.training.checkpoints import append_record, resumable, step_of
 

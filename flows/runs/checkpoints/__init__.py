@@ -1,0 +1,1 @@
+"""Checkpoints of a run: saved, named, promoted, and approved by a person."""

@@ -1,0 +1,1 @@
+"""MLflow run of a flow, with its data and prompts."""
