@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +11,7 @@ import numpy as np
 
 from tasks.evaluation.intervals import Difference, Floats
 from tasks.evaluation.multiple_comparisons import compare_with_first
+from tasks.reports.tables import Estimate
 from tasks.sweeps.table import PointRow
 from tasks.training.held_out import BatchValues
 
@@ -36,10 +38,11 @@ class PointDifference:
     def cells(self) -> tuple[str, ...]:
         """Text cells, in the order of `DIFFERENCE_COLUMNS`."""
         interval, detectable = self.difference.interval, self.difference.detectable
-        half = "" if interval is None else f" ± {(interval.high - interval.low) / 2:.3g}"
+        half_width = math.nan if interval is None else (interval.high - interval.low) / 2
+        difference = str(Estimate(self.difference.mean, half_width))
         smallest = "none" if detectable is None else f"{detectable:.3g}"
         pairs = f"{self.num_pairs} {self.unit}"
-        return str(self.point), f"{self.difference.mean:.4g}{half}", pairs, f"{self.difference.p_value:.3g}", smallest
+        return str(self.point), difference, pairs, f"{self.difference.p_value:.3g}", smallest
 
 
 def compare_with_best(rows: Sequence[PointRow], scores: Scores, mode: Literal["min", "max"]) -> list[PointDifference]:

@@ -196,23 +196,22 @@ class Estimate:
         return None if np.isnan(self.half_width) else (self.half_width, self.half_width)
 
     def __str__(self) -> str:
-        """Value, with its interval if that is known.
+        """Value, with its interval if that is known, both rounded to two digits of the interval.
 
-        >>> str(Estimate(0.0741, 0.0478)), str(Estimate(1.0611))
-        ('0.0741 ± 0.048', '1.061')
+        >>> str(Estimate(0.0741, 0.0478)), str(Estimate(1.0611)), str(Estimate(5.128, 12.7))
+        ('0.074 ± 0.048', '1.061', '5 ± 13')
         >>> str(Estimate(0.998, bounds=Interval(0.9969, 0.9987)))
         '0.998 (0.997 to 0.999)'
         """
-        value = _format_share(self.value, 4) if self.bounds else format_figure(self.value)
-        return value + self._interval()
+        return self._text("")
 
     def signed(self) -> str:
         """Value with its sign, and its interval if that is known.
 
         >>> Estimate(0.0025, 0.002).signed()
-        '+0.0025 ± 0.002'
+        '+0.0025 ± 0.0020'
         """
-        return format_figure(self.value, "+") + self._interval()
+        return self._text("+")
 
     def size(self) -> Self:
         """Absolute value, with the same interval around it."""
@@ -223,11 +222,16 @@ class Estimate:
         """True if a change is larger than a rounding error and its interval does not include 0."""
         return abs(self.value) >= _ROUNDING and not abs(self.value) <= self.half_width
 
-    def _interval(self) -> str:
+    def _text(self, sign: str) -> str:
         if self.bounds:
             low, high = (_format_share(bound, 2, self.value) for bound in self.bounds)
-            return f" ({low} to {high})"
-        return "" if np.isnan(self.half_width) else f" ± {self.half_width:.2g}"
+            return f"{_format_share(self.value, 4)} ({low} to {high})"
+        if np.isnan(self.half_width):
+            return format_figure(self.value, sign)
+        if self.half_width < _ROUNDING:
+            return f"{format_figure(self.value, sign)} ± {format_figure(self.half_width)}"
+        num_decimals = max(0, 1 - math.floor(math.log10(self.half_width)))
+        return f"{self.value:{sign}z.{num_decimals}f} ± {self.half_width:.{num_decimals}f}"
 
 
 def _format_share(share: float, num_digits: int, value: float | None = None) -> str:
@@ -508,8 +512,8 @@ class TargetRow:
 
     def format(self) -> tuple[str, ...]:
         """Text cells, in the order of `TARGET_COLUMNS`."""
-        interval = "" if np.isnan(self.half_width) else f" ± {self.half_width:.2g}"
-        return self.name, str(self.target), f"{self.mean:.4g}{interval}", f"{self.multiplier:.4g}", self.result
+        mean = str(Estimate(self.mean, self.half_width))
+        return self.name, str(self.target), mean, f"{self.multiplier:.4g}", self.result
 
 
 REWARD_PREFIX = "reward/"

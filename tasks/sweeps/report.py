@@ -26,6 +26,7 @@ from tasks.reports.html import (
     mlflow_artifact_link,
     render_figure,
 )
+from tasks.reports.tables import Estimate
 from tasks.sweeps.charts import draw_effects, draw_maps, draw_parallel, draw_pareto
 from tasks.sweeps.effects import Effect, estimate_effects, reported_metrics
 from tasks.sweeps.store import Trials
@@ -94,8 +95,8 @@ def effect_table(effects: Sequence[Effect]) -> tuple[tuple[str, ...], list[tuple
     metrics = tuple(dict.fromkeys(effect.metric for effect in effects))
     rows: dict[str, dict[str, str]] = {}
     for effect in effects:
-        half = f" ± {effect.half_width:.3g}" if math.isfinite(effect.half_width) else ""
-        text = f"{effect.estimate:+.3g}{half}" if math.isfinite(effect.estimate) else "not determined"
+        estimate = Estimate(effect.estimate, effect.half_width if math.isfinite(effect.half_width) else math.nan)
+        text = estimate.signed() if math.isfinite(effect.estimate) else "not determined"
         rows.setdefault(f"{effect.regularizer}: {effect.change}", {})[effect.metric] = text
     return ("regularizer", *metrics), [(name, *(cells[metric] for metric in metrics)) for name, cells in rows.items()]
 

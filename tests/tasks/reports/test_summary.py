@@ -228,8 +228,8 @@ def test_effects_are_one_sentence() -> None:
     none = BatchValues([0.0] * 3, [1] * 3)
     sentence = describe_effects(rows, {name: Control(Estimate(0.0), none) for name in names})
     assert sentence == (
-        "Compared with a control without the terms, the terms raised nll by 0.3 ± 0.025, lowered logic by 0.2 ± 0.025 "
-        "and topology by 0.1 ± 0.025, and did not measurably change confidence."
+        "Compared with a control without the terms, the terms raised nll by 0.300 ± 0.025, lowered logic by 0.200 ± "
+        "0.025 and topology by 0.100 ± 0.025, and did not measurably change confidence."
     )
     assert describe_effects(rows, {}) == ""
 

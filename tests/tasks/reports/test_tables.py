@@ -35,3 +35,18 @@ def test_rounding_errors_are_no_change() -> None:
     same = row(Estimate(2.384e-08), Estimate(-1.2e-08))
     assert same.describe_change() == "metric did not measurably change on held-out data: ≈0."
     assert format_row(TermRow("a", -3e-9, 0.5, 1e-12, 0.0, 0.0))[1:4] == ("≈0", "0.5", "≈0")
+
+
+@pytest.mark.parametrize(
+    ("value", "half_width", "text"),
+    [
+        (1.5481, 0.1134, "1.55 ± 0.11"),
+        (-0.16237, 0.0084, "-0.1624 ± 0.0084"),
+        (812.4, 35.2, "812 ± 35"),
+        (1e6, 2.5e4, "1000000 ± 25000"),
+        (-0.001, 0.5, "0.00 ± 0.50"),
+        (0.5, 3e-9, "0.5 ± ≈0"),
+    ],
+)
+def test_a_value_has_the_digits_of_its_interval(value: float, half_width: float, text: str) -> None:
+    assert str(Estimate(value, half_width)) == text
