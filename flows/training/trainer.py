@@ -295,9 +295,10 @@ class Trainer:
             # Datasets are stateful and not thread-safe: the next batch is loaded only after this one.
             prepared[0].batch.result()
         # Evaluators share the tokenizer of the next batch, which is not thread-safe either.
-        metrics = self.evaluation.run(step, stop)
+        # A stop waits for a step whose rollouts are sampled already, which would be lost.
+        metrics = self.evaluation.run(step, None if self.source.sampled else stop)
         if not self.source.sampled:
-            if stop.requested and sent is None:  # rollouts that are sampled already would be lost
+            if stop.requested and sent is None:
                 return None
             self._prepare(step + 1)
 

@@ -12,11 +12,14 @@ import pytest
 import tinker
 from engine_process import API_KEY, EngineProcess
 from mlflow import MlflowClient
+from rl_config import rl_fields
 from saved_weights import saved_weights
 from sft_config import sft_fields
 from tinker_cookbook.eval.evaluators import TrainingClientEvaluator
 
+from flows.config.rl import RlConfig
 from flows.config.train import SftConfig
+from flows.rl import rl
 from flows.sft import sft
 
 NUM_STEPS = 4
@@ -96,3 +99,19 @@ def test_later_evaluation(
     resumed, whole = (checkpoints(tmp_path, name)[-1]["state_path"] for name in (config.run_name, "uninterrupted"))
     assert saved_weights(engine.state, resumed) == saved_weights(engine.state, whole)
     assert evaluated_steps(mlflow_uri, config.run_name) == [0, 2, 4]
+
+
+def test_evaluation_of_rl(
+    tmp_path: Path, fields: dict[str, Any], mlflow_uri: str, engine: EngineProcess, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The rollouts of the step are trained on. The evaluation is not repeated, so its examples are stored."""
+    own = rl_fields(tmp_path, fields["run_name"], mlflow_uri, engine.url) | interrupting(tmp_path, 0)
+    with pytest.raises(KeyboardInterrupt):
+        rl(RlConfig.model_validate(own))
+    assert (
+        f"Saved the weights and the optimizer state of {own['run_name']} after 1 of 4 steps." in capfd.readouterr().err
+    )
+    assert [record["step"] for record in checkpoints(tmp_path, own["run_name"])] == [1]
+    (line,) = (tmp_path / "runs" / own["run_name"] / "examples.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 0
+    assert evaluated_steps(mlflow_uri, own["run_name"]) == [0]
