@@ -25,11 +25,11 @@ from benchmarks.rows import spread
 from benchmarks.scratch import scratch_home, solutions
 from blocks.servers.processes import local_engine
 from objectives.batch import Batch
+from objectives.config.spec import ObjectiveSpec
 from objectives.evaluate import evaluate_base, evaluate_term, prepare_features
 from objectives.gradients.balance import Balance, balance_weights
 from objectives.objective import Objective
 from objectives.sdk.training_loop import forward_backward_regularized
-from objectives.spec import ObjectiveSpec
 from tasks.training.datums import pack_datums
 from tasks.training.forward_backward import enqueue_forward, read_outputs
 

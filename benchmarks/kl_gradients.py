@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from objectives.batch import Batch, Outputs
-from objectives.term_lookup import find_term
+from objectives.config.term_lookup import find_term
 
 NUM_TOKENS = 6
 LENGTHS = (4, 16, 64)

@@ -23,7 +23,7 @@ from blocks.files.local import home
 from blocks.servers.processes import local_prefect_server
 from engine.models import resolve_model
 from flows.config.train import TrainConfig
-from objectives.spec import RegularizerSpec
+from objectives.config.spec import RegularizerSpec
 from tasks.reports.tables import TargetRow, target_rows
 from tinker_flows import DpoConfig, RlConfig, SftConfig, dpo, rl, run, sft
 

@@ -9,7 +9,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from objectives.aliases import install
+from objectives.config.aliases import install
 
 if TYPE_CHECKING:
     from blocks.service import TinkerService

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import tinker
 
 from blocks.own_servers import check_own_service
-from objectives.import_policy import is_restricted
+from objectives.config.import_policy import is_restricted
 
 
 class _Service(NamedTuple):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from blocks.errors import ConfigError
 from flows.config.methods import CONFIG_PATHS
+from objectives.config.import_path import import_path
 from objectives.errors import did_you_mean
-from objectives.import_path import import_path
 
 if TYPE_CHECKING:
     from prefect import Flow

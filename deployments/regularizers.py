@@ -10,10 +10,10 @@ from typing import Any
 from rich.table import Table
 
 from blocks.terminal import TextConsole
-from objectives.describe import Parameter, first_line, parameters_of
+from objectives.config.describe import Parameter, first_line, parameters_of
+from objectives.config.term_lookup import load_offered, offered_terms, registered_terms
 from objectives.errors import ObjectiveError
 from objectives.term import Term
-from objectives.term_lookup import load_offered, offered_terms, registered_terms
 
 
 def show_regularizers(as_json: bool) -> None:

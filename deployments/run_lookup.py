@@ -20,7 +20,7 @@ from flows.runs.blocks import storage_at, tracking_at
 from flows.runs.start.config_record import RecordedConfig
 from flows.runs.tracking.mlflow_run import find_recorded_run
 from objectives.errors import did_you_mean
-from objectives.targets import TargetSpec
+from objectives.term_weights.targets import TargetSpec
 from tasks.training.checkpoints import Records, read_records
 from tasks.training.metric_names import safe_name
 from tasks.training.metrics import MetricsLog

@@ -38,8 +38,8 @@ from flows.runs.start.config_record import FORMAT_OF_CORRECTIONS, recorded_forma
 from flows.runs.teachers import open_saved_teacher, open_teachers
 from flows.training.candidates import open_candidates
 from flows.training.trainer import Trainer
-from objectives.aliases import renamed_attribute
 from objectives.batch import TOPK
+from objectives.config.aliases import renamed_attribute
 from objectives.objective import Objective
 from tasks.common.builders import build
 from tasks.common.renderers import renderer_name_of

@@ -25,7 +25,7 @@ from flows.runs.rights import apply_rights
 from flows.runs.run import open_run
 from flows.runs.teachers import open_reference
 from flows.training.trainer import Trainer
-from objectives.aliases import renamed_attribute
+from objectives.config.aliases import renamed_attribute
 from objectives.objective import Objective
 from objectives.term import Regularizer
 from tasks.common.renderers import renderer_name_of

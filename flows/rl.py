@@ -27,8 +27,8 @@ from flows.runs.run import Run, open_run
 from flows.runs.start.config_record import FORMAT_OF_CORRECTIONS, recorded_format
 from flows.runs.teachers import open_reference
 from flows.training.trainer import Trainer
-from objectives.aliases import renamed_attribute
 from objectives.base_loss import PolicyLoss
+from objectives.config.aliases import renamed_attribute
 from objectives.losses.policy.correction import CORRECTABLE
 from objectives.objective import Objective
 from tasks.common.task import call, opaque_argument

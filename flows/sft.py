@@ -22,8 +22,8 @@ from flows.runs.rights import apply_rights
 from flows.runs.run import open_run
 from flows.training.candidates import open_candidates
 from flows.training.trainer import Trainer
-from objectives.aliases import renamed_attribute
 from objectives.batch import TOPK
+from objectives.config.aliases import renamed_attribute
 from objectives.objective import Objective
 from tasks.evaluation.evaluators import HeldOutNLL, build_evaluators
 from tasks.supervised.dataset import build_dataset

@@ -9,10 +9,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from objectives.aliases import RenamedModule, install
+from objectives.config.aliases import RenamedModule, install
 
 if TYPE_CHECKING:
     from objectives.batch import Batch, Outputs, pack, unpack
+    from objectives.config.spec import BaseLossSpec, ObjectiveSpec, RegularizerSpec
     from objectives.errors import ObjectiveError
     from objectives.evaluate import Evaluation, evaluate_base, evaluate_term, prepare_features
     from objectives.gradients.linearize import Linearized, linearize
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         forward_backward_regularized,
         forward_backward_regularized_async,
     )
-    from objectives.spec import BaseLossSpec, ObjectiveSpec, RegularizerSpec
     from objectives.term import Regularizer, Term, regularizer
 
 __all__ = [
@@ -63,7 +63,7 @@ _MODULES = {
         "forward_backward_regularized",
         "forward_backward_regularized_async",
     ),
-    "objectives.spec": ("BaseLossSpec", "ObjectiveSpec", "RegularizerSpec"),
+    "objectives.config.spec": ("BaseLossSpec", "ObjectiveSpec", "RegularizerSpec"),
     "objectives.term": ("Regularizer", "Term", "regularizer"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -83,7 +83,7 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:
-    """Import an exported name on first use, so that ``import objectives.aliases`` does not load torch."""
+    """Import an exported name on first use, so that ``import objectives.config.aliases`` does not load torch."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)

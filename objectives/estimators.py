@@ -140,7 +140,7 @@ class Estimator:
         function: ``(outputs, batch, scores, **params) -> value``.
         per_token: True if the scores are per token, ``(N,)``; False if they are per datum, ``(D,)``.
         unit: gradient at each token: ``"token"`` if it shrinks with the number of tokens of a batch, ``"sequence"`` if
-            it shrinks with the number of datums (`objectives.scale`).
+            it shrinks with the number of datums (`objectives.term_weights.scale`).
     """
 
     function: Callable[..., Tensor]

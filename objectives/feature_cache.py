@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from objectives.batch import Batch, pack
+from objectives.config.import_path import ImportedFunction
 from objectives.errors import ObjectiveError
-from objectives.import_path import ImportedFunction
 from objectives.jsonl_cache import JsonlCache
 from objectives.term import Regularizer, Term, definition_of, globals_of, origin_of, own_params, version_of
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from objectives.aliases import renamed_attribute
 from objectives.batch import Batch, unpack
+from objectives.config.aliases import renamed_attribute
 from objectives.errors import ObjectiveError
 from objectives.reductions import trained_datums
 from objectives.sdk.protocols import Datum, DatumT

@@ -12,23 +12,23 @@ from pydantic import BaseModel, ValidationError
 
 from objectives.base_loss import PolicyLoss, policy_loss_term
 from objectives.batch import TOPK, Batch, Outputs
+from objectives.config.import_path import ImportedFunction
+from objectives.config.import_policy import NotAllowedError
+from objectives.config.spec import Backend, BalanceSpec, BaseLossSpec, ObjectiveSpec, RegularizerSpec, WatchSpec
+from objectives.config.term_lookup import find_term, registered_terms
 from objectives.errors import ExecutionError, ObjectiveError, explain
 from objectives.estimators import BATCH_RISK, Choice, choose_estimator, fixed_data_refusal
 from objectives.execution.process import importable
 from objectives.execution.runner import LastValue, TermRunner
 from objectives.gradients.alerts import Watch, WatchState
 from objectives.gradients.balance import Balance, BalanceState, make_balance
-from objectives.import_path import ImportedFunction
-from objectives.import_policy import NotAllowedError
 from objectives.losses import BASE_LOSSES, find_base_loss
 from objectives.losses.policy.correction import Correction
-from objectives.scale import Scale, compute_scale, gain_unit, plain_scale
-from objectives.schedule import Constant, WeightSchedule
 from objectives.sdk.custom_loss import sdk_term
-from objectives.spec import Backend, BalanceSpec, BaseLossSpec, ObjectiveSpec, RegularizerSpec, WatchSpec
-from objectives.targets import Targets, TargetStates
 from objectives.term import BASE, Need, Regularizer, Term, check_params, definition_of
-from objectives.term_lookup import find_term, registered_terms
+from objectives.term_weights.scale import Scale, compute_scale, gain_unit, plain_scale
+from objectives.term_weights.schedule import Constant, WeightSchedule
+from objectives.term_weights.targets import Targets, TargetStates
 
 CROSS_ENTROPY = "cross_entropy"
 
@@ -317,7 +317,7 @@ class Objective:
         return targets | self.watch.observe(step, {**metrics, **targets})
 
     def scale(self, batch: Batch, share: float = 1.0) -> Scale:
-        """Return the scale of a batch; see `objectives.scale`.
+        """Return the scale of a batch; see `objectives.term_weights.scale`.
 
         Args:
             share: share of the batch in its update: one over the number of minibatches.

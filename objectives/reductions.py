@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from objectives.aliases import renamed_attribute
 from objectives.batch import Batch
+from objectives.config.aliases import renamed_attribute
 from objectives.errors import ObjectiveError
 from objectives.proxies import OneDatum
 

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args, get
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from objectives.aliases import renamed_attribute
+from objectives.config.aliases import renamed_attribute
 from objectives.errors import ObjectiveError, explain
 from objectives.estimators import ESTIMATORS, EstimatorChoice, minimum_risk
 from objectives.reductions import Reduction
-from objectives.schedule import WeightSchedule
+from objectives.term_weights.schedule import WeightSchedule
 
 if TYPE_CHECKING:
-    from objectives.targets import TargetSpec  # circular: targets -> json_schema -> term_lookup -> this module
+    from objectives.term_weights.targets import (
+        TargetSpec,  # circular: targets -> json_schema -> term_lookup -> this module
+    )
 
 Kind = Literal["differentiable", "scored", "monitor"]
 Unit = Literal["token", "sequence"]
@@ -72,7 +74,7 @@ class Term:
             reduced by their estimator instead.
         unit: number by which the gradient at one token is divided: ``"token"`` for the tokens of the batch, as in means
             over tokens, ``"sequence"`` for its datums, as in functions of a datum's summed logprobs; see
-            `objectives.scale`. The unit of a scored term is that of its estimator.
+            `objectives.term_weights.scale`. The unit of a scored term is that of its estimator.
         estimator: gradient estimator of scores; ``"auto"`` for scores per datum, whose estimator depends on the data
             (`objectives.estimators.choose_estimator`); ``None`` for other kinds.
         params: model that validates the parameters: the keyword-only arguments of ``evaluate``, ``prepare``, ``flag``,

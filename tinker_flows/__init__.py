@@ -107,15 +107,15 @@ if TYPE_CHECKING:
         unpack,
     )
     from objectives.advantages import centre_by_group, compute_gae, discounted_returns, leave_one_out
+    from objectives.config.spec import AlignedMTLSpec, CAGradSpec, GradNormSpec, WatchSpec, WeightingSpec
+    from objectives.config.term_lookup import find_term, registered_terms
     from objectives.gradients.alerts import TermWarning
     from objectives.labels import Pairs, find_pairs, find_preference_pairs, get_label, get_text_label, with_labels
     from objectives.reductions import mean_by_datum, sum_by_datum, trained_datums
-    from objectives.schedule import Constant, Cosine, Linear, Warmup
     from objectives.sdk.training_loop import pack_data
-    from objectives.spec import AlignedMTLSpec, CAGradSpec, GradNormSpec, WatchSpec, WeightingSpec
-    from objectives.targets import TargetSpec
     from objectives.term import Flag, per_datum
-    from objectives.term_lookup import find_term, registered_terms
+    from objectives.term_weights.schedule import Constant, Cosine, Linear, Warmup
+    from objectives.term_weights.targets import TargetSpec
     from objectives.terms.text.annotations import Solution, read_solution
     from objectives.terms.text.extractors import extractor
     from objectives.terms.text.topology import Graph
@@ -442,20 +442,20 @@ _MODULES = {
     "mean_by_datum": "objectives.reductions",
     "sum_by_datum": "objectives.reductions",
     "trained_datums": "objectives.reductions",
-    "Constant": "objectives.schedule",
-    "Cosine": "objectives.schedule",
-    "Linear": "objectives.schedule",
-    "Warmup": "objectives.schedule",
+    "Constant": "objectives.term_weights.schedule",
+    "Cosine": "objectives.term_weights.schedule",
+    "Linear": "objectives.term_weights.schedule",
+    "Warmup": "objectives.term_weights.schedule",
     "pack_data": "objectives.sdk.training_loop",
-    "AlignedMTLSpec": "objectives.spec",
-    "CAGradSpec": "objectives.spec",
-    "GradNormSpec": "objectives.spec",
-    "WatchSpec": "objectives.spec",
-    "WeightingSpec": "objectives.spec",
-    "TargetSpec": "objectives.targets",
+    "AlignedMTLSpec": "objectives.config.spec",
+    "CAGradSpec": "objectives.config.spec",
+    "GradNormSpec": "objectives.config.spec",
+    "WatchSpec": "objectives.config.spec",
+    "WeightingSpec": "objectives.config.spec",
+    "TargetSpec": "objectives.term_weights.targets",
     "per_datum": "objectives.term",
-    "find_term": "objectives.term_lookup",
-    "registered_terms": "objectives.term_lookup",
+    "find_term": "objectives.config.term_lookup",
+    "registered_terms": "objectives.config.term_lookup",
     "Solution": "objectives.terms.text.annotations",
     "read_solution": "objectives.terms.text.annotations",
     "extractor": "objectives.terms.text.extractors",

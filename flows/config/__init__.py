@@ -2,6 +2,6 @@
 
 from functools import partial
 
-from objectives.aliases import renamed_attribute
+from objectives.config.aliases import renamed_attribute
 
 __getattr__ = partial(renamed_attribute, __name__)  # names of the module that this package replaced

@@ -15,8 +15,8 @@ from blocks.errors import CredentialsError
 from blocks.urls import contains_credentials, has_credentials, hide_credentials
 from flows.config.plain_data import check_json_values
 from flows.config.promotion import check_approval, check_confidence, check_model_name, check_promote_if
-from objectives.aliases import with_current_paths
-from objectives.json_schema import form_fields, optional_group, put_first
+from objectives.config.aliases import with_current_paths
+from objectives.config.json_schema import form_fields, optional_group, put_first
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 START = "{start}"

@@ -9,9 +9,9 @@ from pydantic import AliasChoices, Field, model_validator
 from flows.config.base import BASE, CHECKPOINT, CHECKPOINT_HELP, BuilderConfig, Config, OptionalBuilder
 from flows.config.rollout import POLICY_LOSS, RL_FIELDS, RolloutConfig
 from flows.config.train import Candidates, TrainConfig
-from objectives.json_schema import optional_group
+from objectives.config.json_schema import optional_group
+from objectives.config.spec import ObjectiveSpec
 from objectives.objective import CROSS_ENTROPY
-from objectives.spec import ObjectiveSpec
 
 QUESTIONS = "tasks.distillation.prompts:QuestionsBuilder"
 # The template of tinker-cookbook's SDFT.

@@ -6,8 +6,8 @@ from pydantic import Field
 
 from flows.config.base import BuilderConfig, Config
 from flows.config.train import TrainConfig
-from objectives.json_schema import optional_group
-from objectives.spec import ObjectiveSpec
+from objectives.config.json_schema import optional_group
+from objectives.config.spec import ObjectiveSpec
 
 # Value of `reference` for the weights that the run starts from.
 START = "start"

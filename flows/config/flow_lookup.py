@@ -10,9 +10,9 @@ from prefect import Flow
 from blocks.errors import ConfigError, reason
 from flows.config.rlhf import RlhfConfig
 from flows.config.train import TrainConfig
-from objectives.aliases import current_path
-from objectives.import_path import import_path
-from objectives.import_policy import NotAllowedError
+from objectives.config.aliases import current_path
+from objectives.config.import_path import import_path
+from objectives.config.import_policy import NotAllowedError
 
 # Config of a flow whose runs a sweep can compare.
 SweptConfig = TrainConfig | RlhfConfig

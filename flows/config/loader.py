@@ -13,8 +13,8 @@ from blocks.urls import hide_credentials
 from flows.config.base import Config
 from flows.config.methods import CONFIG_PATHS
 from flows.config.plain_data import MAX_DEPTH, parse_yaml, read_yaml
+from objectives.config.import_path import import_path
 from objectives.errors import did_you_mean
-from objectives.import_path import import_path
 
 C = TypeVar("C", bound=Config)
 

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from blocks.errors import ConfigError
 from blocks.files.local import path_of
 from flows.config.base import BuilderConfig
-from objectives.aliases import current_path
-from objectives.spec import ObjectiveSpec
+from objectives.config.aliases import current_path
+from objectives.config.spec import ObjectiveSpec
 
 # Parameters of tinker-cookbook's builders, and of those with the same interface, that name a file to read.
 _FILES = ("file_path", "train_path", "test_path")

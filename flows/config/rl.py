@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 from flows.config.base import BuilderConfig, Config
 from flows.config.rollout import POLICY_LOSS, RolloutConfig
 from flows.config.train import TrainConfig
-from objectives.json_schema import optional_group
+from objectives.config.json_schema import optional_group
+from objectives.config.spec import ObjectiveSpec
 from objectives.losses.policy.correction import CORRECTABLE, Bound, Correction, RatioOf
-from objectives.schedule import Weight
-from objectives.spec import ObjectiveSpec
-from objectives.targets import TargetSpec, check_weight, unset_weight
+from objectives.term_weights.schedule import Weight
+from objectives.term_weights.targets import TargetSpec, check_weight, unset_weight
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.critic import Critic
 from tasks.rl.named_rewards import NamedRewards, Normalization, RewardSpec

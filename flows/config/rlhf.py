@@ -12,7 +12,7 @@ from flows.config.dpo import DpoConfig, VerdictConfig
 from flows.config.loader import validate_fields
 from flows.config.rl import RlConfig
 from flows.config.train import BudgetConfig, SftConfig
-from objectives.json_schema import optional_group
+from objectives.config.json_schema import optional_group
 
 _COMPARISONS_DATA = "tinker_cookbook.preference.preference_datasets:ChatDatasetBuilderFromComparisons"
 _REWARDED = "tasks.rl.environments.reward_model:RewardModelBuilder"

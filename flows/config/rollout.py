@@ -10,8 +10,8 @@ from tinker_cookbook.rl.rollout_limits import DEFAULT_LIMIT_STOP_REASONS, Termin
 from tinker_cookbook.rl.types import StopReason
 
 from flows.config.base import BuilderConfig, Config, OptionalBuilder
-from objectives.json_schema import optional_group
-from objectives.spec import ObjectiveSpec
+from objectives.config.json_schema import optional_group
+from objectives.config.spec import ObjectiveSpec
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.custom_completer import CompleterSpec
 from tasks.rl.group_rollout import RetryWholeGroup

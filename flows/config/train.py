@@ -9,8 +9,8 @@ from pydantic.config import JsonDict
 from tinker_cookbook.utils.lr_scheduling import LRSchedule
 
 from flows.config.base import AdamConfig, BuilderConfig, Config, EvaluatorConfig, RunConfig
-from objectives.json_schema import optional_group
-from objectives.spec import ObjectiveSpec
+from objectives.config.json_schema import optional_group
+from objectives.config.spec import ObjectiveSpec
 
 BASE_MODEL = "base"
 Granularity = Literal["task", "step", "segment"]

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from blocks.terminal import escape_terminal
 from flows.monitoring.events import emit
-from objectives.describe import first_line
+from objectives.config.describe import first_line
 from objectives.gradients.alerts import TermWarning
 from objectives.term import Regularizer
 from tasks.evaluation.evaluators import EvaluationResult

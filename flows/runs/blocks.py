@@ -23,7 +23,7 @@ from blocks.servers.processes import LocalEngine, starting_engine
 from blocks.service import is_set_in_environment
 from flows.config.base import RunConfig, ServiceConfig, TrackedConfig
 from flows.runs.prices import priced_models
-from objectives.import_policy import is_restricted
+from objectives.config.import_policy import is_restricted
 from tasks.common.service_errors import TRANSIENT_ERRORS
 
 B = TypeVar("B", bound=Block)

@@ -23,8 +23,8 @@ from blocks.garbage_collection import no_collections
 from blocks.prefect_errors import check_prefect_url, prefect_failures
 from blocks.servers.processes import PrefectServer, running_prefect_server, starting_prefect_server
 from blocks.terminal import escape_terminal, print_notice
+from objectives.config.import_path import import_path
 from objectives.errors import ObjectiveError
-from objectives.import_path import import_path
 
 if TYPE_CHECKING:
     from prefect import Flow, State

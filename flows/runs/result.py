@@ -18,7 +18,7 @@ from flows.runs.checkpoints.approval import ApprovalRequest
 from flows.runs.checkpoints.checkpoint_refs import checkpoint_key
 from flows.runs.run import Run
 from flows.runs.start.resume import origin_step
-from objectives.targets import TargetSpec
+from objectives.term_weights.targets import TargetSpec
 from tasks.common.assets import asset_key, materialize
 from tasks.reports.run_report import ReportExtras, write_report
 from tasks.reports.summary import run_warnings

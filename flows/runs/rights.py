@@ -1,4 +1,4 @@
-"""Rights of flow runs: which code and servers their configs may name (`objectives.import_policy`).
+"""Rights of flow runs: which code and servers their configs may name (`objectives.config.import_policy`).
 
 A run that was started from a terminal may name any code and server. The run of a deployment may not, because anyone who
 can reach the Prefect server can set its config. It may if an unrestricted process, such as a sweep that was started
@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import FlowRun
 
 from blocks.errors import storage_error
 from blocks.files.local import home
-from objectives.import_policy import accept_signed_run, is_restricted, restrict
+from objectives.config.import_policy import accept_signed_run, is_restricted, restrict
 
 _TAG = "tinker-flows:signed:"
 

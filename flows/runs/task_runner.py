@@ -23,9 +23,9 @@ from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTa
 from blocks.errors import ConfigError, first_line
 from flows.config.train import TaskRunnerConfig
 from flows.runs.local_dask import LocalDask
+from objectives.config.import_policy import is_restricted
 from objectives.execution.process import START_S, python_path
 from objectives.execution.respond import end_with_parent
-from objectives.import_policy import is_restricted
 from tasks.common.prefect_internals import settings_serialized_once
 
 

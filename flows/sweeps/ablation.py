@@ -11,10 +11,10 @@ from typing import Any
 from blocks.errors import ConfigError
 from flows.sweeps.config import Ablation, Range, SweepConfig
 from flows.sweeps.space import Dimension, Label, Option
-from objectives.aliases import renamed_attribute
+from objectives.config.aliases import renamed_attribute
+from objectives.config.spec import ObjectiveSpec
 from objectives.objective import Objective
-from objectives.schedule import Constant, WeightSchedule
-from objectives.spec import ObjectiveSpec
+from objectives.term_weights.schedule import Constant, WeightSchedule
 
 __getattr__ = partial(renamed_attribute, "flows.sweeps.ablation")  # names of release 0.1
 

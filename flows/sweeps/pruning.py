@@ -13,7 +13,7 @@ from optuna.pruners import BasePruner, MedianPruner, SuccessiveHalvingPruner
 from optuna.trial import TrialState
 
 from flows.sweeps.config import PruneConfig
-from objectives.aliases import renamed_attribute
+from objectives.config.aliases import renamed_attribute
 
 __getattr__ = partial(renamed_attribute, "flows.sweeps.pruning")  # names of release 0.1
 

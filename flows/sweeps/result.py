@@ -18,8 +18,8 @@ from flows.sweeps.differences import compare_with_best
 from flows.sweeps.plan import SweepPlan
 from flows.sweeps.protocols import measured_config
 from flows.sweeps.record import SweepLog, log_best
-from objectives.aliases import renamed_attribute
-from objectives.schedule import WeightSchedule
+from objectives.config.aliases import renamed_attribute
+from objectives.term_weights.schedule import WeightSchedule
 from tasks.sweeps.report import SweepSummary, write_sweep_report
 from tasks.sweeps.store import Point, Trials
 from tasks.sweeps.table import PointRow, point_rows, row_cells, table_columns

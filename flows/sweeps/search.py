@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from flows.sweeps.config import Range, SearchConfig
 from flows.sweeps.space import Dimension, Label
-from objectives.aliases import renamed_attribute
+from objectives.config.aliases import renamed_attribute
 
 __getattr__ = partial(renamed_attribute, "flows.sweeps.search")  # names of release 0.1
 

@@ -14,9 +14,9 @@ from blocks.terminal import print_notice
 from flows.config.loader import field_values
 from flows.config.train import TrainConfig
 from flows.runs.pace import Pace, find_pace
+from objectives.config.spec import RegularizerSpec
 from objectives.objective import Objective
-from objectives.spec import RegularizerSpec
-from objectives.targets import TargetSpec
+from objectives.term_weights.targets import TargetSpec
 from tasks.reports.summary import format_hours
 from tasks.training.metrics import MetricsLog
 

@@ -16,8 +16,8 @@ from typing import TypedDict
 
 from objectives.errors import ExecutionError, ObjectiveError
 from objectives.execution.messages import receive, send
-from objectives.targets import TargetSpec
 from objectives.term import OnError, Regularizer, Term, definition_of
+from objectives.term_weights.targets import TargetSpec
 
 # Time limit for the start, including the imports of torch and the term's module.
 START_S = 120.0

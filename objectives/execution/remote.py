@@ -10,8 +10,8 @@ from objectives.execution.messages import encode
 from objectives.execution.process import importable, sent_fields, unsendable
 from objectives.execution.respond import load_term, worker_runner
 from objectives.execution.runner import without_datums
-from objectives.schedule import Constant
 from objectives.term import Regularizer
+from objectives.term_weights.schedule import Constant
 
 
 def encode_call(doing: str, regularizer: Regularizer, arguments: Sequence[object]) -> bytes:

@@ -12,13 +12,13 @@ from typing import TypeVar
 
 import torch
 
+from objectives.config.term_lookup import registered_terms
 from objectives.errors import ExecutionError, ObjectiveError
 from objectives.evaluate import failure
 from objectives.execution.process import SentFields
 from objectives.execution.runner import TermRunner
-from objectives.schedule import Constant
 from objectives.term import Regularizer, Term
-from objectives.term_lookup import registered_terms
+from objectives.term_weights.schedule import Constant
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from objectives.errors import ObjectiveError
 from objectives.evaluate import Evaluation, evaluate_base
 from objectives.gradients.linearize import Linearized, WeightedTerm, linearize
 from objectives.objective import Objective
-from objectives.scale import Scale, candidate_scale
 from objectives.term import BASE, Regularizer
+from objectives.term_weights.scale import Scale, candidate_scale
 
 BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
 BatchT = TypeVar("BatchT")

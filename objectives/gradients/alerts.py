@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from objectives.spec import WatchSpec
+from objectives.config.spec import WatchSpec
 from objectives.term import BASE
 
 # A conflict of two terms with smaller shares of the gradient than this changes next to nothing.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from objectives.config.spec import AlignedMTLSpec, BalanceSpec, CAGradSpec, GradNormSpec, WeightingSpec
 from objectives.errors import ObjectiveError
-from objectives.spec import AlignedMTLSpec, BalanceSpec, CAGradSpec, GradNormSpec, WeightingSpec
 
 BalanceState: TypeAlias = Mapping[str, Mapping[str, float]]
 """State of a rule for resuming a run: numbers of each term by the name of the quantity, as JSON data."""

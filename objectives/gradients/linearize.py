@@ -19,7 +19,7 @@ from objectives.errors import NotFiniteError
 from objectives.evaluate import Evaluation
 from objectives.gradients.balance import Balance, balance_weights
 from objectives.gradients.diagnostics import all_finite, compare_gradients, scalar_products
-from objectives.scale import UNSCALED, Scale
+from objectives.term_weights.scale import UNSCALED, Scale
 
 
 class WeightedTerm(NamedTuple):
@@ -28,7 +28,8 @@ class WeightedTerm(NamedTuple):
     Attributes:
         evaluation: value and gradient.
         weight: configured weight at the step.
-        scale: factor of the batch; see `objectives.scale`. The gradient enters the sum with ``weight * scale``.
+        scale: factor of the batch; see `objectives.term_weights.scale`. The gradient enters the sum with
+            ``weight * scale``.
         is_balanced: True if balancing may change the weight; False for a term with a target.
     """
 
@@ -45,7 +46,7 @@ class Linearized:
     Attributes:
         loss_weights_DT: ``(N,)``, dtype of the gradients: the ``weights`` of cross_entropy.
         total: value of the sum of the base loss and all terms, with their scales and their weights before balancing.
-        size: divisor of ``total`` in the metrics; see `objectives.scale.Scale.size`.
+        size: divisor of ``total`` in the metrics; see `objectives.term_weights.scale.Scale.size`.
         rows: the base loss, with its value per unit of ``size``, and the terms.
         products_KK: float64 ``(K, K)``, scalar products of the rows' gradients.
         factors_K: float64 ``(K,)``: factors of the rows in the sum, after balancing.

@@ -41,10 +41,10 @@ from objectives.labels import PROMPT, find_prompts, read_labels, read_text_label
 from objectives.objective import Objective
 from objectives.one_pass.fused import check_trained
 from objectives.one_pass.planner import OnePass, ServiceLoss
-from objectives.scale import Scale
 from objectives.sdk.futures import map_future
 from objectives.sdk.protocols import ApiFuture, Datum, ForwardBackwardOutput, TensorData, Tokenizer, TrainingClient
 from objectives.term import Regularizer
+from objectives.term_weights.scale import Scale
 
 # Optional inputs of a datum with one value per token; the batch has fields of the same names.
 _TOKEN_INPUTS = ("advantages", "values", "returns")

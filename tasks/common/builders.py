@@ -19,8 +19,8 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from blocks.files.local import path_of
-from objectives.import_path import import_path
-from objectives.import_policy import NotAllowedError, check_builder, check_function
+from objectives.config.import_path import import_path
+from objectives.config.import_policy import NotAllowedError, check_builder, check_function
 from tasks.common.chz_internals import guard_imports
 from tasks.common.renderers import find_renderer_name
 from tasks.common.tokenizers import lock_tokenizers

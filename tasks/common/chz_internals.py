@@ -10,7 +10,7 @@ import chz.factories as factories
 from chz.factories import MetaFromString, _module_from_name, _module_getattr
 from chz.tiepin import eval_in_context
 
-from objectives.import_policy import NotAllowedError, check_builder, check_module, is_restricted
+from objectives.config.import_policy import NotAllowedError, check_builder, check_module, is_restricted
 
 
 @cache

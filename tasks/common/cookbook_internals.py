@@ -17,7 +17,7 @@ from tinker_cookbook.eval.benchmarks._types import METRIC_CONTEXT_OVERFLOW, METR
 from tinker_cookbook.supervised.common import _counted_byte_count, _is_special_token, _special_token_ids
 from tinker_cookbook.tokenizer_utils import Tokenizer, _get_hf_tokenizer
 
-from objectives.import_policy import NotAllowedError, is_restricted
+from objectives.config.import_policy import NotAllowedError, is_restricted
 
 _LOADER = "load_benchmark_dataset"
 _LOADING = Lock()

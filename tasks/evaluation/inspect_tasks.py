@@ -14,7 +14,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError, reason
 from blocks.files.local import home
-from objectives.import_policy import check_module
+from objectives.config.import_policy import check_module
 from tasks.common.builders import import_builder
 from tasks.common.sampling import Sampling, open_renderer
 from tasks.common.tokenizers import TokenizedEvaluator

@@ -14,8 +14,8 @@ from prefect.artifacts import create_table_artifact
 from prefect.runtime import flow_run
 from scipy.special import stdtrit
 
-from objectives.targets import TargetSpec
 from objectives.term import BASE
+from objectives.term_weights.targets import TargetSpec
 from tasks.common.proportions import Interval, proportion_interval
 from tasks.common.task import retried_task
 from tasks.reports.html import artifact_key, escape_markdown

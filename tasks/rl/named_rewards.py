@@ -19,8 +19,8 @@ from tinker_cookbook.rl.types import Metrics, TrajectoryGroup
 from torch import Tensor
 
 from objectives.gradients.diagnostics import compare_gradients, scalar_products
-from objectives.schedule import Constant, WeightSchedule
-from objectives.targets import Targets, TargetSpec
+from objectives.term_weights.schedule import Constant, WeightSchedule
+from objectives.term_weights.targets import Targets, TargetSpec
 from tasks.rl.advantages import AdvantageSettings, TokenAdvantages, compute_token_advantages, has_no_advantages
 from tasks.rl.group_rollout import Group
 from tasks.training.metric_names import safe_name

@@ -27,8 +27,8 @@ from blocks.tinker_internals import BackcompatSamplingClientFuture
 from objectives.batch import Batch, unpack
 from objectives.labels import MEMBER
 from objectives.losses.policy.correction import Correction
-from objectives.targets import TargetSpec
 from objectives.term import BASE
+from objectives.term_weights.targets import TargetSpec
 from tasks.common.builders import NO_RESOURCES, build
 from tasks.common.prompt_scores import supports_last_n
 from tasks.common.sampling import wait_for_snapshot

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from blocks.errors import ConfigError
-from objectives.import_policy import is_restricted
+from objectives.config.import_policy import is_restricted
 
 OUTPUT_BYTES = 64 * 1024
 # Exit status of the child if it could not isolate itself; the program is then not started.

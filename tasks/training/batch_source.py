@@ -11,7 +11,7 @@ import tinker
 from torch import Tensor
 
 from objectives.batch import Batch
-from objectives.targets import TargetSpec
+from objectives.term_weights.targets import TargetSpec
 from tasks.common.task import Pending
 
 

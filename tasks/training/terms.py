@@ -27,8 +27,8 @@ from objectives.execution.runner import Call, TermRunner
 from objectives.execution.term_loop import Features, linearize_terms, once
 from objectives.gradients.linearize import Linearized, WeightedTerm
 from objectives.objective import Objective
-from objectives.scale import Scale
 from objectives.term import Regularizer
+from objectives.term_weights.scale import Scale
 from tasks.common.service_errors import TRANSIENT_ERRORS
 from tasks.common.task import Pending, call, opaque_argument, retried_task, step_task, submit
 

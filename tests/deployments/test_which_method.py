@@ -18,7 +18,7 @@ from flows.config.loader import load_config
 from flows.config.rlhf import RlhfConfig
 from flows.config.train import TrainConfig
 from flows.runs.prices import PRICES_DATE
-from objectives.import_path import import_path
+from objectives.config.import_path import import_path
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ from deployments.methods import METHODS
 from flows.config.loader import load_config
 from flows.evaluate import EvaluateConfig
 from flows.sweeps.config import SweepConfig
-from objectives.import_path import import_path
+from objectives.config.import_path import import_path
 
 # Fences that the tests do not run, each marked on its page with the reason. A new one belongs in this list, too.
 NOT_RUN = {

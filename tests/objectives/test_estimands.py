@@ -21,9 +21,9 @@ from benchmarks.toy_sequences import (
     sequence_logprobs,
 )
 from objectives import Objective, ObjectiveError
+from objectives.config.term_lookup import find_term
 from objectives.estimators import choose_estimator, minimum_risk, minimum_risk_mean, score_function
 from objectives.reductions import sum_by_datum
-from objectives.term_lookup import find_term
 
 OFFSETS = (0.0, 1.0, 5.0)
 

@@ -8,10 +8,10 @@ from pydantic import Field
 from ragged_batches import make_batch
 
 from objectives import Objective, evaluate_term
-from objectives.describe import first_line
+from objectives.config.describe import first_line
+from objectives.config.term_lookup import find_term
 from objectives.errors import ObjectiveError
 from objectives.term import Term, check_params, own_params, regularizer
-from objectives.term_lookup import find_term
 
 if TYPE_CHECKING:
     from objectives.batch import Batch

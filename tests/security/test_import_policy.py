@@ -28,8 +28,8 @@ from flows.config.train import SftConfig, TaskRunnerConfig
 from flows.runs.rights import apply_rights, signature_tags
 from flows.runs.task_runner import open_dask, open_ray
 from objectives import Objective, ObjectiveError, ObjectiveSpec
-from objectives.import_path import ImportedFunction
-from objectives.import_policy import ALLOWED_MODULES, COMMANDS, find_command, is_restricted
+from objectives.config.import_path import ImportedFunction
+from objectives.config.import_policy import ALLOWED_MODULES, COMMANDS, find_command, is_restricted
 from tasks.common.builders import build, takes
 from tasks.evaluation.evaluators import build_evaluator
 from tasks.evaluation.inspect_tasks import InspectTask

@@ -15,13 +15,14 @@ from blocks.storage import CONFIG, RunDirectory
 from blocks.terminal import print_notice
 from flows.config.base import RunConfig
 from flows.runs.start.cookbook_compat import set_aside_config
-from objectives.aliases import with_current_paths
+from objectives.config.aliases import with_current_paths
 from objectives.objective import Objective
 from tasks.training.checkpoints import step_of
 
 # Version of config.json. Release 0.1 wrote no version, which counts as 1.
 FORMAT_VERSION = 3
-# First format whose runs scale terms by the batch (`objectives.scale`) and compare completions within prompts.
+# First format whose runs scale terms by the batch (`objectives.term_weights.scale`) and compare completions within
+# prompts.
 FORMAT_OF_SCALES = 2
 # First format whose runs correct for the sampler: importance ratios in the term `kl`, logprobs of the distribution that
 # was sampled from.

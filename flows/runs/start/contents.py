@@ -26,9 +26,9 @@ from flows.config.loader import renderer_names
 from flows.monitoring.run_tags import emit_accepted_change, note_warning
 from flows.runs.run import Run
 from flows.runs.start.config_record import MAY_CHANGE
-from objectives.aliases import current_path
 from objectives.batch import Batch
-from objectives.import_path import ImportedFunction
+from objectives.config.aliases import current_path
+from objectives.config.import_path import ImportedFunction
 from objectives.objective import Objective
 from objectives.term import Term
 from tasks.common.digests import (

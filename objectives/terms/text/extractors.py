@@ -10,8 +10,8 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from objectives.batch import Batch
+from objectives.config.import_path import ImportedFunction
 from objectives.errors import ObjectiveError
-from objectives.import_path import ImportedFunction
 from objectives.terms.text.annotations import read_solution
 
 Extractor = Callable[[str], object]

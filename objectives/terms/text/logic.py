@@ -12,8 +12,8 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from objectives.batch import Batch, Outputs
+from objectives.config.import_path import ImportedFunction
 from objectives.errors import ObjectiveError
-from objectives.import_path import ImportedFunction
 from objectives.labels import get_text_label
 from objectives.term import Flag, per_datum, regularizer
 from objectives.terms.text.annotations import Annotation, Solution, fold, read_solution, step_spans

@@ -15,9 +15,9 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from objectives.batch import Batch, Outputs
+from objectives.config.import_path import ImportedFunction
+from objectives.config.import_policy import check_command, find_command, is_restricted
 from objectives.errors import ObjectiveError
-from objectives.import_path import ImportedFunction
-from objectives.import_policy import check_command, find_command, is_restricted
 from objectives.term import regularizer
 from objectives.terms.text.extractors import get_texts
 

@@ -16,8 +16,8 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from objectives.batch import Batch, Outputs
+from objectives.config.import_path import ImportedFunction
 from objectives.errors import ObjectiveError
-from objectives.import_path import ImportedFunction
 from objectives.term import Flag, per_datum, regularizer
 from objectives.terms.text.annotations import Solution, evaluate_program, read_solution, step_spans
 from objectives.terms.text.extractors import ExtractorName, extract

@@ -21,13 +21,13 @@ from flows.config.rollout import RolloutConfig
 from flows.config.train import SftConfig
 from flows.rl import rl
 from flows.sft import sft
-from objectives.spec import ObjectiveSpec
+from objectives.config.spec import ObjectiveSpec
 
 SERVE = """
 import json, sys
 from flows.rl import rl
 from flows.sft import sft
-from objectives.spec import ObjectiveSpec
+from objectives.config.spec import ObjectiveSpec
 sft.serve(name="small", parameters={"config": json.loads(sys.argv[1])}, print_starting_message=False)
 """
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from objectives.config.spec import WatchSpec
 from objectives.gradients.alerts import Watch
-from objectives.spec import WatchSpec
 
 
 def metrics(share: float, cosine: float = 0.5, between: float = 0.5) -> dict[str, float]:

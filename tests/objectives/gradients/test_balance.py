@@ -21,6 +21,7 @@ from torchjd import aggregation
 from torchjd.linalg import QuadprogProjector
 
 from objectives import Evaluation, Objective, ObjectiveError, ObjectiveSpec, linearize
+from objectives.config.spec import BalanceSpec, GradNormSpec
 from objectives.gradients.balance import (
     MGDA_EPSILON,
     MGDA_STEPS,
@@ -30,7 +31,6 @@ from objectives.gradients.balance import (
     make_balance,
     step_seed,
 )
-from objectives.spec import BalanceSpec, GradNormSpec
 
 SPECS = [
     {"method": "upgrad"},

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from ragged_batches import make_batch, ragged, several, with_policies
 
 from objectives import Objective, Regularizer, evaluate_term, regularizer
+from objectives.config.term_lookup import registered_terms
 from objectives.errors import UntraceableError
 from objectives.one_pass.traced import InputSignature, TracedTerm, split_inputs, trace_term
 from objectives.reductions import mean_by_datum, reduce
 from objectives.term import Term
-from objectives.term_lookup import registered_terms
 
 PARAMS = {"unlikely_tokens": {"tokens": (1, 2)}, "elastic_net": {"l1_ratio": 0.3, "of": "probabilities"}}
 TRACED = {

@@ -14,7 +14,7 @@ from tinker.lib.public_interfaces.training_client import TrainingClient
 
 from objectives import Batch, Objective, ObjectiveError, Outputs, evaluate_base, evaluate_term, linearize
 from objectives.batch import unpack
-from objectives.term_lookup import find_term
+from objectives.config.term_lookup import find_term
 
 LENGTHS = (5, 1, 12)
 

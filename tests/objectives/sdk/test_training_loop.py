@@ -27,9 +27,9 @@ from objectives import (
     regularizer,
 )
 from objectives.batch import pack
+from objectives.config.spec import WatchSpec
 from objectives.gradients.linearize import WeightedTerm
 from objectives.sdk.training_loop import pack_data
-from objectives.spec import WatchSpec
 
 FORMS = ("sync", "async")
 WAIT_S = 60.0  # Upper bound of waits that end at once unless a test fails.

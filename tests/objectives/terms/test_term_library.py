@@ -12,8 +12,8 @@ from ragged_batches import SOLUTIONS, make_batch, several, with_policies
 from test_evaluate import bind, evaluate, finite_differences
 
 from objectives import Batch, Evaluation, Objective, ObjectiveError, Outputs, evaluate_base, linearize
-from objectives.describe import parameters_of
-from objectives.term_lookup import registered_terms
+from objectives.config.describe import parameters_of
+from objectives.config.term_lookup import registered_terms
 
 TERMS = {name: term for name, term in registered_terms().items() if term.evaluate.__module__.startswith("objectives.")}
 PREFERENCES = {"dpo", "ipo", "simpo", "orpo", "bradley_terry", "kto"}

@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from selenium.webdriver.remote.webdriver import WebDriver
 
 from blocks.storage import RunStorage
-from objectives.targets import TargetSpec
+from objectives.term_weights.targets import TargetSpec
 from tasks.reports.run_report import (
     SENSITIVITY_COLUMNS,
     SENSITIVITY_NOTE,

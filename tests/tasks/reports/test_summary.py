@@ -13,7 +13,7 @@ from mlflow.entities import Param, Run, RunData, RunInfo, RunStatus, RunTag
 from scipy.stats import binomtest, ttest_rel
 
 from blocks.storage import RunDirectory, RunStorage
-from objectives.targets import TargetSpec
+from objectives.term_weights.targets import TargetSpec
 from tasks.reports.run_report import describe_effects
 from tasks.reports.summary import RunSummary, run_warnings, summarize
 from tasks.reports.tables import (

@@ -12,8 +12,8 @@ from tinker import types
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
 
-from objectives.schedule import Linear
-from objectives.targets import TargetController, TargetSpec
+from objectives.term_weights.schedule import Linear
+from objectives.term_weights.targets import TargetController, TargetSpec
 from tasks.rl.advantages import AdvantageSettings, compute_token_advantages
 from tasks.rl.group_rollout import Group
 from tasks.rl.named_rewards import NamedRewards, RewardSpec, RewardWeights, combine_advantages, is_constant

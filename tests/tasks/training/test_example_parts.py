@@ -9,8 +9,8 @@ import tinker
 import torch
 
 from objectives.batch import Batch, Outputs, pack, pack_targets
+from objectives.config.spec import ObjectiveSpec
 from objectives.objective import Objective
-from objectives.spec import ObjectiveSpec
 from tasks.reports.examples import examples_section, marked_text
 from tasks.training.datums import Datums
 from tasks.training.examples import Example, TermFlag, find_flags, first_prompts, take_datums

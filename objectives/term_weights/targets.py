@@ -16,7 +16,7 @@ from typing import NotRequired, Protocol, Self, TypeAlias, TypedDict, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from objectives.json_schema import form_fields
+from objectives.config.json_schema import form_fields
 
 # A multiplier at its default bound makes a violation of one `scale` cost this many nats of the base loss.
 _MAX_COST = 100.0
@@ -206,8 +206,8 @@ class TargetController:
         integral   = clamp(integral + integral_gain * gain_unit / scale * e, lower, upper)
         multiplier = clamp(integral + proportional_gain * gain_unit / scale * e, lower, upper)
 
-    ``gain_unit`` is `objectives.scale.gain_unit` of the term's first batch; 1 if `set_gain_unit` was not called before
-    the first evaluation.
+    ``gain_unit`` is `objectives.term_weights.scale.gain_unit` of the term's first batch; 1 if `set_gain_unit` was not
+    called before the first evaluation.
 
     ``average`` is the moving average of the values, because single batches are noisy. The clamp of the violation is
     applied to the average, so the noise of the batches does not bias the mean. At rest, either ``e = 0`` and the

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaValue
 
+from objectives.config.term_lookup import offered_terms, registered_terms
 from objectives.losses import BASE_LOSSES
-from objectives.term_lookup import offered_terms, registered_terms
 
 OFF = "off"
 """Value of a field that turns a feature off, as None does."""

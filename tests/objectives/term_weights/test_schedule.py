@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objectives.schedule import Constant, Cosine, Linear, Warmup
+from objectives.term_weights.schedule import Constant, Cosine, Linear, Warmup
 
 WEIGHTS = st.floats(0, 1e6, allow_subnormal=False)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from objectives import Objective, ObjectiveError, ObjectiveSpec
-from objectives.describe import first_line, parameters_of
-from objectives.import_policy import ALLOWED_MODULES
+from objectives.config.describe import first_line, parameters_of
+from objectives.config.import_policy import ALLOWED_MODULES
+from objectives.config.term_lookup import find_term, offered_terms, registered_terms
 from objectives.term import TERMS
-from objectives.term_lookup import find_term, offered_terms, registered_terms
 
 MODULE = '''\
 from typing import Annotated

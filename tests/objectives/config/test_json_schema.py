@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from objectives.spec import ObjectiveSpec
-from objectives.term_lookup import registered_terms
+from objectives.config.spec import ObjectiveSpec
+from objectives.config.term_lookup import registered_terms
 
 
 def schema_errors(value: dict[str, Any]) -> list[str]:

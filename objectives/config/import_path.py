@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from objectives.aliases import current_path
+from objectives.config.aliases import current_path
+from objectives.config.import_policy import NotAllowedError, check_function, check_module, check_object
 from objectives.errors import ObjectiveError
-from objectives.import_policy import NotAllowedError, check_function, check_module, check_object
 
 
 def import_path(path: str) -> object:

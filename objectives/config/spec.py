@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from objectives.config.json_schema import OFF, choose_base_loss, choose_term, optional_group
 from objectives.estimators import EstimatorChoice
-from objectives.json_schema import OFF, choose_base_loss, choose_term, optional_group
-from objectives.schedule import Weight
-from objectives.targets import TargetSpec, check_weight, unset_weight
 from objectives.term import Execution, OnError
+from objectives.term_weights.schedule import Weight
+from objectives.term_weights.targets import TargetSpec, check_weight, unset_weight
 
 Backend = Literal["auto", "client", "server"]
 

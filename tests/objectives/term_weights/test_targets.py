@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from objectives import Batch, Evaluation, Objective, ObjectiveError, Outputs, evaluate_term, linearize, regularizer
+from objectives.config.spec import RegularizerSpec, WatchSpec, WeightingSpec
+from objectives.config.term_lookup import registered_terms
 from objectives.gradients.alerts import Watch
 from objectives.gradients.balance import make_balance
 from objectives.gradients.linearize import WeightedTerm
-from objectives.scale import Scale
-from objectives.spec import RegularizerSpec, WatchSpec, WeightingSpec
-from objectives.targets import TargetController, Targets, TargetSpec
-from objectives.term_lookup import registered_terms
+from objectives.term_weights.scale import Scale
+from objectives.term_weights.targets import TargetController, Targets, TargetSpec
 
 # Multipliers of nuPI of cooper-optim 1.0.1, on a parameter that starts at 3, with lr=1, Kp=0.5, Ki=0.05, ema_nu=0,
 # nuPIInitType.ZEROS and maximize=True.

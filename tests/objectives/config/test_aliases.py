@@ -12,8 +12,8 @@ import pytest
 
 from flows.config.base import BuilderConfig
 from flows.config.distill import QuestionsConfig, SelfConfig
-from objectives.aliases import MODULES, NAMES, current_path, with_current_paths
-from objectives.import_path import ImportedFunction, import_path
+from objectives.config.aliases import MODULES, NAMES, current_path, with_current_paths
+from objectives.config.import_path import ImportedFunction, import_path
 
 # Every module of release 0.1 with its public names, listed from its sources. The engine and the deployments are left
 # out: a service and a command line, which nobody imports. So are the parts of the training loop, which is one class
@@ -62,7 +62,7 @@ def test_every_alias_is_a_path_of_release_0_1_and_leads_to_a_module():
     [
         ("blocks.home", "home", "blocks.files.local"),
         ("flows.config_file", "load_config", "flows.config.loader"),
-        ("objectives.form", "choose_term", "objectives.json_schema"),
+        ("objectives.form", "choose_term", "objectives.config.json_schema"),
         ("tasks.graders", "same_number", "tasks.common.graders"),
     ],
 )

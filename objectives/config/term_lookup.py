@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
 
+from objectives.config.import_path import import_path
+from objectives.config.import_policy import check_module
 from objectives.errors import ObjectiveError, did_you_mean
-from objectives.import_path import import_path
-from objectives.import_policy import check_module
 from objectives.term import TERMS, Term
 
 ENTRY_POINTS = "tinker_flows.regularizers"

@@ -19,7 +19,7 @@ from objectives import (
 )
 from objectives.batch import pack
 from objectives.gradients.linearize import Linearized, WeightedTerm, join_metrics
-from objectives.scale import candidate_scale
+from objectives.term_weights.scale import candidate_scale
 
 LENGTHS = (5, 9, 4, 12, 7, 3, 8, 6)
 FIXED = [{"name": "confidence"}, {"name": "length", "params": {"free": 2, "buffer": 8}}, {"name": "logic"}]
