@@ -50,9 +50,9 @@ from tasks.distillation.on_policy import OnPolicySource, TeacherKL, TeacherSync,
 from tasks.distillation.teacher_data import SequenceSettings, TeacherDataSource
 from tasks.evaluation.evaluators import build_evaluators
 from tasks.rl.advantages import AdvantageSettings
-from tasks.rl.hang_watch import HangWatch
 from tasks.rl.health import HealthLimits
 from tasks.rl.rollout_source import HeldOutEnvironments, HeldOutGroups, build_environments
+from tasks.rl.rollouts.hang_watch import HangWatch
 from tasks.training.batch_source import BatchSource, MetricWarning
 
 __getattr__ = partial(renamed_attribute, "flows.distill")  # names of release 0.1

@@ -34,12 +34,8 @@ from objectives.objective import Objective
 from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import build_evaluators
 from tasks.rl.async_rollout_source import AsyncRolloutSource
-from tasks.rl.hang_watch import FIX, HangWatch
 from tasks.rl.health import HealthLimits, HealthWatch, mismatch_limit
-from tasks.rl.mlflow_traces import write_traces
 from tasks.rl.oversampling import OversamplingRecord
-from tasks.rl.rollout_log import Transcript
-from tasks.rl.rollout_page import write_transcript
 from tasks.rl.rollout_source import (
     HeldOutEnvironments,
     MinibatchSettings,
@@ -47,6 +43,10 @@ from tasks.rl.rollout_source import (
     RolloutSource,
     build_environments,
 )
+from tasks.rl.rollouts.hang_watch import FIX, HangWatch
+from tasks.rl.transcripts.mlflow_traces import write_traces
+from tasks.rl.transcripts.rollout_log import Transcript
+from tasks.rl.transcripts.rollout_page import write_transcript
 from tasks.training.batch_source import MetricWarning
 from tasks.training.reference import Reference
 

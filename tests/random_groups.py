@@ -14,7 +14,7 @@ from torch import Tensor
 
 from objectives.batch import Batch
 from tasks.rl.advantages import AdvantageSettings
-from tasks.rl.group_rollout import Group
+from tasks.rl.rollouts.group_rollout import Group
 from tasks.rl.trajectories import pack_groups
 
 

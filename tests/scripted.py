@@ -11,8 +11,8 @@ from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWith
 from tinker_cookbook.rl.types import EnvGroupBuilder
 
 from engine.tiny import byte_tokenizer
-from tasks.rl.completer import SnapshotCompleter
-from tasks.rl.group_rollout import Group, RetryWholeGroup, rollout
+from tasks.rl.rollouts.completer import SnapshotCompleter
+from tasks.rl.rollouts.group_rollout import Group, RetryWholeGroup, rollout
 
 
 @dataclass(frozen=True)

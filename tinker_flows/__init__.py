@@ -135,7 +135,7 @@ if TYPE_CHECKING:
     from tasks.rl.environments.pairwise import TournamentBuilder
     from tasks.rl.environments.reasoning_gym import GymBuilder
     from tasks.rl.environments.reward_model import RewardModelBuilder
-    from tasks.rl.hooks import HookAction
+    from tasks.rl.rollouts.hooks import HookAction
     from tasks.sandbox.runner import Limits, Outcome, run_program
     from tasks.supervised.constitution import RevisedBuilder
     from tasks.supervised.generated_data import GeneratedDataBuilder
@@ -476,7 +476,7 @@ _MODULES = {
     "PromptedJudgeBuilder": "tasks.preference.preference_models",
     "JudgeBuilder": "tasks.preference.preference_models",
     "PairwiseBuilder": "tasks.preference.preference_models",
-    "HookAction": "tasks.rl.hooks",
+    "HookAction": "tasks.rl.rollouts.hooks",
     "turn_features": "tasks.rl.critic",
     "Group": "tasks.rl.environments.groups",
     "Groups": "tasks.rl.environments.groups",

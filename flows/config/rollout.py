@@ -13,12 +13,12 @@ from flows.config.base import BuilderConfig, Config, OptionalBuilder
 from objectives.config.json_schema import optional_group
 from objectives.config.spec import ObjectiveSpec
 from tasks.rl.advantages import AdvantageSettings
-from tasks.rl.custom_completer import CompleterSpec
-from tasks.rl.group_rollout import RetryWholeGroup
-from tasks.rl.hooks import HookSpec
 from tasks.rl.rollout_source import RolloutSettings
-from tasks.rl.sampling_distribution import LogprobsOf, SamplingDistribution
-from tasks.rl.truncation import OverlongPenalty
+from tasks.rl.rollouts.custom_completer import CompleterSpec
+from tasks.rl.rollouts.group_rollout import RetryWholeGroup
+from tasks.rl.rollouts.hooks import HookSpec
+from tasks.rl.rollouts.sampling_distribution import LogprobsOf, SamplingDistribution
+from tasks.rl.rollouts.truncation import OverlongPenalty
 
 # Fields that change the rewards or the choice of the groups that `rl` trains on.
 RL_FIELDS = ("termination", "truncated", "refill_rounds", "oversampling_factor")

@@ -31,9 +31,9 @@ from tasks.common.task import call, opaque_argument
 from tasks.reports.first_batch import first_group, print_datums, weighted_datums, write_first_batch
 from tasks.reports.summary import DATA_TAG
 from tasks.rl.health import CONSTANT, REWARD, REWARD_SUM
-from tasks.rl.hooks import PREFIX
 from tasks.rl.named_rewards import TOTAL
-from tasks.rl.truncation import OVERLONG
+from tasks.rl.rollouts.hooks import PREFIX
+from tasks.rl.rollouts.truncation import OVERLONG
 
 # The published LoRA rate is ten times that of full fine-tuning, so a rate this many times lower is one for full
 # fine-tuning.

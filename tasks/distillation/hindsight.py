@@ -16,7 +16,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from tasks.common.jsonl import fill
-from tasks.rl.group_rollout import Group
+from tasks.rl.rollouts.group_rollout import Group
 from tasks.training.teacher import hard_datum, trained_positions
 
 FEEDBACK = "feedback"

@@ -30,7 +30,6 @@ from tasks.distillation.prompts import PromptGroup
 from tasks.distillation.soft_targets import OnPolicyTopK, with_top_k
 from tasks.evaluation.grading_metrics import digest_problems
 from tasks.evaluation.policy_metrics import ratio_scores
-from tasks.rl.group_rollout import Group
 from tasks.rl.rollout_source import (
     HeldOutGroups,
     MinibatchSettings,
@@ -39,6 +38,7 @@ from tasks.rl.rollout_source import (
     first_prompt,
     name_held_out,
 )
+from tasks.rl.rollouts.group_rollout import Group
 from tasks.rl.trajectories import GROUP_INDEX, add_later_tokens, compute_entropy, pack_groups
 from tasks.training.batch_source import TrainedBatch
 from tasks.training.examples import take_datums

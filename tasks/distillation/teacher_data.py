@@ -27,9 +27,9 @@ from tasks.distillation.nll_evaluator import TeacherNLL
 from tasks.distillation.on_policy import datum_for_teacher
 from tasks.distillation.prompts import PromptGroup
 from tasks.distillation.soft_targets import TeacherSequence, compute_forward_kl, pack_sequences
-from tasks.rl.group_rollout import Group, RolloutThreads
-from tasks.rl.hang_watch import HangWatch
 from tasks.rl.rollout_source import RolloutSettings
+from tasks.rl.rollouts.group_rollout import Group, RolloutThreads
+from tasks.rl.rollouts.hang_watch import HangWatch
 from tasks.training.batch_source import BatchSource, TrainedBatch
 from tasks.training.teacher import Teacher, TeacherRequest, compute_top_k, replace_prompt, score
 

@@ -19,9 +19,9 @@ from blocks.errors import ConfigError
 from objectives.batch import Batch
 from tasks.common.task import Pending
 from tasks.rl.group_batches import split
-from tasks.rl.group_rollout import Group
 from tasks.rl.mismatch import STALENESS
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
+from tasks.rl.rollouts.group_rollout import Group
 from tasks.rl.trajectories import GROUP_INDEX, count_tokens
 from tasks.training.batch_source import SampledTokens, TrainedBatch
 

@@ -19,7 +19,7 @@ from tinker_cookbook.rl.types import EnvGroupBuilder
 
 from blocks.storage import RunDirectory
 from tasks.common.jsonl import read_jsonl
-from tasks.rl.group_rollout import Group, RunningGroup
+from tasks.rl.rollouts.group_rollout import Group, RunningGroup
 from tasks.rl.trajectories import rollouts_of
 from tasks.training.batch_source import SampledTokens
 

@@ -35,12 +35,16 @@ from tasks.common.sampling import wait_for_snapshot
 from tasks.common.task import Pending, call, opaque_argument, retried_task, step_task
 from tasks.evaluation.grading_metrics import digest_problems
 from tasks.rl.advantages import AdvantageSettings, fit_critic
-from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.critic import Critic
-from tasks.rl.custom_completer import CompleterSpec
 from tasks.rl.group_batches import GroupBatches, split
-from tasks.rl.group_progress import GroupProgress, TokenCounter
-from tasks.rl.group_rollout import (
+from tasks.rl.health import REWARD, HealthWatch
+from tasks.rl.mismatch import compute_mismatch_metrics
+from tasks.rl.named_rewards import NamedRewards, RewardWeights, weighted_groups
+from tasks.rl.oversampling import Oversampling, OversamplingRecord, compute_oversampling_metrics
+from tasks.rl.rollouts.completer import SnapshotCompleter
+from tasks.rl.rollouts.custom_completer import CompleterSpec
+from tasks.rl.rollouts.group_progress import GroupProgress, TokenCounter
+from tasks.rl.rollouts.group_rollout import (
     Group,
     RetryWholeGroup,
     RewardedGroup,
@@ -48,13 +52,9 @@ from tasks.rl.group_rollout import (
     RunningGroup,
     WatchedStrategy,
 )
-from tasks.rl.hang_watch import HangWatch
-from tasks.rl.health import REWARD, HealthWatch
-from tasks.rl.mismatch import compute_mismatch_metrics
-from tasks.rl.named_rewards import NamedRewards, RewardWeights, weighted_groups
-from tasks.rl.oversampling import Oversampling, OversamplingRecord, compute_oversampling_metrics
-from tasks.rl.rollout_log import Transcript, make_transcript
-from tasks.rl.sampling_distribution import MAX_MEAN_ERROR, SamplingDistribution, check_service
+from tasks.rl.rollouts.hang_watch import HangWatch
+from tasks.rl.rollouts.sampling_distribution import MAX_MEAN_ERROR, SamplingDistribution, check_service
+from tasks.rl.rollouts.truncation import is_truncated
 from tasks.rl.trajectories import (
     apply_kl_penalty,
     can_teach,
@@ -69,7 +69,7 @@ from tasks.rl.trajectories import (
     pack_groups,
     rollouts_of,
 )
-from tasks.rl.truncation import is_truncated
+from tasks.rl.transcripts.rollout_log import Transcript, make_transcript
 from tasks.training.batch_source import BatchSource, MetricWarning, SampledTokens, TrainedBatch
 from tasks.training.held_out import EvaluatedBatch, GradedMetrics
 from tasks.training.metric_names import safe_name

@@ -27,11 +27,11 @@ from objectives.advantages import discounted_returns
 from objectives.batch import Batch, pack
 from objectives.labels import MEMBER, PROMPT
 from tasks.rl.advantages import AdvantageSettings, compute_token_advantages, has_no_advantages
-from tasks.rl.group_rollout import Group
-from tasks.rl.hooks import action_shares
 from tasks.rl.named_rewards import RewardWeights, combine_advantages, is_constant
-from tasks.rl.sampling_distribution import Completion
-from tasks.rl.truncation import is_truncated
+from tasks.rl.rollouts.group_rollout import Group
+from tasks.rl.rollouts.hooks import action_shares
+from tasks.rl.rollouts.sampling_distribution import Completion
+from tasks.rl.rollouts.truncation import is_truncated
 from tasks.training.batch_source import SampledTokens, TrainedBatch
 from tasks.training.datums import Datums
 from tasks.training.metric_names import safe_name

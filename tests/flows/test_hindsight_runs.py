@@ -19,7 +19,7 @@ from flows.config.distill import OnPolicyConfig
 from flows.distill import on_policy_distillation
 from flows.runs.result import TrainResult
 from tasks.distillation.hindsight import Hindsight
-from tasks.rl.group_rollout import Group
+from tasks.rl.rollouts.group_rollout import Group
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 

@@ -31,8 +31,8 @@ from flows.runs.result import TrainResult
 from objectives.batch import Batch, Outputs
 from objectives.term import regularizer
 from tasks.rl import rollout_source
-from tasks.rl.group_rollout import Group
 from tasks.rl.health import REWARD
+from tasks.rl.rollouts.group_rollout import Group
 from tasks.rl.trajectories import compute_group_metrics
 from tasks.training.checkpoints import read_records, step_of
 

@@ -43,9 +43,9 @@ from tasks.reports.first_batch import WeightedDatum, first_batch_page
 from tasks.reports.html import escape_markdown, html_page, markdown_code, markdown_table
 from tasks.reports.run_report import ReportExtras, report_markdown, write_report
 from tasks.reports.summary import RunSummary
-from tasks.rl.group_rollout import Group
-from tasks.rl.rollout_log import Transcript
-from tasks.rl.rollout_page import transcript_page
+from tasks.rl.rollouts.group_rollout import Group
+from tasks.rl.transcripts.rollout_log import Transcript
+from tasks.rl.transcripts.rollout_page import transcript_page
 from tasks.sweeps.report import SweepSummary, _body
 from tasks.sweeps.store import Point, Trial, Trials
 from tasks.sweeps.table import point_rows
@@ -313,7 +313,7 @@ def test_every_module_with_a_page_is_tested() -> None:
         "tasks/reports/first_batch.py",
         "tasks/reports/html.py",
         "tasks/reports/run_report.py",
-        "tasks/rl/rollout_page.py",
+        "tasks/rl/transcripts/rollout_page.py",
         "tasks/sweeps/report.py",
     ]
 

@@ -35,9 +35,9 @@ from tasks.evaluation.evaluators import build_evaluator
 from tasks.evaluation.inspect_tasks import InspectTask
 from tasks.evaluation.sampled import ExactMatch
 from tasks.preference.judges import build_judge
-from tasks.rl.custom_completer import CompleterSpec
-from tasks.rl.hooks import HookSpec
 from tasks.rl.rollout_source import build_environments
+from tasks.rl.rollouts.custom_completer import CompleterSpec
+from tasks.rl.rollouts.hooks import HookSpec
 from tasks.sandbox.runner import Limits
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from torch import Tensor
 from blocks.errors import ConfigError
 from tasks.common.event_loop import open_workers
 from tasks.distillation.hindsight import Hindsight
-from tasks.rl.group_rollout import Group
+from tasks.rl.rollouts.group_rollout import Group
 from tasks.training.teacher import Teacher, TeacherRequest, hard_datum, score
 
 VOCABULARY = 264  # of the tiny model

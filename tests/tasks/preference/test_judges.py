@@ -22,10 +22,10 @@ from tasks.preference.judges import (
     record_verdicts,
 )
 from tasks.preference.preference_models import JudgedPreference
-from tasks.rl.group_rollout import Group
-from tasks.rl.rollout_log import Transcript
-from tasks.rl.rollout_page import transcript_page
+from tasks.rl.rollouts.group_rollout import Group
 from tasks.rl.trajectories import compute_group_metrics
+from tasks.rl.transcripts.rollout_log import Transcript
+from tasks.rl.transcripts.rollout_page import transcript_page
 
 ROW = {"question": "Which?"}
 TOKENIZER: Any = byte_tokenizer()

@@ -20,9 +20,9 @@ from objectives.batch import Batch
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.async_rollout_source import AsyncRolloutSource
 from tasks.rl.group_batches import GroupBatches, split
-from tasks.rl.group_rollout import RetryWholeGroup
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings
-from tasks.rl.sampling_distribution import SamplingDistribution
+from tasks.rl.rollouts.group_rollout import RetryWholeGroup
+from tasks.rl.rollouts.sampling_distribution import SamplingDistribution
 from tasks.training.batch_source import TrainedBatch
 
 pytestmark = pytest.mark.usefixtures("without_task_runs")

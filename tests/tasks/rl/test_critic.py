@@ -35,10 +35,10 @@ from tasks.rl.advantages import AdvantageSettings, compute_token_advantages, fit
 from tasks.rl.async_rollout_source import AsyncRolloutSource
 from tasks.rl.critic import Critic, turn_features
 from tasks.rl.environments.groups import Groups
-from tasks.rl.group_rollout import RetryWholeGroup
 from tasks.rl.named_rewards import NamedRewards, RewardSpec
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
-from tasks.rl.sampling_distribution import SamplingDistribution
+from tasks.rl.rollouts.group_rollout import RetryWholeGroup
+from tasks.rl.rollouts.sampling_distribution import SamplingDistribution
 from tasks.training.batch_source import TrainedBatch
 
 CRITIC = Critic("tinker_flows:turn_features", turn_features, ridge=0.7, steps=3)

@@ -19,8 +19,8 @@ from objectives.batch import Batch
 from tasks.common.task import inline_tasks
 from tasks.distillation.on_policy import TeacherTargets, add_teacher_advantages
 from tasks.rl.advantages import AdvantageSettings
-from tasks.rl.group_rollout import Group, RetryWholeGroup
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
+from tasks.rl.rollouts.group_rollout import Group, RetryWholeGroup
 from tasks.rl.trajectories import apply_kl_penalty, compute_post_kl
 from tasks.training.batch_source import TrainedBatch
 

@@ -15,8 +15,8 @@ from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
 from objectives.term_weights.schedule import Linear
 from objectives.term_weights.targets import TargetController, TargetSpec
 from tasks.rl.advantages import AdvantageSettings, compute_token_advantages
-from tasks.rl.group_rollout import Group
 from tasks.rl.named_rewards import NamedRewards, RewardSpec, RewardWeights, combine_advantages, is_constant
+from tasks.rl.rollouts.group_rollout import Group
 from tasks.rl.trajectories import compute_group_metrics
 
 PROMPT = types.ModelInput.from_ints([5])

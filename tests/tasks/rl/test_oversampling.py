@@ -27,11 +27,11 @@ from blocks.storage import RunDirectory, RunStorage
 from flows.config.distill import OnPolicyConfig
 from flows.config.rl import RlConfig
 from tasks.rl.advantages import AdvantageSettings
-from tasks.rl.group_progress import GroupProgress
-from tasks.rl.group_rollout import Group, RetryWholeGroup, RunningGroup
 from tasks.rl.oversampling import OVERSAMPLED_NAME, Oversampling, OversamplingRecord
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource
-from tasks.rl.sampling_distribution import SamplingDistribution
+from tasks.rl.rollouts.group_progress import GroupProgress
+from tasks.rl.rollouts.group_rollout import Group, RetryWholeGroup, RunningGroup
+from tasks.rl.rollouts.sampling_distribution import SamplingDistribution
 from tasks.training.batch_source import SampledTokens
 
 pytestmark = pytest.mark.usefixtures("without_task_runs")

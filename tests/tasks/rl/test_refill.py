@@ -21,10 +21,10 @@ from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, 
 from flows.config.rl import RlConfig
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.async_rollout_source import AsyncRolloutSource
-from tasks.rl.group_rollout import Group, RetryWholeGroup, RolloutThreads
 from tasks.rl.named_rewards import NamedRewards, RewardSpec
 from tasks.rl.rollout_source import MinibatchSettings, RolloutSettings, RolloutSource, _Refill
-from tasks.rl.sampling_distribution import SamplingDistribution
+from tasks.rl.rollouts.group_rollout import Group, RetryWholeGroup, RolloutThreads
+from tasks.rl.rollouts.sampling_distribution import SamplingDistribution
 from tasks.training.batch_source import SampledTokens
 
 pytestmark = pytest.mark.usefixtures("without_task_runs")

@@ -17,11 +17,11 @@ from tinker_cookbook.rl.types import Metrics, RolloutError, Trajectory, Trajecto
 from blocks.errors import LostRunError
 from engine.tiny import byte_tokenizer
 from tasks.rl.advantages import AdvantageSettings
-from tasks.rl.group_rollout import Group
-from tasks.rl.mlflow_traces import write_traces
-from tasks.rl.rollout_log import Transcript, make_transcript
-from tasks.rl.rollout_page import transcript_page
+from tasks.rl.rollouts.group_rollout import Group
 from tasks.rl.trajectories import pack_groups
+from tasks.rl.transcripts.mlflow_traces import write_traces
+from tasks.rl.transcripts.rollout_log import Transcript, make_transcript
+from tasks.rl.transcripts.rollout_page import transcript_page
 from tasks.training.batch_source import TrainedBatch
 from tasks.training.metrics import MetricsLog
 

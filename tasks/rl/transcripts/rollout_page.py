@@ -12,8 +12,8 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from blocks.storage import RunDirectory
 from tasks.common.task import retried_task
 from tasks.reports.html import html_page
-from tasks.rl.group_rollout import Group
-from tasks.rl.rollout_log import Transcript, metrics_text, prompt_text
+from tasks.rl.rollouts.group_rollout import Group
+from tasks.rl.transcripts.rollout_log import Transcript, metrics_text, prompt_text
 from tasks.training.metrics import MetricsLog
 
 # Negative logprob in nats at which the shade reaches its maximum.

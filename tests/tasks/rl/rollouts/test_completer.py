@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from tinker import types
 
-from tasks.rl.completer import SnapshotCompleter
-from tasks.rl.sampling_distribution import SamplingDistribution
+from tasks.rl.rollouts.completer import SnapshotCompleter
+from tasks.rl.rollouts.sampling_distribution import SamplingDistribution
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 

@@ -6,9 +6,9 @@ from time import monotonic
 
 import pytest
 
-from tasks.rl.group_progress import GroupProgress
-from tasks.rl.hang_watch import HangWatch
 from tasks.rl.health import HealthLimits
+from tasks.rl.rollouts.group_progress import GroupProgress
+from tasks.rl.rollouts.hang_watch import HangWatch
 from tasks.training.batch_source import MetricWarning, SampledTokens
 
 LIMITS = HealthLimits(hang_seconds=60, hang_factor=3)

@@ -18,11 +18,11 @@ from flows.config.distill import DistillConfig
 from flows.config.rollout import RolloutConfig, TerminationConfig
 from tasks.common.event_loop import run_coroutine
 from tasks.rl.advantages import AdvantageSettings
-from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.environments.groups import Groups
-from tasks.rl.group_rollout import Group, rollout
 from tasks.rl.rollout_source import HeldOutEnvironments
-from tasks.rl.sampling_distribution import SamplingDistribution
+from tasks.rl.rollouts.completer import SnapshotCompleter
+from tasks.rl.rollouts.group_rollout import Group, rollout
+from tasks.rl.rollouts.sampling_distribution import SamplingDistribution
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 CLAMP = {"zero_reward_on_limit": True}

@@ -20,9 +20,9 @@ from tasks.common.event_loop import run_coroutine
 from tasks.common.task import inline_tasks
 from tasks.rl.advantages import AdvantageSettings
 from tasks.rl.environments.groups import Groups
-from tasks.rl.group_rollout import RetryWholeGroup
 from tasks.rl.rollout_source import HeldOutEnvironments, MinibatchSettings, RolloutSettings, RolloutSource
-from tasks.rl.sampling_distribution import SamplingDistribution
+from tasks.rl.rollouts.group_rollout import RetryWholeGroup
+from tasks.rl.rollouts.sampling_distribution import SamplingDistribution
 from tasks.training.batch_source import TrainedBatch
 
 PROMPT = [5, 6, 7]

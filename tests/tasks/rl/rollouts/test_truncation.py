@@ -21,10 +21,10 @@ from objectives.batch import Batch, unpack
 from objectives.labels import MEMBER
 from tasks.common.event_loop import run_coroutine
 from tasks.rl.advantages import AdvantageSettings
-from tasks.rl.group_rollout import Group, RetryWholeGroup, RewardedGroup
 from tasks.rl.named_rewards import RewardWeights
+from tasks.rl.rollouts.group_rollout import Group, RetryWholeGroup, RewardedGroup
+from tasks.rl.rollouts.truncation import OVERLONG, OverlongPenalty, is_truncated
 from tasks.rl.trajectories import pack_groups
-from tasks.rl.truncation import OVERLONG, OverlongPenalty, is_truncated
 
 EOS = 2
 PROMPT = types.ModelInput.from_ints([5])

@@ -20,8 +20,8 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError
 from flows.config.rollout import RolloutConfig
-from tasks.rl.completer import SnapshotCompleter
-from tasks.rl.sampling_distribution import Completion, SamplingDistribution, check_service, sampled_logprobs
+from tasks.rl.rollouts.completer import SnapshotCompleter
+from tasks.rl.rollouts.sampling_distribution import Completion, SamplingDistribution, check_service, sampled_logprobs
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 NUM_SAMPLES = 256

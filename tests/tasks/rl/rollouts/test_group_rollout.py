@@ -21,11 +21,11 @@ from tasks.common.event_loop import run_coroutine
 from tasks.evaluation.grading_metrics import digest_problems
 from tasks.preference.judges import build_judge
 from tasks.rl.advantages import AdvantageSettings
-from tasks.rl.completer import SnapshotCompleter
 from tasks.rl.environments.groups import Groups
-from tasks.rl.group_rollout import Group, RetryWholeGroup, rollout
 from tasks.rl.rollout_source import HeldOutEnvironments, RolloutSettings
-from tasks.rl.sampling_distribution import SamplingDistribution
+from tasks.rl.rollouts.completer import SnapshotCompleter
+from tasks.rl.rollouts.group_rollout import Group, RetryWholeGroup, rollout
+from tasks.rl.rollouts.sampling_distribution import SamplingDistribution
 from tasks.rl.trajectories import compute_group_metrics, compute_policy_metrics, pack_groups
 from tasks.training.batch_source import TrainedBatch
 from tasks.training.held_out import GradedMetrics

@@ -12,8 +12,8 @@ from statistics import median
 from threading import Event, Lock, Thread
 from time import monotonic
 
-from tasks.rl.group_progress import GroupProgress, ProgressCounts
 from tasks.rl.health import HealthLimits
+from tasks.rl.rollouts.group_progress import GroupProgress, ProgressCounts
 from tasks.training.batch_source import MetricWarning
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from objectives.labels import MEMBER
 from objectives.term import BASE
-from tasks.rl.group_rollout import Group
+from tasks.rl.rollouts.group_rollout import Group
 from tasks.rl.trajectories import GROUP_INDEX
 from tasks.training.batch_source import TrainedBatch
 

@@ -22,9 +22,9 @@ import tinker
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 
 from tasks.common.service_errors import service_errors
-from tasks.rl.custom_completer import CheckedCompleter, CompleterSpec
-from tasks.rl.group_progress import GroupProgress
-from tasks.rl.sampling_distribution import SamplingDistribution
+from tasks.rl.rollouts.custom_completer import CheckedCompleter, CompleterSpec
+from tasks.rl.rollouts.group_progress import GroupProgress
+from tasks.rl.rollouts.sampling_distribution import SamplingDistribution
 from tasks.training.batch_source import SampledTokens
 
 

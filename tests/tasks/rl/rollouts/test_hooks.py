@@ -18,10 +18,10 @@ from tinker_cookbook.rl.rollouts import do_single_rollout
 from tinker_cookbook.rl.types import Action, ActionExtra, Env, StepResult, Trajectory, TrajectoryGroup
 
 from blocks.errors import ConfigError
-from tasks.rl.completer import SnapshotCompleter
-from tasks.rl.custom_completer import CompleterSpec, check_completion
-from tasks.rl.hooks import HookAction, HookSpec, action_shares
-from tasks.rl.sampling_distribution import SamplingDistribution
+from tasks.rl.rollouts.completer import SnapshotCompleter
+from tasks.rl.rollouts.custom_completer import CompleterSpec, check_completion
+from tasks.rl.rollouts.hooks import HookAction, HookSpec, action_shares
+from tasks.rl.rollouts.sampling_distribution import SamplingDistribution
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 

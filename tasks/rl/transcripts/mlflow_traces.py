@@ -27,7 +27,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.mlflow_internals import SpanAttributeKey, TraceMetadataKey, TraceTagKey, TracingClient
 from tasks.common.task import retried_task
-from tasks.rl.rollout_log import Transcript, prompt_text
+from tasks.rl.transcripts.rollout_log import Transcript, prompt_text
 from tasks.training.metrics import MetricsLog
 
 _PREVIEW = 1000  # characters

@@ -15,7 +15,7 @@ from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWith
 from blocks.errors import ConfigError
 from tasks.common.builders import import_builder
 from tasks.common.service_errors import service_errors
-from tasks.rl.group_progress import GroupProgress
+from tasks.rl.rollouts.group_progress import GroupProgress
 from tasks.training.batch_source import SampledTokens
 
 # Logprobs of certain tokens may be slightly positive due to rounding.

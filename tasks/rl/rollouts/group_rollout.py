@@ -21,11 +21,11 @@ from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Metrics, RolloutError
 from blocks.errors import TinkerFlowsError, UserCodeError
 from tasks.common.task import call, opaque_argument, retried_task
 from tasks.preference.judges import record_verdicts
-from tasks.rl.completer import SnapshotCompleter
-from tasks.rl.group_progress import GroupProgress, RolloutCancelledError
-from tasks.rl.hang_watch import HangWatch
-from tasks.rl.hooks import HookSpec
-from tasks.rl.truncation import OVERLONG, OverlongPenalty
+from tasks.rl.rollouts.completer import SnapshotCompleter
+from tasks.rl.rollouts.group_progress import GroupProgress, RolloutCancelledError
+from tasks.rl.rollouts.hang_watch import HangWatch
+from tasks.rl.rollouts.hooks import HookSpec
+from tasks.rl.rollouts.truncation import OVERLONG, OverlongPenalty
 from tasks.training.batch_source import SampledTokens
 
 T = TypeVar("T")

@@ -1,0 +1,1 @@
+"""Rollouts of a step for people: log, HTML page and MLflow traces."""
