@@ -116,7 +116,7 @@ def draw(results: dict[str, TrainResult], path: Path) -> None:
     """Draw margin and likelihood of both runs as PNG."""
     figure = Figure(figsize=(8, 3), dpi=110, layout="constrained")
     panels = figure.subplots(1, 2)
-    labels = ("margin of correct over corrupted (nats)", "NLL of correct solutions (nats/token)")
+    labels = ("margin (nats)", "NLL of correct solutions (nats/token)")
     for panel, metric, label in zip(panels, (MARGIN, NLL), labels, strict=True):
         for name, result in results.items():
             points = history(result, metric)
