@@ -66,5 +66,6 @@ def test_changed_system_prompt_is_a_new_version(tmp_path: Path) -> None:
     assert register("You are a clerk.") == (1, "You are a clerk.")
     assert register("You are a poet.") == (2, "You are a poet.")
     assert register("You are a clerk.") == (2, "You are a poet.")  # both texts are versions already
+    log.flush()
     linked = client.get_run(log.run_id).data.tags["mlflow.linkedPrompts"]
     assert linked == '[{"name": "a-team-prompt", "version": "1"}]'
