@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.allocator import keep_freed_memory
 from engine.listen import LOOPBACK, PortError, bind, is_loopback
 from engine.part import ERROR_PREFIX, part_of
 from engine.service.settings import Settings
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve_engine(settings: Settings, listener: socket.socket, stop_with_stdin: bool) -> None:
     # These imports take seconds, so they come after the validation of the settings and the port.
     gc.disable()  # until `serve` has loaded the models
+    keep_freed_memory()
     from engine.model_cache import ModelError
     from engine.serve import serve
 
