@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from http import HTTPStatus
@@ -166,13 +167,12 @@ class MLflowTracking(Block):
     def failures(self) -> Iterator[None]:
         """Convert exceptions of MLflow and its database into a `ServiceError` that names the server."""
         from mlflow.exceptions import MlflowException
-        from sqlalchemy.exc import SQLAlchemyError
 
         try:
             yield
         except TinkerFlowsError:
             raise
-        except (MlflowException, SQLAlchemyError, sqlite3.Error, ImportError, OSError) as error:
+        except (MlflowException, *_database_errors(), sqlite3.Error, ImportError, OSError) as error:
             if isinstance(error, MlflowException) and error.get_http_status_code() == HTTPStatus.UNAUTHORIZED:
                 raise ServiceError(
                     f"The MLflow server at {self.shown_uri} rejects the login (401): {_LOGIN}."
@@ -181,6 +181,12 @@ class MLflowTracking(Block):
                 f"The MLflow server at {self.shown_uri} could not be used "
                 f"({hide_credentials(reason(error))}): {_REMEDY}."
             ) from error
+
+
+def _database_errors() -> tuple[type[Exception], ...]:
+    """Return the base class of SQLAlchemy's errors; nothing for a run on an MLflow server, which does not import it."""
+    module = sys.modules.get("sqlalchemy.exc")
+    return (module.SQLAlchemyError,) if module else ()
 
 
 @contextmanager

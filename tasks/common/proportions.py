@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
 
@@ -49,8 +48,19 @@ def proportion_interval(scores_P: Sequence[float], weights_P: Sequence[int] = ()
         shares, scores = weights / weights.sum(), np.array(scores_P)
         mean = float(shares @ scores)
         size = mean * (1 - mean) / (float(shares**2 @ (scores - mean) ** 2) * num / (num - 1))
-    quantile = float(stdtrit(num - 1, (1 + CONFIDENCE) / 2))
+    quantile = t_quantile(num - 1, (1 + CONFIDENCE) / 2)
     shrinkage = quantile**2 / size
     centre = (mean + shrinkage / 2) / (1 + shrinkage)
     half_width = math.sqrt(shrinkage * mean * (1 - mean) + shrinkage**2 / 4) / (1 + shrinkage)
     return Interval(min(max(centre - half_width, 0.0), mean), max(min(centre + half_width, 1.0), mean))
+
+
+def t_quantile(num_free: int, probability: float) -> float:
+    """Quantile of Student's t with ``num_free`` degrees of freedom.
+
+    >>> round(t_quantile(9, 0.975), 3)
+    2.262
+    """
+    from scipy.special import stdtrit  # takes a tenth of a second to import, and training needs no intervals
+
+    return float(stdtrit(num_free, probability))

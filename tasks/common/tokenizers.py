@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from blocks.garbage_collection import no_collections
 from tasks.common.cookbook_internals import guard_tokenizers
-from tasks.common.transformers_internals import without_sklearn
+from tasks.common.transformers_internals import import_auto_tokenizer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,12 +36,12 @@ def lock_tokenizers() -> None:
     SDK open tokenizers of their own, so this function locks the methods of the tokenizer classes and of all subclasses
     that are defined later.
 
-    Tokenizers are opened with `AutoTokenizer`, whose import takes seconds. The import is here because an engine loads
-    its model meanwhile.
+    Tokenizers are opened with `AutoTokenizer`. Its import takes time, and is here because an engine loads its model
+    meanwhile.
     """
     guard_tokenizers()
-    with no_collections(), without_sklearn():
-        from transformers import AutoTokenizer  # noqa: F401
+    with no_collections():
+        import_auto_tokenizer()
 
     for kind in _subclasses(PreTrainedTokenizerBase):
         _lock_class(kind)

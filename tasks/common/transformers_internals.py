@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
+from typing import Any
 from unittest.mock import patch
 
+import transformers.models.auto.configuration_auto  # noqa: F401  (its modules ask later whether torch is available)
 from transformers import utils
 
 
-@contextmanager
-def without_sklearn() -> Iterator[None]:
-    """Import modules of transformers in this block without scikit-learn and SciPy, which take a third of a second.
+@cache
+def import_auto_tokenizer() -> None:
+    """Import `AutoTokenizer` without the generation of transformers, which takes most of a second.
 
-    transformers uses scikit-learn only to generate with an assistant model, and a run samples on its service.
+    The generation imports the compiler of torch and, where they are installed, scikit-learn and accelerate.
+    `AutoTokenizer` shares a module with the classes that open models. That module needs the generation only to complete
+    a model whose code comes with its weights, and imports it then.
     """
-    with patch.object(utils, "is_sklearn_available", lambda: False):
-        yield
+    with patch.object(utils, "is_torch_available", lambda: False):
+        from transformers.models.auto import auto_factory
+
+    module: Any = auto_factory
+    if hasattr(module, "GenerationMixin"):  # somebody else has imported the module already
+        return
+    complete = module.add_generation_mixin_to_remote_model
+
+    def import_and_complete(model_class: type) -> type:
+        from transformers import GenerationMixin
+
+        module.GenerationMixin = GenerationMixin
+        return complete(model_class)
+
+    module.add_generation_mixin_to_remote_model = import_and_complete
+    from transformers import AutoTokenizer  # noqa: F401

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
 
-from tasks.common.proportions import CONFIDENCE, Interval
+from tasks.common.proportions import CONFIDENCE, Interval, t_quantile
 
 # Significance level of a test; a two-sided test has half of it on each side.
 LEVEL = 0.05
@@ -72,7 +71,7 @@ def difference_interval(differences_P: Sequence[float], confidence: float = CONF
     error = float(np.std(differences_P, ddof=1)) / math.sqrt(num) if num > 1 else 0.0
     if error == 0:
         return None
-    width = float(stdtrit(num - 1, (1 + confidence) / 2)) * error
+    width = t_quantile(num - 1, (1 + confidence) / 2) * error
     return Interval(mean - width, mean + width)
 
 

@@ -12,11 +12,10 @@ from typing import Any, Self
 import numpy as np
 from prefect.artifacts import create_table_artifact
 from prefect.runtime import flow_run
-from scipy.special import stdtrit
 
 from objectives.term import BASE
 from objectives.term_weights.targets import TargetSpec
-from tasks.common.proportions import Interval, proportion_interval
+from tasks.common.proportions import Interval, proportion_interval, t_quantile
 from tasks.common.task import retried_task
 from tasks.reports.html import artifact_key, escape_markdown
 from tasks.training.held_out import BatchValues
@@ -182,7 +181,7 @@ class Estimate:
             return cls(mean, bounds=proportion_interval(batches.values_B, batches.num_datums_B))
         if len(set(batches.values_B)) < 2:
             return cls(mean)
-        return cls(mean, float(stdtrit(max(1, len(batches.values_B) - 1), 0.975)) * stderr)
+        return cls(mean, t_quantile(max(1, len(batches.values_B) - 1), 0.975) * stderr)
 
     @property
     def has_interval(self) -> bool:
@@ -543,6 +542,6 @@ def target_rows(
             means = [part.mean() for part in np.array_split(last, _NUM_PARTS)]
             # Equal means say nothing about their spread; means of equal values may differ by rounding.
             if len(set(means)) > 1 and len(set(last.tolist())) > 1:
-                half_width = float(stdtrit(_NUM_PARTS - 1, 0.975) * np.std(means, ddof=1) / np.sqrt(_NUM_PARTS))
+                half_width = float(t_quantile(_NUM_PARTS - 1, 0.975) * np.std(means, ddof=1) / np.sqrt(_NUM_PARTS))
         rows.append(TargetRow(name, target, float(last.mean()), half_width, multipliers[-1][1]))
     return rows

@@ -120,12 +120,34 @@ def test_slow_tokenizers_are_never_used_by_two_threads_at_once() -> None:
         "from tasks.common.sampling import open_training_client; open_training_client(None, '/sampler_weights/', '')",
     ],
 )
-def test_weights_and_evaluators_lock_the_tokenizers_without_importing_sklearn(opening: str) -> None:
+def test_weights_and_evaluators_lock_the_tokenizers_without_importing_the_generation(opening: str) -> None:
     """In a process of its own, because the lock is that of a process."""
     code = (
         f"import sys\nfrom contextlib import suppress\nwith suppress(Exception):\n    {opening}\n"
         "from transformers import PreTrainedTokenizerBase as base\nassert hasattr(base.encode, '__wrapped__')\n"
-        "assert 'sklearn' not in sys.modules\n"
-        "from transformers.utils import is_sklearn_available\nassert is_sklearn_available()"
+        "assert not {'sklearn', 'torch._dynamo', 'transformers.generation.utils'} & set(sys.modules)\n"
+        "from transformers.utils import is_torch_available\nassert is_torch_available()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+COMPLETE_MODEL = """
+from tasks.common.tokenizers import lock_tokenizers
+lock_tokenizers()
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.models.auto import auto_factory
+
+
+class Remote(PreTrainedModel):
+    def prepare_inputs_for_generation(self):
+        return {}
+
+
+assert not issubclass(Remote, GenerationMixin)
+assert issubclass(auto_factory.add_generation_mixin_to_remote_model(Remote), GenerationMixin)
+"""
+
+
+@pytest.mark.process
+def test_models_with_code_of_their_own_can_generate() -> None:
+    subprocess.run([sys.executable, "-c", COMPLETE_MODEL], check=True, timeout=120)
