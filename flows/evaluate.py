@@ -419,7 +419,8 @@ def _differences(scores: Mapping[str, BatchValues], baseline: Mapping[str, Batch
     """Return the differences to the baseline of all metrics that have a score for each problem."""
     metrics: dict[str, float] = {}
     for name in sorted(scores.keys() & baseline.keys()):
-        metrics |= compare_scores(scores[name].minus(baseline[name]).weighted_B).metrics(name)
+        difference = scores[name].minus(baseline[name])
+        metrics |= compare_scores(difference.weighted_S, difference.mean()[1]).metrics(name)
     return metrics
 
 

@@ -77,7 +77,7 @@ def _by_problem(rows: Sequence[PointRow], scores: Scores) -> Floats | None:
     first = by_point[0][0]
     if first is None or not all(first.is_paired_with(values) for of_point in by_point for values in of_point):
         return None
-    return np.array([np.mean([values.weighted_B for values in of_point if values], axis=0) for of_point in by_point])
+    return np.array([np.mean([values.weighted_S for values in of_point if values], axis=0) for of_point in by_point])
 
 
 def _by_seed(rows: Sequence[PointRow]) -> Floats:

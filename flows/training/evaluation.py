@@ -53,6 +53,12 @@ class Evaluation:
         ledger: Ledger,
     ) -> None:
         check_scores(config.promote_if, config.promote_confidence, evaluators)
+        for held_out in (entry for entry in evaluators if isinstance(entry, HeldOutNLL) and entry.num_untrained):
+            text = (
+                f"{held_out.num_untrained} of {held_out.num_datums} held-out rows have no trained token and do not "
+                "count: raise max_length, which may have cut them off, or remove the rows."
+            )
+            note_warning(run.log, "held_out_rows", text)
         self._run, self._config, self._schedule = run, config, schedule
         self._evaluators = evaluators
         self._objective, self._reference, self._candidates = objective, reference, candidates

@@ -18,7 +18,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def proportion_interval(scores_P: Sequence[float], weights_P: Sequence[int] = ()) -> Interval | None:
+def proportion_interval(scores_P: Sequence[float], weights_P: Sequence[float] = ()) -> Interval | None:
     """95 % confidence interval of the mean of scores from 0 to 1, one per problem or group of problems.
 
     None for fewer than two scores.

@@ -38,7 +38,8 @@ class TeacherNLL(HeldOutNLL):
 
     async def __call__(self, training_client: tinker.TrainingClient) -> GradedMetrics:
         student = await super().__call__(training_client)
-        return GradedMetrics(student | {"test/nll_teacher": self._teacher}, student.scores, student.problems)
+        metrics = student | {"test/nll_teacher": self._teacher}
+        return GradedMetrics(metrics, student.scores, student.problems, student.sizes, student.groups)
 
 
 class _OneBatch(SupervisedDataset):

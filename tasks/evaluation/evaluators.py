@@ -31,14 +31,13 @@ from blocks.errors import (
     reason,
 )
 from objectives.batch import Batch
-from objectives.labels import without_labels
+from objectives.labels import find_prompts, without_labels
 from tasks.common.builders import NO_RESOURCES, import_builder, import_object
 from tasks.common.cookbook_internals import count_bytes, find_text
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 from tasks.common.tokenizers import TokenizedEvaluator, lock_tokenizers
 from tasks.evaluation.grading_metrics import digest_problems
-from tasks.evaluation.policy_metrics import share_scores
 from tasks.training.datums import pack_datums
 from tasks.training.held_out import MAX_SCORES, BatchValues, EvaluatedBatch, GradedMetrics
 from tasks.training.metric_names import safe_name
@@ -70,8 +69,9 @@ class HeldOutNLL(TrainingClientEvaluator):
 
     Data with K weighted targets per position has `test/nll` alone, the cross-entropy to these targets.
 
-    Each metric has a score for each datum, for paired comparisons: its scaled share of the metric; the mean of the
-    scores is the metric. With more than `MAX_SCORES` datums, each of `MAX_SCORES` groups of datums has a score.
+    Each metric has a score for each datum, for paired comparisons: the datum's own value, weighted by its loss weight,
+    tokens or bytes. Datums of one prompt are one independent sample. With more than `MAX_SCORES` datums, each prompt
+    has a score, or each of `MAX_SCORES` groups of prompts.
     """
 
     scored_metrics: tuple[str, ...] = ("test/nll", "test/nll_per_token", "test/bits_per_byte")
@@ -86,6 +86,8 @@ class HeldOutNLL(TrainingClientEvaluator):
             )
         self.num_tokens = sum(datum.model_input.length for datum in self._datums)
         self.num_datums = len(self._datums)
+        weights_D = [datum.loss_fn_inputs["weights"].to_torch() for datum in self._datums]
+        self.num_untrained = sum(not bool((weights > 0).any()) for weights in weights_D)
         if self._datums[0].loss_fn_inputs["weights"].to_torch().ndim > 1:
             self.scored_metrics = ("test/nll",)  # data with K targets per position
         self._tokenizer, self._batches = tokenizer, batches
@@ -133,8 +135,22 @@ class HeldOutNLL(TrainingClientEvaluator):
             )
         totals = self._totals(logprobs_D, weights_D)
         means = {name: sum(sums_D) / sum(sizes_D) for name, (sums_D, sizes_D) in totals.items()}
-        scores = {name: _scores(sums_D, sizes_D) for name, (sums_D, sizes_D) in totals.items()}
-        return GradedMetrics(means | {"test/nll": nll}, scores, self._digest)
+        groups = self._prompts_D
+        if len(self._datums) > MAX_SCORES:
+            num_prompts = max(groups) + 1
+            num = min(num_prompts, MAX_SCORES)
+            parts_D = [prompt * num // num_prompts for prompt in groups]
+            totals = {
+                name: (np.bincount(parts_D, sums_D).tolist(), np.bincount(parts_D, sizes_D).tolist())
+                for name, (sums_D, sizes_D) in totals.items()
+            }
+            groups = []
+        sizes = {name: sizes for name, (_, sizes) in totals.items()}
+        scores = {
+            name: [sum_ / size if size else 0.0 for sum_, size in zip(sums, sizes, strict=True)]
+            for name, (sums, sizes) in totals.items()
+        }
+        return GradedMetrics(means | {"test/nll": nll}, scores, self._digest, sizes, groups)
 
     def _totals(
         self, logprobs_D: Sequence[tinker.TensorData], weights_D: Sequence[tinker.TensorData]
@@ -165,6 +181,11 @@ class HeldOutNLL(TrainingClientEvaluator):
                 [float(text.num_bytes) for text in texts],
             )
         return totals
+
+    @cached_property
+    def _prompts_D(self) -> list[int]:
+        weights_D = [datum.loss_fn_inputs["weights"].to_torch() for datum in self._datums]
+        return find_prompts(self._datums, weights_D).tolist()
 
     @cached_property
     def _texts_D(self) -> list[_Text]:
@@ -339,14 +360,6 @@ def _text(tokens: tinker.TensorData, weights: tinker.TensorData, tokenizer: Toke
     return _Text(torch.tensor(counted, dtype=torch.bool), count_bytes(ids, counted, tokenizer))
 
 
-def _scores(sums_D: Sequence[float], sizes_D: Sequence[float]) -> list[float]:
-    """Return the score of each datum, or of each of `MAX_SCORES` groups of consecutive datums; see `share_scores`."""
-    num_scores = min(len(sums_D), MAX_SCORES)
-    groups = np.array_split(np.arange(len(sums_D)), num_scores)
-    group_D = np.repeat(np.arange(num_scores), [len(group) for group in groups])
-    return share_scores(sums_D, sizes_D, group_D.tolist(), num_scores)
-
-
 @retried_task(name="evaluate", task_run_name="evaluate-{step}")
 async def evaluate(
     client: tinker.TrainingClient,
@@ -482,5 +495,5 @@ def _add_metrics(result: EvaluationResult, metrics: Mapping[str, object], evalua
     result.texts.update(texts)
     if isinstance(metrics, GradedMetrics):
         for key, scores_P in metrics.scores.items():
-            sizes = list(metrics.sizes) or [1] * len(scores_P)
-            result.scores[safe_name(key)] = BatchValues(scores_P, sizes, metrics.problems)
+            sizes = metrics.sizes.get(key) or [1] * len(scores_P)
+            result.scores[safe_name(key)] = BatchValues(scores_P, sizes, metrics.problems, [*metrics.groups])

@@ -49,8 +49,11 @@ class Difference:
         return {f"difference/{name}{suffix}": value for suffix, value in figures.items()}
 
 
-def compare_scores(differences_P: Sequence[float]) -> Difference:
+def compare_scores(differences_P: Sequence[float], error: float | None = None) -> Difference:
     """Compare two policies by their differences of scores, one per problem.
+
+    Args:
+        error: standard error of the mean if the scores are shares of problems of uneven sizes.
 
     >>> compare_scores([-1.0, -1.0, -1.0, -1.0]).p_value  # two of 16 sign flips
     0.125
@@ -59,17 +62,24 @@ def compare_scores(differences_P: Sequence[float]) -> Difference:
     one_sided = [sign_flip_p_value([sign * value for value in differences_P], level) for sign in (1, -1)]
     return Difference(
         float(np.mean(differences_P)),
-        difference_interval(differences_P),
+        difference_interval(differences_P, error=error),
         min(2 * min(one_sided), 1.0),
         detectable_difference(differences_P, level),
     )
 
 
-def difference_interval(differences_P: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
-    """Confidence interval of a mean difference by Student's t over problems; None if all differences are equal."""
+def difference_interval(
+    differences_P: Sequence[float], confidence: float = CONFIDENCE, error: float | None = None
+) -> Interval | None:
+    """Confidence interval of a mean difference by Student's t over problems; None if all differences are equal.
+
+    Args:
+        error: see `compare_scores`.
+    """
     num, mean = len(differences_P), float(np.mean(differences_P))
-    error = float(np.std(differences_P, ddof=1)) / math.sqrt(num) if num > 1 else 0.0
-    if error == 0:
+    if error is None:
+        error = float(np.std(differences_P, ddof=1)) / math.sqrt(num) if num > 1 else 0.0
+    if num < 2 or error == 0:
         return None
     width = t_quantile(num - 1, (1 + confidence) / 2) * error
     return Interval(mean - width, mean + width)

@@ -55,24 +55,6 @@ def ratio_scores(
     return (ratio + (sums_P - ratio * sizes_P) / sizes_P.mean()).tolist()
 
 
-def share_scores(
-    sums_D: Sequence[float], sizes_D: Sequence[float], problems_D: Sequence[int], num_problems: int
-) -> list[float]:
-    """Shares of problems in the total of the sums divided by the total of the sizes, times the number of problems.
-
-    Their mean is the ratio of the totals. For policies that are scored on the same answers, of which the sizes do not
-    depend on the policy: differences of equal policies then have random signs, as a test that flips signs assumes. With
-    few answers of uneven sizes, the differences of `ratio_scores` would reject equal policies too often.
-
-    Args:
-        problems_D: see `ratio_scores`.
-
-    >>> share_scores([1.0, 3.0, 8.0], [1, 1, 2], [0, 0, 1], 2)  # the ratio of the totals is 3
-    [2.0, 4.0]
-    """
-    return (np.bincount(problems_D, sums_D, num_problems) * num_problems / sum(sizes_D)).tolist()
-
-
 def clustered(sums_D: Sequence[float], sizes_D: Sequence[float], problems_D: Sequence[int]) -> Estimate:
     """Ratio of the totals of sums and sizes, with its standard error if answers to one problem are alike.
 

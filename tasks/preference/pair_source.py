@@ -164,7 +164,10 @@ class HeldOutPairs(TrainingClientEvaluator):
         metrics = _metrics(self._loss.term.name, evaluation.value, evaluation.metrics)
         scores, sizes = self._scores(outputs) if self.scored_metrics else ({}, [])
         return GradedMetrics(
-            {f"test/{key}": value for key, value in metrics.items()}, scores, digest_batches([self._batch]), sizes
+            {f"test/{key}": value for key, value in metrics.items()},
+            scores,
+            digest_batches([self._batch]),
+            dict.fromkeys(scores, sizes),
         )
 
     def _scores(self, outputs: Outputs) -> tuple[dict[str, list[float]], list[int]]:

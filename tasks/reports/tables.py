@@ -181,7 +181,7 @@ class Estimate:
             return cls(mean, bounds=proportion_interval(batches.values_B, batches.num_datums_B))
         if len(set(batches.values_B)) < 2:
             return cls(mean)
-        return cls(mean, t_quantile(max(1, len(batches.values_B) - 1), 0.975) * stderr)
+        return cls(mean, t_quantile(max(1, batches.num_samples - 1), 0.975) * stderr)
 
     @property
     def has_interval(self) -> bool:
@@ -459,7 +459,8 @@ def describe_intervals(rows: Sequence[HeldOutRow]) -> str:
     sentences: list[str] = []
     if any(not np.isnan(estimate.half_width) for estimate in estimates):
         sentences.append(
-            "±: 95 % interval over held-out batches, rows or problems; of a change or an effect, over pairs of them."
+            "±: 95 % interval over held-out prompts or problems, or for terms over batches of them; of a change or an "
+            "effect, over pairs."
         )
     if any(estimate.bounds for estimate in estimates):
         sentences.append("In brackets: Wilson's 95 % interval of an accuracy.")

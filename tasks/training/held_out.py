@@ -7,9 +7,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from blocks.storage import RunDirectory
@@ -57,13 +59,17 @@ class BatchValues:
 
     Attributes:
         values_B: the values.
-        num_datums_B: number of datums of each batch, or of problems of each score, which weights its value.
+        num_datums_B: weight of each value in the metric: number of datums of a batch, of problems of a score, or of
+            trained tokens, bytes or loss weights of a row.
         digest: digest of the batches (`digest_batches`) or problems; empty in files that were written without it.
+        groups_B: number of the independent sample that each value belongs to, such as its prompt; empty if each value
+            is a sample of its own.
     """
 
     values_B: list[float]
-    num_datums_B: list[int]
+    num_datums_B: Sequence[float]
     digest: str = ""
+    groups_B: list[int] = field(default_factory=list)
 
     def is_paired_with(self, other: BatchValues | None) -> bool:
         """Return whether other values belong to the same batches; without digests, to batches of the same sizes."""
@@ -76,30 +82,49 @@ class BatchValues:
         return replace(self, values_B=[a - b for a, b in zip(self.values_B, other.values_B, strict=True)])
 
     @property
-    def weighted_B(self) -> list[float]:
-        """Values times their weights, scaled so that their plain mean is the weighted mean.
+    def num_samples(self) -> int:
+        """Number of independent samples."""
+        return len(self._totals()[0])
 
-        >>> BatchValues([1.0, 4.0], [1, 3]).weighted_B
+    @property
+    def weighted_S(self) -> list[float]:
+        """Share of each independent sample in the weighted mean, scaled so that the plain mean is the weighted mean.
+
+        Differences of equal policies on the same data have random signs, as a test that flips signs assumes.
+
+        >>> BatchValues([1.0, 4.0], [1, 3]).weighted_S
         [0.5, 6.0]
         """
-        scale = len(self.num_datums_B) / sum(self.num_datums_B)
-        return [scale * num * value for value, num in zip(self.values_B, self.num_datums_B, strict=True)]
+        sums_S, sizes_S = self._totals()
+        return (sums_S * (len(sums_S) / sizes_S.sum())).tolist()
 
     def mean(self) -> tuple[float, float]:
-        """Weighted mean and its standard error, NaN for a single batch; the batches count as independent samples.
+        """Weighted mean and its standard error by the jackknife over independent samples; NaN for a single sample.
+
+        The jackknife allows for samples of uneven sizes. For equal sizes, it is the usual standard error.
+
+        Source: Efron and Stein 1981, "The Jackknife Estimate of Variance", Annals of Statistics 9(3).
 
         >>> BatchValues([1.0, 3.0], [4, 4]).mean()
         (2.0, 1.0)
         """
         if len(self.values_B) > 1 and len(set(self.values_B)) == 1:
             return self.values_B[0], 0.0  # without the rounding of the weights
-        value_B = torch.tensor(self.values_B, dtype=torch.float64)
-        weight_B = torch.tensor(self.num_datums_B, dtype=torch.float64) / sum(self.num_datums_B)
-        mean, num_batches = float(weight_B @ value_B), len(self.values_B)
-        if num_batches < 2:
+        sums_S, sizes_S = self._totals()
+        total, num = float(sizes_S.sum()), len(sums_S)
+        mean = float(sums_S.sum()) / total
+        if num < 2:
             return mean, math.nan
-        variance = float((weight_B**2) @ (value_B - mean) ** 2) * num_batches / (num_batches - 1)
-        return mean, math.sqrt(variance)
+        changes_S = (sums_S - mean * sizes_S) / (total - sizes_S)  # of the mean if a sample is left out
+        return mean, math.sqrt((num - 1) / num * float(changes_S @ changes_S))
+
+    def _totals(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Sum and weight of each independent sample that has a weight."""
+        sizes_B = np.asarray(self.num_datums_B, dtype=np.float64)
+        groups_B = np.asarray(self.groups_B or range(len(sizes_B)), dtype=np.int64)
+        weighted_B = sizes_B * np.asarray(self.values_B, dtype=np.float64)
+        sums_S, sizes_S = (np.bincount(groups_B, parts_B).astype(np.float64) for parts_B in (weighted_B, sizes_B))
+        return sums_S[sizes_S > 0], sizes_S[sizes_S > 0]
 
 
 # Maximum number of scores of held-out data. More scores slow a comparison down and barely narrow its interval.
@@ -112,7 +137,9 @@ class GradedMetrics(dict[str, float]):
     Attributes:
         scores: score of each problem, such as an accuracy from 0 to 1, by metric.
         problems: digest of the problems, which tells whether two evaluations can be compared; empty if it is unknown.
-        sizes: number of problems of each score, if a score is the mean over a group; empty for one problem each.
+        sizes: weight of each score by metric, such as the number of problems that it is the mean over; metrics without
+            an entry average one problem per score.
+        groups: number of the independent sample that each score belongs to; empty if each is a sample of its own.
     """
 
     def __init__(
@@ -120,10 +147,11 @@ class GradedMetrics(dict[str, float]):
         metrics: Mapping[str, float],
         scores: Mapping[str, list[float]],
         problems: str = "",
-        sizes: Sequence[int] = (),
+        sizes: Mapping[str, Sequence[float]] = MappingProxyType({}),
+        groups: Sequence[int] = (),
     ) -> None:
         super().__init__(metrics)
-        self.scores, self.problems, self.sizes = scores, problems, sizes
+        self.scores, self.problems, self.sizes, self.groups = scores, problems, sizes, groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def find_rejection(
     if not checkpoint.scores.is_paired_with(baseline.scores):
         return f"{gate.metric} of the checkpoint and of the baseline were measured on different problems"
     sign = 1 if gate.sign in (">", ">=") else -1
-    differences = [sign * difference for difference in checkpoint.scores.minus(baseline.scores).weighted_B]
+    differences = [sign * difference for difference in checkpoint.scores.minus(baseline.scores).weighted_S]
     level = (1 - confidence) / num_candidates
     p_value = sign_flip_p_value(differences, level)
     # A p-value is a quotient of counts: allow for its rounding.
@@ -120,13 +120,14 @@ def describe_difference(
     text = f"{metric} of the checkpoint minus that of the baseline is {checkpoint.value - baseline.value:.3g}"
     if not (checkpoint.scores and baseline.scores and checkpoint.scores.is_paired_with(baseline.scores)):
         return f"{text}, without an interval, because the two have no scores of the same problems."
-    differences = checkpoint.scores.minus(baseline.scores).weighted_B
-    interval, detectable = difference_interval(differences), detectable_difference(differences)
+    paired = checkpoint.scores.minus(baseline.scores)
+    interval = difference_interval(paired.weighted_S, error=paired.mean()[1])
+    detectable = detectable_difference(paired.weighted_S)
     text += " (no interval" if interval is None else f" (95 % interval {interval.low:.3g} to {interval.high:.3g}"
     smallest = (
         "no difference is detectable" if detectable is None else f"smallest detectable difference {detectable:.3g}"
     )
-    text += f"; {smallest} with {len(differences)} problems)."
+    text += f"; {smallest} with {paired.num_samples} problems)."
     if num_candidates > 1:
         text += f" This ignores that keep_best chose among {num_candidates} checkpoints."
     return text

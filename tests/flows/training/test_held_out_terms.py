@@ -161,3 +161,19 @@ def test_terms_without_a_value_on_held_out_data_are_reported(tmp_path: Path, eng
     assert "the data has no label 'only_in_training_data'" in reasons["test_needs_a_label"]
     assert "every prompt has one completion there" in reasons["test_characters"]
     assert not reasons["confidence"]
+
+
+def test_rows_without_a_trained_token_warn(tmp_path: Path, engine_url: str, mlflow_uri: str) -> None:
+    """max_length cuts off the answers of the longest held-out problems."""
+    config = fields(tmp_path, "cut-off", mlflow_uri, engine_url, num_steps=1, eval_every=1)
+    config.data.params["common_config"]["max_length"] = 300
+    result = sft(config)
+    service = tinker.ServiceClient(base_url=engine_url, api_key="tml-test")
+    tokenizer = service.create_lora_training_client("tiny", rank=1).result().get_tokenizer()
+    test = build_dataset(config.data.builder, config.data.params, tokenizer, config.seed).test
+    assert test is not None
+    rows = [datum.loss_fn_inputs["weights"].data for index in range(len(test)) for datum in test.get_batch(index)]
+    num_untrained = sum(not any(weights) for weights in rows)
+    assert num_untrained
+    expected = f"{num_untrained} of {len(rows)} held-out rows have no trained token and do not count: raise max_length"
+    assert [warning for warning in result.warnings if warning.startswith(expected)]

@@ -18,9 +18,10 @@ from tinker_cookbook.supervised.nll_evaluator import SamplerNLLEvaluator
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
-from tasks.evaluation.evaluators import HeldOutNLL, _scores
+from tasks.evaluation.evaluators import HeldOutNLL
 from tasks.evaluation.intervals import sign_flip_p_value
-from tasks.training.held_out import GradedMetrics
+from tasks.reports.tables import Estimate
+from tasks.training.held_out import BatchValues, GradedMetrics
 
 ANSWERS = ("4", "It is four, which is two and two.", "Vier – größer als drei, kleiner als fünf. " * 4)
 
@@ -42,16 +43,16 @@ def open_client(engine_url: str) -> tinker.TrainingClient:
 
 
 def datums_of(tokenizer: Tokenizer, **options: Any) -> list[tinker.Datum]:
-    """Each answer to one question as a datum."""
+    """Each answer to a question of its own as a datum."""
     renderer = get_renderer("qwen3_instruct", tokenizer)
     return [
         conversation_to_datum(
-            [Message(role="user", content="2 + 2?"), Message(role="assistant", content=answer)],
+            [Message(role="user", content=f"{number} + 2?"), Message(role="assistant", content=answer)],
             renderer,
             max_length=None,
             **options,
         )
-        for answer in ANSWERS
+        for number, answer in enumerate(ANSWERS)
     ]
 
 
@@ -86,21 +87,28 @@ def measure(client: tinker.TrainingClient, datums: list[tinker.Datum]) -> Graded
     return asyncio.run(HeldOutNLL(OneBatch(datums), client.get_tokenizer())(client))
 
 
+def values_of(metrics: GradedMetrics, name: str) -> BatchValues:
+    return BatchValues(metrics.scores[name], metrics.sizes[name], metrics.problems, [*metrics.groups])
+
+
 def test_scores_average_to_the_metrics(engine_url: str) -> None:
-    """Long answers weigh more, and other data has another digest."""
+    """Long answers weigh more, other data has another digest, and equal prompts are one sample."""
     client = open_client(engine_url)
     datums = datums_of(client.get_tokenizer())
     first, fewer, again = (measure(client, rows) for rows in (datums, datums[:2], datums))
     assert first.problems == again.problems != fewer.problems
-    many = measure(client, datums * 80)
+    twice, many = measure(client, datums * 2), measure(client, datums * 80)
     assert set(first) == set(first.scores) == set(HeldOutNLL.scored_metrics)
-    for metrics, num_scores in ((first, 3), (many, 200)):
-        assert {name: len(scores) for name, scores in metrics.scores.items()} == dict.fromkeys(metrics, num_scores)
-        means = {name: sum(scores) / num_scores for name, scores in metrics.scores.items()}
-        assert means == pytest.approx(dict(first), rel=1e-5)
+    for metrics, num_scores in ((first, 3), (twice, 6), (many, 3)):
+        for name in metrics:
+            values = values_of(metrics, name)
+            assert len(values.values_B) == num_scores
+            assert values.num_samples == 3
+            assert values.mean() == pytest.approx((first[name], values_of(first, name).mean()[1]), rel=1e-5)
+            assert sum(values.weighted_S) / 3 == pytest.approx(first[name], rel=1e-5)
 
 
-def test_score_is_the_share_of_a_datum(engine_url: str) -> None:
+def test_score_is_the_metric_of_a_datum(engine_url: str) -> None:
     """Reference: tinker-cookbook's metrics if only this datum has a loss."""
     client = open_client(engine_url)
     tokenizer = client.get_tokenizer()
@@ -110,13 +118,22 @@ def test_score_is_the_share_of_a_datum(engine_url: str) -> None:
     targets = [datum.loss_fn_inputs["target_tokens"] for datum in datums]
     scores = measure(client, datums).scores
     for index in range(len(ANSWERS)):
-        alone = [
-            values if number == index else tinker.TensorData.from_torch(torch.zeros_like(values.to_torch()))
-            for number, values in enumerate(logprobs)
-        ]
-        assert scores["test/nll"][index] == pytest.approx(3 * compute_mean_nll(alone, weights), rel=1e-5)
-        bits_per_byte = compute_bpb(alone, weights, targets, tokenizer)
-        assert scores["test/bits_per_byte"][index] == pytest.approx(3 * bits_per_byte, rel=1e-5)
+        alone = [[values[index]] for values in (logprobs, weights, targets)]
+        assert scores["test/nll"][index] == pytest.approx(compute_mean_nll(alone[0], alone[1]), rel=1e-5)
+        assert scores["test/bits_per_byte"][index] == pytest.approx(compute_bpb(*alone, tokenizer), rel=1e-5)
+
+
+def test_rows_without_trained_tokens_are_no_samples(engine_url: str) -> None:
+    client = open_client(engine_url)
+    datums = datums_of(client.get_tokenizer())
+    untrained = datums_of(client.get_tokenizer())[0]
+    untrained.loss_fn_inputs["weights"] = tinker.TensorData.from_torch(
+        torch.zeros_like(untrained.loss_fn_inputs["weights"].to_torch())
+    )
+    without, with_row = measure(client, datums), measure(client, [*datums, untrained])
+    for name in without:
+        assert values_of(with_row, name).mean() == pytest.approx(values_of(without, name).mean(), rel=1e-6)
+        assert values_of(with_row, name).weighted_S == pytest.approx(values_of(without, name).weighted_S, rel=1e-6)
 
 
 def test_data_with_several_targets_has_one_score() -> None:
@@ -126,11 +143,35 @@ def test_data_with_several_targets_has_one_score() -> None:
     assert HeldOutNLL(OneBatch([datum]), cast(Any, None)).scored_metrics == ("test/nll",)
 
 
+def test_two_answers_to_a_prompt_are_one_sample(engine_url: str) -> None:
+    """Two datums of each prompt give the interval of their sums: the second is no further evidence."""
+    client = open_client(engine_url)
+    datums = datums_of(client.get_tokenizer())
+    copies = measure(client, [datum for datum in datums for _ in "ab"])
+    assert [*copies.groups] == [0, 0, 1, 1, 2, 2]
+    assert values_of(copies, "test/nll").mean() == pytest.approx(values_of(measure(client, datums), "test/nll").mean())
+
+
 def test_equal_weights_rarely_differ_significantly() -> None:
     """1,000 pairs of equal weights on examples of uneven sizes: at most 5 %, within the binomial bound of 0.1 %."""
     generator, num_runs, num_significant = np.random.default_rng(0), 1000, 0
     for _ in range(num_runs):
-        sizes_D = np.exp(1.5 * generator.standard_normal(6))
-        one, other = (_scores((sizes_D * (1 + generator.standard_normal(6))).tolist(), sizes_D.tolist()) for _ in "ab")
-        num_significant += sign_flip_p_value([a - b for a, b in zip(one, other, strict=True)], 0.05) <= 0.05
+        sizes_D = np.exp(1.5 * generator.standard_normal(6)).tolist()
+        one, other = (BatchValues((1 + generator.standard_normal(6)).tolist(), sizes_D) for _ in "ab")
+        num_significant += sign_flip_p_value(one.minus(other).weighted_S, 0.05) <= 0.05
     assert num_significant <= stats.binom.ppf(0.999, num_runs, 0.05)
+
+
+@pytest.mark.parametrize("difference", [0.0, 5.0])
+def test_intervals_cover_the_difference(difference: float) -> None:
+    """2,000 differences on 16 examples of uneven sizes: nine in ten intervals, which are as narrow as the noise."""
+    generator, num_covered, widths = np.random.default_rng(0), 0, []
+    for _ in range(2000):
+        sizes_D = np.exp(generator.standard_normal(16))
+        values = BatchValues((difference + generator.standard_normal(16)).tolist(), sizes_D.tolist())
+        estimate = Estimate.of(values)
+        num_covered += abs(estimate.value - difference) <= estimate.half_width
+        widths.append(estimate.half_width)
+    assert 0.9 <= num_covered / 2000 <= 0.97
+    # The true standard deviation of the mean is 0.38 on average, so an interval of normal quantiles has 0.74.
+    assert np.median(widths) < 0.74

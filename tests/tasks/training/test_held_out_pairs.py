@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
 from blocks.files.local_directory import LocalDirectory
@@ -55,3 +57,18 @@ def test_values_without_a_digest_are_paired_by_size(tmp_path: Path) -> None:
     assert read_batch_values(directory) == {0: {"a": older}, 4: {"a": values, "test/exact_match": scores}}
     assert len((tmp_path / HELD_OUT_NAME).read_text().splitlines()) == 2, "an evaluation without terms is not stored"
     assert len(asdict(values)["digest"]) == 16
+
+
+def test_error_is_the_jackknife_of_independent_samples() -> None:
+    """The error is that of the values without one sample each, which two of five values are."""
+    values, sizes, groups = [1.0, 4.0, 2.0, 8.0, 3.0], [3.0, 1.0, 2.5, 0.5, 6.0], [0, 1, 2, 2, 3]
+    left_out = [
+        np.average(
+            [value for value, group in zip(values, groups, strict=True) if group != sample],
+            weights=[size for size, group in zip(sizes, groups, strict=True) if group != sample],
+        )
+        for sample in range(4)
+    ]
+    mean, error = BatchValues(values, sizes, groups_B=groups).mean()
+    assert mean == pytest.approx(np.average(values, weights=sizes))
+    assert error == pytest.approx(np.sqrt(3 / 4 * np.sum((np.array(left_out) - mean) ** 2)))
