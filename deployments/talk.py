@@ -121,6 +121,10 @@ def chat(weights: Weights, system: str, sampling: Sampling) -> None:
             command, _, argument = line.partition(" ")
             if command == "/system" or line == "/reset":
                 conversation.reset(argument if command == "/system" else system)
+                if sys.stdin.isatty():
+                    console.print("(new conversation)", style="dim")
+            elif line.startswith("/"):
+                console.print(f"Unknown command {command}. {HELP}")
             elif line:
                 _print(console, conversation.reply(line), sampling)
 

@@ -56,7 +56,7 @@ def describe_control() -> str:
     """Say in a sentence where the stored control comes from."""
     stored = json.loads(CONTROL.read_text())
     return (
-        f"The control is a stored run with seed {stored['seed']}, which `{stored['command']}` made at commit "
+        f"The control is a stored run with seed {stored['seed']}, which {stored['command']} made at commit "
         f"{stored['commit'][:7]}."
     )
 

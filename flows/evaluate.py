@@ -79,6 +79,7 @@ from tasks.evaluation.evaluators import evaluate as evaluate_trainer
 from tasks.evaluation.intervals import compare_scores
 from tasks.reports.evaluation_page import write_curves
 from tasks.reports.html import markdown_table
+from tasks.reports.summary import describe_cost
 from tasks.reports.tables import write_table
 from tasks.supervised.dataset import build_dataset
 from tasks.training.batch_source import SampledTokens
@@ -337,10 +338,7 @@ def show_evaluation(result: EvaluateResult) -> None:
     because = f", because {result.condition}" if result.condition else ""
     if result.not_promoted or result.version:
         console.print(result.not_promoted or f"Registered as version {result.version}{because}.")
-    usd = f", ${result.cost['cost/usd']:.4g}" if "cost/usd" in result.cost else ""
-    names = ("train", "prefill", "sample")
-    tokens = ", ".join(f"{result.cost.get(f'cost/num_{name}_tokens', 0):,.0f} {name}" for name in names)
-    console.print(f"Tokens       {tokens}{usd}")
+    console.print(f"cost         {describe_cost(result.cost)}")
     console.print(f"MLflow run   {result.mlflow_run_id} at {result.tracking_uri}")
 
 

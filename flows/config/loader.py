@@ -147,7 +147,7 @@ def _explain(error: ValidationError, fields: Any, config_type: type[Config]) -> 
             start = " or ".join(f"tinker-flows run {method}" for method in methods)
             return (
                 f"the field {path!r} is unknown, but this looks like a config of {' or '.join(methods)}: use {start}, "
-                "or `tinker-flows estimate` with this --method"
+                f"or --method {methods[0]} with `tinker-flows estimate`"
             )
         others = f"; the fields are {', '.join(known)}" if known else ""
         return f"the field {path!r} is unknown{did_you_mean(parts[-1], known) or others}"

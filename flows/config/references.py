@@ -60,23 +60,23 @@ def _check_builder(field: str, config: BuilderConfig) -> None:
         import_object(config.builder, f"{field}.builder")
     if module.partition(".")[0] not in _READERS:
         return
-    for file in _files(config.params):
+    for name, file in _files(config.params, f"{field}.params"):
         path = path_of(file)
         if "://" not in file and not (path and path.exists()):  # tinker-cookbook also reads from object stores
-            raise ConfigError(f"The data file {file} does not exist: set {field}.params to an existing file.")
+            raise ConfigError(f"The data file {file} does not exist: set {name} to an existing file.")
 
 
-def _files(params: Any) -> Iterator[str]:
-    """Yield the files of parameters, also of nested ones and below dotted keys."""
+def _files(params: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the fields of parameters that name files, with the files; also of nested ones and below dotted keys."""
     if isinstance(params, dict):
         for key, value in params.items():  # pyright: ignore[reportUnknownVariableType]
             if str(key).rpartition(".")[2] in _FILES and isinstance(value, str) and value:  # pyright: ignore[reportUnknownArgumentType]
-                yield value
+                yield f"{path}.{key}", value
             else:
-                yield from _files(value)
+                yield from _files(value, f"{path}.{key}")
     elif isinstance(params, list):
-        for item in params:  # pyright: ignore[reportUnknownVariableType]
-            yield from _files(item)
+        for index, item in enumerate(params):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            yield from _files(item, f"{path}.{index}")
 
 
 def _is_named_in(module: str, name: str) -> bool:

@@ -78,7 +78,7 @@ def method_figures(metrics: Mapping[str, float]) -> list[str]:
         del keys[REWARD]  # distillation without rewards
     if keys.keys() & {REWARD, "accuracy", "teacher_kl"}:
         keys.pop("train_mean_nll", None)  # the NLL of samples, or of both completions of pairs, says little
-    figures = [f"{label}={format_figure(metrics[key])}" for key, label in keys.items()]
+    figures = [f"{label}={format_figure(metrics[key])}".replace("=≈", "≈") for key, label in keys.items()]
     if "accuracy" in keys and abs(metrics.get("margin", 1.0)) < TIED:
         figures[list(keys).index("accuracy")] += " (ties)"
     if REWARD in keys:

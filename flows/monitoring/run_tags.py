@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -33,6 +34,8 @@ EVALUATION_TAG = "tinker_flows.evaluation"
 TARGET_TAG = "tinker_flows.target"
 PRICES_TAG = "tinker_flows.prices"
 WARNING_TAG = "tinker_flows.warning"
+# Shape of a term's result in its docstring.
+_SHAPE = re.compile(r",? ?``\((?:N|D),\)``|, 0-d")
 # Name of a warning's figure in its event, by the kind of the warning.
 _FIGURE_NAMES = {
     "dominance": "share",
@@ -55,7 +58,7 @@ def note_terms(log: MetricsLog, terms: Sequence[Regularizer]) -> None:
     """Tag the run with the first line of the docstring of each term, which the report shows as its definition."""
     for term in terms:
         if definition := first_line(term.term):
-            log.tag(f"{TERM_TAG}{safe_name(term.name)}", definition.replace("``", ""))
+            log.tag(f"{TERM_TAG}{safe_name(term.name)}", _SHAPE.sub("", definition).replace("``", ""))
 
 
 def forget_end(log: MetricsLog) -> None:

@@ -85,7 +85,8 @@ class Evaluation:
             return {}
         began = perf_counter()
         when = f"after {format_steps(step, self._schedule.num_steps)}" if step else "before the first step"
-        print_notice(f"{self._config.run_name}: evaluating the weights {when}")
+        if self._evaluators:
+            print_notice(f"{self._config.run_name}: evaluating the weights {when}")
         self._ledger.add(self.num_tokens(step))
         due = [
             entry
@@ -116,6 +117,11 @@ class Evaluation:
             return 0
         held_out = [entry for entry in self._evaluators if isinstance(entry, HeldOutNLL | HeldOutPairs)]
         return sum(evaluator.num_tokens for evaluator in held_out)
+
+    @property
+    def has_evaluators(self) -> bool:
+        """Return whether evaluations measure anything."""
+        return bool(self._evaluators)
 
     @property
     def samples(self) -> bool:

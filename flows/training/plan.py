@@ -85,10 +85,13 @@ class PlannedTokens(NamedTuple):
     basis: str = ""
 
 
-def announce_plan(log: MetricsLog, config: TrainConfig, steps: range, tokens: PlannedTokens) -> None:
+def announce_plan(
+    log: MetricsLog, config: TrainConfig, steps: range, tokens: PlannedTokens, *, evaluates: bool
+) -> None:
     """Say in the terminal and in Prefect's log what a run is going to do.
 
     Args:
+        evaluates: whether the run has held-out data or evaluators.
         log: MLflow run; an earlier run of its experiment, or this run before its restart, gives the pace.
         steps: steps that remain.
     """
@@ -97,13 +100,19 @@ def announce_plan(log: MetricsLog, config: TrainConfig, steps: range, tokens: Pl
     with suppress(MlflowException):  # the plan then says that the time is unknown
         experiment_id = log.client.get_run(log.run_id).info.experiment_id
         pace = find_pace(log.client, experiment_id, config.model, method)
-    for line in plan_lines(config, method, steps, tokens, pace):
+    for line in plan_lines(config, method, steps, tokens, pace, evaluates=evaluates):
         print_notice(f"{config.run_name}: {line}")
         get_run_logger().info("%s", line)
 
 
 def plan_lines(
-    config: TrainConfig, method: str, steps: range, tokens: PlannedTokens, pace: Pace | None = None
+    config: TrainConfig,
+    method: str,
+    steps: range,
+    tokens: PlannedTokens,
+    pace: Pace | None = None,
+    *,
+    evaluates: bool = True,
 ) -> list[str]:
     """Return sentences about the model, data, loss, evaluations, checkpoints, price and duration of a run."""
     sources = config.model_dump(include={"data", "environment", "comparisons", "questions", "datasets"})
@@ -119,6 +128,8 @@ def plan_lines(
         periods["infrequent evaluation"] = config.infrequent_eval_every
     due = [f"{name} every {period} steps" for name, period in periods.items() if period]
     evaluations = ", ".join(due) or "no evaluation"
+    if due and not evaluates:
+        evaluations = "no evaluation, because there is no held-out data and no evaluator"
     cadences = {
         "steps": config.checkpoint_every,
         "s": config.checkpoint_every_seconds,

@@ -174,6 +174,8 @@ class StepObjective:
             with service_errors("take the objective as a loss"):
                 raise
         for note in self._one_pass.pop_notes():
+            if any(term.on_candidates for term in self._objective.regularizers):
+                note += " The sampled candidates take a forward pass and an update in addition."
             get_run_logger().info(note)
             self._log.tag("tinker_flows.passes", note)
         return loss

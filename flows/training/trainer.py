@@ -27,6 +27,7 @@ from torch import Tensor
 from blocks.errors import ConfigError
 from blocks.garbage_collection import no_collector_pauses
 from blocks.terminal import print_notice
+from flows.config.loader import field_values
 from flows.config.train import TrainConfig
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
 from flows.monitoring.progress import Pauses, Progress, call_step_callback
@@ -218,7 +219,7 @@ class Trainer:
             steps, is_new = range(first, num_steps), first == self.schedule.first
             batch = self.prepared[0].batch.result()
             planned = self._planned_tokens(steps, batch.num_tokens * len(self.prepared))
-            announce_plan(self.run.log, self.config, steps, planned)
+            announce_plan(self.run.log, self.config, steps, planned, evaluates=self.evaluation.has_evaluators)
             if is_new:
                 digest = "" if self.source.sampled else digest_batch(batch)
                 show_first_batch(self.run, self.config, batch, digest)
@@ -248,8 +249,14 @@ class Trainer:
         in_passes = held_out + num_pass_tokens(self.objective, tokens, passes)
         has_candidates = self.candidates and any(term.on_candidates for term in self.objective.regularizers)
         has_samples = self.source.sampled or has_candidates or self.evaluation.samples
-        others = {"sampled tokens": has_samples, "tokens scored by the reference": self.reference is not None}
-        besides = " and ".join(name for name, is_present in others.items() if is_present)
+        others = {
+            "training passes over sampled candidates": has_candidates,
+            "sampled tokens and their prompts": has_samples,
+            "tokens scored by the reference": self.reference is not None,
+            "tokens scored by teachers": any(field_values(self.config.model_dump(include={"datasets"}), "teacher")),
+        }
+        *most, last = [name for name, is_present in others.items() if is_present] or [""]
+        besides = f"{', '.join(most)} and {last}" if most else last
         evaluations = sum(step >= steps.start for step in self.schedule.evaluations())
         usd = self.ledger.price_of(in_passes)
         return PlannedTokens(sum(tokens.values()), in_passes, usd, evaluations, besides, basis)
@@ -409,7 +416,9 @@ class Trainer:
     def _choose_estimators(self, batch: Batch) -> None:
         """Choose the estimators that the config leaves open from the first batch, and record the choice."""
         for name, reason in self.objective.choose_estimators(batch, can_sample=self.candidates is not None).items():
-            get_run_logger().info("Term %s is estimated by %s.", name, reason)
+            text = f"Term {name} is estimated by {reason}."
+            get_run_logger().info("%s", text)
+            print_notice(f"{self.config.run_name}: {text}")
             self.run.log.tag(f"tinker_flows.estimator.{name}", reason)
 
     def _send_ahead(self, step: int, stop: StopRequest) -> None:

@@ -12,6 +12,8 @@ from objectives.objective import Objective
 from tasks.training.batch_source import BatchSource, MetricWarning
 from tasks.training.metric_names import safe_name
 
+_MANY_TRUNCATED = 0.5  # share of the candidates of a step
+
 
 class Alerts:
     """Alerts of a run; each one fires once, and again only after its metric was back within the limit."""
@@ -80,6 +82,10 @@ class RunWatch:
         for key, text in self._source.pop_warnings().items():
             note_warning(self._run.log, key, text)
         self._warn_of_metrics(step, metrics)
+        if metrics.get("candidates/truncated", 0.0) > _MANY_TRUNCATED:
+            share = f"{metrics['candidates/truncated']:.0%} of the candidates sampled at step {step}"
+            text = f"{share} reached candidates.max_tokens, so scored terms see unfinished texts: raise it."
+            note_warning(self._run.log, "candidates_truncated", text)
         if is_first:
             warn_of_equal_rewards(self._run, self._config, metrics)
 

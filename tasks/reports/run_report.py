@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -41,6 +41,7 @@ from tasks.reports.tables import (
     HeldOutRow,
     History,
     TargetRow,
+    TermRow,
     cosine_key,
     describe_intervals,
     held_out_table,
@@ -72,6 +73,7 @@ SENSITIVITY_NOTE = (
     "gradient are left out."
 )
 _MAX_PARTS = 12
+_LARGEST_FACTOR = 1000.0  # of a weight, that is worth naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +279,17 @@ def _changes_of_terms(summary: RunSummary) -> list[str]:
     return [row.describe_change() for row in summary.held_out if row.is_of_term and row.is_compared]
 
 
+def _reasons_of_rise(summary: RunSummary, terms: Sequence[TermRow], limits: Container[str]) -> list[str]:
+    """Say about terms without a target whose held-out value rose what their gradient was up against."""
+    risen = {row.metric for row in summary.held_out if row.is_of_term and row.is_compared and row.change.is_rise}
+    return [
+        f"{row.name} rose although it is minimized: its share of the gradient was {row.grad_share:.1%}, and the cosine "
+        f"of its gradient to that of the base loss {row.cosine_to_base:+.2f}. Other terms change it, too."
+        for row in terms
+        if row.name in risen and row.name not in limits and row.weight > 0 and not math.isnan(row.cosine_to_base)
+    ]
+
+
 def _commands(summary: RunSummary) -> str:
     return "\n".join(f"- {markdown_code(command)}" for _, command in summary.commands)
 
@@ -320,7 +333,7 @@ def _sections(directory: RunDirectory, history: History, summary: RunSummary, ex
     yield html_section(
         "What did each term do?",
         html_list(_definitions(summary, names)),
-        html_list(_changes_of_terms(summary)),
+        html_list([*_changes_of_terms(summary), *_reasons_of_rise(summary, rows, limits)]),
         html_charts(draw_term([run], name, colors[name], limits.get(name)) for name in names if name != BASE),
         html_charts(draw(run, names) for draw in (draw_shares, draw_cosines, draw_conflicts) if len(names) > 1),
         f"<h3>{title.capitalize()}</h3>",
@@ -480,7 +493,9 @@ def sensitivity_cells(history: History, names: Sequence[str]) -> list[tuple[str,
 
 
 def _factor(factor: float) -> str:
-    return f"x{factor:.3g}" if math.isfinite(factor) else "none"
+    if factor > _LARGEST_FACTOR:
+        return "none" if math.isinf(factor) else f"above x{_LARGEST_FACTOR:g}"
+    return f"x{factor:.3g}"
 
 
 def _norm_key(name: str) -> str:

@@ -163,7 +163,7 @@ def _facts(run: MlflowRun, records: Records, history: History) -> list[tuple[str
     digest = run.data.tags.get(DATA_TAG)
     time, tokens, price = _cost_parts(last)
     num_steps = max((step_of(record) for record in records.checkpoints), default=0)
-    rate = f"{params.get('learning_rate')}, {params.get('lr_schedule')}" if "learning_rate" in params else None
+    rate = f"{_rounded(params['learning_rate'])}, {params.get('lr_schedule')}" if "learning_rate" in params else None
     started = datetime.fromtimestamp(run.info.start_time / 1000, UTC)
     facts = [
         ("method", run.data.tags.get("prefect.flow_name")),
@@ -176,10 +176,18 @@ def _facts(run: MlflowRun, records: Records, history: History) -> list[tuple[str
         ("time", time),
         ("cost", price),
         ("started", f"{started:%Y-%m-%d %H:%M} UTC"),
-        ("service", run.data.tags.get("tinker.base_url")),
+        ("service", "local engine" if params.get("base_url") == "local" else run.data.tags.get("tinker.base_url")),
         ("lineage", _lineage(run, records)),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def _rounded(number: str) -> str:
+    """Round a number to four digits; return other text as it is."""
+    try:
+        return f"{float(number):.4g}"
+    except ValueError:
+        return number
 
 
 def _lineage(run: MlflowRun, records: Records) -> str | None:

@@ -221,6 +221,10 @@ class Estimate:
         """True if a change is larger than a rounding error and its interval does not include 0."""
         return abs(self.value) >= _ROUNDING and not abs(self.value) <= self.half_width
 
+    @property
+    def is_rise(self) -> bool:
+        return self.value > 0 and self.is_measurable
+
     def _text(self, sign: str) -> str:
         if self.bounds:
             low, high = (_format_share(bound, 2, self.value) for bound in self.bounds)

@@ -123,8 +123,9 @@ def data_completions(evaluated: Sequence[EvaluatedBatch], num: int) -> list[list
     completions: list[list[str]] = []
     for entry in evaluated:
         by_prompt: dict[int, list[str]] = {}
-        for number, text in zip(number_prompts(entry.batch).tolist(), entry.batch.texts_D, strict=True):
-            by_prompt.setdefault(number, []).append(text)
+        for row, number in enumerate(number_prompts(entry.batch).tolist()):
+            # Data with several targets per position has no texts.
+            by_prompt.setdefault(number, []).extend(entry.batch.texts_D[row : row + 1])
         completions += by_prompt.values()
     return completions[:num]
 

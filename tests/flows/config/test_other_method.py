@@ -19,7 +19,8 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
     [("dpo", "dpo"), ("rl", "rl"), ("rlhf", "rlhf"), ("self_distillation", "self_distillation")],
 )
 def test_error_names_the_method_of_the_config(file: str, method: str) -> None:
-    expected = f"unknown, but this looks like a config of {method}: use tinker-flows run {method}, or `tinker-flows est"
+    looks_like = f"unknown, but this looks like a config of {method}"
+    expected = f"{looks_like}: use tinker-flows run {method}, or --method {method} with `tinker-flows estimate`"
     with pytest.raises(ConfigError, match=expected):
         load_config(SftConfig, EXAMPLES / f"{file}.yaml", [])
 

@@ -49,7 +49,7 @@ def test_wrong_file(tmp_path: Path) -> None:
     builder = "tinker_cookbook.preference.preference_datasets:ComparisonBuilderFromJsonl"
     fields["comparisons"] = {"builder": builder, "params": {"train_path": "nowhere.jsonl"}}
     with pytest.raises(
-        ConfigError, match=r"The data file nowhere\.jsonl does not exist: set comparisons\.params to an"
+        ConfigError, match=r"The data file nowhere\.jsonl does not exist: set comparisons\.params\.train_path to an"
     ):
         check_references(validate_fields(DpoConfig, fields))
     fields["comparisons"]["params"]["train_path"] = "gs://bucket/train.jsonl"

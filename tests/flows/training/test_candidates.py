@@ -55,8 +55,12 @@ def test_sampled_candidates_train_and_are_stored(
     assert run.data.tags["tinker_flows.estimator.repetition"] == (
         "score_function, because every prompt of the data has one completion, so that the model samples candidates"
     )
+    assert run.data.metrics["candidates/truncated"] > 0.5
+    assert [text for text in result.warnings if "reached candidates.max_tokens" in text]
     definition = run.data.tags["tinker_flows.term.repetition"]
-    assert definition.startswith("Share of repeated n-grams, 1 - distinct n-grams / n-grams")
+    assert definition == (
+        "Share of repeated n-grams, 1 - distinct n-grams / n-grams, per datum, over its trained tokens."
+    )
     assert f"repetition: {definition}" in Path(result.report).read_text()
     logged = {
         key: sorted((point.step, point.value) for point in client.get_metric_history(result.mlflow_run_id, key))
