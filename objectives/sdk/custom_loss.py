@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -39,8 +39,9 @@ def sdk_term(name: str, loss_fn: Callable[..., Any]) -> Term:
             raise ObjectiveError("the batch has no datums, which a loss of the SDK reads; set `datums` of the batch")
         with _explained_errors():
             returned = loss_fn(list(batch.datums), unpack(outputs.logprobs_DT, batch.offsets_D))
-            return _finish(returned) if inspect.isawaitable(returned) else _split(returned)
+        return _finish(returned) if inspect.isawaitable(returned) else _split(returned)
 
+    # `execution: async` is allowed only for a term whose `evaluate` is a coroutine function.
     async def evaluate_async(outputs: Outputs, batch: Batch) -> object:
         returned = evaluate(outputs, batch)
         return await returned if inspect.isawaitable(returned) else returned
@@ -58,14 +59,31 @@ def sdk_term(name: str, loss_fn: Callable[..., Any]) -> Term:
     )
 
 
-async def _finish(returned: Awaitable[object]) -> tuple[Tensor, dict[str, float]]:
+async def _finish(returned: Awaitable[object]) -> tuple[Tensor, Mapping[str, float]]:
     with _explained_errors():
-        return _split(await returned)
+        result = await returned
+    return _split(result)
 
 
-def _split(returned: Any) -> tuple[Tensor, dict[str, float]]:
-    loss, metrics = returned
-    return torch.as_tensor(loss).reshape(()), metrics
+def _split(returned: object) -> tuple[Tensor, Mapping[str, float]]:
+    match returned:
+        case (loss, Mapping() as metrics):
+            pass
+        case _:
+            kind = type(returned).__name__
+            if isinstance(returned, tuple):
+                kind = f"({', '.join(type(part).__name__ for part in returned)})"
+            raise ObjectiveError(
+                f"the function returned {kind}, but a loss of the SDK returns (loss, metrics); return the loss and a "
+                "dict of metrics, which may be empty"
+            )
+    loss = torch.as_tensor(loss)
+    if loss.numel() != 1:
+        raise ObjectiveError(
+            f"the function returned a loss of shape {tuple(loss.shape)}, but a loss of the SDK is one number; reduce "
+            "it, such as by its sum"
+        )
+    return loss.reshape(()), metrics
 
 
 @contextmanager

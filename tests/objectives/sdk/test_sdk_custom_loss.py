@@ -52,6 +52,10 @@ def driven_loss(data, logprobs):
     return asyncio.run(awaited_loss(data, logprobs))
 
 
+async def bare_loss(data, logprobs):
+    return logprobs[0].sum()
+
+
 class CallableLoss:
     def __call__(self, data, logprobs):
         return lukewarm_loss(data, logprobs)
@@ -177,11 +181,16 @@ def test_an_error_in_an_async_loss_is_the_cause():
         ),
         (
             lambda data, logprobs: logprobs[0].sum(),
-            "called as the SDK's (data, logprobs) -> (loss, metrics), raised",
+            "the function returned Tensor, but a loss of the SDK returns (loss, metrics); return the loss and",
+        ),
+        (bare_loss, "the function returned Tensor, but a loss of the SDK returns (loss, metrics)"),
+        (
+            lambda data, logprobs: (logprobs[0].sum(), None),
+            "the function returned (Tensor, NoneType), but a loss of the SDK returns (loss, metrics)",
         ),
         (
             lambda data, logprobs: (logprobs[0], {}),
-            "called as the SDK's (data, logprobs) -> (loss, metrics), raised",
+            "the function returned a loss of shape (5,), but a loss of the SDK is one number",
         ),
         (lambda data, logprobs: (1.0, {}), "is declared differentiable, but its value does not depend"),
         (lambda data, logprobs: (logprobs[0].sum() / 0, {}), "has the value -inf"),
