@@ -306,6 +306,9 @@ NAMES: Mapping[str, str] = {
     "objectives.labels:better_first": "objectives.labels:find_preference_pairs",
     "objectives.labels:label_of": "objectives.labels:get_label",
     "objectives.labels:pairs_of": "objectives.labels:find_pairs",
+    "objectives.losses.conservative_ppo:conservative_metrics": (
+        "objectives.losses.policy.penalized:conservative_ppo_metrics"
+    ),
     "objectives.named_loss:named_loss": "objectives.one_pass.named_loss:find_named_loss",
     "objectives.one_pass:ServiceClient": "objectives.sdk.protocols:ServiceClient",
     "objectives.one_pass:Uploaded": "objectives.one_pass.planner:UploadedLoss",

@@ -16,8 +16,8 @@ from objectives.losses.policy.group_relative import dapo, dr_grpo, grpo
 from objectives.losses.policy.gspo import gspo
 from objectives.losses.policy.importance_weighted import cispo, importance_sampling, ppo
 from objectives.losses.policy.penalized import (
-    conservative_metrics,
     conservative_ppo,
+    conservative_ppo_metrics,
     dro,
     dro_metrics,
     stable_reinforce,
@@ -228,7 +228,7 @@ CLIENT_SIDE: dict[str, BuiltInLoss] = {
             POLICY_INPUTS,
             None,
             {"kl_coeff": 1.0, "kl_target": 0.01, "cutoff_coeff": 1000.0},
-            extra_metrics=conservative_metrics,
+            extra_metrics=conservative_ppo_metrics,
         ),
     )
 }

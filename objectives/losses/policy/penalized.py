@@ -13,10 +13,10 @@ from objectives.losses.policy.ratios import token_log_ratios
 
 
 def dro(logprobs_DT: Tensor, sampling_logprobs_DT: Tensor, advantages_DT: Tensor, *, beta: float = 0.05) -> Tensor:
-    """Direct reward optimization with a quadratic penalty, ``-sum(A log p - beta/2 (log p - log q)^2)``; 0-d.
+    """Direct reward optimization with a quadratic penalty, ``-sum(A log p - beta/2 (log p - log q)^2)``.
 
     The penalty applies to every token, including tokens with advantage 0. If prompt tokens carry a placeholder sampling
-    logprob, replace it by the model's own logprob or remove these tokens.
+    logprob, replace it by the model's own logprob or remove these tokens. The result is 0-d.
 
     Source: Richemond et al. 2024, "Offline Regularised Reinforcement Learning for Large Language Models
     Alignment" (arXiv:2405.19107), in the form of the Tinker documentation: the advantage replaces reward minus value,
@@ -46,11 +46,11 @@ def dro_metrics(
 def stable_reinforce(
     logprobs_DT: Tensor, sampling_logprobs_DT: Tensor, advantages_DT: Tensor, *, kl_coeff: float = 0.01
 ) -> Tensor:
-    """Truncated REINFORCE with a KL penalty, ``sum(-sg[min(r, 1)] A log p + kl_coeff (r - 1 - log r))``; 0-d.
+    """Truncated REINFORCE with a KL penalty, ``sum(-sg[min(r, 1)] A log p + kl_coeff (r - 1 - log r))``.
 
     The sum is over the tokens of non-zero advantage. The weight is truncated at 1, so no token counts more than it
     would on-policy. The second summand is the k3 estimate of KL(q || p). Its gradient is ``r - 1`` per token, so it is
-    0 for ``p = q`` and otherwise pulls p back to q.
+    0 for ``p = q`` and otherwise pulls p back to q. The result is 0-d.
 
     The hosted service has a loss with the same name, purpose and parameter, but its formula is not published; values
     differ from this loss.
@@ -121,7 +121,7 @@ def conservative_ppo(
     return len(logprobs_DT) * (kl_coeff * kl + cutoff_coeff * excess**2) + policy
 
 
-def conservative_metrics(
+def conservative_ppo_metrics(
     logprobs_DT: Tensor,
     sampling_logprobs_DT: Tensor,
     advantages_DT: Tensor,
