@@ -40,7 +40,8 @@ class Ledger:
         self._budget, self._price = config, price
         self._num_tokens, self._usd = int(spent.get("num_train_tokens", 0)), spent.get("usd", 0.0)
         self._sampled = SampledTokens(*(int(spent.get(key, 0)) for key in _SAMPLED))
-        # An older version did not count them: a count from here on would look like a part of all sampled tokens.
+        # Checkpoints of older versions have no num_scoring_tokens. A count that starts here would look like that of the
+        # whole run, so it is left out.
         self._counts_scoring = "num_scoring_tokens" in spent or not self._sampled.num_sample_tokens
         self._hours_before, self._began = spent.get("hours", 0.0), monotonic()
         self._step_began, self._step_hours = self._began, 0.0
@@ -50,8 +51,8 @@ class Ledger:
         """Hours during which the run was open."""
         return self._hours_before + (monotonic() - self._began) / 3600
 
-    def price_of(self, num_tokens: int) -> float | None:
-        """Return the price in dollars of passes over tokens; None if it is unknown."""
+    def training_usd(self, num_tokens: int) -> float | None:
+        """Return the cost in dollars of training passes over tokens; None if the price is unknown."""
         return self._price.of_training(num_tokens) if self._price else None
 
     def add(self, num_tokens: int, price: Price | None = None) -> None:
@@ -79,7 +80,7 @@ class Ledger:
             num_tokens: tokens of the step's training passes.
             sampled: tokens of the step's rollouts, and of earlier ones that are not charged yet.
         """
-        usd = (self.price_of(num_tokens) or 0.0) + (self._price.of_sampling(sampled) if self._price else 0.0)
+        usd = (self.training_usd(num_tokens) or 0.0) + (self._price.of_sampling(sampled) if self._price else 0.0)
         limit = self.limit_exceeded(usd, 2 * self._step_hours, f"step {step}")
         if not limit:
             return ""
@@ -167,8 +168,8 @@ class MeteredLedger(Ledger):
 class EvaluationLedger(MeteredLedger):
     """Ledger of an evaluation, which stops before an evaluator that would exceed the budget.
 
-    An evaluator is expected to cost and to take as much as on the weights before. On the first weights, only the cost
-    of held-out data is known in advance.
+    An evaluator is expected to cost as much, and to take as long, as it did on the previously evaluated weights. On the
+    first weights, only the cost of held-out data is known in advance.
 
     Attributes:
         stopped: Sentence that says where and why the evaluation stopped; empty if it did not.
@@ -185,9 +186,10 @@ class EvaluationLedger(MeteredLedger):
         """Start an evaluator and count the tokens of its training passes; return False if the budget does not cover it.
 
         Args:
-            evaluator, weights: Names for the sentence.
+            evaluator: Name under which the evaluator's cost is remembered, also for messages.
+            weights: Name of the weights, for the message in `stopped`.
             num_train_tokens: Tokens of the evaluator's passes of a training client.
-            sampled: Tokens of samplers that are known in advance.
+            sampled: The part of the evaluator's sampled tokens that is known in advance.
 
         Raises:
             ConfigError: The budget does not cover the first evaluator.
@@ -217,7 +219,7 @@ class EvaluationLedger(MeteredLedger):
 
 
 class RunLedger(MeteredLedger):
-    """Ledger of a training run, which also charges the tokens of the reference, teachers, reward models and judges.
+    """Ledger of a training run, which also charges the tokens of the reference.
 
     Attributes:
         stopped: Sentence that says why the budget ends the run; empty if it does not.
@@ -226,7 +228,12 @@ class RunLedger(MeteredLedger):
     stopped: str = ""
 
     def __init__(self, run: Run, config: TrainConfig, reference: Reference | None, spent: Mapping[str, float]) -> None:
-        """Continue from the cost in the record of the checkpoint that the run starts from."""
+        """Continue from the cost before the restart, if there was one.
+
+        Args:
+            spent: Cost in the record of the checkpoint that the run starts from. The logged metrics can be higher, and
+                then count instead (`cost_before_restart`).
+        """
         super().__init__(run.log, run.meter, config, cost_before_restart(run.log, spent))
         self._run_name, self._reference = config.run_name, reference
         self._reference_price = price_of_other(run.log, config, reference.model, "reference") if reference else None
@@ -243,7 +250,7 @@ class RunLedger(MeteredLedger):
         return not self.stopped
 
     def charge_reference(self, step: int) -> None:
-        """Charge the reference's tokens up to a step, all of whose minibatches have been sent."""
+        """Charge the tokens that the reference has processed since the last call, for a step and for earlier ones."""
         if self._reference:
             self.add_sampled(self._reference.take_sampled(step), self._reference_price)
             self.add(self._reference.take_num_train_tokens(step), self._reference_price)
@@ -262,12 +269,13 @@ def cost_before_restart(log: MetricsLog, state: Mapping[str, float]) -> dict[str
 
 
 def price_of_other(log: MetricsLog, config: BudgetedConfig, model: str, role: str) -> Price | None:
-    """Return the price of the reference's or a teacher's model; None if it is charged at the trained model's price.
+    """Return the price of a reference, teacher, reward model or judge; None to charge it at the trained model's price.
 
-    Warns if the price of another model is unknown.
+    Warns if the trained model's price is known, but that of the other model is not.
 
     Args:
-        role: role of the model for the warning, whose first word names its tag.
+        role: what the model is used for, as the warning says it; the first word is part of the name of the warning's
+            tag.
     """
     if model == config.model:
         return None

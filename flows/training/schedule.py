@@ -15,7 +15,7 @@ from flows.config.train import TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Steps of a run.
+    """Learning rate, evaluations and checkpoints of a run by step.
 
     Attributes:
         first: First step of the run; for a fork, the step of its parent's checkpoint.
@@ -49,9 +49,10 @@ class Schedule:
         return self.evaluates_rarely and self._is_evaluation(step, self.config.infrequent_eval_every)
 
     def evaluations(self) -> dict[int, tuple[bool, bool]]:
-        """Return whether `evaluators` and `infrequent_evaluators` are due, for each step before which either is.
+        """Return the steps before which an evaluation is due, with the kinds that are due.
 
-        `num_steps` is the step of the final weights.
+        The first value of a step is True if the held-out data and `evaluators` are due, the second one if
+        `infrequent_evaluators` are. The final weights are evaluated before the step `num_steps`.
         """
         steps = range(self.num_steps + 1)
         kinds = {step: (self.evaluates_often_before(step), self.evaluates_rarely_before(step)) for step in steps}
@@ -108,8 +109,8 @@ class CheckpointCadence:
             or 0 < tokens <= self.num_tokens - self._saved_tokens
         )
 
-    def restart(self, hours: float) -> None:
-        """Count seconds and tokens from a checkpoint that is requested now."""
+    def count_from_here(self, hours: float) -> None:
+        """Count seconds and tokens from now on, because a checkpoint is requested now."""
         self._saved_tokens, self._saved_hours = self.num_tokens, hours
 
 

@@ -258,7 +258,7 @@ class Trainer:
         *most, last = [name for name, is_present in others.items() if is_present] or [""]
         besides = f"{', '.join(most)} and {last}" if most else last
         evaluations = sum(step >= steps.start for step in self.schedule.evaluations())
-        usd = self.ledger.price_of(in_passes)
+        usd = self.ledger.training_usd(in_passes)
         return PlannedTokens(sum(tokens.values()), in_passes, usd, evaluations, besides, basis)
 
     def _run_steps(self, first: int, num_steps: int) -> CheckpointRecord | None:
@@ -483,7 +483,7 @@ class Trainer:
         is_final = step == self.schedule.num_steps
         if not is_final and not self.cadence.is_due(step, self.ledger.hours):
             return None
-        self.cadence.restart(self.ledger.hours)
+        self.cadence.count_from_here(self.ledger.hours)
         kind = self.config.checkpoint_kind
         if is_final or kind != "sampler":
             self.saved_step = step

@@ -75,7 +75,7 @@ def test_due_steps_are_those_of_tinker_cookbook(tmp_path: Path, steps: int, toke
         if expected:
             saved = elapsed
             theirs.restore_last_saved_tokens(saved)
-            ours.restart(0.0)
+            ours.count_from_here(0.0)
             if chance.random() < 0.3:
                 theirs, ours = cookbook(), CheckpointCadence(config, {"elapsed_tokens": saved})
                 theirs.restore_last_saved_tokens(saved)
@@ -91,7 +91,7 @@ def test_seconds_are_counted_over_restarts(tmp_path: Path) -> None:
     second = CheckpointCadence(config, {})
     assert not second.is_due(10, hours=59 / 60)
     assert second.is_due(11, hours=61 / 60)
-    second.restart(61 / 60)
+    second.count_from_here(61 / 60)
     resumed = CheckpointCadence(config, {"spent": {"hours": 61 / 60}})
     for cadence in (second, resumed):
         assert not cadence.is_due(20, hours=2.0)
