@@ -1,7 +1,8 @@
-"""Measured effect of an update on each term, against gradient and change of the parameters inside the model.
+"""Compare the effect of an update on each term, measured from the logprobs, with that computed from the parameters.
 
-`term/<name>/effect` is the product of a term's gradient and the change of the logprobs. Its oracle is the product of
-the term's gradient and the change of the parameters, which no service returns.
+`term/<name>/effect` is the product of a term's gradient with respect to the logprobs and the change of the logprobs.
+Its oracle is the product of the term's gradient with respect to the model's parameters and the change of the
+parameters, which no service returns.
 """
 
 from __future__ import annotations
@@ -59,16 +60,21 @@ def compare(num_steps: int = 40) -> list[Comparison]:
         outputs = Outputs(before_DT.detach())
         scale = objective.scale(batch)
         rows = [
-            WeightedTerm(evaluate_term(term, outputs, batch, True), term.weight_at(step, num_steps), scale.token)
+            WeightedTerm(
+                evaluate_term(term, outputs, batch, first_step=True), term.weight_at(step, num_steps), scale.token
+            )
             for term in objective.regularizers
         ]
         part = linearize(evaluate_base(objective.base, outputs, batch), rows, scale=scale)
+        # The rows are the base loss and the terms.
         by_logprob = {row.evaluation.name: row.evaluation.gradient_DT for row in part.rows}
+        # Chain rule: the gradient with respect to the parameters is dC/dlogprobs times dlogprobs/dparameters.
         by_parameter = {
             name: _flat(torch.autograd.grad(before_DT, parameters, gradient_DT, retain_graph=True, allow_unused=True))
             for name, gradient_DT in by_logprob.items()
         }
         optimizer.zero_grad()
+        # The loss weights are those of cross-entropy, -dC/dlogprobs, so this loss has the gradient of the objective C.
         (-(part.loss_weights_DT * before_DT).sum()).backward()
         start = _flat([parameter.detach().clone() for parameter in parameters])
         optimizer.step()
@@ -96,7 +102,10 @@ def compare(num_steps: int = 40) -> list[Comparison]:
 
 
 def measure(*, num_steps: int = 40) -> Table:
-    """Return the agreement of signs by term, and the mean cosines by pair."""
+    """Return a table of the effects on each term and the cosines of each pair of terms, by both measures.
+
+    The row of a term has the mean effects and how often their signs agree; the row of a pair has the mean cosines.
+    """
     comparisons = compare(num_steps)
     table = Table(title=f"effects: {num_steps} steps of the tiny model", title_justify="left")
     for column in ("quantity", "by logprobs", "by parameters"):

@@ -1,8 +1,9 @@
 """sft flow with cross-entropy alone, against tinker-cookbook's supervised loop.
 
 Both loops run in separate processes with the same engine, dataset builder and number of steps. The dataset records the
-time of each batch request, one per step in both loops. The time per step excludes the first and last steps, and so
-start-up, final save and report. A second row measures whole processes.
+time of each batch request, one per step in both loops. The time per step leaves out the first four steps and the last
+two, and therefore start-up, final save and report. The flow's time per step is measured with task runs per task and per
+segment (`granularity`). Another row compares whole processes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Trained(NamedTuple):
 
 
 def measure(*, repetitions: int = 3, steps: int = 40) -> list[Row]:
-    """Return rows for the time per step with task runs per task and per segment, and one for the whole process."""
+    """Return rows for the time per step with granularity `task` and `segment`, and one for the whole process."""
     ours, segments, peer = [], [], []
     with scratch_home() as folder:
         model = str(resolve_model("tiny", home() / "cache"))
@@ -57,7 +58,8 @@ def measure(*, repetitions: int = 3, steps: int = 40) -> list[Row]:
             [run.step_ms for run in ours],
             [run.step_ms for run in peer],
             peer_name="tinker_cookbook.supervised.train",
-            note=f"last train_mean_nll {ours[-1].nll:.4f} and {peer[-1].nll:.4f}, at most {difference:.2%} apart",
+            note=f"last train_mean_nll {ours[-1].nll:.4f} and {peer[-1].nll:.4f} in the last repetition; "
+            f"at most {difference:.2%} apart in all repetitions, with either granularity",
         ),
         Row(
             f"flow_vs_cookbook: time per step with granularity segment, {size}",
@@ -125,7 +127,7 @@ def _data(model: str, times: Path) -> Mapping[str, str | int]:
 
 
 def _step_ms(times: Path) -> float:
-    """Return the mean time between batch requests, without the first and last steps."""
+    """Return the mean time between batch requests, without the first `WARM_UP` steps and the last two."""
     request_times = [float(line) for line in times.read_text().splitlines()]
     steady = request_times[min(WARM_UP, len(request_times) // 2 - 1) : -1]
     return 1000 * (steady[-1] - steady[0]) / (len(steady) - 1)

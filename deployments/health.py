@@ -20,7 +20,7 @@ CLIENT = httpx.Client(timeout=30)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Service:
-    """Started service: its future URL, its log file and its process."""
+    """Started service: the URL at which it responds once it is ready, its log file and its process."""
 
     name: str
     url: str
@@ -42,8 +42,10 @@ def wait_until_ready(
     """Wait until every check has passed; fail as soon as a service exits.
 
     Args:
+        services: all services that are watched, including `job`.
+        checks: checks of the services that have to become ready, without `job`.
         announce: called with a message that names the services that are not ready, each time that their set changes.
-        job: a service that is ready once it has exited with status 0.
+        job: one of the services, without a check, that is ready once it has exited with status 0.
 
     Raises:
         ServiceError: a service exited, or was not ready within `STARTUP_LIMIT_S`.

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 
 class FrontMetrics:
-    """Responses of the front, including those that it forwards and those that it gives by itself."""
+    """Counter, by status, of the responses that the front sends: those of the engines and its own."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -23,11 +23,15 @@ class FrontMetrics:
         )
 
     def count_response(self, route: str, status: int) -> None:
-        """Count a response; the engines count theirs by route."""
+        """Count a response by its status; `route` is part of `ResponseCounter`, and only the engines count by it."""
         self._http.labels(str(status)).inc()
 
     def text(self, engines: Mapping[int, str]) -> bytes:
-        """Return the metrics of the front and, by the number of the engine, those of the engines."""
+        """Return the front's metrics, followed by the merged metrics of the engines.
+
+        Args:
+            engines: text of each engine's metrics, by the number of the engine.
+        """
         return generate_latest(self._registry) + merge_metrics(engines)
 
 

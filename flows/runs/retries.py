@@ -45,11 +45,12 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[Sequence[str]], T]) 
         Result of the successful attempt; if the run is cancelled in the UI, a Prefect Cancelled state.
 
     Raises:
-        ConfigError: The run name is in use, and `if_exists` cannot settle it.
+        ConfigError, ServiceError, StorageError: See `settle_run_name`.
         LostRunError, Abort: Another process has taken over the run; see `leave_state_to_successor`.
-        ServiceLostError, UnreachableError: The service was lost, or the service or MLflow was unreachable, more than
-            `max_restarts` consecutive times without a new checkpoint; or one was unreachable in the first attempt; or
-            the flow run crashed more than `max_restarts` times without a new checkpoint.
+        UnreachableError: The service or MLflow was unreachable in the first attempt.
+        ServiceLostError, UnreachableError: More than `max_restarts` consecutive attempts without a new checkpoint ended
+            because the service was lost, or because the service or MLflow was unreachable.
+        ServiceLostError: The flow run crashed more than `max_restarts` times without a new checkpoint.
     """
     settle_run_name(config)
     return _run_with_restarts(config, attempt)
@@ -104,7 +105,8 @@ def run_with_approval(config: RunConfig, attempt: Callable[[Sequence[str]], Trai
     context = FlowRunContext.get()
     is_child = bool(context and context.flow_run and context.flow_run.parent_task_run_id)
     if result.approval_request and not is_child and decide(result.approval_request, config):
-        # `if_exists` must not delete the run that the person has decided on.
+        # `decide` has recorded the decision in the run's directory. When the finished run is opened again, it reads the
+        # decision and promotes the checkpoint or not. `if_exists`, settled above, must not delete the run before that.
         decided = _run_with_restarts(config, attempt)
         if not isinstance(decided, TrainResult):
             return decided
@@ -116,7 +118,8 @@ def run_with_approval(config: RunConfig, attempt: Callable[[Sequence[str]], Trai
 def leave_state_to_successor() -> Iterator[None]:
     """Report no state to Prefect if another process has taken over the run together with its flow run.
 
-    A worker that was suspended, and counted as crashed, shares its flow run with the process of the restart.
+    A process that was stopped for so long that it counted as crashed, such as on a laptop that was asleep, shares its
+    flow run with the process of the restart.
 
     Raises:
         LostRunError: Another process has taken over the run, with a flow run of its own.
@@ -143,6 +146,7 @@ def _has_successor() -> bool:
 
 
 def _records(config: RunConfig) -> list[CheckpointRecord]:
+    """Return the run's checkpoints with weights and optimizer state, newest first."""
     return resumable(storage_of(config).run_directory(config.run_name))
 
 

@@ -38,7 +38,11 @@ def digest_problems(problems: Iterable[str]) -> str:
 
 
 def scores_by_problem(name: str, graded_PG: Sequence[Sequence[Graded]], ks: Sequence[int]) -> dict[str, list[float]]:
-    """Share of right answers `test/<name>` and pass@k of each problem, from 0 to 1; for arguments, see `summarize`."""
+    """Return scores of each problem, from 0 to 1.
+
+    They are the share of right answers, as `test/<name>`, and pass@k, as `test/<name>_pass_at_<k>`. See `summarize` for
+    the arguments.
+    """
     right_PG = [[graded.right for graded in graded_G] for graded_G in graded_PG]
     scores = {f"test/{name}": [float(np.mean(right_G)) for right_G in right_PG]}
     for k in ks:
