@@ -60,9 +60,9 @@ class AdvantageConfig(Config):
         description="How each token of a rollout gets its advantage. `group_mean`: total reward of the rollout minus "
         "the group's mean reward. `leave_one_out`: total reward minus the mean reward of the group's other rollouts. "
         "`per_turn`: sum of the rewards from the token's turn onwards minus the mean of this sum over the group's "
-        "other rollouts. `discounted`: discounted return at the token minus the group's mean of the returns at first "
-        "tokens. `gae`: generalized advantage estimation with the mean reward of the group's other rollouts as the "
-        "value of each token, or over turns with `critic`.",
+        "other rollouts. `discounted`: discounted return at the token minus the mean, over the group, of the return "
+        "at the first token. `gae`: generalized advantage estimation with the mean reward of the group's other "
+        "rollouts as the value of each token, or over turns with `critic`.",
     )
     scale: bool = Field(
         default=False,
@@ -256,17 +256,18 @@ class CorrectionConfig(Config):
         default=None,
         ge=0,
         title="Off-policy above",
-        description="Drop sequences of negative advantage whose mean of `-log r`, without `temperature`, `top_k` and "
-        "`top_p`, is above this many nats, as DeepSeek-V3.2 does. Unset: drop none.",
+        description="Drop sequences of negative advantage whose mean of `-log r` is above this many nats, as "
+        "DeepSeek-V3.2 does. Here `r` uses the sampler's probability at temperature 1, without top-k and top-p. Unset: "
+        "drop none.",
     )
     trust_region: float | None = Field(
         default=None,
         gt=0,
         le=1,
         title="Trust region",
-        description="Drop tokens whose probability differs by more than this from the sampler's, without "
-        "`temperature`, `top_k` and `top_p` (total variation, as in DPPO), if the update would increase the "
-        "difference. Unset: drop none.",
+        description="Drop tokens whose probability differs by more than this from the sampler's at temperature 1, "
+        "without top-k and top-p (total variation, as in DPPO), if the update would increase the difference. Unset: "
+        "drop none.",
     )
 
     @model_validator(mode="after")

@@ -69,7 +69,7 @@ def compute_token_advantages(groups: Sequence[TrajectoryGroup], settings: Advant
     - `leave_one_out`: total reward minus the mean of the other members;
     - `per_turn`: return from the token's turn on minus the mean return of the other members from the same turn on; the
       return of members that have ended is 0;
-    - `discounted`: discounted return of the token minus the group's mean of the returns of first tokens;
+    - `discounted`: discounted return at the token minus the mean, over the group, of the return at the first token;
     - `gae`: generalized advantage estimation with the values above; with a critic, over turns instead of tokens.
     """
     if settings.critic:
