@@ -113,24 +113,24 @@ def _rows(run: Estimate) -> list[tuple[str, str]]:
     sample = f" (extrapolated from {run.batches_read:,} of {num_different:,} batches)" if is_extrapolated else ""
     held_out = f" over {run.num_held_out_tokens:,} held-out tokens" if run.num_evaluations else ""
     unknown_time = "unknown: MLflow has no earlier run of this method and model"
+    num_sampled = (run.candidates + run.examples + run.evaluators).num_sample_tokens
+    # Samples may be shorter than their limit. Only candidates are trained on.
+    passes_bound = ", at most" if run.candidates.num_sample_tokens else ""
+    cost_bound = "at most " if num_sampled and run.usd else ""
     return [
         ("steps", f"{run.num_steps:,}{_skipped(run.skipped_steps)}"),
         ("tokens in training batches", f"{run.num_tokens:,}{sample}"),
         ("forward passes", f"{run.num_forwards:,}"),
         ("forward_backward passes", f"{run.num_forward_backwards:,}"),
         ("evaluations", f"{run.num_evaluations:,}{held_out}"),
-        *(
-            [("tokens sampled, at most", f"{num_sampled:,}")]
-            if (num_sampled := (run.candidates + run.examples + run.evaluators).num_sample_tokens)
-            else []
-        ),
+        *([("tokens sampled, at most", f"{num_sampled:,}")] if num_sampled else []),
         *(
             [("tokens scored by the reference", f"{run.reference.num_prefill_tokens:,}")]
             if run.reference.num_prefill_tokens
             else []
         ),
-        ("tokens in all passes", f"{run.num_train_tokens:,}"),
-        ("cost", "unknown: set budget.prices" if run.usd is None else f"${run.usd:,.4g}"),
+        (f"tokens in all passes{passes_bound}", f"{run.num_train_tokens:,}"),
+        ("cost", "unknown: set budget.prices" if run.usd is None else f"{cost_bound}${run.usd:,.4g}"),
         ("time", f"{format_hours(run.hours)} at the pace of run {run.paced_by}" if run.hours else unknown_time),
         *([("not included", "; ".join(run.excluded))] if run.excluded else []),
     ]
