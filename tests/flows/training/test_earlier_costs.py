@@ -25,7 +25,7 @@ def planned(first: int, start: int, num_tokens: int, skipped: set[int]) -> Any:
         cadence=SimpleNamespace(num_tokens=num_tokens),
         evaluation=SimpleNamespace(num_tokens=lambda step: 0, samples=False),
         objective=Objective("cross_entropy"),
-        config=SimpleNamespace(guards=SimpleNamespace(needs_forward_pass=False)),
+        config=SimpleNamespace(guards=SimpleNamespace(needs_forward_pass=False), model_dump=lambda include: {}),
         ledger=Ledger(BudgetConfig(), FREE, {}),
         forward=None,
         candidates=None,
