@@ -33,11 +33,12 @@ def kl(
     same expectations and more variance; k2 is not an estimate of a KL divergence and is rejected. Value and gradient of
     the sum over a completion are unbiased estimates of the divergence between the distributions over completions and
     of its gradient, for any s. The variance grows with the length and the distance of s from p; see
-    ``python -m benchmarks kl_gradients``. A conversation that is split into several datums counts each of them with
-    the ratio of its own tokens.
+    ``python -m benchmarks kl_gradients``. If a conversation is split into several datums, the ratio of each datum
+    covers only that datum's tokens, so the estimates are not exactly those of whole conversations.
 
-    **Fixed data.** Without sampling logprobs there are no weights, as in `kl_unweighted`: the value compares p and q on
-    the tokens of the data. It is a regularizer that is minimal at ``p = q`` on these tokens, not a KL divergence.
+    **Fixed data.** Without sampling logprobs there are no importance ratios, as in `kl_unweighted`: the value compares
+    p and q on the tokens of the data. With k2 or k3 it is a regularizer that is minimal at ``p = q`` on these tokens
+    (k1 has no minimum); it is not a KL divergence.
 
     Sources: Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html) for k1 to k3; Tang & Munos
     2025, "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv:2506.09477) for the gradient of the
@@ -48,8 +49,8 @@ def kl(
         direction: KL(policy || reference), KL(reference || policy), or the mean of both.
 
     Metrics:
-        k1: mean of d, for every estimator; furthest: maximum ``|d|`` of a trained token; on samples also
-        prefix_ratio_max: maximum weight of a trained token.
+        k1: mean of d, for every estimator; distance_max: maximum ``|d|`` of a trained token; on samples also
+        prefix_ratio_max: maximum importance ratio of a trained token.
 
     >>> batch = Batch(torch.tensor([5, 6]), torch.ones(2), torch.tensor([0, 2]))
     >>> outputs = Outputs(
@@ -69,12 +70,12 @@ def kl(
         )
     distance_DT = _distance(outputs, batch)
     directions: tuple[Direction, ...] = ("reverse", "forward") if direction == "symmetric" else (direction,)
-    weights = [_prefix_ratio(outputs, batch, one_way) for one_way in directions]
+    ratios = [_prefix_ratio(outputs, batch, one_way) for one_way in directions]
     values = [
-        weight_DT * _estimate(distance_DT, estimator, one_way)
-        for weight_DT, one_way in zip(weights, directions, strict=True)
+        ratio_DT * _estimate(distance_DT, estimator, one_way)
+        for ratio_DT, one_way in zip(ratios, directions, strict=True)
     ]
-    largest = torch.stack(weights).detach().amax(0).where(batch.mask_DT, 0.0).max()
+    largest = torch.stack(ratios).detach().amax(0).where(batch.mask_DT, 0.0).max()
     value_DT = sum(values[1:], values[0]) / len(values)
     return value_DT, {**_metrics(distance_DT, batch), "prefix_ratio_max": largest}
 
@@ -111,12 +112,12 @@ def kl_unweighted(
         direction: KL(policy || reference), KL(reference || policy), or the mean of both.
 
     Metrics:
-        k1: mean of d, for every estimator; furthest: maximum ``|d|`` of a trained token.
+        k1: mean of d, for every estimator; distance_max: maximum ``|d|`` of a trained token.
 
     >>> batch = Batch(torch.tensor([5, 6]), torch.ones(2), torch.tensor([0, 2]))
     >>> outputs = Outputs(torch.tensor([-1.0, -2.0]), ref_logprobs_DT=torch.tensor([-1.0, -4.0]))
     >>> kl_unweighted(outputs, batch, estimator="k2")
-    (tensor([0., 2.]), {'k1': tensor(1.), 'furthest': tensor(2.)})
+    (tensor([0., 2.]), {'k1': tensor(1.), 'distance_max': tensor(2.)})
     """
     _check_estimator(estimator, direction)
     distance_DT = _distance(outputs, batch)
@@ -144,7 +145,7 @@ def _prefix_ratio(outputs: Outputs, batch: Batch, direction: Direction) -> Tenso
 
 def _metrics(distance_DT: Tensor, batch: Batch) -> dict[str, Tensor]:
     detached_DT = distance_DT.detach()
-    return {"k1": reduce(detached_DT, batch, "token_mean"), "furthest": detached_DT.abs().max()}
+    return {"k1": reduce(detached_DT, batch, "token_mean"), "distance_max": detached_DT.abs().max()}
 
 
 def _estimate(distance_DT: Tensor, estimator: KlEstimator, direction: Direction) -> Tensor:

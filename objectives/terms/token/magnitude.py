@@ -28,16 +28,16 @@ def magnitude(
         limit: nats; 5 is a probability of 0.7 %.
 
     Metrics:
-        beyond: share of trained tokens beyond the limit; greatest: maximum ``|log p|`` of the trained tokens.
+        beyond: share of trained tokens beyond the limit; size_max: maximum ``|log p|`` of the trained tokens.
 
     >>> batch = Batch(torch.tensor([5, 6]), torch.ones(2), torch.tensor([0, 2]))
     >>> magnitude(Outputs(torch.tensor([-1.0, -7.0])), batch)
-    (tensor([0., 4.]), {'beyond': tensor(0.5000), 'greatest': tensor(7.)})
+    (tensor([0., 4.]), {'beyond': tensor(0.5000), 'size_max': tensor(7.)})
     """
     sizes_DT = outputs.logprobs_DT.abs()
     excess_DT = (sizes_DT - limit).clamp(min=0)
     beyond_DT = (excess_DT.detach() > 0).to(sizes_DT.dtype)
     return excess_DT**2, {
         "beyond": reduce(beyond_DT, batch, "token_mean"),
-        "greatest": torch.where(batch.mask_DT, sizes_DT.detach(), 0.0).max(),
+        "size_max": torch.where(batch.mask_DT, sizes_DT.detach(), 0.0).max(),
     }

@@ -95,7 +95,7 @@ def test_warmup_and_bounds() -> None:
         ({"target": {"at_most": 1.0, "initial": 9.0, "upper": 8.0}}, "initial=9 is outside the bounds 0 and 8"),
         ({"target": {"at_most": 1.0, "initial": -1.0}}, "initial=-1 is outside the bounds 0 and 100"),
         ({"target": {"equals": 0.5, "initial": -9.0, "upper": 5.0}}, "initial=-9 is outside the bounds -5 and 5"),
-        ({"target": {"at_most": 1.0, "metric": "furthest"}}, "declares no gradient; use the value"),
+        ({"target": {"at_most": 1.0, "metric": "mean_probability"}}, "declares no gradient; use the value"),
         ({"name": "negative_entropy", "target": {"at_least": 1.0, "metric": "rest"}}, "no gradient; use entropy"),
         ({"name": "test_watched", "target": {"at_most": 1.0}}, "it is a monitor"),
     ],

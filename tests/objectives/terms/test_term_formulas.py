@@ -310,7 +310,7 @@ def test_magnitude(case, limit):
     values = trained(outputs.logprobs_DT, batch)
     value_DT, metrics = bind("magnitude").term(outputs, batch, limit=limit)
     assert trained(value_DT, batch) == pytest.approx([max(0, -x - limit) ** 2 for x in values])
-    assert metrics["greatest"] == pytest.approx(max(-x for x in values))
+    assert metrics["size_max"] == pytest.approx(max(-x for x in values))
 
 
 @given(ragged(), st.integers(0, 5), st.integers(1, 5))
