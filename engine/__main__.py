@@ -26,8 +26,9 @@ class StartError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the engine until a signal or Ctrl-C stops it; return the exit status."""
-    # OpenMP reads these variables when torch is imported. By default, idle OpenMP threads spin for a millisecond. With
-    # PASSIVE alone they sleep after each operation, and waking them takes a third of the time of a decoding step.
+    # OpenMP reads these variables when torch is imported. Together they let an idle OpenMP thread spin for some ten
+    # microseconds, until the next operation of a pass, and then sleep. By default it spins for a millisecond. With
+    # PASSIVE alone it sleeps after each operation, and waking it takes a third of the time of a decoding step.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -38,14 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = _settings(options, devices)
         if options.part is not None:
-            threading.Thread(target=_exit_with_stdin, daemon=True).start()
-            _serve_engine(settings, bind(LOOPBACK, 0), stop_with_stdin=False)
+            threading.Thread(target=_kill_when_front_dies, daemon=True).start()
+            _serve_engine(settings, bind(LOOPBACK, 0), exit_with_stdin=False)
         elif len(devices) == 1:
             _serve_engine(settings, bind(settings.host, settings.port), options.exit_with_stdin)
         else:
             _serve_engines(settings, arguments, devices, options.exit_with_stdin)
     except (StartError, PortError) as error:
-        # The front reads the standard output of its engines.
+        # A front, the process that serves several engines at one port, reads the standard output of its engines.
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr if options.part is None else sys.stdout, flush=True)
         return 1
     except KeyboardInterrupt:
@@ -53,33 +54,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _serve_engine(settings: Settings, listener: socket.socket, stop_with_stdin: bool) -> None:
-    # These imports take seconds, so they come after the validation of the settings and the port.
-    gc.disable()  # until `serve` has loaded the models
+def _serve_engine(settings: Settings, listener: socket.socket, exit_with_stdin: bool) -> None:
+    # `serve` enables collections once the models are loaded: until then, each would scan all that is imported so far.
+    gc.disable()
     keep_freed_memory()
+    # These imports take seconds, so they come after the validation of the settings and the port.
     from engine.model_cache import ModelError
     from engine.serve import serve
 
     try:
-        serve(settings, listener, stop_with_stdin)
+        serve(settings, listener, exit_with_stdin)
     except ModelError as error:
         raise StartError(str(error)) from error
 
 
-def _exit_with_stdin() -> None:
-    """Exit at once when standard input closes: the front was killed, and its successor needs the locks on sessions."""
+def _kill_when_front_dies() -> None:
+    """Exit at once when standard input closes, which means that the front of this engine has ended.
+
+    The engines of a restarted front need the session locks that this process holds.
+    """
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(1)
 
 
-def _serve_engines(settings: Settings, arguments: Sequence[str], devices: Sequence[str], stop_with_stdin: bool) -> None:
+def _serve_engines(settings: Settings, arguments: Sequence[str], devices: Sequence[str], exit_with_stdin: bool) -> None:
     listener = bind(settings.host, settings.port)
     from engine.front.processes import FrontError
     from engine.front.serve import serve_front
 
     try:
-        serve_front(settings, listener, arguments, devices, stop_with_stdin)
+        serve_front(settings, listener, arguments, devices, exit_with_stdin)
     except FrontError as error:
         raise StartError(str(error)) from error
 
@@ -123,7 +128,8 @@ def _arguments() -> argparse.ArgumentParser:
     compute.add_argument(
         "--device",
         action="append",
-        help="torch device (default: cpu); repeat the option to serve an engine process per device at one port",
+        help="torch device (default: cpu); repeat the option to start one engine process per device, all behind one "
+        "port",
     )
     compute.add_argument(
         "--dtype",
@@ -145,8 +151,9 @@ def _arguments() -> argparse.ArgumentParser:
         "--memory-limit",
         type=_megabytes,
         metavar="MB",
-        help="memory of each engine for adapters, optimizer moments and snapshots; the least recently used are moved "
-        "to disk (default: half of the machine's memory; on a GPU, a quarter of the memory that the model leaves)",
+        help="memory of each engine for adapters, optimizer moments, gradients and snapshots (copies of weights that "
+        "samplers use but that were never saved by name); the least recently used are moved to disk (default: half of "
+        "the machine's memory; on a GPU, a quarter of the memory that the model leaves)",
     )
 
     behaviour = parser.add_argument_group("behaviour")
@@ -163,8 +170,8 @@ def _arguments() -> argparse.ArgumentParser:
         help="let each sampling client wait for all its samples with one request instead of one per sample",
     )
     behaviour.add_argument("--log-requests", action="store_true", help="log one line of JSON per request")
-    behaviour.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input is closed")
-    # Set by a front for each of its engines: the engine's number among the devices.
+    behaviour.add_argument("--exit-with-stdin", action="store_true", help="exit when standard input is closed")
+    # The engine's number among the devices, set by the front that starts it.
     behaviour.add_argument("--part", type=int, help=argparse.SUPPRESS)
     return parser
 

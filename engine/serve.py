@@ -37,7 +37,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) -> None:
+def serve(settings: Settings, listener: socket.socket, exit_with_stdin: bool) -> None:
     """Load the models, print the URL when the server is ready, and serve until SIGTERM or SIGINT.
 
     Raises:
@@ -52,8 +52,8 @@ def serve(settings: Settings, listener: socket.socket, stop_with_stdin: bool) ->
         make_app(engine), log_level="warning", access_log=False, timeout_graceful_shutdown=5, lifespan="off"
     )
     server = _Server(config, engine)
-    if stop_with_stdin:
-        threading.Thread(target=_stop_with_stdin, args=(server,), daemon=True).start()
+    if exit_with_stdin:
+        threading.Thread(target=_exit_with_stdin, args=(server,), daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn re-raises the signal under the handler it replaced; this handler prevents death by the signal.
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
@@ -109,7 +109,7 @@ def _check_settings(settings: Settings) -> None:
         )
 
 
-def _stop_with_stdin(server: uvicorn.Server) -> None:
+def _exit_with_stdin(server: uvicorn.Server) -> None:
     """Stop the server when standard input closes. The parent process holds the other end, which closes on its death."""
     while os.read(sys.stdin.fileno(), 4096):
         pass

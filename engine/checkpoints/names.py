@@ -17,7 +17,11 @@ _RUN = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointName:
-    """The three parts of ``tinker://<run>/<kind>/<name>``, validated so that no part escapes its folder."""
+    """The three parts of ``tinker://<run>/<kind>/<name>``, which are also names of folders.
+
+    The class does not check them. `parse_path` checks the parts of a path, and `check_name` the name of a new
+    checkpoint, so that no part leaves its folder.
+    """
 
     run: str
     kind: Kind

@@ -34,7 +34,7 @@ def target_logprobs(
         float32 ``(M,)``.
     """
     head_inputs = _HeadInputs(head.weight, head.bias, rows_M, targets_M)
-    with _full_precision(hidden_NH):
+    with _without_autocast(hidden_NH):
         down_Nr, b_Vr = None, None
         if head_lora is not None:
             adapter, name = head_lora
@@ -45,7 +45,7 @@ def target_logprobs(
         return logprobs_M
 
 
-def _full_precision(hidden_NH: Tensor) -> torch.autocast:
+def _without_autocast(hidden_NH: Tensor) -> torch.autocast:
     """Disable autocast, which would round the logits to three digits."""
     return torch.autocast(hidden_NH.device.type, enabled=False)
 

@@ -32,7 +32,7 @@ class _Server(uvicorn.Server):
 
 
 def serve_front(
-    settings: Settings, listener: socket.socket, arguments: Sequence[str], devices: Sequence[str], stop_with_stdin: bool
+    settings: Settings, listener: socket.socket, arguments: Sequence[str], devices: Sequence[str], exit_with_stdin: bool
 ) -> None:
     """Start an engine per device, print the URL when all are ready, and serve until SIGTERM or SIGINT.
 
@@ -43,18 +43,18 @@ def serve_front(
         FrontError: an engine did not start, at the start or after it had ended.
     """
     engines = [EngineProcess(index, device, arguments) for index, device in enumerate(devices)]
-    asyncio.run(_run(engines, settings, listener, stop_with_stdin))
+    asyncio.run(_run(engines, settings, listener, exit_with_stdin))
     log.info("Stopped")
 
 
 async def _run(
-    engines: Sequence[EngineProcess], settings: Settings, listener: socket.socket, stop_with_stdin: bool
+    engines: Sequence[EngineProcess], settings: Settings, listener: socket.socket, exit_with_stdin: bool
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    if stop_with_stdin:
+    if exit_with_stdin:
         threading.Thread(target=_set_at_end_of_stdin, args=(stop, loop), daemon=True).start()
     client = EngineClient()
     config = uvicorn.Config(

@@ -1,4 +1,8 @@
-"""Scores of prompts: logprobs, likeliest tokens, logprobs of target tokens, and draws."""
+"""Scores of prompts.
+
+These are the logprobs of the prompt's tokens and, at each position, the likeliest tokens, the logprobs of given target
+tokens, and tokens drawn from the distribution of the position.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ def score_prompts(
     Args:
         hidden_BTH: right-padded hidden states of the prompts from position ``starts_B[b]`` on. The state at position
             ``t`` predicts token ``t + 1``.
-        starts_B: at most `first_needed_position` of each job.
+        starts_B: position of each prompt's first hidden state in ``hidden_BTH``; at most its `first_needed_position`.
     """
     logprobs_B = _logprobs(base, hidden_BTH, jobs_B, starts_B)
     return [
@@ -32,9 +36,10 @@ def score_prompts(
 
 
 def first_scored_position(job: SampleJob) -> int:
-    """Return the position of the first of the last `prompt_logprobs` tokens, or of all tokens if it is 0.
+    """Return the position of the first prompt token to score.
 
-    At least 1, because token 0 has no context.
+    The last `prompt_logprobs` tokens are scored. If that is 0, the top tokens cover all positions. The position is at
+    least 1, because token 0 has no context.
     """
     return max(1, len(job.prompt_T) - (job.prompt_logprobs or len(job.prompt_T)))
 

@@ -202,7 +202,7 @@ def test_deterministic_engine_checks_the_products_of_this_machine(
     options = Settings(("tiny",), tmp_path, tmp_path, deterministic=True)
     expected = "not possible for tiny on this processor, whose matrix products give a row different bits"
     with bind(options.host, 0) as listener, pytest.raises(ModelError, match=expected):
-        serve(options, listener, stop_with_stdin=False)
+        serve(options, listener, exit_with_stdin=False)
 
 
 @pytest.mark.parametrize("width", [4864, 500])
@@ -244,7 +244,7 @@ def prefill_of(value: float, num_rows: int, num_tokens: int) -> DynamicCache:
 def test_deterministic_engine_requires_float32(tmp_path: Path) -> None:
     options = Settings(("tiny",), tmp_path, tmp_path, dtype="bfloat16", deterministic=True)
     with bind(options.host, 0) as listener, pytest.raises(ModelError, match=r"--dtype float32.*has cpu, bfloat16"):
-        serve(options, listener, stop_with_stdin=False)
+        serve(options, listener, exit_with_stdin=False)
 
 
 def test_deterministic_batch_never_evicts_rows(base: BaseModel) -> None:
