@@ -1,7 +1,8 @@
 """rl flow in its three modes, against tinker-cookbook's RL loop in the same modes.
 
-Both loops run in separate processes with the same engine, environments and settings. The time of a step is the time
-between the metrics of two steps, which includes work between steps; the first steps are excluded.
+Both loops run in separate processes with the same engine, environments and settings. A step is timed from the moment
+that the previous step logs its metrics until it logs its own, so work between steps counts. The first four steps are
+left out, or the first half of a run with fewer than eight.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _tools(folder: Path, model: str, repetitions: int, steps: int) -> Row:
 
 
 def flow_config(model: str, schedule: dict[str, Any], builder: str, steps: int) -> dict[str, Any]:
-    """Return the config of the flow; it saves and evaluates nothing between steps."""
+    """Return the config of the flow; it saves nothing between steps, and `run_flow` disables evaluations."""
     params = {"renderer_name": RENDERER, "letters": LETTERS, "group_size": GROUP_SIZE}
     return {
         "model": model,
@@ -116,6 +117,7 @@ def run_cookbook(folder: Path, model: str, mode: str, changes: dict[str, Any]) -
     }
     run_module(["benchmarks.cookbook", "rl", *(f"{key}={value}" for key, value in options.items())], folder / "log")
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    # Only training steps log their progress; the file has lines of other work, too.
     return [step for step in logged if "progress/done_frac" in step]
 
 

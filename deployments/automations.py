@@ -43,11 +43,13 @@ EVALUATE_DEPLOYMENT = "evaluate/evaluate"
 HEARTBEAT = "prefect.flow-run.heartbeat"
 CHECKPOINT = f"{PREFIX}.checkpoint"
 WARNINGS = {f"{PREFIX}.{kind}" for kind in get_args(Kind)} - {CHECKPOINT}
-ENDS = {f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Crashed", "Cancelled", "Paused", "Suspended")}
+STATES_WITHOUT_HEARTBEATS = {
+    f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Crashed", "Cancelled", "Paused", "Suspended")
+}
 
 
 def crash_automation(within_s: float = 3 * HEARTBEAT_EVERY_S) -> AutomationCore:
-    """Build the automation that marks a run as Crashed when its heartbeats stop before the run ends.
+    """Build the automation that marks a run as Crashed when its heartbeats stop although it has not ended or paused.
 
     Args:
         within_s: seconds without a heartbeat after which a run counts as crashed.
@@ -59,7 +61,7 @@ def crash_automation(within_s: float = 3 * HEARTBEAT_EVERY_S) -> AutomationCore:
             match={"prefect.resource.id": "prefect.flow-run.*"},
             match_related=_tagged(HEARTBEAT_TAG),
             after={HEARTBEAT},
-            expect={HEARTBEAT, *ENDS},
+            expect={HEARTBEAT, *STATES_WITHOUT_HEARTBEATS},
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,
@@ -124,7 +126,7 @@ def evaluate_automation(deployment: DeploymentResponse) -> AutomationCore:
     run_name = "{{ event.payload.run_name }}-at-{{ event.payload.step }}"
     config = {
         **_escape_templates(deployment.parameters["config"]),
-        "model": "",  # the run of the checkpoint names the model
+        "model": "",  # empty: `evaluate` takes the model from the run that saved the checkpoint
         "run_name": run_name,
         **of_the_run,
     }
@@ -167,7 +169,10 @@ _WEBHOOK_PAYLOAD = """{
 
 
 def install_all() -> None:
-    """Create every automation on the Prefect server of PREFECT_API_URL and print them.
+    """Create the automations on the Prefect server of PREFECT_API_URL and print them.
+
+    The one that evaluates checkpoints is left out if the server has no deployment `evaluate` with a `config`, and the
+    one that notifies if it has no Webhook block; a printed line says so.
 
     Raises:
         ConfigError: PREFECT_API_URL is not set.

@@ -36,8 +36,10 @@ def render_table(config: type[BaseModel], base: type[BaseModel] | None = None) -
     | `mode` | `"min"` or `"max"` | `"min"`
     """
     inherited = base.model_fields if base is not None else {}
+    schemas = config.model_json_schema()["properties"]
     rows = [
-        f"| `{name}` | {_type_cell(field.annotation)} | {_default_cell(field)} | {_escape(field.description or '')} |\n"
+        f"| `{name}` | {_type_cell(field.annotation, schemas[name])} | {_default_cell(field)} "
+        f"| {_escape(field.description or '')} |\n"
         for name, field in config.model_fields.items()
         if name not in inherited or not _same(field, inherited[name])
     ]
@@ -67,8 +69,11 @@ def _same(field: FieldInfo, inherited: FieldInfo) -> bool:
     )
 
 
-def _type_cell(annotation: Any) -> str:
-    return " or ".join(dict.fromkeys(_type_names(annotation)))
+def _type_cell(annotation: Any, schema: dict[str, Any]) -> str:
+    names = [*_type_names(annotation)]
+    if annotation is float:  # the schema also has words that a validator replaces by a number, such as `auto`
+        names += [f"`{json.dumps(word)}`" for option in schema.get("anyOf", ()) for word in option.get("enum", ())]
+    return " or ".join(dict.fromkeys(names))
 
 
 def _type_names(annotation: Any) -> Iterator[str]:
@@ -82,7 +87,7 @@ def _type_names(annotation: Any) -> Iterator[str]:
         for argument in arguments:
             yield from _type_names(argument)
     elif origin in (tuple, list):
-        yield f"list of {_type_cell(arguments[0])}"
+        yield f"list of {_type_cell(arguments[0], {})}"
     elif origin is dict:
         yield "mapping"
     elif annotation is Any:

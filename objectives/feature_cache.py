@@ -24,8 +24,8 @@ from objectives.term import Regularizer, Term, definition_of, globals_of, origin
 class FeatureCache(JsonlCache):
     """Cache of features per datum.
 
-    A key is a hash of the term's ``prepare`` (its module's source, declared version and parameters) and of the datum's
-    tokens, mask, text and text labels.
+    A key is a hash of the term's name, of its ``prepare`` (import path, bound arguments, declared version, parameters
+    and the source of its module) and of the datum's tokens, mask, text and text labels.
     """
 
     def features(self, regularizer: Regularizer, batch: Batch, prepare: Callable[[Batch], Any]) -> list[object]:
@@ -94,7 +94,7 @@ def _keys(regularizer: Regularizer, batch: Batch) -> list[str]:
     prepare = regularizer.term.prepare
     assert prepare is not None
     params = json.dumps(own_params(prepare, regularizer.params), sort_keys=True, default=_describe)
-    start = hashlib.sha256(f"{_version(regularizer.term)}\0{params}".encode())
+    start = hashlib.sha256(f"{_code_identity(regularizer.term)}\0{params}".encode())
     keys = []
     for d in range(batch.num_datums):
         key = start.copy()
@@ -112,8 +112,8 @@ def _describe(param: object) -> str:
 
 
 @cache
-def _version(term: Term) -> str:
-    """Identify the code of a term's ``prepare``: name, bound arguments, declared version and source of its module."""
+def _code_identity(term: Term) -> str:
+    """Return the term's name, and the path, bound arguments, declared version and module source of its ``prepare``."""
     assert term.prepare is not None
     definition = definition_of(term.prepare)
     try:
@@ -128,9 +128,11 @@ def _adapter(term: Term) -> TypeAdapter[object]:
     """Converter of features to JSON and back, from the annotated return type of ``prepare``."""
     assert term.prepare is not None
     annotations = getattr(definition_of(term.prepare), "__annotations__", {})
+    # Resolve this annotation only: others may use names that are imported for type checkers alone.
     annotations = {key: value for key, value in annotations.items() if key == "return"}
     return_type = get_type_hints(SimpleNamespace(__annotations__=annotations), globals_of(term.prepare)).get("return")
-    return TypeAdapter((get_args(return_type) or (Any,))[0])
+    feature_types = get_args(return_type) or (Any,)  # (Verdict,) of list[Verdict]; Any without an annotation
+    return TypeAdapter(feature_types[0])
 
 
 def _datum(values_DT: Tensor, batch: Batch, d: int) -> Tensor:

@@ -77,8 +77,8 @@ class GuardConfig(Config):
         default=20,
         ge=4,
         title="Spike window",
-        description="Number of recent losses, one per minibatch, that form the median. The first losses of a run, as "
-        "many as this, are not checked.",
+        description="Number of recent losses, one per minibatch, that form the median. The first `spike_window` "
+        "losses of a run are not checked.",
     )
     untrained: Literal["stop", "skip"] = Field(
         default="stop",
@@ -350,7 +350,8 @@ class CandidatesConfig(Config):
         default=1,
         ge=1,
         title="Every",
-        description="Sample at steps that are divisible by this number. At other steps, the terms are skipped.",
+        description="Sample at steps that are divisible by this number. At other steps, the terms that train on "
+        "candidates are skipped.",
     )
     max_tokens: int = Field(default=256, ge=1, title="Tokens", description="Maximum tokens of a completion.")
     overlap: bool = Field(

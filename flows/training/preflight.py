@@ -203,9 +203,9 @@ def _of_oversampling(rollout: RolloutConfig) -> Iterator[Pitfall]:
         yield Pitfall(
             "oversampling",
             f"rollout.oversampling_factor is {rollout.oversampling_factor:g}: steps train on the groups that finish "
-            "first, so long completions are rarer than the policy's and problems with long answers may never be "
-            "trained on; compare oversampling/length_kept with oversampling/length_all_max. Tokens sampled for "
-            "cancelled requests are unknown and missing from cost and budget: at most "
+            "first, so long completions are rarer in training than among the policy's samples, and problems with long "
+            "answers may never be trained on; compare oversampling/length_kept with oversampling/length_all_max. "
+            "Tokens sampled for cancelled requests are unknown and missing from cost and budget: at most "
             "oversampling/uncounted_tokens_max per step.",
         )
 

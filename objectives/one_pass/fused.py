@@ -32,7 +32,8 @@ from objectives.term import BASE, Regularizer
 
 # Limit of tinker 0.38, including the logprobs.
 _MAX_INPUTS = 16
-# Relative to the size of the loss: the sum of its absolute weights, plus its value. Both sides are sums in float32.
+# Relative to the sum of the absolute per-token loss weights plus the absolute value of the loss. The service and the
+# client both sum in float32, so smaller differences are rounding.
 _TOLERANCE = 1e-3
 
 Inputs: TypeAlias = Mapping[str, TensorLike]
@@ -127,7 +128,10 @@ def fuse(signature: InputSignature, base: PolicyLoss | TracedTerm | None, terms:
 
 
 def trace_base(objective: Objective, outputs: Outputs, batch: Batch) -> PolicyLoss | TracedTerm | None:
-    """Trace the base loss on one datum; None for cross_entropy.
+    """Return the base loss as a function of one datum.
+
+    Returns:
+        None for cross_entropy, a `PolicyLoss` as it is, and any other loss traced.
 
     Raises:
         UntraceableError: the base loss cannot be traced.
@@ -140,10 +144,12 @@ def trace_base(objective: Objective, outputs: Outputs, batch: Batch) -> PolicyLo
 
 
 def trace_terms(objective: Objective, outputs: Outputs, batch: Batch) -> dict[str, TracedTerm]:
-    """Trace all terms except monitors, by name; monitors are always evaluated on the client.
+    """Trace the terms that train on the batch itself, by name.
+
+    Monitors and terms on sampled candidates are left out: both are evaluated on the client.
 
     Raises:
-        UntraceableError: a term cannot be traced, which the message names, or the objective has a ``balance``.
+        UntraceableError: a term cannot be traced (the message names it), or the objective has a ``balance``.
     """
     if objective.balance is not None:
         raise UntraceableError("the `balance` needs the gradients of all terms before the update")

@@ -39,7 +39,8 @@ class Trial:
         seed: seed of the run.
         run_name: name of the run.
         status: a `pruned` trial was stopped early because others were better.
-        reason: why the trial did not complete, or why its run ended early or was not promoted; otherwise empty.
+        reason: for a failed or pruned trial, the cause; for a completed trial, why its run stopped before its last step
+            or was not promoted; otherwise empty.
         seconds: duration of the last attempt.
         value: last value of the sweep's metric; None if the trial failed.
         curve: steps and values of the sweep's metric.
@@ -71,7 +72,10 @@ _POINT, _TRIAL = TypeAdapter(Point), TypeAdapter(Trial)
 
 
 def read_trials(directory: RunDirectory) -> Trials:
-    """Read trials.jsonl; an incomplete line of a crash is skipped, and its point or trial runs again."""
+    """Read trials.jsonl.
+
+    A line that a crash cut off is skipped, so its point is recorded again or its trial runs again.
+    """
     points: dict[int, Point] = {}
     finished: dict[tuple[int, int], Trial] = {}
     for record in read_jsonl(directory, TRIALS_NAME, _parse):
