@@ -18,7 +18,7 @@ from objectives.config.spec import ObjectiveSpec
 
 # Parameters of tinker-cookbook's builders, and of those with the same interface, that name a file to read.
 _FILES = ("file_path", "train_path", "test_path")
-_READERS = ("tinker_cookbook", "tasks", "examples")
+_READERS = ("tinker_cookbook", "tasks", "examples", "tinker_flows")
 
 
 def check_references(config: BaseModel) -> None:

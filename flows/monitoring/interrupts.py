@@ -1,4 +1,4 @@
-"""Defer Ctrl-C, SIGTERM and a cancel from the UI until the current step is finished and saved."""
+"""Defer Ctrl-C, SIGTERM and a cancel from the UI until the current step or evaluation is finished, and saved."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class StopRequest:
     def _handle(self, number: int, _: FrameType | None) -> None:
         self._signal = number
         self._restore_handlers()
-        print_notice("\nStopping after the current step is saved. Press Ctrl-C again to stop at once.")
+        print_notice("\nStopping as soon as the current step or evaluation ends. Press Ctrl-C again to stop at once.")
 
     def _poll(self, closed: threading.Event, flow_run: FlowRun) -> None:
         """Poll the Prefect server for a cancel of a flow run or of one of its callers."""

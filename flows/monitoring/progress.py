@@ -78,12 +78,21 @@ def method_figures(metrics: Mapping[str, float]) -> list[str]:
         del keys[REWARD]  # distillation without rewards
     if keys.keys() & {REWARD, "accuracy", "teacher_kl"}:
         keys.pop("train_mean_nll", None)  # the NLL of samples, or of both completions of pairs, says little
-    figures = [f"{label}={format_figure(metrics[key])}".replace("=≈", "≈") for key, label in keys.items()]
+    figures = [_labelled(label, metrics[key]) for key, label in keys.items()]
     if "accuracy" in keys and abs(metrics.get("margin", 1.0)) < TIED:
         figures[list(keys).index("accuracy")] += " (ties)"
     if REWARD in keys:
-        figures[1:1] = [f"{name}={format_figure(metrics[key])}" for key, name in reward_parts(metrics).items()]
+        figures[1:1] = [_labelled(name, metrics[key]) for key, name in reward_parts(metrics).items()]
     return [*figures, *([f"${metrics['cost/usd']:.4g}"] if metrics.get("cost/usd") else [])]
+
+
+def _labelled(label: str, figure: float) -> str:
+    """Figure with its label.
+
+    >>> _labelled("loss", 0.25), _labelled("loss", 1e-9)
+    ('loss=0.25', 'loss≈0')
+    """
+    return f"{label}={format_figure(figure)}".replace("=≈", "≈")
 
 
 class Pauses(NamedTuple):

@@ -253,7 +253,7 @@ class Trainer:
             "training passes over sampled candidates": has_candidates,
             "sampled tokens and their prompts": has_samples,
             "tokens scored by the reference": self.reference is not None,
-            "tokens scored by teachers": any(field_values(self.config.model_dump(include={"datasets"}), "teacher")),
+            "tokens of teachers": any(field_values(self.config.model_dump(include={"datasets", "teacher"}), "teacher")),
         }
         *most, last = [name for name, is_present in others.items() if is_present] or [""]
         besides = f"{', '.join(most)} and {last}" if most else last
@@ -306,6 +306,7 @@ class Trainer:
         metrics = self.evaluation.run(step, None if self.source.sampled else stop)
         if not self.source.sampled:
             if stop.requested and sent is None:
+                self._charge_stopped(step, prepared, stop)
                 return None
             self._prepare(step + 1)
 
@@ -334,6 +335,13 @@ class Trainer:
         if self.source.sampled:
             self._request_forward(step + 1)
         return metrics
+
+    def _charge_stopped(self, step: int, prepared: Sequence[PreparedBatch], stop: StopRequest) -> None:
+        """Charge an evaluation after which a stop ends the run, and log the cost, which a restart continues from."""
+        if prepared and prepared[0].reference:
+            prepared[0].reference.result()
+        self._charge(step, stop)
+        self.run.log.log_unfinished(step, self.ledger.metrics())
 
     def _charge(self, step: int, stop: StopRequest) -> None:
         """Charge what the service has sampled and scored up to a step; the last step also ends the sampling."""

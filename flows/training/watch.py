@@ -69,6 +69,7 @@ class RunWatch:
             state: state of the alerts in the checkpoint that the run starts from; empty for a new run.
         """
         self._run, self._config, self._objective, self._source = run, config, objective, source
+        self._has_warned_of_truncation = False
         self._alerts = Alerts(config.alerts)
         self._alerts.restore(state)
 
@@ -82,7 +83,8 @@ class RunWatch:
         for key, text in self._source.pop_warnings().items():
             note_warning(self._run.log, key, text)
         self._warn_of_metrics(step, metrics)
-        if metrics.get("candidates/truncated", 0.0) > _MANY_TRUNCATED:
+        if metrics.get("candidates/truncated", 0.0) > _MANY_TRUNCATED and not self._has_warned_of_truncation:
+            self._has_warned_of_truncation = True
             share = f"{metrics['candidates/truncated']:.0%} of the candidates sampled at step {step}"
             text = f"{share} reached candidates.max_tokens, so scored terms see unfinished texts: raise it."
             note_warning(self._run.log, "candidates_truncated", text)

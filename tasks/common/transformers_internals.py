@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
 import transformers.models.auto.configuration_auto  # noqa: F401  (its modules ask later whether torch is available)
 from transformers import utils
 
+_IMPORTING = Lock()
 
-@cache
+
 def import_auto_tokenizer() -> None:
     """Import `AutoTokenizer` without the generation of transformers, which takes most of a second.
 
@@ -18,6 +20,12 @@ def import_auto_tokenizer() -> None:
     `AutoTokenizer` shares a module with the classes that open models. That module needs the generation only to complete
     a model whose code comes with its weights, and imports it then.
     """
+    with _IMPORTING:  # two threads would leave each other's patch behind
+        _import_once()
+
+
+@cache
+def _import_once() -> None:
     with patch.object(utils, "is_torch_available", lambda: False):
         from transformers.models.auto import auto_factory
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
-from itertools import islice
+from itertools import count, islice
 from traceback import walk_tb
 from typing import Any, Literal, NamedTuple, Protocol, SupportsFloat, runtime_checkable
 
@@ -31,7 +31,7 @@ from blocks.errors import (
     reason,
 )
 from objectives.batch import Batch
-from objectives.labels import find_prompts, without_labels
+from objectives.labels import find_prompts, number_equal, without_labels
 from tasks.common.builders import NO_RESOURCES, import_builder, import_object
 from tasks.common.cookbook_internals import count_bytes, find_text
 from tasks.common.service_errors import service_errors
@@ -184,8 +184,18 @@ class HeldOutNLL(TrainingClientEvaluator):
 
     @cached_property
     def _prompts_D(self) -> list[int]:
+        """Number of each datum's prompt. Data without prompts, or with one prompt, has a number for each datum."""
         weights_D = [datum.loss_fn_inputs["weights"].to_torch() for datum in self._datums]
-        return find_prompts(self._datums, weights_D).tolist()
+        prompts_D = find_prompts(self._datums, weights_D).tolist()
+        if len(set(prompts_D)) == 1:
+            return [*range(len(prompts_D))]
+        # The next free numbers for datums whose first target is trained.
+        others = count(max(prompts_D) + 1)
+        numbers = [
+            next(others) if bool((weights[0] != 0).any()) else prompt
+            for weights, prompt in zip(weights_D, prompts_D, strict=True)
+        ]
+        return number_equal(numbers).tolist()
 
     @cached_property
     def _texts_D(self) -> list[_Text]:

@@ -88,7 +88,7 @@ def comparison_page(first: ReportedRun, second: ReportedRun) -> str:
             "Held-out data",
             html_table(columns, [difference.format() for difference in differences]) if differences else "",
             intro=f"Difference: {second.name} minus {first.name}; it has an interval if both runs evaluated the same "
-            f"data. {describe_intervals([difference.second for difference in differences])}".strip(),
+            f"data. {describe_intervals([row for pair in differences for row in (pair.first, pair.second)])}".strip(),
         ),
         html_section(
             "Settings that differ",

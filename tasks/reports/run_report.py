@@ -281,10 +281,11 @@ def _changes_of_terms(summary: RunSummary) -> list[str]:
 
 def _reasons_of_rise(summary: RunSummary, terms: Sequence[TermRow], limits: Container[str]) -> list[str]:
     """Say about terms without a target whose held-out value rose what their gradient was up against."""
+    others = " Other terms change it, too." if sum(row.weight > 0 and row.name != BASE for row in terms) > 1 else ""
     risen = {row.metric for row in summary.held_out if row.is_of_term and row.is_compared and row.change.is_rise}
     return [
         f"{row.name} rose although it is minimized: its share of the gradient was {row.grad_share:.1%}, and the cosine "
-        f"of its gradient to that of the base loss {row.cosine_to_base:+.2f}. Other terms change it, too."
+        f"of its gradient to that of the base loss {row.cosine_to_base:+.2f}.{others}"
         for row in terms
         if row.name in risen and row.name not in limits and row.weight > 0 and not math.isnan(row.cosine_to_base)
     ]
@@ -493,9 +494,9 @@ def sensitivity_cells(history: History, names: Sequence[str]) -> list[tuple[str,
 
 
 def _factor(factor: float) -> str:
-    if factor > _LARGEST_FACTOR:
-        return "none" if math.isinf(factor) else f"above x{_LARGEST_FACTOR:g}"
-    return f"x{factor:.3g}"
+    if not math.isfinite(factor):
+        return "none"
+    return f"x{factor:.3g}" if factor <= _LARGEST_FACTOR else f"above x{_LARGEST_FACTOR:g}"
 
 
 def _norm_key(name: str) -> str:

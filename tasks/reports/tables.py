@@ -179,7 +179,7 @@ class Estimate:
         mean, stderr = batches.mean()
         if is_share and all(0 <= value <= 1 for value in batches.values_B):
             return cls(mean, bounds=proportion_interval(batches.values_B, batches.num_datums_B))
-        if len(set(batches.values_B)) < 2:
+        if batches.is_constant:
             return cls(mean)
         return cls(mean, t_quantile(max(1, batches.num_samples - 1), 0.975) * stderr)
 
@@ -231,7 +231,7 @@ class Estimate:
             return f"{_format_share(self.value, 4)} ({low} to {high})"
         if np.isnan(self.half_width):
             return format_figure(self.value, sign)
-        if self.half_width < _ROUNDING:
+        if self.half_width < _ROUNDING or np.isinf(self.half_width):
             return f"{format_figure(self.value, sign)} ± {format_figure(self.half_width)}"
         num_decimals = max(0, 1 - math.floor(math.log10(self.half_width)))
         return f"{self.value:{sign}z.{num_decimals}f} ± {self.half_width:.{num_decimals}f}"

@@ -73,13 +73,18 @@ class BatchValues:
 
     def is_paired_with(self, other: BatchValues | None) -> bool:
         """Return whether other values belong to the same batches; without digests, to batches of the same sizes."""
-        if other is None or self.num_datums_B != other.num_datums_B:
+        if other is None or (self.num_datums_B, self.groups_B) != (other.num_datums_B, other.groups_B):
             return False
         return self.digest == other.digest or not (self.digest and other.digest)
 
     def minus(self, other: BatchValues) -> BatchValues:
         """Differences of paired batches."""
         return replace(self, values_B=[a - b for a, b in zip(self.values_B, other.values_B, strict=True)])
+
+    @property
+    def is_constant(self) -> bool:
+        """Return whether all values that have a weight are equal."""
+        return len({value for value, size in zip(self.values_B, self.num_datums_B, strict=True) if size}) < 2
 
     @property
     def num_samples(self) -> int:
@@ -108,13 +113,13 @@ class BatchValues:
         >>> BatchValues([1.0, 3.0], [4, 4]).mean()
         (2.0, 1.0)
         """
-        if len(self.values_B) > 1 and len(set(self.values_B)) == 1:
-            return self.values_B[0], 0.0  # without the rounding of the weights
         sums_S, sizes_S = self._totals()
         total, num = float(sizes_S.sum()), len(sums_S)
         mean = float(sums_S.sum()) / total
         if num < 2:
             return mean, math.nan
+        if self.is_constant:
+            return self.values_B[0], 0.0  # without the rounding of the weights
         changes_S = (sums_S - mean * sizes_S) / (total - sizes_S)  # of the mean if a sample is left out
         return mean, math.sqrt((num - 1) / num * float(changes_S @ changes_S))
 
@@ -151,7 +156,7 @@ class GradedMetrics(dict[str, float]):
         groups: Sequence[int] = (),
     ) -> None:
         super().__init__(metrics)
-        self.scores, self.problems, self.sizes, self.groups = scores, problems, sizes, groups
+        self.scores, self.problems, self.sizes, self.groups = scores, problems, dict(sizes), groups
 
 
 @dataclass(frozen=True, slots=True)

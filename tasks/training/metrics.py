@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric
@@ -103,6 +104,14 @@ class MetricsLog:
             if step in self._points:
                 self._points[step] = points
         self._start_to_write()
+
+    def log_unfinished(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Store metrics of a step that a resumed run will log; if MLflow does not respond, do nothing."""
+        self.check_writer()
+        now = int(time.time() * 1000)
+        with suppress(MlflowException):
+            points = [Metric(key, float(value), now, step) for key, value in metrics.items()]
+            self.client.log_batch(self.run_id, metrics=points)
 
     def expect_model(self, step: int) -> None:
         """Keep the points of a step, which is not logged yet, for a call of `link`."""

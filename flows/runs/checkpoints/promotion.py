@@ -88,6 +88,8 @@ def find_rejection(
     if not (checkpoint.scores and baseline.scores):
         return f"{gate.metric} has no score for each problem"
     if not checkpoint.scores.is_paired_with(baseline.scores):
+        if checkpoint.scores.digest == baseline.scores.digest != "":
+            return f"an earlier version stored the scores of {gate.metric} in another form; evaluate the baseline again"
         return f"{gate.metric} of the checkpoint and of the baseline were measured on different problems"
     sign = 1 if gate.sign in (">", ">=") else -1
     differences = [sign * difference for difference in checkpoint.scores.minus(baseline.scores).weighted_S]

@@ -56,7 +56,8 @@ def test_sampled_candidates_train_and_are_stored(
         "score_function, because every prompt of the data has one completion, so that the model samples candidates"
     )
     assert run.data.metrics["candidates/truncated"] > 0.5
-    assert [text for text in result.warnings if "reached candidates.max_tokens" in text]
+    (text,) = [text for text in result.warnings if "reached candidates.max_tokens" in text]
+    assert " at step 0 " in text, "it is given once"
     definition = run.data.tags["tinker_flows.term.repetition"]
     assert definition == (
         "Share of repeated n-grams, 1 - distinct n-grams / n-grams, per datum, over its trained tokens."

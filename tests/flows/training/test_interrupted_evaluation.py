@@ -71,7 +71,17 @@ def evaluated_steps(mlflow_uri: str, run_name: str) -> list[int]:
     return [point.step for point in client.get_metric_history(run.info.run_id, "constant")]
 
 
-def test_first_evaluation(tmp_path: Path, fields: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+def cost(mlflow_uri: str, run_name: str) -> float:
+    client = MlflowClient(mlflow_uri)
+    experiment = client.get_experiment_by_name("tinker-flows")
+    assert experiment
+    (run,) = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{run_name}'")
+    return run.data.metrics["cost/num_train_tokens"]
+
+
+def test_first_evaluation(
+    tmp_path: Path, fields: dict[str, Any], mlflow_uri: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """No step is trained and no example is sampled; the same command then runs from the start."""
     config = SftConfig.model_validate(fields | interrupting(tmp_path, 0))
     with pytest.raises(KeyboardInterrupt):
@@ -81,7 +91,11 @@ def test_first_evaluation(tmp_path: Path, fields: dict[str, Any], capfd: pytest.
     assert "Saved the weights" not in output
     assert checkpoints(tmp_path, config.run_name) == []
     assert not (tmp_path / "runs" / config.run_name / "examples.jsonl").exists()
-    assert sft(config).num_steps == NUM_STEPS
+    paid = cost(mlflow_uri, config.run_name)
+    assert paid > 0
+    result = sft(config)
+    assert result.num_steps == NUM_STEPS
+    assert result.metrics["cost/num_train_tokens"] > paid
 
 
 def test_later_evaluation(
@@ -94,11 +108,15 @@ def test_later_evaluation(
     saved = f"Saved the weights and the optimizer state of {config.run_name} after 2 of 4 steps."
     assert saved in capfd.readouterr().err
     assert [record["step"] for record in checkpoints(tmp_path, config.run_name)] == [2]
+    logged = cost(mlflow_uri, config.run_name)
     sft(config)
     sft(SftConfig.model_validate({**config.model_dump(), "run_name": "uninterrupted"}))
     resumed, whole = (checkpoints(tmp_path, name)[-1]["state_path"] for name in (config.run_name, "uninterrupted"))
     assert saved_weights(engine.state, resumed) == saved_weights(engine.state, whole)
     assert evaluated_steps(mlflow_uri, config.run_name) == [0, 2, 4]
+    # The interrupted evaluation was paid for: its tokens are those of the held-out data.
+    whole_cost, resumed_cost = (cost(mlflow_uri, name) for name in ("uninterrupted", config.run_name))
+    assert logged < whole_cost < resumed_cost
 
 
 def test_evaluation_of_rl(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +19,7 @@ from tinker_cookbook.supervised.nll_evaluator import SamplerNLLEvaluator
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
-from tasks.evaluation.evaluators import HeldOutNLL
+from tasks.evaluation.evaluators import HeldOutNLL, _Text
 from tasks.evaluation.intervals import sign_flip_p_value
 from tasks.reports.tables import Estimate
 from tasks.training.held_out import BatchValues, GradedMetrics
@@ -150,6 +151,55 @@ def test_two_answers_to_a_prompt_are_one_sample(engine_url: str) -> None:
     copies = measure(client, [datum for datum in datums for _ in "ab"])
     assert [*copies.groups] == [0, 0, 1, 1, 2, 2]
     assert values_of(copies, "test/nll").mean() == pytest.approx(values_of(measure(client, datums), "test/nll").mean())
+
+
+def of_weights(rows: list[tuple[list[int], list[float]]]) -> HeldOutNLL:
+    """Held-out data of rows of tokens and the weights of their targets."""
+    datums = [
+        tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={
+                "target_tokens": tinker.TensorData.from_torch(torch.tensor(tokens[1:])),
+                "weights": tinker.TensorData.from_torch(torch.tensor(weights)),
+            },
+        )
+        for tokens, weights in rows
+    ]
+    return HeldOutNLL(OneBatch(datums), cast(Any, None))
+
+
+def test_rows_without_a_prompt_of_their_own_are_samples() -> None:
+    """Plain text has no prompt, and a single prompt says nothing about which rows are alike."""
+    texts = [([5, 6, 7 + row], [1.0, 1.0]) for row in range(4)]
+    answers = [([5, 6, 7 + row], [0.0, 1.0]) for row in range(4)]
+    other = [([5, 9, 7], [0.0, 1.0])]
+    assert of_weights(texts)._prompts_D == [0, 1, 2, 3]
+    assert of_weights(answers)._prompts_D == [0, 1, 2, 3]
+    assert of_weights(answers + other)._prompts_D == [0, 0, 0, 0, 1]
+    assert of_weights(texts + answers + other)._prompts_D == [0, 1, 2, 3, 4, 4, 4, 4, 5]
+
+
+def test_many_prompts_are_scored_in_groups() -> None:
+    """Each of 200 groups of 250 prompts with two answers has the mean of its tokens."""
+    held_out = of_weights(
+        [([5, 300 + prompt, 7, 8 + answer], [0.0, 1.0, 1.0]) for prompt in range(250) for answer in (0, 1)]
+    )
+    generator = torch.Generator().manual_seed(0)
+    logprobs_D = [-torch.rand(3, generator=generator) for _ in range(500)]
+    held_out._texts_D = [_Text(torch.zeros(3, dtype=torch.bool), 0)] * 500
+    metrics = held_out._metrics([tinker.TensorData.from_torch(logprobs) for logprobs in logprobs_D])
+    values = values_of(metrics, "test/nll_per_token")
+    assert len(values.values_B) == values.num_samples == 200
+    assert sum(values.num_datums_B) == 1000
+    expected = -float(torch.stack(logprobs_D)[:, 1:].mean())
+    assert values.mean()[0] == pytest.approx(expected)
+    assert metrics["test/nll_per_token"] == pytest.approx(expected)
+    # The first group has the prompts 0 and 1, because 250 prompts are more than 200 groups.
+    assert values.values_B[0] == pytest.approx(-float(torch.stack(logprobs_D[:4])[:, 1:].mean()))
+
+
+def test_metrics_can_be_pickled() -> None:
+    assert pickle.loads(pickle.dumps(GradedMetrics({"a": 1.0}, {"a": [1.0]}))).scores == {"a": [1.0]}
 
 
 def test_equal_weights_rarely_differ_significantly() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +21,14 @@ from tasks.reports.run_report import (
     SENSITIVITY_NOTE,
     WINDOW,
     ReportExtras,
+    _factor,
+    _reasons_of_rise,
     report_markdown,
     sensitivity_cells,
     write_report,
 )
 from tasks.reports.summary import RunSummary
-from tasks.reports.tables import Control, Estimate, target_rows
+from tasks.reports.tables import Control, Estimate, HeldOutRow, TermRow, target_rows
 from tasks.training.metrics import MetricsLog
 
 HOSTILE = "</script><script>document.title='pwned'</script>"
@@ -190,3 +194,25 @@ def test_the_artifact_shows_the_spread_and_the_window_of_the_sensitivity() -> No
     assert SENSITIVITY_NOTE in text
     assert f"last {WINDOW} steps" in SENSITIVITY_NOTE
     assert "| x2 (x1 to x3) |" in text
+
+
+def test_a_term_that_rises_although_it_is_minimized_is_explained() -> None:
+    """A term with a limit may rise, and only other trained terms are a reason."""
+    rows = [TermRow("base", 1.0, 1.0, 1.0, 0.9, 1.0), TermRow("kl", 0.1, 0.5, 0.05, 0.1, -0.75)]
+    risen = HeldOutRow("kl", 0, 4, Estimate(0.1), Estimate(0.3), Estimate(0.2, 0.1), is_of_term=True)
+    summary = RunSummary("", (), (risen,), (), (), {}, "", ())
+    (text,) = _reasons_of_rise(summary, rows, {})
+    assert text == (
+        "kl rose although it is minimized: its share of the gradient was 10.0%, and the cosine of its gradient to that "
+        "of the base loss -0.75."
+    )
+    assert _reasons_of_rise(summary, rows, {"kl": 0.5}) == []
+    (text,) = _reasons_of_rise(summary, [*rows, TermRow("logic", 0.1, 1.0, 0.1, 0.1, 0.0)], {})
+    assert text.endswith("Other terms change it, too.")
+    fallen = replace(risen, change=Estimate(-0.2, 0.1))
+    assert _reasons_of_rise(replace(summary, held_out=(fallen,)), rows, {}) == []
+
+
+@pytest.mark.parametrize(("factor", "text"), [(2.5, "x2.5"), (1e13, "above x1000"), (math.inf, "none")])
+def test_only_factors_of_use_are_named(factor: float, text: str) -> None:
+    assert _factor(factor) == text
