@@ -1,7 +1,8 @@
 """Reward after a fixed number of sampled tokens, with refilled groups and with a batch that shrinks.
 
 The flow `rl` trains the tiny model on `token_classes`, whose rewards are 0 or 1. Groups whose rewards are all equal are
-dropped. The peer drops them too and trains on fewer groups, so that it makes more updates with the same samples.
+dropped. With `refill_rounds` 1 or 3, the flow samples new groups in their place; with 0, the batch shrinks, so the same
+number of sampled tokens gives more steps.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Run(NamedTuple):
 
     Attributes:
         reward: mean reward of held-out completions, interpolated between two evaluations.
-        num_steps: steps.
+        num_steps: steps that fit into the compared number of sampled tokens.
         groups_per_trained: groups sampled for each group that is trained on.
     """
 
@@ -70,7 +71,10 @@ def measure(*, num_steps: int = NUM_STEPS, learning_rate: float = 5e-3) -> Table
 
 
 def train(folder: Path, rounds: int, seed: int, num_steps: int, learning_rate: float) -> Run:
-    """Run the flow and return its figures after the tokens of `num_steps` steps without refills."""
+    """Run the flow.
+
+    Return its figures at the point where it has sampled as many tokens as `num_steps` steps sample without refills.
+    """
     params = {
         "groups_per_batch": GROUPS_PER_STEP,
         "group_size": GROUP_SIZE,

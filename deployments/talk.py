@@ -22,7 +22,10 @@ from flows.runs.checkpoints.checkpoint_refs import find_checkpoint, with_model
 from tasks.common.renderers import renderer_name_of
 from tasks.common.sampling import Answer, Sampling, open_renderer, open_sampler, sample_answers
 
-HELP = "Commands: /reset starts a new conversation, /system TEXT starts one with a system prompt, Ctrl-D ends the chat."
+HELP = (
+    "Commands: /reset starts a new conversation with the system prompt of the command line, /system TEXT starts one "
+    "with the system prompt TEXT, Ctrl-D ends the chat."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def chat(weights: Weights, system: str, sampling: Sampling) -> None:
             console.print(HELP)
         while (line := _read(console)) is not None:
             command, _, argument = line.partition(" ")
-            if command == "/system" or line == "/reset":
+            if command in ("/system", "/reset"):
                 conversation.reset(argument if command == "/system" else system)
                 if sys.stdin.isatty():
                     console.print("(new conversation)", style="dim")

@@ -110,6 +110,9 @@ def show_export(result: ExportResult) -> None:
 
 
 def _base_model(service: TinkerService, model: str) -> str:
-    """Return the tokenizer's location: the engine's model directory, or a name on the Hugging Face Hub."""
+    """Return where the base model's weights are: the engine's model directory, or a name on the Hugging Face Hub.
+
+    It is the location of the model's tokenizer, which the SDK tells only through a training client.
+    """
     with service.session() as session, service_errors(f"look up the tokenizer of {model}"):
         return session.create_lora_training_client(model, rank=1).result().get_tokenizer().name_or_path

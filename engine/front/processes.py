@@ -1,4 +1,7 @@
-"""Engine processes of a front: started as children, and restarted when they end."""
+"""Engine processes of a front: started as children, and restarted when they end.
+
+A front is the process that serves several engines at one port.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,9 @@ class EngineProcess:
         """Describe the process; `run` starts it.
 
         Args:
+            index: number of the engine.
+            device: its device, for messages; the engine takes its own from the ``--device`` options in ``arguments``,
+                at the index given by ``--part``.
             arguments: command-line arguments of the front, which apply to its engines.
         """
         self.name = f"Engine {index} on {device}"

@@ -75,12 +75,13 @@ class Metrics:
 GAUGES = {
     "sessions": "Open sessions.",
     "models": "Models in training.",
-    "samplers": "Samplers.",
+    "samplers": "Samplers of the open sessions.",
     "waiting_requests": "Training requests in queues.",
     "running_requests": "Training requests in progress.",
     "adapter_bytes": "Memory of adapters, moments, gradients and snapshots.",
     "evictions": "Evictions from memory to disk.",
-    "prefill_tokens_requested": "Tokens of the samples that joined the batch; a suspended sample counts again.",
+    "prefill_tokens_requested": "Tokens to prefill, before sharing: the tokens of each sample when it joins the batch, "
+    "and again when it resumes after a suspension.",
     "prefill_tokens_computed": "Tokens computed for these samples; equal beginnings of prompts are computed once.",
     "busy_seconds": "Time spent computing training and sampling.",
     "resident_bytes": "Resident memory of the process.",

@@ -116,10 +116,10 @@ class RlhfConfig(TrackedConfig, NamedConfig):
     needs_approval: bool = Field(
         default=False,
         title="Needs approval",
-        description="Ask a person after each stage except the last whether to continue. A stage with `register_as` "
-        "asks whether to register its checkpoint instead, which also decides about the next stage. A flow run of a "
-        "deployment is suspended until someone submits the form in the Prefect UI; a run from a terminal asks in the "
-        "terminal.",
+        description="Ask a person after each stage except the last whether to continue. For a stage with "
+        "`register_as`, the question is instead whether to register its checkpoint; if the answer is no, the next "
+        "stage does not run either. A flow run of a deployment is suspended until someone submits the form in the "
+        "Prefect UI; a run from a terminal asks in the terminal.",
     )
 
     budget: BudgetConfig = Field(

@@ -59,14 +59,15 @@ class Price:
 
 FREE = Price(0.0, 0.0, 0.0)
 
-PRICES_DATE = "2026-10"  # month of the newest copy of the service's price page; `TABLE` agrees with that copy
+# Month of the newest archived copy of the service's price page with which `TABLE` was compared.
+PRICES_DATE = "2026-10"
 
 
 def price_of(model: str, url: str, table: str = "") -> Price | None:
-    """Return the price of a model on the service of a config; None if it is unknown.
+    """Return the price of a model on the service at ``url``; None if it is unknown.
 
-    The user's table overrides the built-in one, which covers only the hosted service. A service on this machine is
-    free.
+    The user's table overrides the built-in one, which covers only the hosted service. On this machine, models that the
+    user's table does not list are free.
 
     Args:
         url: URL of the service (`flows.runs.blocks.service_url`); empty for an engine that the run starts.

@@ -63,8 +63,8 @@ class TargetSpec(BaseModel):
         default=None,
         allow_inf_nan=False,
         title="Upper bound",
-        description="Upper bound of the multiplier. Unset: 100 divided by `scale`, multiplied by `gain_unit` (see "
-        "`integral_gain`) if it is above 1.",
+        description="Upper bound of the multiplier. Unset: `100 / scale`, or `100 / scale * gain_unit` if `gain_unit` "
+        "(see `integral_gain`) is above 1.",
     )
     warmup: int = Field(
         default=0, ge=0, title="Warmup (steps)", description="Steps before the multiplier starts to change."

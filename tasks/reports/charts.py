@@ -23,7 +23,7 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 # Color of the base loss and of reference lines, readable on light and dark pages.
 NEUTRAL = "#7f7f7f"
 _OTHERS = "#bfbfbf"
-_COSINES = [[0.0, "#D55E00"], [0.5, "#f2f2f2"], [1.0, "#0072B2"]]
+_COSINE_COLORS = [[0.0, "#D55E00"], [0.5, "#f2f2f2"], [1.0, "#0072B2"]]
 
 _FEWEST_TO_SMOOTH = 12
 _HEIGHT_PX, _ROW_PX = 320, 130
@@ -63,11 +63,10 @@ class DrawnRun:
     def held_out(self, key: str) -> dict[int, Estimate]:
         """Held-out values of a metric by step, with intervals if the run stored the values of its batches."""
         name = key.removeprefix("test/term/").removesuffix("/value")
-        shares = is_share(key, self.history)
         estimates: dict[int, Estimate] = {}
         for step, value in self.history.get(key, ()):
             batches = self.batches.get(step, {}).get(name)
-            estimates[step] = Estimate.of(batches, is_share=shares) if batches else Estimate(value)
+            estimates[step] = Estimate.of(batches, is_share=is_share(key, self.history)) if batches else Estimate(value)
         return estimates
 
 
@@ -123,21 +122,14 @@ def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limi
             return None
         drawn.insert(0, "value")
     colors = [color] if len(runs) == 1 else _run_colors(runs)
-    traces = [
-        trace
-        for run, run_color in zip(runs, colors, strict=True)
-        for trace in (
-            *_values(run, keys["value"], held_out, run_color),
-            *(
-                line
-                for index, row in enumerate(drawn[1:], start=2)
-                for line in _line(run.history.get(keys[row], ()), f"{row} {run.label}", run_color, row=index)
-            ),
-        )
-    ]
+    traces: list[dict[str, Any]] = []
+    for run, run_color in zip(runs, colors, strict=True):
+        traces.extend(_values(run, keys["value"], held_out, run_color))
+        for index, row in enumerate(drawn[1:], start=2):
+            traces.extend(_line(run.history.get(keys[row], ()), f"{row} {run.label}", run_color, row=index))
     levels = [] if limit is None else [_level(limit, dash="dash")]
     if "effect" in drawn:
-        levels.append(_level(0, row=len(drawn), width=1))
+        levels.append(_level(0, row=drawn.index("effect") + 1, width=1))
     label = {"text": "limit", "x": 1, "xanchor": "right", "y": limit, "yanchor": "bottom", "showarrow": False}
     figure = _figure(
         traces,
@@ -153,13 +145,14 @@ def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limi
         reading += f" Weight {weights.pop():g}."
     if "effect" in drawn:
         reading += (
-            " Effect: how much an update of all terms together changes this term on its batch; below 0 is better."
+            " Effect: how much an update of all terms together changes this term on its batch; below 0, the value "
+            "falls."
         )
     return Chart(name, reading, figure)
 
 
 def draw_shares(run: DrawnRun, names: Sequence[str]) -> Chart | None:
-    """Stacked chart of each term's share of the gradient; None without a step.
+    """Stacked chart of each term's share of the gradient; None if no term has a share at any step.
 
     Args:
         names: terms in the order of `order_by_share`. The regularizers after the sixth are one band.
@@ -188,7 +181,9 @@ def draw_shares(run: DrawnRun, names: Sequence[str]) -> Chart | None:
         for name, points in bands.items()
     ]
     axis = {"title": "share of the gradient", "tickformat": ".0%", "range": [0, 1]}
-    reading = "Height of a band: the part of a term in the summed norms of all weighted gradients of a step."
+    reading = (
+        "Height of a band: the norm of the term's weighted gradient, divided by the sum of these norms over all terms."
+    )
     return Chart("Share of the gradient", reading, _figure(traces, [axis], _HEIGHT_PX))
 
 
@@ -198,7 +193,7 @@ def draw_cosines(run: DrawnRun, names: Sequence[str]) -> Chart | None:
         f"{first}, {second}": points
         for index, first in enumerate(names)
         for second in names[index + 1 :]
-        if (points := _cosines(run.history, first, second))
+        if (points := _cosine_points(run.history, first, second))
     }
     lowest = sorted(pairs, key=lambda pair: np.mean([cosine for _, cosine in pairs[pair]]))[: len(PALETTE)]
     if not lowest:
@@ -227,14 +222,17 @@ def draw_conflicts(run: DrawnRun, names: Sequence[str]) -> Chart:
         "y": list(names),
         "zmin": -1,
         "zmax": 1,
-        "colorscale": _COSINES,
+        "colorscale": _COSINE_COLORS,
         "texttemplate": "%{text}",
         "hoverongaps": False,
         "colorbar": {"title": {"text": "cosine"}},
     }
     height = max(_HEIGHT_PX, 120 + 30 * len(names))
     figure = _figure([trace], [{"title": "term", "autorange": "reversed"}], height, x_title="term")
-    reading = "Orange pairs pull against each other, blue ones in the same direction; an empty cell has no common step."
+    reading = (
+        "Orange pairs pull against each other, blue ones in the same direction; a cell is empty if its two terms have "
+        "no step in common."
+    )
     is_wide = len(names) > _MAX_NARROW
     return Chart("Conflicts: mean cosine of the gradients", reading, figure, is_wide)
 
@@ -245,7 +243,7 @@ def mean_cosines(history: History, names: Sequence[str]) -> np.ndarray:
     np.fill_diagonal(cosines_KK, 1.0)
     for i, first in enumerate(names):
         for j, second in enumerate(names):
-            points = _cosines(history, first, second)
+            points = _cosine_points(history, first, second)
             if i != j and points:
                 cosines_KK[i, j] = np.mean([value for _, value in points])
     return cosines_KK
@@ -263,7 +261,7 @@ def smooth(values: Sequence[float]) -> tuple[int, list[float]]:
     return width, [float(np.mean(values[max(0, end - width) : end])) for end in range(1, len(values) + 1)]
 
 
-def _cosines(history: History, first: str, second: str) -> Sequence[tuple[int, float]]:
+def _cosine_points(history: History, first: str, second: str) -> Sequence[tuple[int, float]]:
     return history.get(cosine_key(first, second)) or history.get(cosine_key(second, first)) or ()
 
 
@@ -339,7 +337,7 @@ def _level(y: float, *, row: int = 1, **line: Any) -> dict[str, Any]:
 
 
 def _axis(row: int) -> str:
-    """Suffix of the axes of a row in Plotly's names."""
+    """Number that Plotly appends to ``x`` and ``y`` to name the axes of a row: empty for row 1, ``2`` for row 2."""
     return "" if row == 1 else str(row)
 
 
@@ -351,11 +349,11 @@ def _figure(
     x_title: str = "step",
     **layout: Any,
 ) -> go.Figure:
-    """Chart with a row for each y axis, the first three times as high as the others, in the layout that all share.
+    """Chart with one row per y axis, in the layout common to all charts.
 
-    The legend is above the plot, so that it never covers data. The top margin leaves room for it, because Plotly may
-    draw a legend of several rows over the plot. The figure is validated as a whole, because each change of a figure
-    takes Plotly milliseconds.
+    The first row is three times as high as each other row. The legend is above the plot, so that it never covers data.
+    The top margin leaves room for it, because Plotly may draw a legend of several rows over the plot. The figure is
+    validated as a whole, because each change of a figure takes Plotly milliseconds.
     """
     num_entries = sum(trace.get("showlegend", True) for trace in traces)
     layout |= {

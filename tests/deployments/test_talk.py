@@ -77,13 +77,13 @@ def test_chat_continues_the_conversation(
     storage: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A question after /reset gets the answer of a first question; a second question has a history."""
-    lines = [PROMPTS[0], PROMPTS[0], "/reset", PROMPTS[0], "/rest"]
+    lines = [PROMPTS[0], PROMPTS[0], "/reset", PROMPTS[0], "/reset now", PROMPTS[0], "/rest"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
     shown = run_command(capsys, "chat", "talk@final", "--storage", storage, "--temperature", "0", "--max-tokens", "12")
     answers = shown.split("(cut after max_tokens=12)\n")
-    assert len(answers) == 4
+    assert len(answers) == 5
     assert answers[-1].startswith("Unknown command /rest. Commands: /reset starts")
-    assert answers[0] == answers[2] != answers[1]
+    assert answers[0] == answers[2] == answers[3] != answers[1]
 
 
 def test_unknown_run(storage: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,10 @@
 """Parser of GSM8K's calculator annotations, `<<48/2=24>>`, and final answers, `#### 72`, without `eval`.
 
 The format is that of Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems" (arXiv:2110.14168).
-Texts come from models and from the web, so parsing has bounded cost and never raises. An annotation is counted as
-unparsable if one of its sides is longer than `MAX_CHARS`, it comes after the first `MAX_STEPS` annotations, it does not
-have exactly one ``=``, it is not arithmetic, it is not linear in the unknowns x, y and z, or it has a power other than
-a number to an exponent from 1 to 9.
+A step is one parsed annotation. Texts come from models and from the web, so parsing has bounded cost and never raises.
+An annotation is counted as unparsable if one of its sides is longer than `MAX_CHARS`, it comes after the first
+`MAX_STEPS` annotations, it does not have exactly one ``=``, it is not arithmetic, it is not linear in the unknowns x, y
+and z, or it has a power other than a number to an exponent from 1 to 9.
 """
 
 from __future__ import annotations
@@ -196,9 +196,10 @@ def _read_side(side: str) -> Program | None:
 
 
 def _expression(tokens: list[str], binding: int) -> Program:
-    """Parse and remove the next tokens up to the first operator of lower precedence than ``binding``.
+    """Parse and remove tokens until the next one is not an operator with precedence of at least ``binding``.
 
-    This is precedence climbing. The list of tokens is reversed, so the next token is its last item.
+    In valid arithmetic, a weaker operator, a ``)`` or the end follows. This is precedence climbing. The list of tokens
+    is reversed, so the next token is its last item.
 
     The recursion depth is at most two frames per character. `ast.parse` is not used, because CPython 3.11 raises a
     SystemError when two threads call it at once, and terms are prepared in threads.
@@ -234,7 +235,7 @@ def _operand(tokens: list[str]) -> Program:
 
 
 def _negated(program: Program) -> Program:
-    """Negate a program; a negative number stays a single number, so that other steps can refer to its value."""
+    """Negate a program; a negative number stays one number: `topology` connects annotations by equal numbers."""
     match program:
         case (Fraction() as number,):
             return (-number,)
