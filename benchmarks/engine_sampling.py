@@ -80,17 +80,20 @@ def measure(
 
 
 def _fresh_batches(questions: Prompts) -> Iterator[Prompts]:
-    """Yield the questions without their first token, then without their first two tokens, and so on."""
+    """Yield the questions without their first token, then without their first two tokens, and so on.
+
+    Each question is cut to 96 tokens.
+    """
     for first in count(1):
         yield [question[first : first + 96] for question in questions]
 
 
 def _row(
-    engine: str, num_prompts: int, num_tokens: int, ours: Sequence[float], peer: Sequence[float], peer_name: str
+    setup: str, num_prompts: int, num_tokens: int, ours: Sequence[float], peer: Sequence[float], peer_name: str
 ) -> Row:
     requests = "1 request" if num_prompts == 1 else f"{num_prompts} concurrent requests"
     return Row(
-        f"engine_sampling: {requests} of {num_tokens} tokens, {engine}", "tokens/s", ours, peer, peer_name=peer_name
+        f"engine_sampling: {requests} of {num_tokens} tokens, {setup}", "tokens/s", ours, peer, peer_name=peer_name
     )
 
 

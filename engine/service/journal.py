@@ -1,9 +1,11 @@
-"""Journal of a session, read after kill -9: one file of JSON lines, each appended by one write.
+"""Journal of an open session: one file of JSON lines, from which a restarted engine restores the session.
 
-A completed write belongs to the operating system and survives the process; only a power cut can lose it. Checkpoints
-are flushed to disk separately. A record therefore costs microseconds and needs no flush. Results of passes and samples
-are not recorded: they would dominate the size. Training progress since the last checkpoint is lost with the process
-anyway, and clients can sample again.
+It records the opening of the session, the requests of its models with their responses in JSON, the last reproducible
+state of each model, and its samplers (`engine.service.history`). Each record is appended by one write. Once a write has
+completed, the operating system keeps the data even if the process is killed; only a power cut loses it. Records are
+therefore not flushed and cost microseconds. Checkpoints, which must survive a power cut, are flushed. Results of passes
+and samples are not recorded: they would dominate the size. Training progress since the last checkpoint is lost with the
+process anyway, and clients can sample again.
 """
 
 from __future__ import annotations
@@ -41,13 +43,14 @@ class Journal:
         """Read all records; truncate a last record that a kill cut short.
 
         Raises:
-            ValueError: a record is not JSON, or contains an unpaired surrogate, which no response could contain.
+            ValueError: a record is not JSON or contains an unpaired surrogate.
         """
         content = self._path.read_bytes()
         complete = content.rfind(b"\n") + 1
         if self._file is not None and complete < len(content):
             os.ftruncate(self._file, complete)
         records = [json.loads(line) for line in content[:complete].splitlines()]
+        # Raises for an unpaired surrogate: restored values go into responses, which must be valid UTF-8.
         json.dumps(records, ensure_ascii=False).encode()
         return records
 

@@ -146,8 +146,8 @@ class EngineConfig(Config):
         default=False,
         title="Deterministic",
         description="Make sampling independent of the other requests in the batch, bit for bit; requires float32. "
-        "A run that samples from its own weights, in the modes `sync` and `stream`, or that has a reference then ends "
-        "with the same weights whether or not it crashed and was resumed.",
+        "A resumed run then ends with the same weights as an uninterrupted one, even if it uses a reference or samples "
+        "from its own weights (modes `sync` and `stream`).",
     )
 
 

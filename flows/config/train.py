@@ -236,8 +236,8 @@ class TrainConfig(RunConfig):
         default=0,
         ge=0,
         title="Seed",
-        description="Seed for the adapter's initialization, the data order, and the methods `pcgrad` and `random` of "
-        "`objective.balance`.",
+        description="Seed for the adapter's initialization, the data order, rollouts, sampled candidates, the report's "
+        "examples, and the methods `pcgrad` and `random` of `objective.balance`.",
     )
     learning_rate: float = Field(
         default=1e-4,

@@ -27,13 +27,14 @@ class TriedPoint:
     """Point of a search that has been tried or is running.
 
     Attributes:
-        values: Label of each dimension's value, without idle values.
-        value: Mean of the metric over the trials that have a value; None if no trial has one.
+        labels: Label of the value in each dimension, except values without effect, such as the weight of an ablated
+            regularizer (`drop_idle_values`).
+        mean_metric: Mean of the metric over the trials that have a value; None if no trial has one.
         ended: Whether all trials of the point have ended.
     """
 
-    values: Mapping[str, Label]
-    value: float | None
+    labels: Mapping[str, Label]
+    mean_metric: float | None
     ended: bool
 
 
@@ -80,12 +81,13 @@ def _label(dimension: Dimension, param: Any) -> Label:
 
 
 def _as_trial(tried: TriedPoint, dimensions: Sequence[Dimension]) -> FrozenTrial:
-    active = [dimension for dimension in dimensions if dimension.name in tried.values]
-    state = TrialState.RUNNING if not tried.ended else TrialState.FAIL if tried.value is None else TrialState.COMPLETE
+    active = [dimension for dimension in dimensions if dimension.name in tried.labels]
+    has_metric = tried.mean_metric is not None
+    state = TrialState.RUNNING if not tried.ended else TrialState.COMPLETE if has_metric else TrialState.FAIL
     return create_trial(
         state=state,
-        value=tried.value if tried.ended else None,
-        params={dimension.name: _param(dimension, tried.values[dimension.name]) for dimension in active},
+        value=tried.mean_metric if tried.ended else None,
+        params={dimension.name: _param(dimension, tried.labels[dimension.name]) for dimension in active},
         distributions={dimension.name: _distribution(dimension) for dimension in active},
     )
 

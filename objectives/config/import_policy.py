@@ -1,10 +1,10 @@
-"""Modules and commands that configs may name: from a terminal all, else own modules and what the operator named.
+"""Modules and commands that a config may name: all, or in a deployment's run, own modules and what the operator named.
 
-A worker of Prefect runs a deployment's flow in a process with the variable `PREFECT__FLOW_RUN_ID`, and a flow that is
-served on its own restricts its process when it starts (`flows.runs.rights`). The processes of the run inherit these
-variables. Anyone who can fill in a form can write the config of such a process. The process therefore imports only
-`OWN_MODULES`, without `_CODE_LOADERS`, and the modules in the variable `TINKER_FLOWS_ALLOWED_MODULES`. A run that a
-terminal has signed keeps the terminal's rights.
+A worker of Prefect runs a deployment's flow in a process with the variable `PREFECT__FLOW_RUN_ID`. A flow that is
+served without a worker sets `TINKER_FLOWS_RESTRICTED_RUN` when its run starts (`flows.runs.rights`). Child processes
+inherit the variables. Anyone who can fill in the deployment's form in the Prefect UI can write the config of such a
+process. The process therefore imports only `OWN_MODULES`, without `_CODE_LOADERS`, and the modules in the variable
+`TINKER_FLOWS_ALLOWED_MODULES`. A run that a terminal has signed keeps the terminal's rights.
 """
 
 from __future__ import annotations
@@ -80,10 +80,12 @@ def check_module(module: str, path: str) -> None:
 
 
 def check_object(value: object, path: str) -> None:
-    """Check that an imported object was defined in a module that a config may import, and not only imported there.
+    """Check the module that defines an object.
+
+    An allowed module may itself have imported the object from a module that is not allowed.
 
     Raises:
-        NotAllowedError: see `check_module`, for the module that defines the object.
+        NotAllowedError: the process is restricted, and the defining module is not allowed (`check_module`).
     """
     check_module(getattr(value, "__module__", None) or type(value).__module__, path)
 
@@ -144,8 +146,8 @@ def find_command(name: str) -> tuple[str, ...]:
         ) from error
     if not words.get(name):
         raise ObjectiveError(
-            f"There is no command {name!r}: add it to {COMMANDS} where the run starts, which has "
-            f"{', '.join(sorted(words)) or 'no commands'}."
+            f"There is no command {name!r} in {COMMANDS}, which has {', '.join(sorted(words)) or 'no commands'}: add "
+            "it to the variable where the run starts."
         )
     return words[name]
 

@@ -27,8 +27,8 @@ Weighting: TypeAlias = Callable[[Tensor], Tensor]
 # smallest gradient's norm in one of 20 random cases; these values leave 2 % and take 20 ms.
 MGDA_EPSILON, MGDA_STEPS = 1e-5, 1000
 
-# TorchJD adds this share of the trace to the diagonal of the Gramian. With its default, 1e-4, a gradient whose share is
-# below about 1 % may remain in conflict with the total.
+# TorchJD adds this share of the trace to the diagonal of the Gramian. With its default, 1e-4, a gradient whose norm is
+# below about 1 % of that of all gradients together may remain in conflict with the total.
 PROJECTION_EPSILON = 1e-10
 
 

@@ -1,6 +1,7 @@
 """Start of a run: at step 0, at its own last checkpoint, or at the weights of its origin.
 
-The origin is the checkpoint that a run is forked from, or that `init_from` names. tinker-cookbook may have written it.
+The origin is the checkpoint that a run is forked from, or that `init_from` names. tinker-cookbook may have written the
+run's own last checkpoint.
 """
 
 from __future__ import annotations

@@ -105,18 +105,26 @@ def _score(command: tuple[str, ...], timeout_s: float, text: str) -> float | Non
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)  # The process leads its group, which contains its children.
-    return _read(output, errors, process.wait())
+    return _parse_score(output, errors, process.wait())
 
 
-def _read(output: str, errors: str, returncode: int) -> float:
+def _parse_score(output: str, errors: str, returncode: int) -> float:
+    if returncode != 0:
+        raise ObjectiveError(
+            f"the scorer exited with code {returncode} and printed {_tail(errors or output)!r}; run it manually on a "
+            "text of the data"
+        )
     try:
         score = float(output.split()[-1])
     except (IndexError, ValueError):
         score = math.nan
-    if returncode != 0 or not math.isfinite(score):
-        tail = " ".join((errors or output).split())[-200:]
+    if not math.isfinite(score):
         raise ObjectiveError(
-            f"the scorer exited with code {returncode} and printed {tail!r} instead of a finite number as the last "
-            "word of its output; run it manually on a text of the data"
+            f"the last word of the scorer's output {_tail(output)!r} is not a finite number; run it manually on a text "
+            "of the data"
         )
     return score
+
+
+def _tail(text: str) -> str:
+    return " ".join(text.split())[-200:]

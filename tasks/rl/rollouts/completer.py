@@ -1,4 +1,4 @@
-"""Completer of rollouts: a snapshot of the weights with reproducible seeds.
+"""Sample the rollouts of a group from a snapshot of the weights, with reproducible seeds.
 
 Members of a group that send the same prompt at the same time, as all do in their first turn, share one request for
 several samples, so that the service processes the prompt once. Merging does not change the seeds: a member's seed is
@@ -30,14 +30,18 @@ from tasks.training.batch_source import SampledTokens
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCompleter(TokenCompleter):
-    """Completer of a snapshot of the weights.
+    """Factory of the completers of a group's members, which sample from one snapshot of the weights.
+
+    It is a `TokenCompleter` only so that tinker-cookbook's evaluator and rollouts accept it and pass it to the
+    strategy. It cannot be called; the strategy calls `members`.
 
     Attributes:
         sampler: client of the snapshot.
         max_tokens: maximum tokens per turn.
         distribution: temperature, top-k and top-p of the samples.
         key: run's seed, step and group; with the attempt, member and turn, it determines the seed of a request.
-        by_prompt: True if the seed also depends on the prompt, for groups that share a key.
+        by_prompt: True if the seed also depends on the prompt: in evaluation, all groups share one completer and
+            therefore one key.
         custom: completer of the user, which samples in place of this one; None if there is none.
         merges: True to merge equal requests of members; False for rollouts of several turns.
         progress: tokens sampled by all members in all attempts.
@@ -68,7 +72,8 @@ class SnapshotCompleter(TokenCompleter):
         return [_Member(requests, index) for index in range(num_members)]
 
     def _seed_of_member(self, attempt: int, member: int, prompt: tinker.ModelInput) -> int:
-        # A custom completer gets one seed, at its first turn; only the number and the prompt of the turn matter here.
+        # A custom completer is created with one seed, at its first turn, number 0. `seed` reads only the number and the
+        # prompt of a turn, so the other values are placeholders.
         return self.seed(attempt, _Turn(0, self.max_tokens, [], prompt)) + member
 
     def seed(self, attempt: int, turn: _Turn) -> int:
@@ -144,8 +149,8 @@ class _Requests:
                 )
 
     async def _sample(self, batch: Sequence[_Waiter]) -> None:
-        first, turn, _ = batch[0]
-        distribution, seed = self.completer.distribution, self.completer.seed(self._attempt, turn) + first
+        first_member, turn, _ = batch[0]
+        distribution, seed = self.completer.distribution, self.completer.seed(self._attempt, turn) + first_member
         params = distribution.params(max_tokens=turn.max_tokens, seed=seed, stop=turn.stop)
         progress, request = self.completer.progress, (len(batch), turn.prompt.length, turn.max_tokens)
         progress.start_request(*request)

@@ -206,7 +206,7 @@ def test_search_is_deterministic_given_the_tried_points(method: str) -> None:
         assert isinstance(point["n"], int)
         assert point["c"] in ("a", "b")
         tried.append(TriedPoint(point, float(point["x"]), ended=True))
-    assert len({point.values["x"] for point in tried}) == 4
+    assert len({point.labels["x"] for point in tried}) == 4
 
 
 def test_bayesian_search_converges() -> None:
@@ -215,7 +215,7 @@ def test_bayesian_search_converges() -> None:
     for _ in range(40):
         point = next_point(search, dimensions_of(config), "min", tried)
         tried.append(TriedPoint(point, abs(float(point["x"]) - 7.0), ended=True))
-    late = [point.value for point in tried[-10:] if point.value is not None]
+    late = [point.mean_metric for point in tried[-10:] if point.mean_metric is not None]
     assert sum(late) / len(late) < 1.5  # the mean distance of uniform draws is 2.9
 
 

@@ -61,10 +61,11 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("scorer", "message"),
     [
-        (["sh", "-c", "echo 1; echo no disk >&2; exit 3"], "exited with code 3 and printed 'no disk'"),
-        (["echo", "fine"], "exited with code 0 and printed 'fine' instead of a finite number"),
-        (["echo", "nan"], "exited with code 0 and printed 'nan'"),
-        (["true"], "exited with code 0 and printed ''"),
+        (["sh", "-c", "echo 1; echo no disk >&2; exit 3"], "exited with code 3 and printed 'no disk'; run it"),
+        (["sh", "-c", "echo 0.5; exit 1"], "exited with code 1 and printed '0.5'; run it"),
+        (["sh", "-c", "echo fine; echo warning >&2"], "output 'fine' is not a finite number"),
+        (["echo", "nan"], "output 'nan' is not a finite number"),
+        (["true"], "output '' is not a finite number"),
         (["no-such-program"], "it raised FileNotFoundError"),
         ("no_such_module:score", "ModuleNotFoundError: No module named "),
     ],
