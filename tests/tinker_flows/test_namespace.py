@@ -16,7 +16,7 @@ import tinker_flows
 import tinker_flows.losses
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "prefect", "mlflow", "transformers", "tinker", "tinker_cookbook", "pydantic", "objectives")
+HEAVY = ("torch", "prefect", "mlflow", "transformers", "tinker", "tinker_cookbook", "pydantic", "objectives.term")
 INTERNAL = {"objectives", "engine", "blocks", "tasks", "flows", "deployments"}
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
