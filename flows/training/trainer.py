@@ -186,8 +186,8 @@ class Trainer:
             ConfigError: There is nothing to train, or the budget does not cover the first step of a new run.
             GuardError: A step was bad, and the guard policy stops the run.
             RolledBackError: A step was bad, and the run has to resume from its last checkpoint without the step.
-            KeyboardInterrupt, TerminationSignal, RunCancelled: The run was stopped; the current step is finished
-                and saved.
+            KeyboardInterrupt, TerminationSignal, RunCancelled: The run was stopped after the current step or
+                evaluation, and its weights are saved.
         """
         first, num_steps = self.first_step, self.schedule.num_steps
         if first == self.schedule.first and not self.guard.skipped_steps:  # no step has been trained yet
@@ -344,7 +344,7 @@ class Trainer:
         self.run.log.log_unfinished(step, self.ledger.metrics())
 
     def _charge(self, step: int, stop: StopRequest) -> None:
-        """Charge what the service has sampled and scored up to a step; the last step also ends the sampling."""
+        """Charge what the service has sampled and scored up to a step; if the run ends here, stop the sampling."""
         self.ledger.add_sampled(self.source.take_sampled())
         if self.ledger.stopped or stop.requested:
             self.ledger.add_sampled(self.source.stop_sampling())
