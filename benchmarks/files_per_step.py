@@ -16,10 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from prefect.settings import PREFECT_API_URL, temporary_settings
-
-from benchmarks.scratch import scratch_home
-from blocks.servers.processes import local_engine, local_prefect_server
+from benchmarks.scratch import scratch_home, scratch_prefect_server
+from blocks.servers.processes import local_engine
 from flows.config.loader import load_config
 from flows.config.rl import RlConfig
 from flows.config.train import SftConfig
@@ -86,8 +84,7 @@ def main() -> None:
     """Print the files of a step and their number, for each case."""
     with (
         scratch_home(),
-        local_prefect_server() as url,
-        temporary_settings({PREFECT_API_URL: url}),
+        scratch_prefect_server(),
         local_engine(model="tiny", dtype="float32", threads=1) as service,
     ):
         assert service.api_key is not None

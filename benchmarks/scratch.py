@@ -1,4 +1,4 @@
-"""Temporary project home, engine processes and data of the benchmarks."""
+"""Temporary project home, Prefect server, engine processes and data of the benchmarks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from typing import Any
 
 import tinker
 import torch
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from tinker import types
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 import examples
 from blocks.files.local import home
+from blocks.servers.processes import local_prefect_server
 from examples.gsm8k import read_problems
+from flows.monitoring.drain import deliver_events
 
 # A local engine accepts any key that starts with tml-.
 KEY = "tml-bench"
@@ -48,6 +51,17 @@ def environment(**variables: str) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(previous)
+
+
+@contextmanager
+def scratch_prefect_server() -> Iterator[str]:
+    """Run a Prefect server for the flows of the block; yields the URL of its API."""
+    with local_prefect_server() as url, temporary_settings({PREFECT_API_URL: url}):
+        try:
+            yield url
+        finally:
+            # Prefect's thread for events would stay connected to this server and lose the events of later flows.
+            deliver_events()
 
 
 @contextmanager

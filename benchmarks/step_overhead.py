@@ -23,7 +23,6 @@ from time import perf_counter
 
 import tinker
 from prefect import flow
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.task_runners import ThreadPoolTaskRunner
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tqdm import tqdm
@@ -31,10 +30,9 @@ from transformers import AutoTokenizer
 
 from benchmarks.empty_service import EmptyService
 from benchmarks.rows import Row
-from benchmarks.scratch import scratch_home, solutions
+from benchmarks.scratch import scratch_home, scratch_prefect_server, solutions
 from blocks import MLflowTracking
 from blocks.files.local import home
-from blocks.servers.processes import local_prefect_server
 from engine.models import resolve_model
 from flows.runs.cli import silence_console_logs
 from flows.training.step import prepare_batch
@@ -111,8 +109,7 @@ def measure(*, repetitions: int = 10, steps: int = 10, large_steps: int = 3) -> 
     executor = TaskTermExecutor(objective.runner, ThreadPoolTaskRunner(), objective.regularizers)
     with (
         scratch_home(),
-        local_prefect_server() as url,
-        temporary_settings({PREFECT_API_URL: url}),
+        scratch_prefect_server(),
         open_workers(),
         closing(executor),
     ):

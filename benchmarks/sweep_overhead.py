@@ -17,11 +17,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from prefect.settings import PREFECT_API_URL, temporary_settings
-
 from benchmarks.rows import Row
-from benchmarks.scratch import environment, scratch_home
-from blocks.servers.processes import local_engine, local_prefect_server
+from benchmarks.scratch import environment, scratch_home, scratch_prefect_server
+from blocks.servers.processes import local_engine
 from flows.config.train import SftConfig
 from flows.runs.cli import silence_console_logs
 from flows.sft import sft
@@ -41,8 +39,7 @@ def measure(*, num_trials: int | None = None, num_steps: int = 5) -> list[Row]:
     num_trials = num_trials or int(os.environ.get("TRIALS", "100"))
     with (
         scratch_home() as home,
-        local_prefect_server() as url,
-        temporary_settings({PREFECT_API_URL: url}),
+        scratch_prefect_server(),
         local_engine(model="tiny", dtype="float32", threads=1) as engine,
         environment(TINKER_API_KEY=engine.api_key.get_secret_value() if engine.api_key else ""),
     ):

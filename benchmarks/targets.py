@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.scratch import KEY, bench_engine, environment, scratch_home
+from benchmarks.scratch import KEY, bench_engine, environment, scratch_home, scratch_prefect_server
 from blocks.files.local import home
-from blocks.servers.processes import local_prefect_server
 from engine.models import resolve_model
 from flows.config.train import TrainConfig
 from objectives.config.spec import RegularizerSpec
@@ -118,7 +116,7 @@ def measure(*, cases: Sequence[Case] = CASES) -> Table:
     table = Table(title="targets: mean over the last quarter of the run", title_justify="left")
     for column in (*columns, "inactive multiplier"):
         table.add_column(column, overflow="fold")
-    with scratch_home() as folder, local_prefect_server() as api, temporary_settings({PREFECT_API_URL: api}):
+    with scratch_home() as folder, scratch_prefect_server():
         for model in dict.fromkeys(case.model for case in cases):
             with _service(folder, model):
                 for case in tqdm([case for case in cases if case.model == model], desc=f"targets, {model}"):

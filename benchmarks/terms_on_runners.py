@@ -18,12 +18,10 @@ from typing import Literal
 
 import torch
 from prefect import flow
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from tqdm import tqdm
 
 from benchmarks.rows import Row
-from benchmarks.scratch import scratch_home
-from blocks.servers.processes import local_prefect_server
+from benchmarks.scratch import scratch_home, scratch_prefect_server
 from flows.config.train import TaskRunnerConfig
 from flows.runs.cli import silence_console_logs
 from flows.runs.task_runner import open_task_runner
@@ -58,7 +56,7 @@ def measure(
     Args:
         seconds: time that each term waits.
     """
-    with scratch_home(), local_prefect_server() as url, temporary_settings({PREFECT_API_URL: url}):
+    with scratch_home(), scratch_prefect_server():
         silence_console_logs()
         return [
             _row(kind, repetitions, seconds, num_terms)
