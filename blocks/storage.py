@@ -9,7 +9,7 @@ from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 
 from blocks.errors import StorageError, reason, storage_error
-from blocks.files.local import home
+from blocks.files.local import home_path
 from blocks.files.local_directory import LocalDirectory
 from blocks.urls import check_no_credentials
 
@@ -154,7 +154,7 @@ class RunStorage(Block):
         scheme, separator, path = self.url.partition("://")
         if not separator:
             try:
-                folder = Path(self.url).expanduser().resolve() if self.url else home() / "runs"
+                folder = Path(self.url).expanduser().resolve() if self.url else home_path() / "runs"
                 is_file = folder.exists() and not folder.is_dir()
             except (OSError, ValueError, RuntimeError) as error:
                 raise StorageError(

@@ -120,8 +120,8 @@ def _rows(run: Estimate) -> list[tuple[str, str]]:
     return [
         ("steps", f"{run.num_steps:,}{_skipped(run.skipped_steps)}"),
         ("tokens in training batches", f"{run.num_tokens:,}{sample}"),
-        ("forward passes", f"{run.num_forwards:,}"),
-        ("forward_backward passes", f"{run.num_forward_backwards:,}"),
+        ("forward passes, which train nothing", f"{run.num_forwards:,}"),
+        ("forward_backward passes, which train", f"{run.num_forward_backwards:,}"),
         ("evaluations", f"{run.num_evaluations:,}{held_out}"),
         *([("tokens sampled, at most", f"{num_sampled:,}")] if num_sampled else []),
         *(

@@ -13,15 +13,18 @@ from typing import IO, Any
 from blocks.errors import StorageError, reason, storage_error
 
 
+def home_path() -> Path:
+    """Return the path of the project home: `$TINKER_FLOWS_HOME`, or `.tinker-flows` in the current directory."""
+    return Path(os.environ.get("TINKER_FLOWS_HOME") or ".tinker-flows").resolve()
+
+
 def home() -> Path:
     """Return the project home, the directory with databases, logs and runs; create it for its owner if missing.
-
-    It is `$TINKER_FLOWS_HOME`, or `.tinker-flows` in the current directory.
 
     Raises:
         StorageError: the directory cannot be created or written to.
     """
-    path = Path(os.environ.get("TINKER_FLOWS_HOME") or ".tinker-flows").resolve()
+    path = home_path()
     try:
         private_folder(path)
     except OSError as error:

@@ -157,8 +157,27 @@ def _engine(config: Config) -> AbstractContextManager[None]:
 
 def _run_quietly(flow: Flow[..., R], config: Config, server: PrefectServer | None) -> R:
     silence_console_logs()
+    _check_resumption(config)
     with _explained_interrupts(config):
         return _run(flow, config, server)
+
+
+def _check_resumption(config: Config) -> None:
+    """Reject a config that changes what an existing run trains, before the run waits for its servers.
+
+    Raises:
+        ConfigError: The config of the run differs or is damaged.
+    """
+    from flows.config.base import RunConfig
+    from flows.runs.blocks import storage_of
+    from flows.runs.start.config_record import check_unchanged
+    from flows.runs.start.cookbook_compat import has_cookbook_config
+    from tasks.training.checkpoints import resumable
+
+    if isinstance(config, RunConfig) and config.if_exists == "resume":
+        directory = storage_of(config).run_directory(config.run_name)
+        if (records := resumable(directory)) and not has_cookbook_config(directory):
+            check_unchanged(directory, config, records[0])
 
 
 @contextmanager

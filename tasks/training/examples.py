@@ -266,7 +266,7 @@ def _title(entry: ExampleInput, *, is_pair: bool) -> str:
     """Title of the completion that an example shows next to its own."""
     if is_pair or not entry.others:
         return "rejected" if is_pair else ""
-    return "in the data" if len(entry.others) == 1 else f"in the data, one of {len(entry.others)} completions"
+    return "in the data" if len(entry.others) == 1 else f"in the data, the most marked of {len(entry.others)}"
 
 
 def _first_rows(batch: Batch) -> list[int]:

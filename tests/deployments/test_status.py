@@ -59,6 +59,15 @@ def tinker_flows(*arguments: str) -> object:
     return exit_info.value.code
 
 
+def test_status_creates_no_project_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TINKER_FLOWS_HOME", str(tmp_path / "home"))
+    assert tinker_flows("status") == 0
+    assert f"No runs in {tmp_path / 'home' / 'runs'}." in capsys.readouterr().out
+    assert not (tmp_path / "home").exists()
+
+
 @pytest.mark.timeout(900)
 def test_status_of_a_running_killed_and_resumed_run(
     capsys: pytest.CaptureFixture[str], environment: dict[str, str], folder: Path, config: Path

@@ -142,16 +142,28 @@ def check_config(
         fields = {_FORMAT_KEY: FORMAT_VERSION, **config.model_dump(mode="json")}
         directory.write_bytes(CONFIG, json.dumps(fields, indent=2).encode())
         return
+    check_unchanged(directory, config, start)
+    if not restarts:
+        _announce_changes(directory, config)
+
+
+def check_unchanged(directory: RunDirectory, config: RunConfig, newest: CheckpointRecord) -> None:
+    """Check that a run has the config that it was started with, except for fields that may change.
+
+    Args:
+        newest: Newest checkpoint of the run.
+
+    Raises:
+        ConfigError: The recorded config differs or is damaged.
+    """
     changes = {key: change for key, change in _changes(directory, config).items() if key not in MAY_CHANGE}
     if changes:
         changed = [_describe_change(key, *change) for key, change in sorted(changes.items())]
         raise ConfigError(
-            f"The run {config.run_name!r} (now at step {step_of(start)}) was started with another "
+            f"The run {config.run_name!r} (now at step {step_of(newest)}) was started with another "
             f"{', '.join(changed)}: restore it, choose another run_name, or start anew with if_exists=delete; the "
             f"first config is {directory.location}/{CONFIG}."
         )
-    if not restarts:
-        _announce_changes(directory, config)
 
 
 def _describe_change(key: str, before: Any, now: Any) -> str:

@@ -19,10 +19,15 @@ def set_aside_config(directory: RunDirectory) -> bool:
     The caller then overwrites config.json.
     """
     content = directory.read_bytes(CONFIG_NAME)
-    if content is None or "log_path" not in _fields(content):
+    if content is None or not has_cookbook_config(directory):
         return False
     directory.write_bytes(COOKBOOK_CONFIG_NAME, content)
     return True
+
+
+def has_cookbook_config(directory: RunDirectory) -> bool:
+    """Return whether the directory contains a config.json of tinker-cookbook."""
+    return "log_path" in _fields(directory.read_bytes(CONFIG_NAME) or b"{}")
 
 
 def cookbook_step(directory: RunDirectory, record: CheckpointRecord, steps_per_epoch: int) -> int:

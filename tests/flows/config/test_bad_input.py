@@ -11,6 +11,7 @@ import broken_terms  # noqa: F401  # registers its terms
 import pytest
 import yaml
 from mlflow import MlflowClient
+from prefect.client.orchestration import get_client
 from sft_config import sft_fields
 
 from flows.config.train import SftConfig
@@ -189,6 +190,11 @@ def test_failing_terms_are_skipped(
         assert points(same, key)[0].value == points(result.mlflow_run_id, key)[0].value
 
 
+def num_flow_runs() -> int:
+    with get_client(sync_client=True) as client:
+        return client.count_flow_runs()
+
+
 def test_reused_run_name_with_another_config(
     error_of: FailingRun, tmp_path: Path, engine_url: str, mlflow_uri: str
 ) -> None:
@@ -200,7 +206,9 @@ def test_reused_run_name_with_another_config(
     expected = (
         f"was started with another learning_rate ({rate}, now 0.5): restore it, choose another run_name, or start"
     )
+    before = num_flow_runs()
     assert expected in error_of(eval_every=0, learning_rate=0.5)
+    assert num_flow_runs() == before, "the change is rejected before a flow run starts"
     assert "is in use" in error_of(eval_every=0, resume="never")
     assert (tmp_path / "runs" / "bad" / "checkpoints.jsonl").read_text() == checkpoints
     assert sft(SftConfig.model_validate(fields)).state_path == first.state_path

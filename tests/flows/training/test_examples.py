@@ -59,7 +59,7 @@ def test_supervised_examples_are_sampled_at_both_ends_and_change_no_bit(
     for shown in examples.values():
         assert len({example.prompt for example in shown}) == 3
         # The corrupted copy of a solution has annotations that are false, which the solution has not.
-        assert all(example.other_title == "in the data, one of 2 completions" for example in shown)
+        assert all(example.other_title == "in the data, the most marked of 2" for example in shown)
         assert all(example.other_flags for example in shown)
         for flag in (flag for example in shown for flag in example.other_flags if flag.term == "logic"):
             assert is_false(next(e.other for e in shown if flag in e.other_flags)[flag.start : flag.end])
