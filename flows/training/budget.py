@@ -15,7 +15,8 @@ from flows.monitoring.run_tags import note_end, note_prices, note_warning
 from flows.runs.blocks import service_url
 from flows.runs.prices import Price, digest_prices, price_of
 from flows.runs.run import Run
-from tasks.training.batch_source import SampledTokens
+from tasks.training.batch_source import BatchSource, SampledTokens
+from tasks.training.candidates import CandidateSampler
 from tasks.training.metrics import MetricsLog
 from tasks.training.reference import Reference
 from tasks.training.token_meter import TokenMeter
@@ -248,6 +249,20 @@ class RunLedger(MeteredLedger):
             note_end(self._log, self.stopped)
             emit("budget", self._run_name, {"step": step, **self.state(), "message": self.stopped})
         return not self.stopped
+
+    def charge_step(self, step: int, source: BatchSource, candidates: CandidateSampler | None, *, ends: bool) -> None:
+        """Charge what the service has sampled and scored up to a step.
+
+        Args:
+            ends: whether the run ends here, which stops the sampling of rollouts.
+        """
+        self.add_sampled(source.take_sampled())
+        if ends:
+            self.add_sampled(source.stop_sampling())
+        self.charge_metered()
+        if candidates:
+            self.add_sampled(candidates.take_sampled())
+        self.charge_reference(step)
 
     def charge_reference(self, step: int) -> None:
         """Charge the tokens that the reference has processed since the last call, for a step and for earlier ones."""

@@ -65,6 +65,25 @@ def extrapolate_tokens(
     return {step: counted.get(step, round(mean)) for step in steps}, basis
 
 
+def name_unplanned(config: TrainConfig, *, has_candidates: bool, samples: bool, has_reference: bool) -> str:
+    """Return the kinds of tokens of a run that no plan counts, in words; empty for none.
+
+    Args:
+        has_candidates: whether terms train on sampled candidates.
+        samples: whether the run samples rollouts, candidates or completions of held-out prompts.
+        has_reference: whether a reference scores the batches.
+    """
+    teachers = any(field_values(config.model_dump(include={"datasets", "teacher"}), "teacher"))
+    kinds = {
+        "training passes over sampled candidates": has_candidates,
+        "sampled tokens and their prompts": samples,
+        "tokens scored by the reference": has_reference,
+        "tokens of teachers": teachers,
+    }
+    *most, last = [name for name, is_present in kinds.items() if is_present] or [""]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 class PlannedTokens(NamedTuple):
     """Tokens of the remaining steps of a run.
 

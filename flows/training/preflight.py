@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import tinker
 import torch
+from prefect.logging import get_run_logger
 from tinker_cookbook.checkpoint_utils import CheckpointRecord, get_renderer_name_from_checkpoint
 
 from blocks.errors import ConfigError
 from blocks.files.local import path_of
+from blocks.terminal import print_notice
 from flows.config.base import BASE
 from flows.config.distill import SamplingConfig
 from flows.config.loader import field_values, renderer_names
@@ -23,9 +25,11 @@ from flows.config.train import TrainConfig
 from flows.monitoring.run_tags import note_warning
 from flows.runs.run import Run
 from flows.runs.start.fork import is_fork, named_origin
+from flows.runs.tracking.lineage import log_datasets
 from objectives.batch import Batch
 from objectives.labels import MEMBER, PROMPT
 from objectives.objective import CROSS_ENTROPY, Objective
+from tasks.common.digests import digest_batch
 from tasks.common.renderers import recommended_renderers
 from tasks.common.task import call, opaque_argument
 from tasks.reports.first_batch import first_group, print_datums, weighted_datums, write_first_batch
@@ -52,6 +56,19 @@ class Pitfall(NamedTuple):
 
     key: str
     text: str
+
+
+def check_passes(config: TrainConfig, objective: Objective) -> None:
+    """Check that the backend of the objective allows the forward pass that a guard needs.
+
+    Raises:
+        ConfigError: A guard needs a forward pass before each update, and the backend takes only one pass.
+    """
+    if config.guards.needs_forward_pass and objective.backend == "server":
+        raise ConfigError(
+            "guards.skip needs a forward pass before each update, and objective.backend 'server' takes only one "
+            "pass: set objective.backend to 'auto', or choose another guard policy."
+        )
 
 
 def warn_of_pitfalls(run: Run, config: TrainConfig) -> None:
@@ -286,6 +303,19 @@ def _paths(fields: Any) -> Iterator[tuple[str, Path]]:
             yield from _paths(item)
 
 
+def choose_estimators(run: Run, config: TrainConfig, objective: Objective, batch: Batch, *, can_sample: bool) -> None:
+    """Choose the estimators that the config leaves open from the first batch, and record the choice.
+
+    Args:
+        can_sample: whether the run can sample candidates.
+    """
+    for name, reason in objective.choose_estimators(batch, can_sample=can_sample).items():
+        text = f"Term {name} is estimated by {reason}."
+        get_run_logger().info("%s", text)
+        print_notice(f"{config.run_name}: {text}")
+        run.log.tag(f"tinker_flows.estimator.{name}", reason)
+
+
 def warn_of_unused_candidates(run: Run, config: TrainConfig, objective: Objective) -> None:
     """Warn if the config sets candidates, but no term needs them."""
     is_set = getattr(config, "candidates", "auto") not in ("auto", "off")
@@ -294,15 +324,22 @@ def warn_of_unused_candidates(run: Run, config: TrainConfig, objective: Objectiv
         note_warning(run.log, "pitfall.candidates", text)
 
 
-def show_first_batch(run: Run, config: TrainConfig, batch: Batch, digest: str) -> None:
-    """Print and store the first batch of a new run with its loss weights, and tag the run with the batch's digest.
+def announce_first_batch(
+    run: Run, config: TrainConfig, objective: Objective, batch: Batch, digests: Mapping[str, str], *, is_sampled: bool
+) -> None:
+    """Print and store the first batch of a new run with its loss weights, and log its data.
 
     Args:
-        digest: digest of the batch; empty if it was sampled from the model, and so identifies no data.
+        digests: digests of the data files.
+        is_sampled: whether the batch was sampled from the model, so that its digest identifies no data.
     """
     tokenizer, name = run.client.get_tokenizer(), config.run_name
     datums = weighted_datums(batch, tokenizer)
     print_datums(name, first_group(batch, datums), tokenizer, sys.stderr)
     call(write_first_batch, run.directory, run.log, name, opaque_argument(datums), tokenizer)
+    digest = "" if is_sampled else digest_batch(batch)
     if digest:
         run.log.tag(DATA_TAG, digest)
+    if text := warning_of_split_rollouts(objective, batch):
+        note_warning(run.log, "split_rollouts", text)
+    log_datasets(run.log, config, digests, digest)

@@ -32,6 +32,14 @@ class Schedule:
     def learning_rate_at(self, step: int) -> float:
         return self.config.learning_rate * compute_schedule_lr_multiplier(self.config.lr_schedule, step, self.num_steps)
 
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the learning rate of a step, its epoch, and the fraction of the run that is done after it."""
+        return {
+            "optim/lr": self.learning_rate_at(step),
+            "progress/epoch": step // self.steps_per_epoch,
+            "progress/done_frac": (step + 1) / self.num_steps,
+        }
+
     def segments(self, start: int) -> Iterator[range]:
         """Yield the ranges of steps from `start` to the end, cut at the checkpoints of `checkpoint_every`."""
         cuts = [step for step in self.saves() if step > start]

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from prefect.logging import get_run_logger
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 from tinker_cookbook.eval.evaluators import Evaluator
 from torch import Tensor
@@ -27,11 +26,10 @@ from torch import Tensor
 from blocks.errors import ConfigError
 from blocks.garbage_collection import no_collector_pauses
 from blocks.terminal import print_notice
-from flows.config.loader import field_values
 from flows.config.train import TrainConfig
 from flows.monitoring.interrupts import StopRequest, deferred_interrupts
 from flows.monitoring.progress import Pauses, Progress, call_step_callback
-from flows.monitoring.run_tags import forget_end, note_terms, note_warning
+from flows.monitoring.run_tags import forget_end, note_terms
 from flows.runs.checkpoints.checkpoint_manager import Checkpoints
 from flows.runs.result import EndReasons, TrainResult, finish
 from flows.runs.run import Run
@@ -39,18 +37,26 @@ from flows.runs.start.config_record import keep_recorded_conventions
 from flows.runs.start.contents import open_contents
 from flows.runs.start.resume import origin_step, resolve_start
 from flows.runs.teachers import open_reference
-from flows.runs.tracking.lineage import data_assets, log_datasets
+from flows.runs.tracking.lineage import data_assets
 from flows.runs.tracking.prompts import register_prompts
 from flows.training.budget import RunLedger
 from flows.training.evaluation import Evaluation
 from flows.training.granularity import run_segment, run_step
 from flows.training.guards import Guard
-from flows.training.plan import PlannedTokens, announce_plan, extrapolate_tokens, num_pass_tokens, num_passes
+from flows.training.plan import (
+    PlannedTokens,
+    announce_plan,
+    extrapolate_tokens,
+    name_unplanned,
+    num_pass_tokens,
+    num_passes,
+)
 from flows.training.preflight import (
-    show_first_batch,
+    announce_first_batch,
+    check_passes,
+    choose_estimators,
     warn_of_pitfalls,
     warn_of_unused_candidates,
-    warning_of_split_rollouts,
 )
 from flows.training.schedule import CheckpointCadence, Schedule
 from flows.training.step import (
@@ -68,7 +74,6 @@ from objectives.gradients.linearize import Linearized, join_metrics, measure_eff
 from objectives.losses import compute_mean_nll
 from objectives.objective import Objective
 from tasks.common.datum_cache import load_cache, save_cache
-from tasks.common.digests import digest_batch
 from tasks.common.task import call, opaque_argument
 from tasks.evaluation.evaluators import ConfiguredEvaluator
 from tasks.reports.summary import format_steps
@@ -106,7 +111,6 @@ class Trainer:
         checkpoints: saves and records checkpoints.
         contents: digests of the content that the run depends on.
         cadence: says when a periodic checkpoint is due.
-        saved_step: step of the newest checkpoint that has the optimizer state.
         next_step: step after the newest one whose responses are read.
         prepared: minibatches of the next step; empty for a skipped step, None after the last step and if the run ends
             early.
@@ -134,11 +138,7 @@ class Trainer:
             candidates: samples completions for scored terms that no estimator can train on the data; None to reject
                 such terms.
         """
-        if config.guards.needs_forward_pass and objective.backend == "server":
-            raise ConfigError(
-                "guards.skip needs a forward pass before each update, and objective.backend 'server' takes only one "
-                "pass: set objective.backend to 'auto', or choose another guard policy."
-            )
+        check_passes(config, objective)
         self.run, self.config, self.source, self.objective = run, config, source, objective
         self.candidates = candidates
         schedule = Schedule(config, source.steps_per_epoch)
@@ -221,11 +221,8 @@ class Trainer:
             planned = self._planned_tokens(steps, batch.num_tokens * len(self.prepared))
             announce_plan(self.run.log, self.config, steps, planned, evaluates=self.evaluation.has_evaluators)
             if is_new:
-                digest = "" if self.source.sampled else digest_batch(batch)
-                show_first_batch(self.run, self.config, batch, digest)
-                if text := warning_of_split_rollouts(self.objective, batch):
-                    note_warning(self.run.log, "split_rollouts", text)
-                log_datasets(self.run.log, self.config, self.contents.digests.get("data", {}), digest)
+                digests, is_sampled = self.contents.digests.get("data", {}), self.source.sampled
+                announce_first_batch(self.run, self.config, self.objective, batch, digests, is_sampled=is_sampled)
             if self.config.register_prompts:
                 register_prompts(self.run.log, self.config, self.run.client.get_tokenizer())
         if self.ledger.stopped and self.start is None:
@@ -247,16 +244,12 @@ class Trainer:
         if trained and passes[trained[0]] == 2 and not self.forward:  # the service computes the objective in one pass
             passes = dict.fromkeys(trained, 1)
         in_passes = held_out + num_pass_tokens(self.objective, tokens, passes)
-        has_candidates = self.candidates and any(term.on_candidates for term in self.objective.regularizers)
-        has_samples = self.source.sampled or has_candidates or self.evaluation.samples
-        others = {
-            "training passes over sampled candidates": has_candidates,
-            "sampled tokens and their prompts": has_samples,
-            "tokens scored by the reference": self.reference is not None,
-            "tokens of teachers": any(field_values(self.config.model_dump(include={"datasets", "teacher"}), "teacher")),
-        }
-        *most, last = [name for name, is_present in others.items() if is_present] or [""]
-        besides = f"{', '.join(most)} and {last}" if most else last
+        has_candidates = bool(self.candidates) and any(term.on_candidates for term in self.objective.regularizers)
+        samples = self.source.sampled or has_candidates or self.evaluation.samples
+        has_reference = self.reference is not None
+        besides = name_unplanned(
+            self.config, has_candidates=has_candidates, samples=samples, has_reference=has_reference
+        )
         evaluations = sum(step >= steps.start for step in self.schedule.evaluations())
         usd = self.ledger.training_usd(in_passes)
         return PlannedTokens(sum(tokens.values()), in_passes, usd, evaluations, besides, basis)
@@ -283,7 +276,9 @@ class Trainer:
                     if self.ledger.stopped or (stop.requested and not self.sent):
                         self._save(self.next_step)
                         if stop.requested and self.next_step > first:
-                            self._show_saved(self.next_step)
+                            when = f"after {format_steps(self.next_step, num_steps)}"
+                            saved = f"Saved the weights and the optimizer state of {self.config.run_name}"
+                            print_notice(f"{saved} {when}.")
                         stop.raise_if_requested()
                         return
 
@@ -306,7 +301,7 @@ class Trainer:
         metrics = self.evaluation.run(step, None if self.source.sampled else stop)
         if not self.source.sampled:
             if stop.requested and sent is None:
-                self._charge_stopped(step, prepared, stop)
+                self._charge_stopped(step, prepared)
                 return None
             self._prepare(step + 1)
 
@@ -319,10 +314,11 @@ class Trainer:
 
         if sent.batches:
             metrics |= self._read_responses(step, sent)
-        self._charge(step, stop)
+        ends = bool(self.ledger.stopped or stop.requested)
+        self.ledger.charge_step(step, self.source, self.candidates, ends=ends)
         if self.candidates:
             metrics |= self.candidates.take_metrics(step)
-        metrics |= self.guard.metrics(step) | self.ledger.end_step() | self._progress(step)
+        metrics |= self.guard.metrics(step) | self.ledger.end_step() | self.schedule.metrics(step)
         metrics |= self.times.end_step(metrics)
         self.run.directory.check_writer()  # a process that lost the run logs nothing either
         call(log_metrics, self.run.log, step, opaque_argument(metrics))
@@ -336,22 +332,12 @@ class Trainer:
             self._request_forward(step + 1)
         return metrics
 
-    def _charge_stopped(self, step: int, prepared: Sequence[PreparedBatch], stop: StopRequest) -> None:
+    def _charge_stopped(self, step: int, prepared: Sequence[PreparedBatch]) -> None:
         """Charge an evaluation after which a stop ends the run, and log the cost, which a restart continues from."""
         if prepared and prepared[0].reference:
             prepared[0].reference.result()
-        self._charge(step, stop)
+        self.ledger.charge_step(step, self.source, self.candidates, ends=True)
         self.run.log.log_unfinished(step, self.ledger.metrics())
-
-    def _charge(self, step: int, stop: StopRequest) -> None:
-        """Charge what the service has sampled and scored up to a step; if the run ends here, stop the sampling."""
-        self.ledger.add_sampled(self.source.take_sampled())
-        if self.ledger.stopped or stop.requested:
-            self.ledger.add_sampled(self.source.stop_sampling())
-        self.ledger.charge_metered()
-        if self.candidates:
-            self.ledger.add_sampled(self.candidates.take_sampled())
-        self.ledger.charge_reference(step)
 
     def _prepare(self, step: int) -> None:
         """Start loading the batch, reference logprobs and features of a step; a skipped step has none."""
@@ -362,7 +348,8 @@ class Trainer:
         else:
             batches = self.source.load(step, self.run.client)
             if self.objective.has_open_choice:
-                self._choose_estimators(batches[0].result())
+                can_sample, first = self.candidates is not None, batches[0].result()
+                choose_estimators(self.run, self.config, self.objective, first, can_sample=can_sample)
             passes = num_passes(self.objective, step, self.config.guards.needs_forward_pass)
             at = StepPosition(step, self.schedule.num_steps, 1 / self.source.num_minibatches)
             self.prepared = [
@@ -420,14 +407,6 @@ class Trainer:
             self.forward = self._enqueue_forward(batch)
         if self.prepared and self.candidates and not self.candidates.settings.overlap:
             self._prepare_candidates(step)
-
-    def _choose_estimators(self, batch: Batch) -> None:
-        """Choose the estimators that the config leaves open from the first batch, and record the choice."""
-        for name, reason in self.objective.choose_estimators(batch, can_sample=self.candidates is not None).items():
-            text = f"Term {name} is estimated by {reason}."
-            get_run_logger().info("%s", text)
-            print_notice(f"{self.config.run_name}: {text}")
-            self.run.log.tag(f"tinker_flows.estimator.{name}", reason)
 
     def _send_ahead(self, step: int, stop: StopRequest) -> None:
         """Send the requests of a step that do not depend on the responses to the previous step."""
@@ -492,10 +471,7 @@ class Trainer:
         if not is_final and not self.cadence.is_due(step, self.ledger.hours):
             return None
         self.cadence.count_from_here(self.ledger.hours)
-        kind = self.config.checkpoint_kind
-        if is_final or kind != "sampler":
-            self.saved_step = step
-        return self.checkpoints.enqueue(step, final=is_final, kind=kind)
+        return self.checkpoints.enqueue(step, final=is_final, kind=self.config.checkpoint_kind)
 
     def _send_batch(self, prepared: PreparedBatch, linearized: Linearized | None, *, is_last: bool) -> PendingUpdate:
         """Enqueue the gradient of a minibatch and, after the last one of an update, its optimizer step."""
@@ -568,25 +544,13 @@ class Trainer:
         self.ledger.add(batch.num_tokens)
         return enqueue_forward(self.run.client, batch)
 
-    def _progress(self, step: int) -> dict[str, float]:
-        return {
-            "optim/lr": self.schedule.learning_rate_at(step),
-            "progress/epoch": step // self.schedule.steps_per_epoch,
-            "progress/done_frac": (step + 1) / self.schedule.num_steps,
-        }
-
     def _save(self, step: int) -> None:
         """Save the weights and the optimizer state before a step, unless they are already saved."""
-        if self.saved_step != step:
+        if self.checkpoints.state_step != step:
             save = self.checkpoints.enqueue(step, final=False, kind="state")
             self.unchecked.append((save, self._state(step, self.cadence.num_tokens)))
         self._check_last_weights(step)
         self.checkpoints.wait()
-
-    def _show_saved(self, step: int) -> None:
-        """Say what a stopped run has saved."""
-        saved = f"Saved the weights and the optimizer state of {self.config.run_name}"
-        print_notice(f"{saved} after {format_steps(step, self.schedule.num_steps)}.")
 
     def _check_last_weights(self, step: int) -> None:
         """Run one more forward pass over the last batch, because no later step checks these weights.
@@ -634,6 +598,6 @@ class Trainer:
         self.watch = RunWatch(self.run, config, self.objective, self.source, state.get("alerts", {}))
         self.ledger = RunLedger(self.run, config, self.reference, state.get("spent", {}))
         self.cadence = CheckpointCadence(config, state)
-        self.saved_step = self.next_step = self.first_step
+        self.next_step = self.first_step
         forget_end(self.run.log)
         self.source.begin(self.first_step, self.schedule.num_steps, state.get("source", {}))

@@ -62,6 +62,7 @@ class Checkpoints:
     """Checkpoints of an open run; at most one save is pending, and leaving the context waits for it.
 
     Attributes:
+        state_step: Step of the newest requested save that has the optimizer state.
         rejection: Reason why `finish` promoted no checkpoint; empty if it did, or without `register_as`.
         approval_request: Question that a person has to answer before `finish` promotes a checkpoint; None without one.
     """
@@ -90,6 +91,7 @@ class Checkpoints:
             config.ttl_seconds,
         )
         self._last = start
+        self.state_step = step_of(start) if start else 0
         self._origin = {"tinker_flows.run_name": config.run_name, "tinker.base_model": config.model}
         self.rejection = ""
         self.approval_request: ApprovalRequest | None = None
@@ -102,6 +104,8 @@ class Checkpoints:
     def enqueue(self, step: int, *, final: bool, kind: Kind) -> PendingCheckpoint:
         """Request a save of the weights after `step` steps, whose updates have all been requested."""
         ttl_seconds = self._config.ttl_seconds
+        if final or kind != "sampler":
+            self.state_step = step
         self._run.log.expect_model(step)
         return enqueue_checkpoint(
             self._run.client, step, self._steps_per_epoch, kind=kind, final=final, ttl_seconds=ttl_seconds
