@@ -71,6 +71,7 @@ def test_quick_commands_run(fresh_project: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.timeout(4000)
 @pytest.mark.parametrize("page", PAGES_WITH_COMMANDS)
 def test_commands_of_a_page_run(page: str, fresh_project: Path) -> None:
     """All commands of a page run in order in one shell, servers in the background, in a fresh copy of the project."""
