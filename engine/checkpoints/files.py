@@ -20,8 +20,8 @@ def disk_errors(subject: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise EngineError(
-            f"{subject} could not be written ({error.strerror or error}); no partial file remains and nothing else "
-            "changed: free space in the engine's state folder, or make it writable, and try again."
+            f"{subject} could not be written ({error.strerror or error}): free space in the engine's state folder, "
+            "or make it writable, and try again."
         ) from error
 
 

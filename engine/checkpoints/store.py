@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _CHECKPOINT = TypeAdapter(Checkpoint)
 _MISSING = {
     OPTIMIZER: "no optimizer state: load only its weights, or load a checkpoint written by save_state.",
-    # The adapter of external weights may be encrypted.
+    # Weights exported with age recipients are stored only encrypted.
     ADAPTER: "no plain adapter weights: load a checkpoint written by save_state or save_weights_for_sampler.",
 }
 
@@ -44,7 +44,7 @@ class CheckpointStore:
     def __init__(self, state: Path) -> None:
         self._runs = state / "runs"
         # The threads of this engine, and other engines on the same folder, change descriptions. A change takes
-        # milliseconds, and a thread may take the lock twice.
+        # milliseconds, hence the short poll. The lock is reentrant: `_change` calls `find`, which may call `_remove`.
         self._lock = FileLock(state / "runs.lock", poll_interval=0.005)
 
     def save(
@@ -59,7 +59,7 @@ class CheckpointStore:
         Raises:
             RequestError: the checkpoint exists and ``overwrite`` is off, or its time to live is out of range.
             EngineError: the write to disk failed, or the description of an existing checkpoint of the same name is
-                damaged; the existing checkpoint is unchanged.
+                damaged. The name then has its existing checkpoint, or the new one if only a flush failed.
         """
         target = self._description_path(name)
         if not overwrite and target.exists() and not self._read(target).expired:
@@ -83,7 +83,8 @@ class CheckpointStore:
                     previous = self._read(target) if target.exists() else None
                     replace_json(target, _CHECKPOINT.dump_python(checkpoint, mode="json"))
             except BaseException:
-                shutil.rmtree(target.parent / folder, ignore_errors=True)
+                if not self._names_folder(target, folder):  # it does if the flush after the rename failed
+                    shutil.rmtree(target.parent / folder, ignore_errors=True)
                 raise
         if previous is not None:
             shutil.rmtree(target.parent / previous.folder, ignore_errors=True)
@@ -201,6 +202,13 @@ class CheckpointStore:
             if path.is_file() and self._read(path).folder == checkpoint.folder:
                 path.unlink()
         shutil.rmtree(path.parent / checkpoint.folder, ignore_errors=True)
+
+    def _names_folder(self, path: Path, folder: str) -> bool:
+        """Return whether the description at a path is that of a folder."""
+        try:
+            return self._read(path).folder == folder
+        except (OSError, EngineError):
+            return False
 
     def _description_path(self, name: CheckpointName) -> Path:
         return self._runs / run_folder(name.run) / name.kind / f"{name.name}.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tinker
+import torch
 from engine_process import API_KEY, EngineProcess, running_engine
 from tinker import types
 from train_steps import train
@@ -16,8 +18,9 @@ from train_steps import train
 from engine.checkpoints.checkpoint import ADAPTER, SaveMetadata
 from engine.checkpoints.names import CheckpointName
 from engine.checkpoints.runs import RunStore
-from engine.checkpoints.store import CheckpointStore
+from engine.checkpoints.store import CheckpointStore, pack
 from engine.compute.lora import LoraSpec
+from engine.errors import EngineError
 
 STATE_OF_0_1 = Path(__file__).parents[1] / "flows" / "runs" / "data" / "run_of_0_1" / "engine"
 
@@ -52,6 +55,24 @@ def test_engines_do_not_undo_each_others_changes(tmp_path: Path) -> None:
                 change.result()
             found = stores[0].find(name)
             assert (found.public, found.expires_at is not None) == (public, public)
+
+
+def test_a_failed_flush_leaves_a_readable_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that fails after its description is in place must not delete the tensors that the description names."""
+    store, name = CheckpointStore(tmp_path), CheckpointName("a:train:0", "weights", "b")
+    metadata = SaveMetadata("tiny", LoraSpec(rank=1, seed=0))
+    old, new = (pack({"w": torch.full((2,), value)}) for value in (1.0, 2.0))
+    store.save(name, metadata, {ADAPTER: old}, overwrite=False)
+
+    def fail(folder: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for module, expected in (("store", 1.0), ("files", 2.0)):  # before the rename of the description, after it
+        with monkeypatch.context() as patch:
+            patch.setattr(f"engine.checkpoints.{module}.flush_folder", fail)
+            with pytest.raises(EngineError, match="could not be written"):
+                store.save(name, metadata, {ADAPTER: new}, overwrite=True)
+        assert store.read(store.find(name), ADAPTER)["w"].tolist() == [expected] * 2
 
 
 @pytest.mark.process
