@@ -20,7 +20,7 @@ BENCHMARKS = {
     "objective_terms": "eight concurrent terms against one callback, separate gradients against one backward",
     "sdk_terms": "eight waiting terms in a loop on the SDK, against the SDK's own custom loss",
     "terms_on_runners": "eight waiting terms on threads, processes, Dask and Ray, against the slowest of them",
-    "estimators": "each estimator of scores, against the exact gradient of a toy's expected score and release 0.1",
+    "estimators": "two estimators of scores, against the exact gradient of a toy's expected score and release 0.1",
     "kl_gradients": "bias and spread of the gradients of the KL terms, against the exact gradient on a toy",
     "critic": "baselines of several turns, against the exact advantages and gradient of enumerated games (long)",
     "off_policy": "reward by correction and age of the sampler, against the base loss alone (long)",

@@ -1,7 +1,8 @@
-"""Gradients of each estimator, against the exact gradient of the expected score of a toy model.
+"""Gradients of `score_function` and `minimum_risk`, against the exact gradient of a toy model's expected score.
 
-The toy's sequences can be enumerated (`benchmarks.toy_sequences`). An offset is added to all scores of a prompt, which
-must not matter. The peer is the estimator of release 0.1, which compared the completions of all prompts.
+The toy's sequences can be enumerated (`benchmarks.toy_sequences`). All scores of the first prompt get an offset, those
+of the second twice as much, which must not matter. The peer is the estimator of release 0.1, which compared the
+completions of all prompts.
 """
 
 from __future__ import annotations

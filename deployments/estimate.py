@@ -49,13 +49,13 @@ def show_estimate(method: str, config: Path, overrides: Sequence[str], as_json: 
         print(json.dumps(asdict(result), indent=2))
         return
     if not isinstance(result, RlhfEstimate):
-        _show(result, "evaluated weights" if method == "evaluate" else "steps")
+        _show(result, "evaluated checkpoints" if method == "evaluate" else "steps")
         return
     for stage in result.stages.values():
         _show(stage)
     console = TextConsole()
     sums = _usd(result.usd_low, result.usd_high)
-    console.print(f"{result.run_name}, all stages: {sums}; the supervised stages count with their single estimates")
+    console.print(f"{result.run_name}, all stages: {sums}; a supervised stage adds its estimate to both bounds")
 
 
 def _show(run: Estimate | CostEstimate, unit: str = "steps") -> None:

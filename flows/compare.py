@@ -110,7 +110,7 @@ def compare(config: CompareConfig) -> CompareResult:
             can_score_last_n = supports_last_n(first)
             if not can_score_last_n:
                 get_run_logger().warning(
-                    "The service does not know prompt_logprobs_last_n, so answers are scored with their prompts."
+                    "The service does not know prompt_logprobs_last_n, so it also scores the tokens of the prompts."
                 )
             # Submitted: a synchronous flow cannot call an async task directly.
             pending = compare_policies.submit((first, second), questions, renderer, sampling, judge, can_score_last_n)

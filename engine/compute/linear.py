@@ -2,7 +2,7 @@
 
 torch computes float32 products with MKL, which uses AVX-512 on Intel's processors only; oneDNN uses it on all. On most
 processors, a oneDNN product of two or more rows also gives each row the same bits, whatever the number and the content
-of the others; `keeps_bits` checks it.
+of the others; `keeps_bits` checks this for their number.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 class _LoraLinear(torch.autograd.Function):
-    """Layer and adapter as one node of the graph, which stores x and x A', but not x A' B'."""
+    """Layer and adapter as one node of the graph, which stores x and scale * x A', but not x A' B'."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, layer: nn.Linear, scale: float) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.compute.lora import Adapter, Factors, LoraSpec
 
-MAX_SHAPES = 16  # each keeps its hidden states and its gradient
+MAX_SHAPES = 16  # each keeps the hidden states, the factors and the gradients of both
 _LENGTH_STEP = 64  # tokens
 _MAX_PADDING = 1.25  # factor by which rounding may enlarge a pass
 _SMALL_PASS = 2048  # tokens below which a pass takes longer to launch than to compute, however much of it is padding
@@ -60,9 +60,8 @@ class TrainingGraphs:
         rows, tokens = rounded_shape(num_rows, length)
         padded_BT = nn.functional.pad(tokens_BT, (0, tokens - length, 0, rows - num_rows))
         key = (replace(adapter.spec, seed=0), padded_BT.shape)
-        if (
-            key not in self._passes
-        ):  # libraries allocate their workspaces at the first use, which a graph must not contain
+        # The first pass of a shape is not captured: libraries allocate workspaces in it, which no graph may contain.
+        if key not in self._passes:
             self._passes[key] = None
             if len(self._passes) > MAX_SHAPES:
                 self._passes.popitem(last=False)
@@ -82,7 +81,7 @@ class TrainingGraphs:
 
 
 class _Pass:
-    """Captured forward and backward pass. A backward pass must follow the forward pass whose activations it reads.
+    """Captured forward and backward pass. The next forward pass overwrites the activations that a backward pass reads.
 
     Attributes:
         sizes: number of elements of each factor.
@@ -92,7 +91,7 @@ class _Pass:
         self._tokens_BT = tokens_BT.clone()
         shapes = [factor.shape for factor in _factors(adapter, names)]
         self.sizes = [shape.numel() for shape in shapes]
-        # One tensor for all factors, so that one operation casts them, and one collects their gradients.
+        # One tensor for all factors, so that one operation copies them, and one collects their gradients.
         self._weights_W = torch.zeros(sum(self.sizes), device=tokens_BT.device, requires_grad=True)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.enable_grad():
@@ -114,7 +113,7 @@ class _Pass:
         return self._hidden_BTH.clone()
 
     def backward(self, gradient_BTH: Tensor) -> Tensor:
-        """Compute the gradient of all factors, one after the other, from that of the hidden states."""
+        """Compute the concatenated gradients ``(W,)`` of all factors from the gradient of the hidden states."""
         self._hidden_gradient_BTH.copy_(gradient_BTH)
         self._backward.replay()
         return self._gradient_W.clone()

@@ -20,9 +20,9 @@ MAX_FLOPS = 9 * 2**36  # of a micro-batch; a product of 4,096 x 4,096 matrices w
 MAX_PIECES = 2**16  # results of one split
 MAX_DIMS = 8
 
-# Estimated work in units of a matrix product's FLOPs, from times on a CPU.
+# Work as the FLOPs of a matrix product that takes as long, estimated from times on a CPU.
 _CALL_FLOPS = 2**20
-_GRADIENT = 3  # factor of an operation with its gradient, which takes about twice as long as the operation
+_GRADIENT = 3  # factor of an operation with its gradient; the gradient alone takes about two operations
 _CHEAP_ELEMENT_FLOPS = 2**5
 _ELEMENT_FLOPS = 2**8
 _SLOW_ELEMENT_FLOPS = 2**10

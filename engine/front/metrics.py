@@ -23,7 +23,7 @@ class FrontMetrics:
         )
 
     def count_response(self, route: str, status: int) -> None:
-        """Count a response by its status; `route` is part of `ResponseCounter`, and only the engines count by it."""
+        """Count a response by its status; the protocol `ResponseCounter` requires `route`, which is unused here."""
         self._http.labels(str(status)).inc()
 
     def text(self, engines: Mapping[int, str]) -> bytes:

@@ -1,4 +1,4 @@
-"""Creating and loading models. Each request gets a response at once with a request id, like all training requests."""
+"""Routes that create, load and describe models; the first two answer at once with a request id, as in training."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Journal of an open session: one file of JSON lines, from which a restarted engine restores the session.
 
-It records the opening of the session, the requests of its models with their responses in JSON, the last reproducible
-state of each model, and its samplers (`engine.service.history`). Each record is appended by one write. Once a write has
-completed, the operating system keeps the data even if the process is killed; only a power cut loses it. Records are
-therefore not flushed and cost microseconds. Checkpoints, which must survive a power cut, are flushed. Results of passes
-and samples are not recorded: they would dominate the size. Training progress since the last checkpoint is lost with the
-process anyway, and clients can sample again.
+It records the opening of the session, a digest of each request of its models, their responses if these are JSON, the
+last reproducible state of each model, and its samplers (`engine.service.history`). Each record is appended by one
+write. Once a write has completed, the operating system keeps the data even if the process is killed; only a power cut
+loses it. Records are therefore not flushed and cost microseconds. Checkpoints, which must survive a power cut, are
+flushed. Results of passes and samples are not recorded: they would dominate the size. Training progress since the last
+checkpoint is lost with the process anyway, and clients can sample again.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class DistillConfig(TrainConfig):
         return self
 
 
-ONE_TARGET = "top_k=1 would train on one token without its probability: use 0 for the sampled token, or 2 or more"
+ONE_TARGET = "top_k=1 would give its only target the weight 1: use 0 to train on the sampled token, or 2 or more"
 
 
 class SamplingConfig(DistillConfig):
@@ -157,7 +157,7 @@ class SamplingConfig(DistillConfig):
     compute_post_kl: bool = Field(
         default=False,
         title="KL after the update",
-        description="Score the samples of each step again after the update, at the price of prompt tokens, and log "
+        description="Score the samples of each step again after the update, which is billed as prompt tokens, and log "
         "`kl_pre_post_v1` and `kl_pre_post_v2`, which measure how far the update moved the policy.",
     )
 
@@ -211,8 +211,9 @@ class TeacherTargetsConfig(DistillConfig):
         title="Top K",
         description="Number K of target tokens per position. If the teacher samples from its full distribution (at "
         "temperature 1, without `rollout.top_k` and `rollout.top_p`), these are its K - 1 most likely tokens, weighted "
-        "by its probabilities, and the sampled token, with weight 1, if it is none of them. Otherwise, they are its K "
-        "most likely tokens, with probabilities normalized to 1. 0: train on the sampled token only.",
+        "by its probabilities, and the sampled token, with weight 1, if it is none of them. With other sampling, and "
+        "for data that no teacher wrote, they are its K most likely tokens, with probabilities normalized to 1. 0: "
+        "train on the sampled token only.",
     )
 
     @model_validator(mode="after")

@@ -73,7 +73,7 @@ class CostEstimate:
 
     Attributes:
         run_name, model: Name and base model.
-        num_steps: Number of steps; of an evaluation, the number of evaluated weights.
+        num_steps: Number of steps; of an evaluation, the number of evaluated checkpoints.
         low, high: Bounds of the cost; equal if an earlier run gives the cost.
         like: Earlier run of the same config that gives the cost; empty if there is none.
         like_num_steps: Number of steps of the earlier run; 0 without an earlier run, and for an evaluation.

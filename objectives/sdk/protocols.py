@@ -94,7 +94,7 @@ class Tokenizer(Protocol):
 class TrainingClient(Protocol[FutureT_co]):
     """Part of `tinker.TrainingClient`; ``FutureT_co`` is the SDK's future of a forward and backward pass.
 
-    ``data`` and ``loss_fn`` are of the SDK's own classes, which a protocol cannot name without importing them.
+    ``data`` and ``loss_fn`` have types of the SDK, which a protocol cannot name without importing them.
     """
 
     def get_tokenizer(self) -> Tokenizer: ...

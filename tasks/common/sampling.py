@@ -1,4 +1,4 @@
-"""Clients that sample, completions of conversations, and scores of given completions."""
+"""Sampling clients, completions of conversations, and scores of given completions."""
 
 from __future__ import annotations
 

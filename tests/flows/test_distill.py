@@ -130,7 +130,7 @@ def test_settings_of_rollouts_keep_the_cache_keys_of_earlier_runs() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top_k": 1}, "top_k=1 would train on one token without its probability"),
+        ({"top_k": 1}, "top_k=1 would give its only target the weight 1"),
         ({"top_k": 20, "kl_penalty_coef": 0.5}, "kl_penalty_coef changes the advantages, but top_k uses none"),
         ({"top_k": 20, "train_on_rewards": True}, "train_on_rewards changes the advantages, but top_k uses none"),
         ({"skip_first_n_tokens": 1}, "skip_first_n_tokens requires soft targets"),

@@ -46,7 +46,7 @@ class HumanEvalEnv(MessageEnv):
 
 @chz.chz
 class HumanEvalBuilder(GroupsBuilder):
-    """Builder of functions from JSONL files with `prompt`, `test` and `entry_point`.
+    """Builder of one environment per function, from JSONL files with `prompt`, `test` and `entry_point`.
 
     Attributes:
         train_path: training functions.
