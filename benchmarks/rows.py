@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -110,6 +111,8 @@ def _processor() -> str:
 def commit() -> str:
     """Describe the commit of the working tree, and whether the tree has changes."""
     folder = Path(__file__).parent
+    if shutil.which("git") is None:
+        return "none: git is not installed"
     description = subprocess.run(
         ["git", "describe", "--always", "--dirty=, with changes"],
         cwd=folder,
