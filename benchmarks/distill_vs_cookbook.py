@@ -2,7 +2,7 @@
 
 Both loops run in separate processes with the same engine, prompts, teacher and number of steps. The flow uses one task
 run for all its steps (`granularity: segment`). The dataset records the time of each batch request, one per step in both
-loops; the first and last steps are excluded.
+loops; the first four steps and the last are excluded.
 """
 
 from __future__ import annotations

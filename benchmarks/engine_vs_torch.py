@@ -71,7 +71,7 @@ def _measure(model: str, lengths: Sequence[int], repetitions: int, steps: int, d
             sides = (_sdk_step(client, batch), _torch_step(str(path), batch, device, dtype))
             first, expected = (step() for step in sides)
             for step in sides:
-                step()  # the warm-up: on a GPU, the engine captures the second pass of a shape
+                step()  # the warm-up: on a GPU, the second pass of a shape becomes a CUDA graph
             if not math.isclose(first, expected, rel_tol=TOLERANCES[dtype]):
                 raise RuntimeError(f"The first loss of {model} is {first} here but {expected} in plain torch.")
             ours, peer = [], []

@@ -3,7 +3,7 @@
 A loss for the SDK's `forward_backward_custom` calls its terms sequentially. Here, terms that wait run in threads and
 terms that compute run in processes. The second row is the cost of knowing the gradient of every term: eight
 differentiable terms are evaluated separately, in threads as in a run, then summed and compared. The peer is one
-backward pass of their sum.
+forward and backward pass of their sum.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def waits(outputs: Outputs, batch: Batch, *, seconds: float) -> dict[str, float]
 
 @regularizer("bench_computes", "monitor")
 def computes(outputs: Outputs, batch: Batch, *, seconds: float) -> dict[str, float]:
-    """Compute for some seconds of process time, which do not count while other processes have the processor."""
+    """Compute for some seconds of process time, so that waiting for the processor does not count."""
     until = time.process_time() + seconds
     while time.process_time() < until:
         sum(range(1000))
@@ -62,7 +62,7 @@ def measure(
     Args:
         seconds: duration of each term that waits or computes.
         shape: number of datums and tokens per datum.
-        num_waiting: number of terms that wait, and number of terms that compute.
+        num_waiting: number of terms that wait; as many compute.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a run

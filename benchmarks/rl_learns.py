@@ -1,8 +1,8 @@
 """Final reward of the rl flow and tinker-cookbook's RL loop after the same number of steps, in each mode.
 
-The figure is the mean reward of the last steps, at most 1. Both loops have the same KL penalty to the base model;
-without it, either may collapse to a single letter. The cookbook's loop takes no seed, so its repetitions differ by
-sampling.
+The figure is the mean reward of the last three steps, at most 1. Both loops have the same KL penalty to the base model;
+without it, either may collapse to completions of one character. The cookbook's loop takes no seed, so its repetitions
+differ by sampling.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from benchmarks.scratch import KEY, bench_engine, environment, scratch_home
 from blocks.files.local import home
 from engine.models import resolve_model
 
-LETTERS = "aa"
+LETTERS = "aa"  # two groups with the same letter
 GROUP_SIZE = 8
 MAX_TOKENS = 8
 LEARNING_RATE = 1e-2
 KL_COEFFICIENT = 0.01
-LAST = 3
+LAST_STEPS = 3
 REWARD = "env/all/reward/total"
 
 
@@ -73,4 +73,4 @@ def _run_cookbook(folder: Path, model: str, mode: str, steps: int) -> float:
 
 
 def _final_reward(rewards: list[float]) -> float:
-    return fmean(rewards[-LAST:])
+    return fmean(rewards[-LAST_STEPS:])

@@ -2,9 +2,9 @@
 
 The trials are short supervised runs on the tiny model with different seeds, on one engine, one Prefect server and one
 MLflow store. The peer is a plain loop that calls the same flow with the same configs. The sweep first runs one trial at
-a time; its whole duration counts, including its process, record and report. It then runs four trials at once, and the
-figure is the busy share of all processors while four trials run. Other processes count too, so run it on an idle
-machine.
+a time; its whole duration counts, including the start of the trials' process, the record and the report. It then runs
+four trials at once, and the second figure is the busy share of all processors while four trials run; its peer is the
+sweep with one trial at a time. Other processes count too, so run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -123,9 +123,8 @@ def _processor_shares(directory: Path, num_trials: int) -> Iterator[list[float]]
             now = _ticks()
             record = directory / "trials.jsonl"
             lines = record.read_text().splitlines() if record.exists() else []
-            if (
-                lines and len(lines) - 1 < num_trials
-            ):  # the first line has the only search point, each other line an ended trial
+            # A line for the single search point, then one per ended trial.
+            if lines and len(lines) - 1 < num_trials:
                 shares.append((now[0] - previous[0]) / max(1, now[1] - previous[1]))
             previous = now
 

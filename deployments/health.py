@@ -14,13 +14,13 @@ from blocks.errors import ServiceError
 from blocks.servers.processes import start_error
 
 STARTUP_LIMIT_S = 180.0
-# One client for all requests: a new client loads certificates, which takes 30 ms, too long for polling.
+# One client for all requests: a new client loads certificates, which takes too long for polling.
 CLIENT = httpx.Client(timeout=30)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Service:
-    """Started service: the URL at which it responds once it is ready, its log file and its process."""
+    """Started service: its URL (of the worker and the deployments, a page of Prefect), its log file and its process."""
 
     name: str
     url: str

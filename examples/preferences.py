@@ -1,8 +1,11 @@
-"""Preference pairs of a confident and a hedging answer to a sum; `python -m examples.preferences` writes the files.
+"""Pairs of answers to a sum: a confident one is preferred to a hedging one.
+
+`python -m examples.preferences` writes the files.
 
 Both answers of a pair contain the correct sum and have about the same length, so neither correctness nor length reveals
 the preferred one. The order of the two completions is random. No prompt of the held-out pairs occurs in training.
-`sums.jsonl` has one answer of either kind to each training sum, for the warm start of `examples/rlhf.yaml`.
+`sums.jsonl` has one answer, confident or hedging at random, to each training sum, for the warm start of
+`examples/rlhf.yaml`.
 """
 
 from __future__ import annotations

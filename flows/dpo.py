@@ -78,7 +78,7 @@ def open_pairs(
     """Open the training pairs and the held-out pairs; the latter are None if the dataset has none.
 
     Args:
-        resources: open resources of the run for builders with matching parameters; see `build`.
+        resources: open resources of the run, for parameters of the same name that `params` leaves out; see `build`.
 
     Raises:
         ConfigError: The dataset is missing, unreadable or smaller than a batch.
@@ -87,6 +87,6 @@ def open_pairs(
     renderer = open_renderer(config.renderer_name or renderer_name_of(config.model, tokenizer), tokenizer)
     verdict = Verdict(**config.verdict.model_dump()) if config.verdict else None
     rendering = Rendering(renderer, config.max_length, verdict)
-    pairs = PairBatches(data, rendering, tokenizer, unrelated=loss.term.name == "kto")
+    pairs = PairBatches(data, rendering, tokenizer, adds_mismatched=loss.term.name == "kto")
     source = PairSource(pairs, config.batch_size, config.seed, loss.term.name)
     return source, replace(pairs, comparisons=test) if test else None

@@ -23,7 +23,7 @@ BLOCK = 32  # tokens; longer blocks cost less to store, but leave more tokens of
 
 
 class _Block(NamedTuple):
-    """Keys and values of one block in all layers, and the time of its last use."""
+    """Keys and values of one block in all layers, and the number of its last use, which grows with each use."""
 
     data_F: Tensor
     last_used: int
@@ -33,7 +33,7 @@ _Blocks = OrderedDict[bytes, _Block]  # the least recently used first
 
 
 class PrefixCache:
-    """Blocks of keys and values by adapter; None is the base model. Only the compute thread changes it.
+    """Blocks of keys and values by adapter; None is the base model. Only the compute thread calls its methods.
 
     The weights of an adapter must not change while it has blocks; the weights of samplers never change. The cache has
     weak references to adapters: an adapter frees its blocks when it is freed, which may happen on any thread.
@@ -55,7 +55,7 @@ class PrefixCache:
         return next((index for index, key in enumerate(keys) if key not in blocks), len(keys))
 
     def read(self, adapter: Adapter | None, keys: Sequence[bytes]) -> Layers:
-        """Return the keys and values of ``N`` cached blocks, each ``(N, heads, BLOCK, width)``; empty without keys."""
+        """Return each layer's keys and values ``(N, heads, BLOCK, width)`` of N cached blocks; empty if ``keys`` is."""
         if not keys:
             return []
         blocks = self._blocks(adapter)
@@ -68,7 +68,7 @@ class PrefixCache:
         return list(zip(shaped[::2], shaped[1::2], strict=True))
 
     def put(self, adapter: Adapter | None, keys: Sequence[bytes], layers: Layers, row: int) -> None:
-        """Store the blocks that are not cached yet of the sequence in row ``row`` of ``layers``.
+        """Store the blocks of the sequence in row ``row`` of ``layers``, except those already cached.
 
         Args:
             layers: keys and values ``(rows, heads, tokens, width)`` of each layer.

@@ -18,7 +18,7 @@ from engine.service.capacity import max_cache_bytes, max_pass_tokens
 from engine.service.settings import Settings
 from engine.service.worker import Worker
 
-TURN_S = 0.05  # duration of a turn of decoding steps, before other work and new rows get theirs
+TURN_S = 0.05  # duration of a turn of decoding steps, before other work and new rows get a turn
 MAX_ROWS = 256  # rows in the batch; more rows only make each step slower
 
 

@@ -38,13 +38,13 @@ class PromoteIf:
     Attributes:
         metric: Name of the metric in MLflow.
         sign: `<`, `<=`, `>` or `>=`.
-        factor: Limit of the metric, or the multiple of the baseline if `of_baseline` is set.
+        number: Limit of the metric, or the multiple of the baseline if `of_baseline` is set.
         of_baseline: Whether the limit is relative to the baseline.
     """
 
     metric: str
     sign: str
-    factor: float
+    number: float
     of_baseline: bool
 
     @classmethod
@@ -52,7 +52,7 @@ class PromoteIf:
         """Parse a condition.
 
         >>> PromoteIf.parse("test/nll < 0.98 * baseline")
-        PromoteIf(metric='test/nll', sign='<', factor=0.98, of_baseline=True)
+        PromoteIf(metric='test/nll', sign='<', number=0.98, of_baseline=True)
         >>> PromoteIf.parse("test/pass@1 > 0.5").metric
         'test/pass-x40-1'
 
@@ -77,9 +77,9 @@ class PromoteIf:
         >>> PromoteIf.parse("test/accuracy > 0.7").describe(0.75, None)
         'test/accuracy is 0.75 > 0.7'
         """
-        limit = f"{self.factor:g}"
+        limit = f"{self.number:g}"
         if self.of_baseline:
-            factor = "" if self.factor == 1 else f"{self.factor:g} * "
+            factor = "" if self.number == 1 else f"{self.number:g} * "
             limit = f"{factor}{baseline:.6g}, the baseline"
         return f"{self.metric} is {value:.6g} {self.sign} {limit}"
 
@@ -92,10 +92,10 @@ class PromoteIf:
         if value is None or (self.of_baseline and baseline is None):
             subject = "the metric" if value is None else "its baseline"
             return f"promote_if requires {self.metric}, but {subject} was not measured"
-        limit = self.factor * baseline if self.of_baseline and baseline is not None else self.factor
+        limit = self.number * baseline if self.of_baseline and baseline is not None else self.number
         if _COMPARE[self.sign](value, limit):
             return ""
-        explanation = f", which is {self.factor:g} times the baseline {baseline:.6g}" if self.of_baseline else ""
+        explanation = f", which is {self.number:g} times the baseline {baseline:.6g}" if self.of_baseline else ""
         return f"{self.metric} is {value:.6g}, but promote_if requires {self.sign} {limit:.6g}{explanation}"
 
 
@@ -142,7 +142,7 @@ def check_confidence(promote_if: str | None, confidence: float | None) -> None:
         ValueError: The field is set, but the condition does not compare the metric with the unscaled baseline.
     """
     gate = PromoteIf.parse(promote_if) if promote_if else None
-    if confidence is not None and (gate is None or not gate.of_baseline or gate.factor != 1):
+    if confidence is not None and (gate is None or not gate.of_baseline or gate.number != 1):
         raise ValueError(
             "promote_confidence requires a condition such as test/NAME > baseline, because it tests whether "
             "checkpoint and baseline have equal scores: change promote_if, or remove promote_confidence"

@@ -364,8 +364,9 @@ class HealthConfig(Config):
         default=60.0,
         gt=0,
         title="Hang seconds",
-        description="Minimum number of seconds without a response of a group's environment, reward or completer after "
-        "which the group counts as hanging. `rollout.timeout_s`, which ends long rollouts, is added to this number.",
+        description="Minimum number of seconds without a response of a group's environment, reward, hook or completer "
+        "after which the group counts as hanging. `rollout.timeout_s`, which ends long rollouts, is added to this "
+        "number.",
     )
     hang_factor: float = Field(
         default=10.0,
@@ -407,9 +408,9 @@ class RlConfig(TrainConfig):
         default="auto",
         title="Correction",
         description="Correction of the base loss for differences between sampler and trainer. `auto`: in the modes "
-        "`stream` and `async`, `{off_policy_above: 0.05}`, and for the base loss `importance_sampling` also `{ratio: "
-        "token, high: 2.0}`; no correction in the mode `sync`, and none for losses with a penalty that depends on the "
-        "sampler.",
+        "`stream` and `async`, `{off_policy_above: 0.05}` (not with `rollout.completer`), and for the base loss "
+        "`importance_sampling` also `{ratio: token, high: 2.0}`; no correction in the mode `sync`, and none for losses "
+        "with a penalty that depends on the sampler.",
     )
     health: HealthConfig | None = Field(
         default=HealthConfig(),

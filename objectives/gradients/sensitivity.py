@@ -15,7 +15,7 @@ class Gradients:
 
     Attributes:
         names: the terms, including the base loss.
-        weighted_norms: weight times norm of each gradient.
+        weighted_norms: norm of each weighted gradient, never negative.
         cosines: cosine of each pair of gradients.
     """
 
@@ -59,7 +59,7 @@ def respond(gradients: Gradients, name: str, factor: float) -> Response:
 
 
 def factor_of_half(gradients: Gradients, name: str) -> float:
-    """Factor on a term's weight that gives the term half of the gradient; infinite for a term without gradient."""
+    """Factor on a term's weight for a gradient share of one half; infinite for a term without gradient."""
     term = gradients.names.index(name)
     others = sum(norm for k, norm in enumerate(gradients.weighted_norms) if k != term)
     return others / gradients.weighted_norms[term] if gradients.weighted_norms[term] else math.inf

@@ -1,4 +1,4 @@
-"""Futures of the SDK with another result."""
+"""Futures of a function of an SDK result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def map_future(
     The future cannot be cancelled, because its request is already sent.
 
     Args:
-        start: function that runs the computation, such as the `submit` of a pool; by default on the SDK's thread.
+        start: function that runs the computation, such as the `submit` of a pool; by default it runs on the SDK's
+            thread, or on the caller's if the result is there already.
     """
     mapped: Future[U] = Future()
     mapped.set_running_or_notify_cancel()

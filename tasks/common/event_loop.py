@@ -19,8 +19,8 @@ _CLOSE_TIMEOUT_S = 10.0
 class Workers:
     """Threads and an event loop that one run owns and closes.
 
-    A call passed to `submit` starts once the futures in `after` are done. No thread of the pool ever waits for another
-    call on the pool, so the pool cannot deadlock at any size.
+    A call passed to `submit` starts once the futures in `after` are done. A call must not wait for another call on the
+    pool, but name it in `after`; then the pool cannot deadlock, whatever its size.
 
     Coroutines share one loop and so one thread.
     """
@@ -63,8 +63,8 @@ class Workers:
         return result
 
     def _enqueue(self, run: Callable[[], None], result: Future[Any]) -> None:
-        """Pass a call to the pool; cancel its result if the pool is closed, now or before the call starts."""
-        # Checked first: the closing pool may call this while it holds the lock that its `submit` takes.
+        """Pass a call to the pool; cancel its result if the pool is closed, or closes before the call starts."""
+        # Checked first: `shutdown` cancels calls, and so runs this, under the lock that `submit` takes.
         if self._is_closed:
             result.cancel()
             return
@@ -98,7 +98,7 @@ class Workers:
         return self.start_coroutine(coroutine).result()
 
     def close(self) -> None:
-        """Drop calls that have not started, cancel every coroutine and stop the loop; closing twice does no harm."""
+        """Drop unstarted calls, cancel coroutines and stop the loop; running calls go on. May be called twice."""
         self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:

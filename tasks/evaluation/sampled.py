@@ -51,7 +51,7 @@ class SampledEvaluator(GradedEvaluator):
         required: fields that each row must have.
         path: JSONL file of problems.
         renderer_name: tinker-cookbook renderer of the model's chat format.
-        instruction: instruction that comes with each problem.
+        instruction: instruction, which the subclass puts before or after each problem.
         limit: maximum number of problems, taken from the start of the file.
         sampling: sampling parameters.
     """
@@ -107,10 +107,10 @@ class SampledEvaluator(GradedEvaluator):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMatch(SampledEvaluator):
-    """Share of correct answers to the questions of a JSONL file with `question` and `answer`.
+    """Share of answers that a grader accepts, to the questions of a JSONL file with `question` and `answer`.
 
     Attributes:
-        grader: import path of a function ``(answer, expected) -> bool``.
+        grader: import path of a function ``(answer, expected) -> bool``; the default compares the final numbers.
     """
 
     required: ClassVar[tuple[str, ...]] = ("question", "answer")

@@ -39,13 +39,13 @@ class PairBatches:
     """Batches of rendered comparisons.
 
     Attributes:
-        unrelated: also add each prompt with the chosen answer of another prompt, as `kto` needs.
+        adds_mismatched: also add each prompt with the chosen answer of another prompt, as `kto` needs.
     """
 
     comparisons: Comparisons
     rendering: Rendering
     tokenizer: Tokenizer
-    unrelated: bool
+    adds_mismatched: bool
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Pack both answers of each pair with the labels `pair` and `desirable`.
@@ -70,7 +70,7 @@ class PairBatches:
                 "increase it or check the rows of the data."
             )
         datums = [datum for index in pairs for datum in datums_P[index]]
-        if self.unrelated and len(pairs) > 1:
+        if self.adds_mismatched and len(pairs) > 1:
             for index, other in zip(pairs, [*pairs[1:], pairs[0]], strict=True):
                 answer = [*preferences[index].prompt, *preferences[other].chosen]
                 datums.append(self.rendering.datum(answer))
@@ -122,7 +122,7 @@ class PairSource(BatchSource):
         for index in range(len(pairs.comparisons)):
             datums = pairs.rendering.pair(pairs.comparisons[index], index)
             num_tokens.append(sum(datum.model_input.length for datum in datums))
-        if not pairs.unrelated:  # `kto` adds datums to a batch
+        if not pairs.adds_mismatched:  # `kto` adds datums to a batch
             self._token_counts = {step: sum(num_tokens[index] for index in self._indices(step)) for step in steps}
         trained = {index for index, number in enumerate(num_tokens) if number}
         if len(trained) == len(num_tokens):

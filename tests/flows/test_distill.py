@@ -116,7 +116,7 @@ def test_an_environment_that_hangs_warns(
     else:
         result = off_policy_distillation(OffPolicyConfig.model_validate(fields))
     (text,) = [text for text in result.warnings if "has not responded" in text]
-    assert f"The environment, reward or completer of {group} has not responded for" in text
+    assert f"The environment, reward, hook or completer of {group} has not responded for" in text
     assert text.endswith("check it; rollout.timeout_s ends rollouts that take too long.")
 
 

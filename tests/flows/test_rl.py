@@ -262,7 +262,7 @@ def test_an_environment_that_hangs_warns_during_its_step(
     changed |= {"environment": {"builder": "rollout_parts:SilentLettersBuilder", "params": params}}
     result = rl(RlConfig.model_validate(config | changed))
     (text,) = [text for text in result.warnings if "has not responded" in text]
-    assert f"The environment, reward or completer of {group} has not responded for" in text
+    assert f"The environment, reward, hook or completer of {group} has not responded for" in text
     assert (
         "ends rollouts that take too long, and rollout.termination.grader_timeout_seconds ends hanging rewards." in text
     )

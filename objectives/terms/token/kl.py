@@ -50,7 +50,7 @@ def kl(
 
     Metrics:
         k1: mean of d, for every estimator; distance_max: maximum ``|d|`` of a trained token; on samples also
-        prefix_ratio_max: maximum importance ratio of a trained token.
+        prefix_ratio_max: maximum importance ratio of a completion up to a trained token.
 
     >>> batch = Batch(torch.tensor([5, 6]), torch.ones(2), torch.tensor([0, 2]))
     >>> outputs = Outputs(

@@ -20,7 +20,7 @@ _MAX_COMPARISONS = 32
 def unlikely_tokens(
     outputs: Outputs, batch: Batch, *, tokens: Annotated[tuple[int, ...], Field(min_length=1)]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Flag (1 or 0, ``(N,)``) for each target in ``tokens``; training minimizes ``-log(1 - p)`` of the flagged targets.
+    """Flag of each target, ``(N,)``: 1 if it is in ``tokens``, else 0; the loss is ``-log(1 - p)`` of the flagged.
 
     Source: Welleck et al. 2020, "Neural Text Generation With Unlikelihood Training" (arXiv:1908.04319), equation 3,
     with ``tokens`` as the negative candidates at every position. A service returns logprobs of targets only, so a
@@ -51,7 +51,7 @@ def _is_one_of(target_tokens_DT: Tensor, tokens: tuple[int, ...]) -> Tensor:
 
 
 def find_repeats(batch: Batch, *, n: Annotated[int, Field(ge=1)] = 4) -> list[bool]:
-    """Flag each trained token that completes an n-gram that occurred earlier in the same datum.
+    """Flag each trained token that completes an n-gram seen before among the trained tokens of its datum.
 
     >>> find_repeats(Batch(torch.tensor([1, 2, 1, 2, 1]), torch.ones(5), torch.tensor([0, 5])), n=2)
     [False, False, False, True, True]
@@ -68,7 +68,7 @@ def find_repeats(batch: Batch, *, n: Annotated[int, Field(ge=1)] = 4) -> list[bo
 
 @regularizer("unlikely_repeats", kind="scored", prepare=find_repeats, estimator="unlikelihood")
 def unlikely_repeats(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-    """Flag (1 or 0, ``(N,)``) for each target that completes a repeated n-gram; training minimizes its ``-log(1 - p)``.
+    """Flag of each target, ``(N,)``: 1 if it completes a repeated n-gram, else 0; the loss is its ``-log(1 - p)``.
 
     Source: the sequence-level candidates of Welleck et al. 2020 (arXiv:1908.04319), equation 7.
 

@@ -26,9 +26,9 @@ _ROUNDING = 1e-4
 class CompleterSpec:
     """Import path of a class or function that returns a `TokenCompleter`, and its parameters.
 
-    The class or function is called with those of the arguments `sampling_client`, `max_tokens`, `temperature` and
-    `seed` that it accepts. For each token, the completer returns the natural logarithm of the probability with which
-    the token was drawn.
+    The class or function is called with its parameters, and with those of the arguments `sampling_client`,
+    `max_tokens`, `temperature` and `seed` that it accepts and the parameters do not set. For each token, the completer
+    returns the natural logarithm of the probability with which the token was drawn.
 
     Attributes:
         path: import path.
@@ -78,11 +78,11 @@ class CheckedCompleter(TokenCompleter):
     def __init__(
         self, spec: CompleterSpec, seed_of: Callable[[tinker.ModelInput], int], progress: GroupProgress, **offered: Any
     ) -> None:
-        """Create the user's completer at the first turn, whose prompt may decide the seed.
+        """Prepare the user's completer, which is created at the first turn, because its prompt may decide the seed.
 
         Args:
             seed_of: returns the seed from the prompt of the first turn.
-            progress: counts the prompts and the completions.
+            progress: counts prompt tokens, sampled tokens and completions.
             offered: arguments that the completer may take, other than the seed.
         """
         self._spec, self._seed_of, self._progress, self._offered = spec, seed_of, progress, offered
@@ -94,7 +94,7 @@ class CheckedCompleter(TokenCompleter):
         if self._completer is None:
             arguments = self._offered | {"seed": self._seed_of(model_input)}
             self._completer = self._spec.make(**{name: arguments[name] for name in self._spec.arguments})
-        # As in tinker-cookbook, a completer without `max_tokens` works as long as no budget applies.
+        # As in tinker-cookbook, a completer needs no `max_tokens` unless the environment limits the rollout's tokens.
         limit = {} if max_tokens is None else {"max_tokens": max_tokens}
         try:
             completion = await self._completer(model_input, stop, **limit)

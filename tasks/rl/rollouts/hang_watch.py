@@ -126,7 +126,7 @@ class HangWatch:
         waited = max(seconds for _, seconds in groups)
         others = "no group has finished yet" if typical is None else f"the median group takes {typical:.3g} s"
         text = (
-            f"The environment, reward or completer of {names}{more} has not responded for {waited:.3g} s, and "
+            f"The environment, reward, hook or completer of {names}{more} has not responded for {waited:.3g} s, and "
             f"{others}: {self._fix}."
         )
         return MetricWarning("hang", step, waited, text)

@@ -45,9 +45,11 @@ def rendering(tokenizer: Any, max_length: int | None = 256) -> Rendering:
     return Rendering(get_renderer("role_colon", tokenizer), max_length)
 
 
-def source(tokenizer: Any, *, max_length: int | None = 256, unrelated: bool = False, loss: str = "dpo") -> PairSource:
+def source(
+    tokenizer: Any, *, max_length: int | None = 256, adds_mismatched: bool = False, loss: str = "dpo"
+) -> PairSource:
     train, _ = build_comparisons(JSONL, {"train_path": TRAIN}, tokenizer)
-    return PairSource(PairBatches(train, rendering(tokenizer, max_length), tokenizer, unrelated), 4, 3, loss)
+    return PairSource(PairBatches(train, rendering(tokenizer, max_length), tokenizer, adds_mismatched), 4, 3, loss)
 
 
 def last_contents(preference: Any) -> tuple[str, str, str]:
@@ -95,7 +97,7 @@ def plain(datum: tinker.Datum) -> tuple[list[int], dict[str, list[float]]]:
 
 def test_kto_batches_have_unrelated_answers(tokenizer: Any) -> None:
     batch = source(tokenizer).batch_at(0)
-    wider = source(tokenizer, unrelated=True, loss="kto").batch_at(0)
+    wider = source(tokenizer, adds_mismatched=True, loss="kto").batch_at(0)
     assert wider.num_datums == batch.num_datums + 4
     assert wider.labels_D["desirable"].tolist()[8:] == wider.labels_D["pair"].tolist()[8:] == [-1] * 4
     assert wider.texts_D[8:] == (*wider.texts_D[2:8:2], wider.texts_D[0])
@@ -117,7 +119,7 @@ def test_equal_answers_are_not_blamed_on_a_limit_that_is_not_set(tmp_path: Path,
     rows[0]["comparison"]["completion_B"] = rows[0]["comparison"]["completion_A"]
     write(tmp_path / "equal.jsonl", rows)
     train, _ = build_comparisons(JSONL, {"train_path": str(tmp_path / "equal.jsonl")}, tokenizer)
-    pairs = PairBatches(train, rendering(tokenizer, None), tokenizer, unrelated=False)
+    pairs = PairBatches(train, rendering(tokenizer, None), tokenizer, adds_mismatched=False)
     with pytest.raises(ConfigError, match="A batch of 1 pairs has no pair with two distinct answers: check the rows"):
         pairs.batch([0])
 
@@ -126,7 +128,7 @@ def test_batches_without_a_pair_are_found_in_advance(tokenizer: Any) -> None:
     """They are the steps at which reading the batch fails."""
     train, _ = build_comparisons(JSONL, {"train_path": TRAIN}, tokenizer)
     lengths = sorted(source(tokenizer).batch_at(0).offsets_D.diff().tolist())
-    pairs = PairBatches(train, rendering(tokenizer, lengths[0] - 36), tokenizer, unrelated=False)
+    pairs = PairBatches(train, rendering(tokenizer, lengths[0] - 36), tokenizer, adds_mismatched=False)
     single = PairSource(pairs, 1, 3, "dpo")
     steps = range(200, 300)  # of two epochs
     failing = []
@@ -155,7 +157,7 @@ def test_counting_tokens_keeps_the_datums_of_few_pairs() -> None:
             living.add(datum)
         return datums
 
-    pairs: Any = SimpleNamespace(comparisons=range(50), rendering=SimpleNamespace(pair=pair), unrelated=False)
+    pairs: Any = SimpleNamespace(comparisons=range(50), rendering=SimpleNamespace(pair=pair), adds_mismatched=False)
     pair_source = PairSource(pairs, 2, 0, "dpo")
     assert pair_source.untrained_steps(range(2)) == ()
     assert pair_source.token_counts() == {0: 12, 1: 12}
@@ -164,7 +166,7 @@ def test_counting_tokens_keeps_the_datums_of_few_pairs() -> None:
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "kto", "simpo", "orpo", "bradley_terry"])
 def test_every_preference_loss_raises_the_chosen_answers(name: str, tokenizer: Any) -> None:
-    pairs = source(tokenizer, unrelated=name == "kto", loss=name)
+    pairs = source(tokenizer, adds_mismatched=name == "kto", loss=name)
     batch = pairs.batch_at(0)
     logprobs_DT = torch.full((batch.num_tokens,), -2.0)
     objective = Objective(name)
@@ -193,7 +195,7 @@ def test_unusable_data_is_rejected(tmp_path: Path, tokenizer: Any) -> None:
     write(tmp_path / "few.jsonl", comparisons()[:3])
     train, _ = build_comparisons(JSONL, {"train_path": str(tmp_path / "few.jsonl")}, tokenizer)
     with pytest.raises(ConfigError, match="has 3 comparisons and batch_size is 4"):
-        PairSource(PairBatches(train, rendering(tokenizer), tokenizer, unrelated=False), 4, 0, "dpo")
+        PairSource(PairBatches(train, rendering(tokenizer), tokenizer, adds_mismatched=False), 4, 0, "dpo")
 
 
 def hhh(folder: Path) -> None:

@@ -56,7 +56,7 @@ def test_score_equals_the_reward_that_bradley_terry_trains(client: tinker.Traini
     verdict = Verdict("Good?", "Yes")
     data, _ = build_comparisons(JSONL, PATHS, tokenizer)
     pairs = PairBatches(
-        data, Rendering(get_renderer("qwen3_instruct", tokenizer), 256, verdict), tokenizer, unrelated=False
+        data, Rendering(get_renderer("qwen3_instruct", tokenizer), 256, verdict), tokenizer, adds_mismatched=False
     )
     batch = pairs.batch([0])
     assert batch.texts_D == ("Yes<|im_end|>",) * 2
