@@ -416,7 +416,7 @@ def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
         for panel, shown in ((margin, interval(margins(runs))), (valid, validity(runs))):
             bars = [[shown.mean - shown.low], [shown.high - shown.mean]]
             panel.errorbar([shown.mean], [-number], xerr=bars, fmt="o", color=colors[arm], capsize=3)
-    over_steps.set(xlabel="step", ylabel="logic score of held-out pairs\n(minimum_risk_mean)")
+    over_steps.set(xlabel="step", ylabel="logic score of held-out pairs")
     over_steps.legend(frameon=False, fontsize=8)
     margin.set(xlabel="margin, nats", yticks=range(0, -len(ARMS), -1), yticklabels=list(ARMS))
     margin.set_xlim(left=0)
