@@ -69,7 +69,7 @@ def _cost_rows(run: CostEstimate, unit: str) -> list[tuple[str, str]]:
     low, high = run.low, run.high
     return [
         (unit, f"{run.num_steps:,}"),
-        ("tokens in all passes", _between(low.num_train_tokens, high.num_train_tokens)),
+        ("tokens in passes", _between(low.num_train_tokens, high.num_train_tokens)),
         ("prompt tokens", _between(low.sampled.num_prefill_tokens, high.sampled.num_prefill_tokens)),
         ("sampled tokens", _between(low.sampled.num_sample_tokens, high.sampled.num_sample_tokens)),
         *((f"  {part}", _part(bounds.low, bounds.high)) for part, bounds in run.parts.items()),
@@ -129,7 +129,7 @@ def _rows(run: Estimate) -> list[tuple[str, str]]:
             if run.reference.num_prefill_tokens
             else []
         ),
-        (f"tokens in all passes{passes_bound}", f"{run.num_train_tokens:,}"),
+        (f"tokens in passes{passes_bound}", f"{run.num_train_tokens:,}"),
         ("cost", "unknown: set budget.prices" if run.usd is None else f"{cost_bound}${run.usd:,.4g}"),
         ("time", f"{format_hours(run.hours)} at the pace of run {run.paced_by}" if run.hours else unknown_time),
         *([("not included", "; ".join(run.excluded))] if run.excluded else []),

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowRun
 
-from blocks.errors import ConfigError, TinkerFlowsError
+from blocks.errors import ConfigError, StorageError, TinkerFlowsError
 from blocks.storage import CONFIG, RunDirectory
 from deployments.methods import METHODS, config_type_of
 from flows.config.base import NamedConfig
 from flows.config.loader import set_overrides, validate_fields
-from flows.monitoring.run_tags import REJECTED_TAG
+from flows.monitoring.run_tags import REJECTED_TAG, STOPPED_TAG
 from flows.runs.blocks import storage_at, tracking_at
 from flows.runs.start.config_record import RecordedConfig
 from flows.runs.tracking.mlflow_run import find_recorded_run
@@ -121,13 +121,16 @@ def report_of(
     location = f"{run.directory.location}/{REPORT}"
     if not rebuild and run.directory.read_bytes(REPORT) is not None:
         return location
+    if writer := run.directory.writer():
+        raise StorageError(
+            f"Run {run_name!r} is in progress ({writer}), and its report is written at its end: until then, see "
+            f"`tinker-flows status {run_name}` and its MLflow run."
+        )
     client, mlflow_run = find_mlflow_run(run, read_records(run.directory))
-    if mlflow_run is None:
-        raise ConfigError(_nothing_logged(run_name))
-    log = MetricsLog(client, mlflow_run.info.run_id)
-    history = log.history()
-    if not _has_logged_a_step(history):
-        raise ConfigError(_nothing_logged(run_name))
+    log = MetricsLog(client, mlflow_run.info.run_id) if mlflow_run else None
+    history = log.history() if log else {}
+    if mlflow_run is None or log is None or not _has_logged_a_step(history):
+        raise _nothing_logged(run_name, mlflow_run)
     from tasks.reports.run_report import ReportExtras, write_report
     from tasks.reports.tables import target_rows
 
@@ -167,7 +170,7 @@ def compare_runs(first: str, second: str, storage: str) -> str:
         client, mlflow_run = find_mlflow_run(run, read_records(run.directory))
         history = MetricsLog(client, mlflow_run.info.run_id).history() if mlflow_run else {}
         if mlflow_run is None or not _has_logged_a_step(history):
-            raise ConfigError(_nothing_logged(name))
+            raise _nothing_logged(name, mlflow_run)
         reported.append(ReportedRun(name, mlflow_run, run.directory, history))
     page = comparison_page(*reported)
     with reported[1].directory as directory:
@@ -175,10 +178,12 @@ def compare_runs(first: str, second: str, storage: str) -> str:
         return f"{directory.location}/report-with-{first}.html"
 
 
-def _nothing_logged(run_name: str) -> str:
-    return (
+def _nothing_logged(run_name: str, mlflow_run: MlflowRun | None) -> ConfigError:
+    why = mlflow_run.data.tags.get(STOPPED_TAG, "") if mlflow_run else ""
+    ended = f" It ended with: {why}" if why else ""
+    return ConfigError(
         f"Run {run_name!r} has not logged a step yet, so there is nothing to report: resume it with "
-        f"`tinker-flows resume {run_name}`."
+        f"`tinker-flows resume {run_name}`.{ended}"
     )
 
 

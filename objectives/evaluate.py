@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
+import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -26,6 +30,17 @@ from objectives.torch_internals import count_changes
 
 # Characters that MLflow allows, and a length that leaves room for the prefix with the term's name.
 _METRIC = re.compile(r"[\w./ -]{1,100}", re.ASCII)
+
+
+# Folders whose code is not the user's: the standard library, installed packages, and the callers of terms.
+_ROOT = Path(__file__).parents[1]
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *(_ROOT / name for name in ("objectives", "tasks", "flows")),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,10 +301,19 @@ def _check_finite(name: str, value: float, gradient_DT: Tensor) -> None:
 
 def failure(regularizer: Regularizer, doing: str, error: Exception) -> ObjectiveError:
     """Return an error whose message is one sentence with the term's name and the reason."""
-    reason = str(error) if isinstance(error, ObjectiveError) else f"it raised {type(error).__name__}: {error}"
+    reason = str(error)
+    if not isinstance(error, ObjectiveError):
+        reason = f"it raised {type(error).__name__}: {reason.rstrip('.')}{_place(error)}"
     is_fatal = regularizer.name != BASE and regularizer.on_error == "raise"
     hint = " (set on_error='skip' to continue without it)" if is_fatal else ""
     return ObjectiveError(f"Term {regularizer.name!r} failed {doing}: {' '.join(reason.split()).rstrip('.')}{hint}.")
+
+
+def _place(error: Exception) -> str:
+    """Return the innermost line of the user's own code in the traceback of an error; empty if it has none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(("<", *_LIBRARIES))]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 R = TypeVar("R", Batch, Outputs)

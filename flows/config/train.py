@@ -306,6 +306,11 @@ class TrainConfig(RunConfig):
     @field_validator("learning_rate", mode="before")
     @classmethod
     def _find_rate(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, str) and value != "auto":
+            try:
+                float(value)
+            except ValueError:
+                raise ValueError("use a number or auto") from None
         if value != "auto" or "model" not in info.data:
             return value
         from flows.config.learning_rate import recommended_rate

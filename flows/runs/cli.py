@@ -100,8 +100,8 @@ def start(flow: str, config: str, file: Path | None, overrides: Sequence[str], s
 
             loaded = load_config(cast("type[Config]", import_path(config)), file, overrides)
             check_references(loaded)
-        with _explained_interrupts(loaded), _engine(loaded):
-            with no_collections():
+        with _engine(loaded):
+            with _interrupted_start(), no_collections():
                 function = cast("Flow[..., Any]", import_path(flow))
                 show_result = cast("Callable[[Any], None]", import_path(show))
             show_result(_run_quietly(function, loaded, server))
@@ -157,17 +157,31 @@ def _engine(config: Config) -> AbstractContextManager[None]:
 
 def _run_quietly(flow: Flow[..., R], config: Config, server: PrefectServer | None) -> R:
     silence_console_logs()
-    _check_resumption(config)
+    with _interrupted_start():
+        _check_resumption(config)
     with _explained_interrupts(config):
         return _run(flow, config, server)
 
 
+@contextmanager
+def _interrupted_start() -> Iterator[None]:
+    """After Ctrl-C during imports, say so; half of a module may be imported, so nothing else can be looked up."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        print_notice("Stopped before the run started. The same command starts it.")
+        raise ExplainedInterrupt from interrupt
+
+
 def _check_resumption(config: Config) -> None:
-    """Reject a config that changes what an existing run trains, before the run waits for its servers.
+    """Reject a run in progress, or one that the config would change, before the run waits for its servers.
 
     Raises:
         ConfigError: The config of the run differs or is damaged.
+        StorageError: Another process is writing the run.
     """
+    from blocks.files.lock_holder import locked_error
+    from blocks.storage import CONFIG
     from flows.config.base import RunConfig
     from flows.runs.blocks import storage_of
     from flows.runs.start.config_record import check_unchanged
@@ -176,8 +190,13 @@ def _check_resumption(config: Config) -> None:
 
     if isinstance(config, RunConfig) and config.if_exists == "resume":
         directory = storage_of(config).run_directory(config.run_name)
-        if (records := resumable(directory)) and not has_cookbook_config(directory):
+        if holder := directory.writer():
+            raise locked_error(directory.location, holder)
+        records = resumable(directory)
+        if records and not has_cookbook_config(directory):
             check_unchanged(directory, config, records[0])
+        elif not records and directory.read_bytes(CONFIG) is not None:
+            print_notice(f"{config.run_name} has no checkpoint: it starts from the first step.")
 
 
 @contextmanager

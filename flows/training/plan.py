@@ -172,8 +172,7 @@ def plan_lines(
     return [
         f"{method} of {config.model}{on_data}, {num_steps}, learning rate {config.learning_rate:g}",
         f"loss {loss}{', with ' + ' and '.join(limits) if limits else ''}",
-        f"{evaluations}, {saves}; about {tokens.in_passes:,} tokens in training passes{basis}, {price}{besides}; "
-        f"{duration}",
+        f"{evaluations}, {saves}; about {tokens.in_passes:,} tokens in passes{basis}, {price}{besides}; {duration}",
     ]
 
 

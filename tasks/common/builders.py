@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from codecs import BOM_UTF8
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,7 @@ from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
-from blocks.errors import ConfigError
+from blocks.errors import ConfigError, StorageError
 from blocks.files.local import path_of
 from objectives.config.import_path import import_path
 from objectives.config.import_policy import NotAllowedError, check_builder, check_function
@@ -81,6 +81,31 @@ def build(
         raise ConfigError(
             f"The data source {builder} could not be read ({type(error).__name__}: {one_line(error)}): "
             f"check {field}.params and the file it names."
+        ) from error
+
+
+@contextmanager
+def data_errors(what: str) -> Iterator[None]:
+    """Report any error inside the block as one of a data source, whose code may be anyone's.
+
+    Args:
+        what: what is read, such as "Batch 3 of the held-out data".
+
+    Raises:
+        StorageError: the files or the network fail, which may work later.
+        ConfigError: anything else failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{what} could not be read ({type(error).__name__}: {one_line(error)}): check the files or the network of "
+            "its data source."
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"{what} could not be read ({type(error).__name__}: {one_line(error)}): check the parameters and the rows "
+            "of its data source."
         ) from error
 
 

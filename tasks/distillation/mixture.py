@@ -8,7 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 from tinker_cookbook.supervised.types import SupervisedDataset
 
-from blocks.errors import ConfigError, reason
+from blocks.errors import ConfigError
+from tasks.common.builders import data_errors
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -81,15 +82,11 @@ class _Stream(Generic[T]):
     def _load(self, epoch: int, index: int) -> Sequence[T]:
         """Load a batch and cache it, because a streaming dataset returns each batch only once."""
         if (epoch, index) != (self._epoch, self._index):
-            try:
+            with data_errors(f"Batch {index} of epoch {epoch} of a dataset"):
                 dataset: object = self._dataset
                 if epoch != self._epoch and isinstance(dataset, SupervisedDataset):
                     dataset.set_epoch(seed=self._seed + epoch)
                 self._batch = self._dataset.get_batch(index)
-            except Exception as error:  # third-party code: any error concerns its data
-                raise ConfigError(
-                    f"Batch {index} of epoch {epoch} of a dataset could not be read ({reason(error)}): check its rows."
-                ) from error
             if not self._batch:
                 raise ConfigError(f"Batch {index} of a dataset is empty: check its rows.")
             self._epoch, self._index = epoch, index

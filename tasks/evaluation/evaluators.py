@@ -32,7 +32,7 @@ from blocks.errors import (
 )
 from objectives.batch import Batch
 from objectives.labels import find_prompts, number_equal, without_labels
-from tasks.common.builders import NO_RESOURCES, import_builder, import_object
+from tasks.common.builders import NO_RESOURCES, data_errors, import_builder, import_object
 from tasks.common.cookbook_internals import count_bytes, find_text
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
@@ -77,7 +77,8 @@ class HeldOutNLL(TrainingClientEvaluator):
     scored_metrics: tuple[str, ...] = ("test/nll", "test/nll_per_token", "test/bits_per_byte")
 
     def __init__(self, dataset: SupervisedDataset, tokenizer: Tokenizer) -> None:
-        batches = [dataset.get_batch(index) for index in range(len(dataset))]
+        with data_errors("The held-out data"):
+            batches = [dataset.get_batch(index) for index in range(len(dataset))]
         self._datums = [without_labels(datum) for batch in batches for datum in batch]
         if not self._datums:
             raise ConfigError(

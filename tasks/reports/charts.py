@@ -133,7 +133,7 @@ def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limi
     label = {"text": "limit", "x": 1, "xanchor": "right", "y": limit, "yanchor": "bottom", "showarrow": False}
     figure = _figure(
         traces,
-        [{"title": row} for row in drawn],
+        [{"title": "update effect" if row == "effect" else row} for row in drawn],
         _HEIGHT_PX + _ROW_PX * (len(drawn) - 1),
         shapes=levels,
         annotations=[] if limit is None else [label | {"xref": "x domain", "yref": "y"}],
@@ -145,8 +145,8 @@ def draw_term(runs: Sequence[DrawnRun], name: str, color: str = PALETTE[0], limi
         reading += f" Weight {weights.pop():g}."
     if "effect" in drawn:
         reading += (
-            " Effect: how much an update of all terms together changes this term on its batch; below 0, the value "
-            "falls."
+            " Update effect: how much one update of all terms together changes this term on the same batch; below 0, "
+            "the value falls."
         )
     return Chart(name, reading, figure)
 
@@ -355,6 +355,7 @@ def _figure(
     The top margin leaves room for it, because Plotly may draw a legend of several rows over the plot. The figure is
     validated as a whole, because each change of a figure takes Plotly milliseconds.
     """
+    traces = [{**trace, "y": _rounded(trace["y"])} if trace["type"] == "scatter" else trace for trace in traces]
     num_entries = sum(trace.get("showlegend", True) for trace in traces)
     layout |= {
         "template": "none",
@@ -383,3 +384,8 @@ def _figure(
         }
         top = bottom - _ROW_GAP
     return go.Figure({"data": traces, "layout": layout})
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    """Round values to nine digits: the axis of a constant with rounding errors would show all of its digits."""
+    return [float(f"{value:.9g}") for value in values]

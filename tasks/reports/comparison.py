@@ -29,6 +29,9 @@ from tasks.training.checkpoints import CONTENTS_KEY, resumable
 from tasks.training.examples import read_examples
 from tasks.training.held_out import read_batch_values
 
+# Held-out metrics that are means over tokens, so that runs with different tokenizers cannot be compared by them.
+_PER_TOKEN = ("nll", "nll_per_token")
+
 
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
@@ -49,33 +52,48 @@ class Difference:
     """Held-out metric of two runs at their last evaluations.
 
     Attributes:
-        change: value of the second run minus that of the first, with an interval if both used the same batches.
+        change: value of the second run minus that of the first, with an interval if both used the same batches; None if
+            the metric is a mean over tokens, and the runs have different tokenizers.
     """
 
     first: HeldOutRow
     second: HeldOutRow
-    change: Estimate
+    change: Estimate | None
 
     def format(self) -> tuple[str, ...]:
         """Text cells: metric, both values with their steps, and the difference."""
         values = (f"{row.after} (step {row.last_step})" for row in (self.first, self.second))
-        return self.first.metric, *values, self.change.signed()
+        change = "none: the tokens differ" if self.change is None else self.change.signed()
+        return self.first.metric, *values, change
 
 
-def compare_held_out(first: Sequence[HeldOutRow], second: Sequence[HeldOutRow]) -> list[Difference]:
-    """Differences of the metrics that both runs have, in the order of the first."""
+def compare_held_out(
+    first: Sequence[HeldOutRow], second: Sequence[HeldOutRow], *, same_tokens: bool = True
+) -> list[Difference]:
+    """Differences of the metrics that both runs have, in the order of the first; comparable ones come first.
+
+    Args:
+        same_tokens: whether the runs have the same tokenizer.
+    """
     others = {row.metric: row for row in second}
-    return [
-        Difference(row, other, other.compare(Control(row.after, row.batches)))
+    differences = [
+        Difference(
+            row,
+            other,
+            other.compare(Control(row.after, row.batches)) if same_tokens or row.metric not in _PER_TOKEN else None,
+        )
         for row in first
         if (other := others.get(row.metric))
     ]
+    return sorted(differences, key=lambda difference: difference.change is None)
 
 
 def comparison_page(first: ReportedRun, second: ReportedRun) -> str:
     """Page that compares two runs."""
     summaries = first.summary(), second.summary()
-    differences = compare_held_out(summaries[0].held_out, summaries[1].held_out)
+    contents = _changed_contents(first, second)
+    same_tokens = "tokenizer" not in contents.get("tokenizer", ())
+    differences = compare_held_out(summaries[0].held_out, summaries[1].held_out, same_tokens=same_tokens)
     title = f"{first.name} and {second.name}"
     columns = ("held-out data", first.name, second.name, "difference")
     params = [run.mlflow_run.data.params for run in (first, second)]
@@ -94,7 +112,15 @@ def comparison_page(first: ReportedRun, second: ReportedRun) -> str:
             "Settings that differ",
             html_table(("field", first.name, second.name), rows) if (rows := _changed_settings(*params)) else "",
         ),
-        html_section("Content that differs", html_list(_changed_contents(first, second))),
+        html_section(
+            "Content that differs",
+            html_list(
+                [
+                    f"{kind}: the content of {', '.join(names)} differs between the runs."
+                    for kind, names in contents.items()
+                ]
+            ),
+        ),
         *_charts(first, second),
         html_section("Examples after training", *_examples(first, second)),
         page_script(has_charts=True),
@@ -107,9 +133,13 @@ def _verdict(first: ReportedRun, second: ReportedRun, differences: Sequence[Diff
         return "The runs have no held-out metric in common."
     main = differences[0]
     _, value, other, change = main.format()
-    return (
+    verdict = (
         f"{main.first.metric} on held-out data: {value} in {first.name}, {other} in {second.name}, difference {change}."
     )
+    per_token = [difference.first.metric for difference in differences if difference.change is None]
+    if per_token:
+        verdict += f" {' and '.join(per_token)} cannot be compared: the tokenizers of the runs differ."
+    return verdict
 
 
 def _side_by_side(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -119,20 +149,17 @@ def _side_by_side(first: Mapping[str, str], second: Mapping[str, str]) -> list[t
 
 def _changed_settings(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[str, str, str]]:
     rows = _side_by_side(dict(sorted(first.items())), dict(sorted(second.items())))
-    return [row for row in rows if row[1] != row[2] and row[0] != "run_name"]
+    return [row for row in rows if row[1] != row[2] and row[0] not in ("run_name", "base_url")]
 
 
-def _changed_contents(first: ReportedRun, second: ReportedRun) -> list[str]:
-    """Return a sentence for each kind of content, such as `terms`, with the names whose content differs."""
+def _changed_contents(first: ReportedRun, second: ReportedRun) -> Mapping[str, Sequence[str]]:
+    """Return the names whose content differs, by kind of content, such as `terms`."""
     digests: list[Digests] = []
     for run in (first, second):
         records = resumable(run.directory)
         contents = records[0].get(CONTENTS_KEY, None) if records else None
         digests.append((contents or {}).get("digests", {}))
-    return [
-        f"{kind}: the content of {', '.join(names)} differs between the runs."
-        for kind, names in changed_contents(*digests).items()
-    ]
+    return changed_contents(*digests)
 
 
 def _warnings(run: ReportedRun, summary: RunSummary) -> str:

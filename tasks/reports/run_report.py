@@ -44,6 +44,7 @@ from tasks.reports.tables import (
     TermRow,
     cosine_key,
     describe_intervals,
+    format_figure,
     held_out_table,
     is_headline,
     recent_term_rows,
@@ -283,9 +284,11 @@ def _reasons_of_rise(summary: RunSummary, terms: Sequence[TermRow], limits: Cont
     """Say about terms without a target whose held-out value rose what their gradient was up against."""
     others = " Other terms change it, too." if sum(row.weight > 0 and row.name != BASE for row in terms) > 1 else ""
     risen = {row.metric for row in summary.held_out if row.is_of_term and row.is_compared and row.change.is_rise}
+    from_zero = {row.metric for row in summary.held_out if format_figure(row.before.value) in ("0", "≈0")}
     return [
-        f"{row.name} rose although it is minimized: its share of the gradient was {row.grad_share:.1%}, and the cosine "
-        f"of its gradient to that of the base loss {row.cosine_to_base:+.2f}.{others}"
+        f"{row.name} rose {'from 0' if row.name in from_zero else 'although it is minimized'}: its share of the "
+        f"gradient was {row.grad_share:.1%}, and the cosine of its gradient to that of the base loss "
+        f"{row.cosine_to_base:+.2f}.{others}"
         for row in terms
         if row.name in risen and row.name not in limits and row.weight > 0 and not math.isnan(row.cosine_to_base)
     ]
@@ -309,7 +312,7 @@ def _page(run_name: str, log: MetricsLog, summary: RunSummary, extras: ReportExt
     )
     use = [copyable(text, label) for label, text in [("Newest weights", summary.weights), *summary.commands] if text]
     script = page_script(has_charts=True)
-    return html_page(run_name, "\n".join([header, html_section("Use the weights", *use), *sections, script]))
+    return html_page(run_name, "\n".join([header, html_section("What next?", *use), *sections, script]))
 
 
 def _sections(directory: RunDirectory, history: History, summary: RunSummary, extras: ReportExtras) -> Iterator[str]:
@@ -333,8 +336,11 @@ def _sections(directory: RunDirectory, history: History, summary: RunSummary, ex
     colors = term_colors(names)
     yield html_section(
         "What did each term do?",
-        html_list(_definitions(summary, names)),
-        html_list([*_changes_of_terms(summary), *_reasons_of_rise(summary, rows, limits)]),
+        _headed_list("What they measure", _definitions(summary, names)),
+        _headed_list(
+            "Change of their held-out values during the run",
+            [*_changes_of_terms(summary), *_reasons_of_rise(summary, rows, limits)],
+        ),
         html_charts(draw_term([run], name, colors[name], limits.get(name)) for name in names if name != BASE),
         html_charts(draw(run, names) for draw in (draw_shares, draw_cosines, draw_conflicts) if len(names) > 1),
         f"<h3>{title.capitalize()}</h3>",
@@ -355,6 +361,11 @@ def _sections(directory: RunDirectory, history: History, summary: RunSummary, ex
         html_table(SENSITIVITY_COLUMNS, sensitivity) if sensitivity else "",
         intro=SENSITIVITY_NOTE,
     )
+
+
+def _headed_list(title: str, sentences: Sequence[str]) -> str:
+    """HTML list below a heading; empty without sentences."""
+    return f"<h3>{title}</h3>{html_list(sentences)}" if sentences else ""
 
 
 def _definitions(summary: RunSummary, names: Sequence[str]) -> list[str]:

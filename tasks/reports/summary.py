@@ -6,11 +6,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from urllib.parse import urlsplit
 
 from mlflow.entities import Run as MlflowRun
 
 from blocks.storage import RunDirectory, RunStorage
-from tasks.reports.tables import HELD_OUT, HeldOutRow, History, held_out_rows, is_headline
+from objectives.term import BASE
+from tasks.reports.tables import HELD_OUT, HeldOutRow, History, held_out_rows, is_headline, recent_term_rows
 from tasks.training.checkpoints import Records, read_records, step_of
 from tasks.training.held_out import read_batch_values
 from tasks.training.model_registry import VERSION_TAG
@@ -29,7 +31,7 @@ _NOTES = {
 DATA_TAG = "tinker_flows.first_batch"
 DATA_PARAMS = ("data.builder", "environment.builder", "comparisons.builder", "questions.builder", "data.path")
 _UNITS = {
-    "num_train_tokens": "tokens in training passes",
+    "num_train_tokens": "tokens in passes",
     "num_prefill_tokens": "prompt tokens",
     "num_sample_tokens": "tokens sampled",
 }
@@ -75,7 +77,9 @@ def summarize(run_name: str, run: MlflowRun, directory: RunDirectory, history: H
             key.removeprefix(TERM_TAG): text for key, text in run.data.tags.items() if key.startswith(TERM_TAG)
         },
         weights=next((path for record in records.checkpoints if (path := record.state_path)), ""),
-        commands=tuple(_commands(run_name, directory, records, run.data.tags.get("prefect.flow_name", ""))),
+        commands=tuple(
+            _commands(run_name, directory, records, run.data.tags.get("prefect.flow_name", ""), _weighted(history))
+        ),
     )
 
 
@@ -98,7 +102,7 @@ def describe_cost(metrics: Mapping[str, float]) -> str:
     """Describe time, tokens and price of a run by its cost metrics.
 
     >>> describe_cost({"cost/hours": 0.1859, "cost/num_train_tokens": 56851.0, "cost/usd": 0.0})
-    '11.2 min, 56,851 tokens in training passes, $0'
+    '11.2 min, 56,851 tokens in passes, $0'
     >>> describe_cost({"cost/hours": 0.005}), describe_cost({"cost/hours": 1.5})
     ('18 s, price unknown', '1 h 30 min, price unknown')
     >>> describe_cost({"cost/num_sample_tokens": 16.0, "cost/num_scoring_tokens": 6.0, "cost/usd": 0.0})
@@ -176,10 +180,20 @@ def _facts(run: MlflowRun, records: Records, history: History) -> list[tuple[str
         ("time", time),
         ("cost", price),
         ("started", f"{started:%Y-%m-%d %H:%M} UTC"),
-        ("service", "local engine" if params.get("base_url") == "local" else run.data.tags.get("tinker.base_url")),
+        ("service", _service(params.get("base_url", ""), run.data.tags.get("tinker.base_url", ""))),
         ("lineage", _lineage(run, records)),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def _service(base_url: str, url: str) -> str:
+    """Describe a service. The engine of a run, or of `tinker-flows up`, had its URL only while it ran.
+
+    >>> _service("", "http://127.0.0.1:33081"), _service("https://tinker.example", "https://tinker.example")
+    ('local engine', 'https://tinker.example')
+    """
+    is_local = base_url == "local" or (not base_url and urlsplit(url).hostname == "127.0.0.1")
+    return "local engine" if is_local else url
 
 
 def _rounded(number: str) -> str:
@@ -204,12 +218,34 @@ def _lineage(run: MlflowRun, records: Records) -> str | None:
     return " → ".join(filter(None, [data, checkpoint, run.data.tags.get(VERSION_TAG)]))
 
 
-def _commands(run_name: str, directory: RunDirectory, records: Records, method: str) -> list[tuple[str, str]]:
+def _weighted(history: History) -> list[str]:
+    """Return the regularizers with a positive weight and a share of the gradient, the one with the largest first."""
+    rows = [row for row in recent_term_rows(history)[1] if row.name != BASE and row.weight > 0 and row.grad_share > 0]
+    return [row.name for row in sorted(rows, key=lambda row: -row.grad_share)]
+
+
+def _commands(
+    run_name: str, directory: RunDirectory, records: Records, method: str, terms: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Return purpose and text of the commands that a user may need next; `CONFIG` is the config file of the run.
+
+    Args:
+        terms: names of the regularizers, the one to leave out first.
+    """
     storage, name = storage_option(run_name, directory.location), shlex.quote(run_name)
     if not any(record.final for record in records.checkpoints):
         return [("Resume", f"tinker-flows resume {name}{storage}")]
-    start = f"tinker-flows run {method} --config CONFIG run_name=NEW{storage.replace(' --storage ', ' storage=')}"
+    at = storage.replace(" --storage ", " storage=")
+    start = f"tinker-flows run {method} --config CONFIG run_name=NEW{at}"
+    without = [
+        (
+            f"See what {term} did: train without it and compare",
+            f"{start} objective.regularizers.{term}.weight=0 && tinker-flows report {name} NEW{storage}",
+        )
+        for term in terms[:1]
+    ]
     return [
+        *without,
         ("Sample", f'tinker-flows sample {name}@final "PROMPT"{storage}'),
         ("Chat", f"tinker-flows chat {name}@final{storage}"),
         ("Export", f"tinker-flows export {name}@final --adapter exported{storage}"),

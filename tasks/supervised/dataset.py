@@ -10,9 +10,9 @@ from tinker_cookbook.supervised.data import StreamingSupervisedDatasetFromHFData
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
-from blocks.errors import ConfigError, StorageError
+from blocks.errors import ConfigError
 from objectives.batch import Batch
-from tasks.common.builders import NO_RESOURCES, build, one_line
+from tasks.common.builders import NO_RESOURCES, build, data_errors
 from tasks.common.task import Pending, retried_task, submit
 from tasks.training.batch_source import BatchSource
 from tasks.training.datums import pack_datums
@@ -24,7 +24,9 @@ class SupervisedSource(BatchSource):
     def __init__(
         self, train: SupervisedDataset, test: SupervisedDataset | None, tokenizer: Tokenizer, seed: int
     ) -> None:
-        if len(train) == 0:
+        with data_errors("The training data"):
+            num_batches = len(train)
+        if num_batches == 0:
             raise ConfigError("The training data has no full batch: add rows or reduce batch_size.")
         self.train, self.test, self.tokenizer, self.seed = train, test, tokenizer, seed
         self._epoch: int | None = None
@@ -76,21 +78,11 @@ class SupervisedSource(BatchSource):
 
     def _read(self, step: int) -> list[tinker.Datum]:
         epoch, index = divmod(step, len(self.train))
-        try:
+        with data_errors(f"Batch {index} of epoch {epoch}"):
             if epoch != self._epoch:
                 self.train.set_epoch(seed=self.seed + epoch)
                 self._epoch = epoch
             return self.train.get_batch(index)
-        except OSError as error:  # a disk or a hub, which may respond when the task is retried
-            raise StorageError(
-                f"Batch {index} of epoch {epoch} could not be read ({type(error).__name__}: {one_line(error)}): "
-                "check the files or the network of its data source."
-            ) from error
-        except Exception as error:  # third-party code can raise anything
-            raise ConfigError(
-                f"Batch {index} of epoch {epoch} could not be read ({type(error).__name__}: {one_line(error)}): "
-                "check its data source."
-            ) from error
 
 
 def _has_weight(datum: tinker.Datum) -> bool:

@@ -202,7 +202,8 @@ def raising():
         (
             lambda o, b: raising(),
             {},
-            "failed evaluating: it raised RuntimeError: no connection to the knowledge base (set on_error='skip'",
+            "failed evaluating: it raised RuntimeError: no connection to the knowledge base (test_evaluate.py, line "
+            f"{raising.__code__.co_firstlineno + 1}) (set on_error='skip'",
         ),
         (lambda o, b: None, {}, "it returned NoneType instead of numbers"),
         (lambda o, b: (o.logprobs_DT, 1.0), {}, "it returned tuple instead of numbers"),

@@ -133,7 +133,9 @@ def with_model(config: C, *checkpoints: NamedCheckpoint) -> C:
     models = [config.model, *(checkpoint.model for checkpoint in checkpoints)]
     model = next((name for name in models if name), "")
     if not model:
-        raise ConfigError("The model of the weights is unknown: set model to the base model's name.")
+        raise ConfigError(
+            "The model of the weights is unknown: set model (for a command, --model) to the base model's name."
+        )
     return config.model_copy(update={"model": model})
 
 

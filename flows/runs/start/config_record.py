@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prefect.runtime import flow_run
+from pydantic import ValidationError
 from tinker_cookbook.checkpoint_utils import CheckpointRecord
 
 from blocks.errors import ConfigError
@@ -16,6 +18,7 @@ from blocks.terminal import print_notice
 from flows.config.base import RunConfig
 from flows.runs.start.cookbook_compat import set_aside_config
 from objectives.config.aliases import with_current_paths
+from objectives.errors import explain
 from objectives.objective import Objective
 from tasks.training.checkpoints import step_of
 
@@ -159,10 +162,13 @@ def check_unchanged(directory: RunDirectory, config: RunConfig, newest: Checkpoi
     changes = {key: change for key, change in _changes(directory, config).items() if key not in MAY_CHANGE}
     if changes:
         changed = [_describe_change(key, *change) for key, change in sorted(changes.items())]
+        fork = f"run_name=NEW resume={shlex.quote(config.run_name)}@final"
+        is_longer = changes.keys() & {"num_steps", "num_epochs"}
+        longer = f" To train for longer, fork the run with {fork}." if is_longer else ""
         raise ConfigError(
             f"The run {config.run_name!r} (now at step {step_of(newest)}) was started with another "
             f"{', '.join(changed)}: restore it, choose another run_name, or start anew with if_exists=delete; the "
-            f"first config is {directory.location}/{CONFIG}."
+            f"first config is {directory.location}/{CONFIG}.{longer}"
         )
 
 
@@ -190,14 +196,18 @@ def _changes(directory: RunDirectory, config: RunConfig) -> dict[str, tuple[Any,
     recorded = directory.read_bytes(CONFIG)
     if recorded is None:
         return {}
-    # Validation fills in fields that later releases added.
-    before, now = (
-        type(config).model_validate(_without_executions(fields)).model_dump(mode="json")
-        for fields in (
-            RecordedConfig.parse(recorded, directory.location).fields,
-            config.model_dump(mode="json"),
+    recorded_fields = RecordedConfig.parse(recorded, directory.location).fields
+    try:  # validation fills in fields that later releases added
+        before, now = (
+            type(config).model_validate(_without_executions(fields)).model_dump(mode="json")
+            for fields in (recorded_fields, config.model_dump(mode="json"))
         )
-    )
+    except ValidationError as error:
+        raise ConfigError(
+            f"The run {config.run_name!r} in {directory.location} was started with another method, because its config "
+            f"does not fit ({explain(error)}): choose another run_name, or resume it with `tinker-flows resume "
+            f"{shlex.quote(config.run_name)}`."
+        ) from error
     return {key: (before[key], value) for key, value in now.items() if value != before[key]}
 
 

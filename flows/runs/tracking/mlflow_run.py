@@ -28,6 +28,7 @@ from flows.config.base import RunConfig, TrackedConfig
 from flows.monitoring.interrupts import RunCancelled
 from flows.runs.blocks import tracking_of
 from tasks.reports.html import DESCRIPTION_TAG, flow_run_link, markdown_code
+from tasks.reports.summary import STOPPED_TAG
 from tasks.training.checkpoints import Records
 from tasks.training.metrics import MetricsLog
 
@@ -83,6 +84,11 @@ def open_mlflow_run(  # noqa: PLR0913 - all describe one MLflow run
         status = "FINISHED"
     except (KeyboardInterrupt, TerminationSignal, RunCancelled):
         status = "KILLED"
+        raise
+    except Exception as error:
+        with suppress(ServiceError, StorageError), tracking.failures():
+            check_writer()
+            client.set_tag(log.run_id, STOPPED_TAG, " ".join((str(error) or type(error).__name__).split()))
         raise
     finally:
         # If the tracking store or the storage failed, raise the first error and suppress the errors of this cleanup.

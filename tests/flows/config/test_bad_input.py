@@ -54,6 +54,16 @@ def regularizers(*entries: Fields) -> Fields:
     return {"regularizers": list(entries)}
 
 
+def conversations(**common: Any) -> Fields:
+    """Data of a tinker-cookbook builder, whose parameters the builder itself does not check."""
+    params = {
+        "file_path": "examples/data/sums.jsonl",
+        "test_size": 8,
+        "common_config": {"batch_size": 8, "max_length": 256, **common},
+    }
+    return {"builder": "tinker_cookbook.supervised.data:FromConversationFileBuilder", "params": params}
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -82,6 +92,12 @@ def regularizers(*entries: Fields) -> Fields:
         ({"objective": regularizers({"name": "test_shape"})}, r"'test_shape'.*shape"),
         ({"objective": regularizers({"name": "test_no_gradient"})}, r"'test_no_gradient'.*scored.*monitor"),
         ({"data": {"builder": "examples.gsm8k:Gsm9k"}}, r"'examples.gsm8k:Gsm9k', which cannot be imported"),
+        (
+            {"data": conversations(renderer_name="qwen33")},
+            r"held-out data could not be read \(RendererError: Unknown renderer: qwen33",
+        ),
+        ({"data": conversations(batch_size=0)}, r"training data could not be read \(ZeroDivisionError: .*parameters"),
+        ({"learning_rate": "fast"}, r"'learning_rate' is 'fast', but use a number or auto"),
         ({"data": {"builder": "nowhere:Builder"}}, r"'nowhere:Builder', which cannot be imported"),
         ({"evaluators": [{"builder": "builtins:dict"}]}, r"returned a dict"),
         ({"keep_best": "test/nll"}, r"has the fields metric and mode: write keep_best\.metric=test/nll on the command"),

@@ -116,7 +116,7 @@ def test_plan_counts_the_tokens_of_all_batches(
     monkeypatch.setenv("TINKER_API_KEY", API_KEY)
     fields = sft_fields(tmp_path, "planned", mlflow_uri, engine_url) | {"objective": objective}
     result = sft(SftConfig.model_validate(fields | {"num_steps": 3, "eval_every": 2}))
-    planned = re.search(r"about ([\d,]+) tokens in training passes, \$0; (?:about|time)", capsys.readouterr().err)
+    planned = re.search(r"about ([\d,]+) tokens in passes, \$0; (?:about|time)", capsys.readouterr().err)
     assert planned
     assert int(planned[1].replace(",", "")) == result.metrics["cost/num_train_tokens"]
 

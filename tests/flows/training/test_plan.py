@@ -32,7 +32,7 @@ def test_the_plan_names_what_will_be_trained_and_the_price() -> None:
     assert plan_lines(config, "sft", range(8, 24), tokens) == [
         "sft of tiny on a:B, 16 of 24 steps, learning rate 0.001",
         "loss cross_entropy + 5 x logic + (0.0347826 to 0.1) x confidence, with kl at most 0.2",
-        "evaluation every 12 steps, checkpoint at the end; about 34,567 tokens in training passes, $0.5; time unknown",
+        "evaluation every 12 steps, checkpoint at the end; about 34,567 tokens in passes, $0.5; time unknown",
     ]
     paced = plan_lines(config, "sft", range(8, 24), tokens, Pace("earlier", tokens_per_s=20.0))[2]
     assert paced.endswith("; about 13.3 min at the pace of earlier")
@@ -40,7 +40,7 @@ def test_the_plan_names_what_will_be_trained_and_the_price() -> None:
     assert resumed.endswith("; about 13.3 min at its own pace")
     timed = config.model_copy(update={"checkpoint_every": 4, "checkpoint_every_seconds": 600.0})
     line = plan_lines(timed, "sft", range(24), PlannedTokens(240, 480, None, 0, "sampled tokens", "the first batch"))[2]
-    tokens_part = "about 480 tokens in training passes (extrapolated from the first batch), price unknown"
+    tokens_part = "about 480 tokens in passes (extrapolated from the first batch), price unknown"
     assert line.endswith(f"; {tokens_part}; sampled tokens are not included; time unknown")
     assert "checkpoint every 4 steps or 600 s;" in line
     rare = {"eval_every": 0, "infrequent_evaluators": [{"builder": "a:Slow"}], "infrequent_eval_every": 50}

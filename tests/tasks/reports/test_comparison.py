@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,16 @@ def test_differences_of_terms_are_paired(runs: tuple[ReportedRun, ReportedRun]) 
     interval = ttest_rel(VALUES["second"], VALUES["first"]).confidence_interval(0.95)
     assert logic.change.value == pytest.approx((interval.high + interval.low) / 2)
     assert logic.change.half_width == pytest.approx((interval.high - interval.low) / 2)
+
+
+def test_means_over_tokens_of_different_tokenizers_have_no_difference(runs: tuple[ReportedRun, ReportedRun]) -> None:
+    for number, run in enumerate(runs):
+        record = json.loads(run.directory.read_bytes("checkpoints.jsonl") or b"")
+        record["contents"]["digests"]["tokenizer"] = {"tokenizer": str(number)}
+        run.directory.write_bytes("checkpoints.jsonl", json.dumps(record).encode() + b"\n")
+    page = comparison_page(*runs)
+    assert "<td>nll<td>1 (step 6)<td>0.5 (step 6)<td>none: the tokens differ" in page
+    assert re.search(r"logic on held-out data: .* nll cannot be compared: the tokenizers of the runs differ\.", page)
 
 
 def test_the_page_has_both_runs_and_only_the_settings_that_differ(runs: tuple[ReportedRun, ReportedRun]) -> None:

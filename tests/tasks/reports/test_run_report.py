@@ -80,7 +80,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_is_one_file_with_every_section(page: Path) -> None:
     text = page.read_text()
-    titles = ["Use the weights", "Results", "Parts of the reward", "Health of reinforcement learning", "Evaluators"]
+    titles = ["What next?", "Results", "Parts of the reward", "Health of reinforcement learning", "Evaluators"]
     titles += ["What did each term do?", "Targets", "Held-out data", "Sensitivity to the weights"]
     assert [title for title in titles if f"<h2>{title}</h2>" not in text] == []
     assert "src=" not in text

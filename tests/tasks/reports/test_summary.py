@@ -19,6 +19,7 @@ from tasks.reports.summary import RunSummary, run_warnings, summarize
 from tasks.reports.tables import (
     Control,
     Estimate,
+    History,
     format_row,
     held_out_rows,
     held_out_table,
@@ -46,14 +47,14 @@ def record(directory: RunDirectory, step: int, *, final: bool) -> None:
     directory.append_line("checkpoints.jsonl", json.dumps(line))
 
 
-def summary(directory: RunDirectory, **tags: str) -> RunSummary:
+def summary(directory: RunDirectory, history: History = HISTORY, **tags: str) -> RunSummary:
     params = {"model": "tiny", "learning_rate": "0.001", "lr_schedule": "linear", "data.builder": "a:B"}
     data = RunData(
         params=[Param(key, value) for key, value in params.items()],
         tags=[RunTag(key.replace("__", "."), value) for key, value in (tags | {"prefect__flow_name": "sft"}).items()],
     )
     info = RunInfo("id", "1", "user", RunStatus.to_string(RunStatus.FINISHED), 0, 1, "active")
-    return summarize("mine", Run(info, data), directory, HISTORY)
+    return summarize("mine", Run(info, data), directory, history)
 
 
 def test_finished_run(directory: RunDirectory, tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_finished_run(directory: RunDirectory, tmp_path: Path) -> None:
     facts = dict(result.facts)
     assert (facts["time"], facts["tokens"], facts["cost"]) == (
         "30.0 min",
-        "1,234 tokens in training passes",
+        "1,234 tokens in passes",
         "price unknown",
     )
     assert facts["learning rate"] == "0.001, linear"
@@ -73,6 +74,18 @@ def test_finished_run(directory: RunDirectory, tmp_path: Path) -> None:
     assert result.weights == "tinker://a/weights/24"
     assert result.commands[0] == ("Sample", f'tinker-flows sample mine@final "PROMPT" --storage {tmp_path}')
     assert [row.metric for row in result.headlines] == ["nll"]
+
+
+def test_the_commands_leave_out_the_term_with_the_largest_share(directory: RunDirectory) -> None:
+    shares = {"base": 0.5, "logic": 0.1, "topology": 0.4, "watched": 0.0}
+    history = {f"term/{name}/grad_share": [(0, share)] for name, share in shares.items()}
+    history |= {f"term/{name}/weight": [(0, float(name != "watched"))] for name in shares}
+    with directory:
+        record(directory, 24, final=True)
+    commands = dict(summary(directory, history).commands)
+    assert commands["See what topology did: train without it and compare"].startswith(
+        "tinker-flows run sft --config CONFIG run_name=NEW"
+    )
 
 
 def test_stopped_run_with_warnings(directory: RunDirectory) -> None:

@@ -15,6 +15,29 @@ from flows.config.train import SftConfig
 from flows.runs.start.config_record import check_config
 
 
+def test_a_run_of_another_method_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "pairs"
+    path.mkdir()
+    (path / "config.json").write_text(
+        json.dumps({"run_name": "pairs", "model": "tiny", "comparisons": {"builder": "x:Y"}})
+    )
+    config = SftConfig.model_validate(sft_fields(tmp_path, "pairs", ""))
+    last = CheckpointRecord(name="5", batch=5, epoch=0, state_path="tinker://a:train:0/weights/5")
+    with pytest.raises(ConfigError, match=r"'pairs' in .* was started with another method, .*`tinker-flows resume"):
+        check_config(LocalDirectory(path), config, last, ())
+
+
+def test_a_longer_run_is_a_fork(tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.mkdir()
+    config = SftConfig.model_validate(sft_fields(tmp_path, "short", "") | {"num_steps": 4})
+    (path / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+    last = CheckpointRecord(name="4", batch=4, epoch=0, state_path="tinker://a:train:0/weights/4")
+    longer = config.model_copy(update={"num_steps": 8})
+    with pytest.raises(ConfigError, match="fork the run with run_name=NEW resume=short@final"):
+        check_config(LocalDirectory(path), longer, last, ())
+
+
 def test_never_also_rejects_the_name_of_a_cookbook_run(tmp_path: Path) -> None:
     path = tmp_path / "mine"
     path.mkdir()

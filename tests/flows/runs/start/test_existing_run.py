@@ -173,6 +173,26 @@ def test_resume_command_never_deletes(earlier: TrainResult, fields: dict[str, An
     assert (method, config.if_exists) == ("sft", "resume")
 
 
+def test_ctrl_c_during_imports_says_that_nothing_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_prefect_server", nullcontext)
+    monkeypatch.setattr(cli, "_check_resumption", interrupt)
+    config = validate_fields(SftConfig, sft_fields(tmp_path, "run", ""))
+    with pytest.raises(ExplainedInterrupt):
+        cli.run(sft, config)
+    assert capsys.readouterr().err == "Stopped before the run started. The same command starts it.\n"
+
+
+def test_a_run_in_progress_is_named_before_servers_start(tmp_path: Path) -> None:
+    config = validate_fields(SftConfig, sft_fields(tmp_path, "run", ""))
+    with RunStorage(url=config.storage).run_directory("run"), pytest.raises(StorageError, match="is being written by"):
+        cli._check_resumption(config)
+
+
 def test_interrupted_run_names_the_command_that_does_not_delete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

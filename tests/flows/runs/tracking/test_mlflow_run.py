@@ -12,6 +12,7 @@ from prefect.exceptions import TerminationSignal
 from blocks import MLflowTracking
 from flows.monitoring.interrupts import RunCancelled
 from flows.runs.tracking.mlflow_run import open_mlflow_run
+from tasks.reports.summary import STOPPED_TAG
 from tasks.training.metrics import MetricsLog
 
 
@@ -51,6 +52,8 @@ def test_an_error_ends_the_run_with_its_status_and_keeps_its_metrics(
         fail()
     (run_id,) = run_ids
     assert status_of(tracking, run_id) == status
+    tags = MlflowClient(tracking.resolved_uri).get_run(run_id).data.tags
+    assert tags.get(STOPPED_TAG, "") == ("no data" if status == "FAILED" else "")
     history = MlflowClient(tracking.resolved_uri).get_metric_history(run_id, "loss/total")
     assert [point.value for point in history] == [1.5]
 
