@@ -145,8 +145,9 @@ class EvaluateConfig(WeightsConfig, TrackedConfig, NamedConfig):
         title="Promote with confidence",
         description="Confidence with which the checkpoint must be better than the baseline on the same problems. At "
         "0.95, a checkpoint that is only as good as the baseline is registered in at most 5 % of cases. This "
-        "does not hold for a checkpoint that was chosen on the same problems, as by `keep_best`. Only for `test/nll` "
-        "and the metrics of evaluators that grade answers. Unset: compare the two values and ignore their uncertainty.",
+        "does not hold for a checkpoint that was chosen on the same problems, as by `keep_best`. Only for the "
+        "three metrics of held-out data and those of evaluators that grade answers. Unset: compare the two values and "
+        "ignore their uncertainty.",
     )
     needs_approval: bool = Field(
         default=False,
@@ -357,7 +358,7 @@ def _measure(
     else:
         sampler, tokenizer = open_sampler(session, checkpoint.path, config.model)
         meter.watch(sampler, config.model)
-    with open_held_out(config, session, tokenizer) as held_out:
+    with open_held_out(config, session, tokenizer, meter) as held_out:
         due = [*held_out, *evaluators]
 
         def begin(entry: Evaluator | ConfiguredEvaluator) -> bool:
@@ -384,9 +385,12 @@ def _measure(
 
 @contextmanager
 def open_held_out(
-    config: EvaluateConfig, session: tinker.ServiceClient, tokenizer: Tokenizer
+    config: EvaluateConfig, session: tinker.ServiceClient, tokenizer: Tokenizer, meter: TokenMeter | None = None
 ) -> Iterator[Sequence[HeldOutNLL]]:
     """Open the held-out data of the config; yield an empty list if the config has no `data`.
+
+    Args:
+        meter: counts the tokens that the builder of the data samples; None if nobody is charged for them.
 
     Raises:
         ConfigError: `data` has no held-out data.
@@ -397,7 +401,7 @@ def open_held_out(
     if data is None:
         yield []
         return
-    with open_builder_arguments(config, config.run_name, session, "data", data) as arguments:
+    with open_builder_arguments(config, config.run_name, session, "data", data, meter) as arguments:
         source = build_dataset(data.builder, data.params, tokenizer, seed=0, resources=arguments)
         if source.test is None:
             raise ConfigError(

@@ -43,10 +43,11 @@ class Run:
         session: Session on the service.
         client: Training client, with the weights of `start`.
         log: MLflow run.
-        start: Checkpoint that the run starts from, its own or its origin; None for a new run of the base model.
+        start: Checkpoint that the run starts from: its own newest one, or that of `resume` or `init_from`; None for a
+            new run of the base model.
         model: Base model by its name on the service.
         task_runner: Prefect task runner of the terms.
-        meter: Tokens of the clients of teachers, judges, reward models, generated data and evaluations.
+        meter: Counts the tokens of teachers, judges, reward models, generated data and evaluations, not of rollouts.
     """
 
     directory: RunDirectory
@@ -104,21 +105,30 @@ def open_run(config: TrainConfig, restarts: Sequence[str], adapter: AdapterSetti
 
 @contextmanager
 def open_builder_arguments(
-    config: ServiceConfig, run_name: str, session: tinker.ServiceClient, field: str, data: BuilderConfig
+    config: ServiceConfig,
+    run_name: str,
+    session: tinker.ServiceClient,
+    field: str,
+    data: BuilderConfig,
+    meter: TokenMeter | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Open the optional arguments of a data builder outside of a run.
 
     The directory is that of `run_name`; it is locked only if the builder takes it, as builders of generated data do.
+
+    Args:
+        meter: counts the tokens that the builder samples; None if nobody is charged for them.
     """
     directory = storage_of(config).run_directory(run_name)
     is_taken = takes(field, data.builder, data.params, "directory")
     with open_workers(), directory if is_taken else nullcontext():
-        yield {"session": session, "directory": directory, "base_model": config.model}
+        arguments = {"session": session, "directory": directory, "base_model": config.model}
+        yield arguments | ({"token_meter": meter} if meter else {})
 
 
 @contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """Use one torch thread for the terms: splitting their small computations takes longer, and an engine is busy."""
+    """Use one torch thread for the terms: splitting small computations takes longer, and a local engine needs cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -148,7 +158,7 @@ def _resumed_client(
                 )
                 return load(path, user_metadata=_metadata(config)).result(), record
         except ServiceError as error:
-            # A failing service may report this error for a checkpoint that it still has.
+            # Not certain: a failing service may report these errors for a checkpoint that it still has.
             may_be_gone = isinstance(error.__cause__, tinker.RequestFailedError | tinker.NotFoundError)
             # A service may refuse to train sampler weights.
             is_refused = "/sampler_weights/" in path and isinstance(error.__cause__, tinker.BadRequestError)
