@@ -1,4 +1,4 @@
-"""Project files that one training step executes, for sft and for rl.
+"""Files of objectives, blocks, tasks and flows that one training step executes, for sft and for rl.
 
     python -m benchmarks.files_per_step
 
@@ -27,7 +27,7 @@ from flows.sft import sft
 from flows.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("objectives", "blocks", "tasks", "flows")
+PACKAGES = ("objectives", "blocks", "tasks", "flows")
 CASES = {
     "sft": ("sft", ["objective.regularizers=[]"]),
     "sft-with-three-terms": ("sft", []),
@@ -47,7 +47,7 @@ class Profile:
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         if self.active and event == "call":
             path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in ROOMS:
+            if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES:
                 self.calls[str(path.relative_to(ROOT))] += 1
 
 

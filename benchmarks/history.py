@@ -39,7 +39,7 @@ class Results:
     """Results of one commit.
 
     Attributes:
-        commit: description of the commit, as git shortens it.
+        commit: short hash of the commit, followed by `, with changes` if the tree had any.
         hardware: processor and number of cores.
         saved_at: time of the last measurement, in UTC.
         rows: measurements by the name of their row.

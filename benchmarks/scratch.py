@@ -25,7 +25,7 @@ from blocks.servers.processes import local_prefect_server
 from examples.gsm8k import read_problems
 from flows.monitoring.drain import deliver_events
 
-# A local engine accepts any key that starts with tml-.
+# The Tinker SDK accepts only keys that start with tml-.
 KEY = "tml-bench"
 GSM8K = Path(examples.__path__[0]) / "data" / "gsm8k_train.jsonl"
 
@@ -66,12 +66,16 @@ def scratch_prefect_server() -> Iterator[str]:
 
 @contextmanager
 def bench_engine(folder: Path, model: str, cycle_s: float | None = None, threads: int = 1) -> Iterator[str]:
-    """Run an engine with the API key `KEY`; yields its URL. With `cycle_s`, training starts only on clock ticks."""
+    """Run an engine with the API key `KEY`; yields its URL.
+
+    Args:
+        cycle_s: seconds between the moments at which training requests start; None: they start at once.
+    """
     command = [sys.executable, "-m", "engine", "--port", "0", "--exit-with-stdin", "--model", model]
     command += ["--threads", str(threads), "--state", str(folder / "engine")]
     command += ["--clock-cycle", str(cycle_s)] if cycle_s else []
-    environment = {**os.environ, "TINKER_ENGINE_API_KEY": KEY}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as engine:
+    variables = {**os.environ, "TINKER_ENGINE_API_KEY": KEY}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables, text=True) as engine:
         assert engine.stdout is not None
         assert engine.stdin is not None
         try:

@@ -35,4 +35,4 @@ class BusyError(EngineError):
 
 
 class NotFoundError(RequestError):
-    """Unknown session, model, sampler, request, training run, checkpoint or custom loss."""
+    """Unknown or expired object, such as a session, model, sampler, checkpoint or download link."""

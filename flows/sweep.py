@@ -39,7 +39,7 @@ from tasks.training.metric_names import logged_name
 
 @flow(name="sweep", flow_run_name="{config.run_name}", on_running=[apply_rights])
 def sweep(config: SweepConfig) -> SweepResult:
-    """Run a flow at every point of a search space and compare the results; a stopped sweep resumes."""
+    """Run a flow at points of a search space and compare the results; a stopped sweep resumes."""
     plan = make_plan(config)
     with leave_state_to_successor(), storage_of(plan.base_config).run_directory(config.run_name) as directory:
         check_sweep(directory, plan)

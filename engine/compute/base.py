@@ -17,7 +17,7 @@ from engine.models import LoadedModel, ModelError
 HEAD = "lm_head"
 _ROPE_BY_LENGTH = ("dynamic", "longrope")  # transformers recomputes their frequencies for longer sequences
 
-# torch splits larger elementwise operations between threads (GELU above 20,000 elements, others above 32,768). The last
+# Above 20,000 elements (GELU) or 32,768 (others), torch splits an elementwise operation between threads. The last
 # elements of each share are computed with scalar instructions, whose bits differ from vector ones for exp and tanh.
 _UNSPLIT_ELEMENTS = 16_384
 _VECTOR_ELEMENTS = 32
@@ -61,10 +61,10 @@ class BaseModel:
 
     @property
     def _can_be_captured(self) -> bool:
-        """True if a training pass needs no values on the host, and no attention mask."""
+        """True on CUDA, if a training pass reads no values on the host and needs no attention mask or autocast."""
         window = getattr(self.loaded.model.config.get_text_config(), "sliding_window", None)
-        reads_values = self.has_experts or self.keys_depend_on_length or self.loaded.dtype == "autocast-bf16"
-        return self.device.type == "cuda" and window is None and not reads_values
+        is_excluded = self.has_experts or self.keys_depend_on_length or self.loaded.dtype == "autocast-bf16"
+        return self.device.type == "cuda" and window is None and not is_excluded
 
     @property
     def num_bytes(self) -> int:
@@ -75,8 +75,8 @@ class BaseModel:
         """Estimate of the memory that one token of a pass with gradients takes, by the model's configuration."""
         config = self.loaded.model.config.get_text_config()
         size = self.loaded.model.dtype.itemsize
-        # Each layer keeps the inputs of its seven products and of the activation, both norms in float32, and the
-        # rotated heads.
+        # Each layer keeps the inputs of its seven products and of the activation, the rotated heads, and both norms in
+        # float32; the head keeps the logits, and the softmax and its gradient in float32.
         per_layer = size * (10 * config.hidden_size + 6 * config.intermediate_size) + 4 * 4 * config.hidden_size
         return config.num_hidden_layers * per_layer + (size + 8) * self.loaded.vocab_size
 
@@ -133,7 +133,7 @@ class BaseModel:
             ).last_hidden_state
 
     def hidden_with_cache(self, tokens_RT: Tensor, positions_RT: Tensor, mask: Tensor, kv_cache: KVCache) -> Tensor:
-        """Compute the last hidden states ``(R, T, H)`` of the tokens selected in ``kv_cache``.
+        """Compute the last hidden states ``(R, T, H)`` of new tokens, whose slots are selected in ``kv_cache``.
 
         The cache stores their keys and values.
         """
@@ -158,14 +158,14 @@ class BaseModel:
         return None
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
-        """Compute the logits ``(R, V)`` of all tokens in float32, for sampling."""
-        # Without autocast, which would round the logits to three digits.
+        """Compute the logits ``(R, V)`` over the vocabulary, for sampling, and return them as float32."""
+        # Without autocast, which would round the logits of float32 weights to three digits.
         with torch.autocast(self.device.type, enabled=False):
             return self._active.apply(self._head, HEAD, hidden_RH).float()
 
 
 class RowwiseActivation(nn.Module):
-    """Activation that gives a row the same bits in any batch, unless a gradient is needed."""
+    """Activation that, on a CPU and without gradients, gives a row the same bits in any batch."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ class Batch:
         self._kv_cache = KVCache(self._max_tokens, SLOTS_PER_GRAPH if has_graphs else 1)
         self._prefix_cache = PrefixCache()
         self._graphs = DecodingGraphs(base, self._kv_cache) if has_graphs else None
-        # A prefill that continues cached tokens may have other bits than a prefill of all tokens.
+        # Continuing cached tokens may change bits, and keys that depend on the sequence's length cannot be shared.
         self._caches_prefixes = not deterministic and not base.keys_depend_on_length
         self._params: RowSamplingParams | None = None
         self._group_of_all: RowGroup | None = None
@@ -95,7 +95,7 @@ class Batch:
         return evicted
 
     def num_new_tokens(self, row: Row) -> int:
-        """Return how many tokens of a row are not in the prefix cache."""
+        """Return how many tokens of a row a prefill would compute."""
         prompt = self._prompt([row])
         return row.num_tokens - BLOCK * self._prefix_cache.find(row.request.adapter, prompt.usable_keys)
 
@@ -171,7 +171,7 @@ class Batch:
                 self._step_group(group)
             for index, row in enumerate(self.rows):
                 if row.done and self._caches_prefixes:
-                    keys = block_keys(row.context_T()[:-1])  # the last token has no keys and values yet
+                    keys = block_keys(row.context_T()[:-1])  # the last token is not in the cache of keys and values yet
                     self._prefix_cache.put(row.request.adapter, keys, self._kv_cache.per_layer, index)
         self.remove(lambda row: row.done)
         self._shrink_prefix_cache()
@@ -206,7 +206,7 @@ class Batch:
         """Return the prompt of rows with equal `Row.prefill_key`."""
         tokens_T = rows[0].context_T()
         request = rows[0].request
-        first_needed = first_needed_position(request.job) if request.prompt is None else len(tokens_T) - 1
+        first_needed = first_needed_position(request.job) if request.prompt_scores is None else len(tokens_T) - 1
         # A prompt that is scored from its start is rarely the beginning of another one.
         caches = self._caches_prefixes and first_needed >= BLOCK
         return Prompt(rows, tokens_T, block_keys(tokens_T) if caches else [], first_needed)
@@ -224,11 +224,11 @@ class Batch:
         for index, prompt in enumerate(prompts):
             self._prefix_cache.put(adapter, prompt.keys, layers, index)
         if prompts_U := self._start(hidden_BTH, [0] * len(prompts), prompts):
-            self._kv_cache.add(layers, prompts_U, [lengths[prompt] for prompt in prompts_U])
+            self._kv_cache.add(layers, prompts_U, [lengths[index] for index in prompts_U])
             self._update_groups()
 
     def _continue(self, adapter: Adapter | None, prompts: Sequence[tuple[Prompt, int]]) -> None:
-        """Add the rows of prompts, each with the number of its first tokens that are cached."""
+        """Add the rows of prompts, each with the number of its leading tokens in the cache."""
         first = self._kv_cache.num_rows
         starts = [start for _, start in prompts]
         self._kv_cache.add_prefixes(
@@ -268,14 +268,15 @@ class Batch:
         self._prefix_cache.shrink(self._max_tokens - self._kv_cache.capacity)
 
     def _score(self, hidden_BTH: Tensor, starts_B: Sequence[int], groups: Sequence[Sequence[Row]]) -> None:
-        unscored = [index for index, rows in enumerate(groups) if any(row.request.prompt is None for row in rows)]
+        requests = [[row.request for row in rows] for rows in groups]
+        unscored = [i for i, shared in enumerate(requests) if any(request.prompt_scores is None for request in shared)]
         if unscored:
             jobs = [groups[index][0].request.job for index in unscored]
             starts = [starts_B[index] for index in unscored]
             scores = score_prompts(self.base, hidden_BTH[torch.tensor(unscored)], jobs, starts)
-            for index, prompt in zip(unscored, scores, strict=True):
+            for index, score in zip(unscored, scores, strict=True):
                 for row in groups[index]:
-                    row.request.prompt = prompt
+                    row.request.prompt_scores = score
 
     def _choose(
         self, rows: Sequence[Row], logits_NV: Tensor, logits_of_R: Tensor | slice, params: RowSamplingParams

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from engine.compute.lora import Adapter
 from engine.sampling.job import Completion, PromptScores, SampleJob, SampleResult, TopTokens
 
-STOP_MARGIN = 8  # extra tokens to decode: a cut character, or a space that the tokenizer drops at the start of a text
+STOP_MARGIN = 8  # extra tokens to decode: the first may be half a character, or lose its space at the start of the text
 
 
 class Row:
@@ -60,7 +60,7 @@ class SamplingRequest:
     def __init__(self, job: SampleJob, adapter: Adapter | None) -> None:
         self.job = job
         self.adapter = adapter
-        self.prompt: PromptScores | None = None
+        self.prompt_scores: PromptScores | None = None
         self.rows = [Row(self, sample) for sample in range(job.num_samples)]
         # Requests with equal keys share a prefill: same prompt and no prompt scores. Clients often send
         # the samples of a group as separate requests. Bytes compute their hash only once.
@@ -76,14 +76,15 @@ class SamplingRequest:
 
     def result(self) -> SampleResult:
         """Return the result of a finished request."""
-        assert self.prompt is not None
-        return SampleResult([row.completion() for row in self.rows], self.prompt)
+        assert self.prompt_scores is not None
+        return SampleResult([row.completion() for row in self.rows], self.prompt_scores)
 
 
 def ends_with_stop(tokens: list[int], job: SampleJob, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if the last of ``tokens`` is a stop token, or completes a stop string.
 
-    A stop string spans at most as many tokens as it has bytes, so only that many of the last tokens are decoded.
+    A stop string spans at most as many tokens as it has bytes, so only that many of the last tokens, plus a
+    margin, are decoded.
     """
     if tokens[-1] in job.stop_tokens:
         return True

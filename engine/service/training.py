@@ -37,7 +37,7 @@ class TrainingServices:
 
     Attributes:
         max_pass_tokens: returns the maximum size of a forward pass of a model in tokens.
-        check_session: raises an EngineError if the session of a model has ended, or its client is gone.
+        check_session: raises an EngineError if the session with an id has ended, or its client is gone.
         max_request_s: maximum compute time of a pass.
     """
 
@@ -77,7 +77,7 @@ class TrainingModel:
         self.queue = OrderedQueue(model_id, services.queues, journal)
         self.last_request = datetime.now(UTC)
         self._services = services
-        self._client = model_id.partition(":")[0]  # the models of a session share its compute time
+        self._session_id = model_id.partition(":")[0]  # the models of a session share their compute time
         self._journal = journal
         self._origin: Origin | None = None
         self._trainer_store: TrainerStore | None = None
@@ -95,7 +95,7 @@ class TrainingModel:
         return self._origin
 
     def restore(self, history: ModelHistory) -> None:
-        """Restore the model of a killed engine. If no checkpoint contains its state, later requests fail."""
+        """Restore the model of a killed engine. If training since its origin is lost, requests fail until a `load`."""
         self._origin = history.origin
         if history.origin is None or history.origin_is_current:
             self._trainer_store = self._new_store(history.origin) if history.origin else None
@@ -205,13 +205,13 @@ class TrainingModel:
             )
 
         self._services.find_base(origin.base_model)
-        await self._services.worker.run(create_and_record, self._client)
+        await self._services.worker.run(create_and_record, self._session_id)
         self._trainer_store = store
         self._record_origin(origin)
 
     async def _run(self, function: Callable[[Trainer], Result]) -> Result:
         store = self._usable_store()
-        return await self._services.worker.run(lambda: function(store.trainer()), self._client)
+        return await self._services.worker.run(lambda: function(store.trainer()), self._session_id)
 
     async def _run_generator(self, function: Callable[[Trainer], Generator[None, None, Result]]) -> Result:
         store = self._usable_store()
@@ -219,11 +219,11 @@ class TrainingModel:
         def run() -> Generator[None, None, Result]:
             return (yield from function(store.trainer()))
 
-        return await self._services.worker.run_generator(run(), self._client, self._check_running)
+        return await self._services.worker.run_generator(run(), self._session_id, self._check_running)
 
     def _check_running(self, seconds: float) -> None:
         """Raise an EngineError if the running pass has computed for too long, or nobody waits for it."""
-        self._services.check_session(self._client)
+        self._services.check_session(self._session_id)
         if seconds > (limit := self._services.max_request_s):
             raise RequestError(
                 f"The request has computed for {seconds:.0f} s, and the limit is {limit:g} s: send smaller batches."

@@ -117,7 +117,7 @@ def decode_tokens(chunks: Sequence[pb.Chunk], name: str) -> NDArray[np.int32]:
     """Decode the token ids of a model input; ``name`` is its name in errors.
 
     Raises:
-        RequestError: a chunk is not text.
+        RequestError: a chunk is not text, or not a whole number of int32 tokens.
     """
     tokens = []
     for chunk in chunks:
@@ -146,7 +146,7 @@ def _check_provenance(message: pb.Datum, num_tokens: int, num_targets: int, name
         if any(part is None or not part.sequence_id or part.offset < 0 or part.length < 0 for part in ranges):
             raise RequestError(
                 f"{name} has a provenance span of {field} without a sequence_id or with a negative offset or length: "
-                "take the sequence_id of the sampled sequence."
+                "send those of the sampled sequence."
             )
         covered = sum(part.length for part in ranges if part is not None)
         if spans and covered != length:
@@ -162,7 +162,7 @@ def _range_of(span: pb.ProvenanceSpan) -> pb.PromptProvenanceSpan | pb.SampledPr
 
 
 def encode_output(logprobs_D: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
-    """Encode a result, with one record per run of datums whose logprobs have the same trailing shape.
+    """Encode a result, with one record for consecutive datums whose logprobs have the same trailing shape.
 
     Args:
         logprobs_D: logprobs of each datum, ``(T,)`` or ``(T, K)``, float32.

@@ -337,7 +337,7 @@ class RunConfig(TrackedConfig, NamedConfig):
         default=0,
         ge=0,
         title="Checkpoint every (tokens)",
-        description="Trained tokens between checkpoints. 0 disables this cadence.",
+        description="Tokens of the batches, prompts included, between checkpoints. 0 disables this cadence.",
     )
     checkpoint_kind: CheckpointKind = Field(
         default="state",
@@ -391,9 +391,9 @@ class RunConfig(TrackedConfig, NamedConfig):
         description="Confidence with which the checkpoint must be better than the baseline on the same problems. At "
         "0.95, the probability that a run registers a checkpoint is at most 5 % if all of its checkpoints are only as "
         "good as the baseline. With `keep_best`, the p-value is multiplied by the number of checkpoints that it "
-        "compares. Only for `test/nll`, `test/env/all/reward/total`, `test/teacher_kl`, `test/accuracy` and "
-        "`test/margin` of preferences, and the metrics of evaluators that grade answers. Unset: compare the two values "
-        "and ignore their uncertainty.",
+        "compares. Only for `test/nll`, `test/nll_per_token`, `test/bits_per_byte`, `test/env/all/reward/total`, "
+        "`test/teacher_kl`, `test/accuracy` and `test/margin` of preferences, and the metrics of evaluators that grade "
+        "answers. Unset: compare the two values and ignore their uncertainty.",
     )
 
     needs_approval: bool = Field(
@@ -469,5 +469,5 @@ class WeightsConfig(ServiceConfig):
     model: str = Field(
         default="",
         title="Model",
-        description="Name of the base model on the service. Empty: the model of the named run.",
+        description="Name of the base model on the service. Empty: the model of the run that `checkpoint` names.",
     )

@@ -84,7 +84,7 @@ class GuardConfig(Config):
         default="stop",
         title="Nothing to train",
         description="Policy for batches with no token or no pair left to train on, for example because `max_length` "
-        "is too small. Such batches are found before the first step. In a dataset that streams, they are not, and such "
+        "is too small. Such batches are found before the first step. In a streaming dataset they cannot be, and such "
         "a batch ends the run.",
     )
     max_in_a_row: int = Field(
@@ -243,7 +243,7 @@ class TrainConfig(RunConfig):
         default=1e-4,
         gt=0,
         title="Learning rate",
-        description="Learning rate at the first step, or `auto`. `auto` is the published LoRA rate for the model's "
+        description="Learning rate at the first step, or `auto`. `auto` is tinker-cookbook's LoRA rate for the model's "
         "family and hidden size; the run records the number.",
         json_schema_extra=_or_auto,
     )

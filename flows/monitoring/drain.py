@@ -33,11 +33,12 @@ def wait_until_recorded(flow_run_id: UUID, last_task: str | None, limit_s: float
     last_runs = TaskRunFilter(name=TaskRunFilterName(like_=last_task))
     deadline = time.monotonic() + limit_s
     # The server records tasks in the order of their events, so the end of the last task comes after all other ends.
-    # Without a last task, one poll may miss a task whose events arrive in a later batch, so two polls must agree.
+    # Without a last task, one poll may miss a task whose events arrive in a later batch, so two polls must agree. They
+    # are more than a second apart, because the server writes task runs in batches, once a second.
     num_polls, pause_s = (1, 0.1) if last_task else (2, 1.2)
     times_complete = 0
     with get_client(sync_client=True) as client:
-        while times_complete < num_polls:
+        while True:
             has_last = not last_task or client.read_task_runs(
                 flow_run_filter=flow_run, task_run_filter=last_runs, limit=1
             )
@@ -45,12 +46,14 @@ def wait_until_recorded(flow_run_id: UUID, last_task: str | None, limit_s: float
             # A task whose dependency failed stays in the state NotReady.
             unfinished = [run for run in task_runs if run.state_name != "NotReady"]
             times_complete = times_complete + 1 if has_last and not unfinished else 0
+            if times_complete == num_polls:
+                return
             if time.monotonic() > deadline:
-                names = ", ".join(run.name for run in unfinished[:3]) or f"a task run named {last_task}"
+                missing = f"a task run named {last_task}" if last_task else "all task runs"
+                names = ", ".join(run.name for run in unfinished[:3]) or missing
                 print_notice(f"The Prefect server has not recorded the end of {names}.")
                 return
-            if times_complete < num_polls:
-                time.sleep(pause_s)  # the server writes task runs in batches, once a second
+            time.sleep(pause_s)
 
 
 def deliver_events(limit_s: float = 20.0) -> None:

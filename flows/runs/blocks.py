@@ -28,7 +28,7 @@ from tasks.common.service_errors import TRANSIENT_ERRORS
 
 B = TypeVar("B", bound=Block)
 
-# Engines that `engine_ahead` has started. The attempt of the run that uses an engine removes it from the list.
+# Engines that `engine_ahead` has started. The run's first attempt takes its engine from the list; later ones start one.
 _ENGINES_AHEAD: ContextVar[list[LocalEngine]] = ContextVar("engines_ahead")
 
 
@@ -57,7 +57,7 @@ def open_service(config: ServiceConfig) -> Iterator[TinkerService]:
 
 @contextmanager
 def engine_ahead(config: RunConfig) -> Iterator[None]:
-    """Start the engine of a run, if it needs one, before the run; `open_service` in this block waits for it."""
+    """Start the engine of a run, if it needs one, before the run; `open_service` inside the block waits for it."""
     if not _starts_engine(config.base_url) or lacks_key(config.model, config.base_url):
         yield
         return
@@ -74,7 +74,7 @@ def _engine_options(config: ServiceConfig) -> dict[str, Any]:
 
 
 def lacks_key(model: str, base_url: str) -> bool:
-    """Return whether a run would start an engine, without being told to, for a model of the hosted service."""
+    """Return whether a run of a hosted model has neither a base_url nor a service in the environment."""
     return not base_url and _starts_engine(base_url) and _is_hosted(model)
 
 

@@ -92,7 +92,7 @@ class Schedule:
 
 
 class CheckpointCadence:
-    """Cadence of periodic checkpoints in steps, seconds and trained tokens.
+    """Cadence of periodic checkpoints in steps, seconds and tokens of the batches, prompts included.
 
     Checkpoints are due at multiples of `checkpoint_every`. Seconds and tokens are counted from the last checkpoint.
 

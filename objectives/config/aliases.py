@@ -415,6 +415,7 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "tinker_flows:RevisedBuilder": {"asked": "prompt"},
     "tinker_flows:SelfTrainingBuilder": {"asked": "prompt"},
 }
+# Packages of release 0.1 that are gone; only their modules have successors.
 _PACKAGES = frozenset(["tasks.environments", "tasks.sampled"])
 
 
@@ -481,7 +482,7 @@ class RenamedModule(ModuleType):
         return renamed_attribute(self.__name__, name)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        # In release 0.1, `objectives.linearize` was a module. Importing it hides the function `objectives.linearize`.
+        # Importing the old module `objectives.linearize` hides the function of that name, so calls go to the function.
         return renamed_attribute(self.__name__, self.__name__.rpartition(".")[2])(*args, **kwargs)
 
 

@@ -108,21 +108,21 @@ def pack_sequences(sequences_D: Sequence[TeacherSequence], tokenizer: Tokenizer)
     )
 
 
-def compute_forward_kl(sequences_D: Sequence[TeacherSequence], logprobs_DT: Tensor) -> float:
-    """Forward KL ``sum p log(p / q)`` from the student to the teacher, in nats per trained token.
+def compute_forward_kl(sequences_D: Sequence[TeacherSequence], logprobs_DTK: Tensor) -> float:
+    """Forward KL ``sum p log(p / q)`` of the student's q to the teacher's p, nats: mean over sequences of token means.
 
     The sum is over the teacher's K - 1 most likely tokens and the remaining probability mass as one token.
 
     Args:
         sequences_D: sequences with soft targets.
-        logprobs_DT: student's ``log q``, ``(N, K)``.
+        logprobs_DTK: student's ``log q``, ``(N, K)``.
     """
     distances, weights, start = [], [], 0
     for sequence in sequences_D:
         assert sequence.top is not None, "the forward KL needs soft targets"
         weights_T = sequence.datum.loss_fn_inputs["weights"].to_torch().float()
         trained = trained_positions(sequence.datum)
-        distances.append(_forward_kl(sequence.top.probs_MK[:, :-1], logprobs_DT[start + trained, :-1]))
+        distances.append(_forward_kl(sequence.top.probs_MK[:, :-1], logprobs_DTK[start + trained, :-1]))
         weights.append(weights_T[trained] / weights_T.sum())
         start += len(weights_T)
     weights_M = torch.cat(weights)

@@ -37,7 +37,8 @@ class LabelDistributionBuilder(ChatDatasetBuilder):
 
     Attributes:
         path: JSONL file, with rows such as ``{"prompt": "Is it good? ...", "distribution": {"yes": 7, "no": 3}}``. The
-            numbers are probabilities, votes or odds; they are divided by their sum. Labels of other rows get 0.
+            numbers are probabilities, votes or odds; they are divided by their sum. Labels that only other rows have
+            get 0.
         test_path: held-out JSONL file in the same format; None for no held-out data.
     """
 
@@ -51,7 +52,7 @@ class LabelDistributionBuilder(ChatDatasetBuilder):
         return self._dataset(rows, labels), self._dataset(test_rows, labels) if test_rows else None
 
     def _dataset(self, rows: Sequence[DistributionRow], labels: Sequence[str]) -> SupervisedDataset:
-        # Rows are numbered, because a dataset's columns have one type each.
+        # The dataset holds numbers of rows, because its columns cannot hold dicts with different keys.
         numbers = datasets.Dataset.from_dict({"row": list(range(len(rows)))})
         return SupervisedDatasetFromHFDataset(
             numbers, self.common_config.batch_size, map_fn=lambda number: self._datum(rows[number["row"]], labels)
@@ -92,7 +93,8 @@ class LabelDistributionBuilder(ChatDatasetBuilder):
         is_answer_T = datum.loss_fn_inputs["weights"].to_torch() > 0
         if not is_answer_T.any():
             raise ConfigError(
-                f"The prompt {prompt[:60]!r} has more than {limit} tokens: raise common_config.max_length."
+                f"The prompt {prompt[:60]!r} leaves no room for an answer in {limit} tokens: raise "
+                "common_config.max_length."
             )
         first = int(is_answer_T.nonzero()[0])
         tokens = datum.model_input.to_ints()[: first + 1]

@@ -1,4 +1,4 @@
-"""Rollouts that reach the token limit: which of them are masked, and the penalty for long completions."""
+"""Rollouts that reach the token limit: how to recognize them, and the penalty for long completions."""
 
 from __future__ import annotations
 

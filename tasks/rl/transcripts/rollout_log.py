@@ -22,7 +22,7 @@ class Transcript:
     Attributes:
         groups: all groups of the step, trained on or not.
         values: value of each term over the step.
-        scores: per-datum values of terms by group and member index; dropped members have none.
+        scores: mean of each term over a member's datums, by group and member index; dropped members have none.
     """
 
     groups: Sequence[Group]

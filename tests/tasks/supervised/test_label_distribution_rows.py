@@ -62,7 +62,7 @@ def test_the_answer_of_a_datum_is_the_distribution(tmp_path: Path) -> None:
         ({"prompt": "Good?", "distribution": {"yes": "7"}}, "write numbers by label"),
         ({"prompt": ["Good?"], "distribution": {"yes": 7}}, "write a text"),
         ({"prompt": "Good?"}, "with prompt and distribution"),
-        ({"prompt": "Good? " * 50, "distribution": {"yes": 7}}, "has more than 32 tokens: raise"),
+        ({"prompt": "Good? " * 50, "distribution": {"yes": 7}}, "leaves no room for an answer in 32 tokens: raise"),
     ],
 )
 def test_a_row_with_an_error_is_refused(tmp_path: Path, row: Mapping[str, Any], message: str) -> None:

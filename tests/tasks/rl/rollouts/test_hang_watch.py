@@ -58,7 +58,7 @@ def test_an_open_request_never_hangs_and_its_end_starts_a_new_silence() -> None:
         progress.end_request(2, 10, 5, SampledTokens(20, 10))
         assert watch._check(began + 3000) == []
         assert watch._check(began + 3060) == []
-        assert len(watch._check(began + 3061)) == 1
+        assert len(watch._check(began + 4000)) == 1  # far beyond the bound, which a pause of this process extends
 
 
 def test_a_report_that_fails_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
