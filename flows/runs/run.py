@@ -123,7 +123,7 @@ def open_builder_arguments(
     is_taken = takes(field, data.builder, data.params, "directory")
     with open_workers(), directory if is_taken else nullcontext():
         arguments = {"session": session, "directory": directory, "base_model": config.model}
-        yield arguments | ({"token_meter": meter} if meter else {})
+        yield arguments | {"token_meter": meter or TokenMeter()}
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from engine_process import API_KEY
 from sft_config import sft_fields
 from tinker import types
 from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
+from tinker_cookbook.supervised.data import FromConversationFileBuilder
+from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 from blocks.errors import ConfigError
@@ -23,6 +25,7 @@ from flows.dpo import dpo
 from flows.estimates.supervised import estimate
 from flows.evaluate import EvaluateConfig, evaluate
 from flows.sft import sft
+from tasks.training.token_meter import TokenMeter
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -70,6 +73,43 @@ def test_ranking_evaluators_reach_the_service_of_the_run(
     shared = {key: fields[key] for key in ("base_url", "storage", "tracking")}
     config = {"run_name": "ranked-again", "checkpoint": "ranked@final", "evaluators": evaluators, **shared}
     assert evaluate(EvaluateConfig.model_validate(config)).metrics["test/accuracy"] == result.metrics["test/accuracy"]
+
+
+@chz.chz
+class MeteredRows(FromConversationFileBuilder):
+    """Conversations of a builder that samples five tokens with the meter."""
+
+    base_model: str
+    session: tinker.ServiceClient = chz.field(meta_factory=None)
+    token_meter: TokenMeter = chz.field(meta_factory=None)
+
+    def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        sampler = self.session.create_sampling_client(base_model=self.base_model).result()
+        self.token_meter.watch(sampler, self.base_model)
+        prompt = types.ModelInput.from_ints(get_tokenizer(self.base_model).encode("a"))
+        sampler.sample(prompt, 5, types.SamplingParams(max_tokens=1, stop=[])).result()
+        return super().__call__()
+
+
+def test_tokens_that_a_builder_samples_are_counted_in_an_evaluation(
+    tmp_path: Path, engine_url: str, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", API_KEY)
+    params = {
+        "file_path": "examples/data/sums.jsonl",
+        "test_size": 8,
+        "common_config": {"max_length": 256, "batch_size": 8, "renderer_name": "qwen3_instruct"},
+    }
+    config = {
+        "run_name": "metered",
+        "model": "tiny",
+        "checkpoint": "base",
+        "base_url": engine_url,
+        "storage": str(tmp_path / "runs"),
+        "tracking": mlflow_uri,
+        "data": {"builder": f"{__name__}:MeteredRows", "params": params},
+    }
+    assert evaluate(EvaluateConfig.model_validate(config)).cost["cost/num_sample_tokens"] == 5
 
 
 def test_estimate_without_a_key_names_the_builder_that_needs_the_service(
