@@ -21,7 +21,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from blocks.storage import RunDirectory
 from blocks.terminal import TextConsole, escape_terminal
 from objectives.batch import Batch, unpack
-from objectives.labels import MEMBER, PROMPT
+from objectives.labels import MEMBER, PROMPT, number_prompts
 from tasks.common.task import retried_task
 from tasks.reports.html import (
     artifact_key,
@@ -85,7 +85,7 @@ def weighted_datums(batch: Batch, tokenizer: Tokenizer) -> list[WeightedDatum]:
 
 
 def first_group(batch: Batch, datums: Sequence[WeightedDatum]) -> list[WeightedDatum]:
-    """Return the datums to print: the first pair, two rollouts of the first prompt, or the first datum.
+    """Return the datums to print: the first pair, two rollouts of the first prompt, or its first two completions.
 
     The two rollouts have the greatest and the smallest advantage of a token; if one rollout has both, it is printed
     alone.
@@ -97,7 +97,8 @@ def first_group(batch: Batch, datums: Sequence[WeightedDatum]) -> list[WeightedD
         best = max(rollouts, key=lambda datum: max(datum.weights))
         worst = min(rollouts, key=lambda datum: min(datum.weights))
         return [best] if best is worst else [best, worst]
-    return list(datums[:1])
+    numbers = number_prompts(batch).tolist()
+    return [datum for datum, number in zip(datums, numbers, strict=True) if number == numbers[0]][:2]
 
 
 def _with_first_label(batch: Batch, datums: Sequence[WeightedDatum], label: str) -> list[WeightedDatum]:

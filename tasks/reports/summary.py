@@ -154,11 +154,9 @@ def storage_option(run_name: str, directory: str) -> str:
 
 def _verdict(tags: Mapping[str, str], warnings: Sequence[str], rows: Sequence[HeldOutRow]) -> str:
     number = f"{len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else "No warning"
-    result = next(
-        (f"; {row.metric} on held-out data went from {row.before} to {row.after}" for row in rows if row.is_compared),
-        "",
-    )
-    return " ".join(filter(None, [tags.get(STOPPED_TAG, ""), f"{number}{result}."]))
+    row = next((row for row in rows if row.is_compared), None)
+    result = f"; {row.metric} on held-out data went from {row.before} to {row.after}" if row else ""
+    return " ".join(filter(None, [tags.get(STOPPED_TAG, ""), f"{number}{result}.", row.note if row else ""]))
 
 
 def _facts(run: MlflowRun, records: Records, history: History) -> list[tuple[str, str]]:

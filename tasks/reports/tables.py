@@ -416,7 +416,7 @@ def _describe_ties(batches: Mapping[int, Mapping[str, BatchValues]]) -> str:
         share = fmean(abs(margin) < TIED for margin in margins[step].values_B)
         if share:
             shown.append(f"{_format_percent(share)} of the pairs at step {step}")
-    count = "They count as wrong, unless rounding decides otherwise."
+    count = "They count as wrong, except where rounding makes them right."
     return f"Ties in the accuracy, with a margin of 0 up to rounding: {', '.join(shown)}. {count}" if shown else ""
 
 

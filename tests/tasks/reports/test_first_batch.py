@@ -128,6 +128,15 @@ def test_the_best_and_the_worst_rollout_of_a_prompt_are_printed() -> None:
     assert [max(weighted.weights, key=abs) for weighted in printed] == pytest.approx([0.4, -0.5])
 
 
+def test_two_completions_of_the_first_supervised_prompt_are_printed() -> None:
+    texts = ["ab", "ac", "ad", "bc"]  # the first letter is the prompt
+    batch = pack_datums([datum(text, [0, 1]) for text in texts], letters())
+    shown = first_group(batch, weighted_datums(batch, letters()))
+    assert [weighted.title for weighted in shown] == ["example 0", "example 1"]
+    other = pack_datums([datum(text, [0, 1]) for text in ("bc", "ab")], letters())
+    assert [weighted.title for weighted in first_group(other, weighted_datums(other, letters()))] == ["example 0"]
+
+
 def test_pairs_show_chosen_and_rejected() -> None:
     pairs = [(4, 1), (4, 0), (7, 1), (7, 0)]
     examples = [

@@ -223,7 +223,7 @@ def test_ties_are_explained() -> None:
     accuracy, margin = held_out_rows(history, batches)
     assert accuracy.note == (
         "Ties in the accuracy, with a margin of 0 up to rounding: 75% of the pairs at step 0. They count as wrong, "
-        "unless rounding decides otherwise."
+        "except where rounding makes them right."
     )
     assert margin.note == ""
     (accuracy, _) = held_out_rows(history, {4: batches[4]})
