@@ -17,7 +17,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import TERMINAL_STATES, StateType
 
 from blocks.terminal import print_notice
-from tasks.common.prefect_internals import send_events
+from tasks.common.internals.prefect import send_events
 
 
 def wait_until_recorded(flow_run_id: UUID, last_task: str | None, limit_s: float = 60.0) -> None:

@@ -26,7 +26,7 @@ from flows.runs.local_dask import LocalDask
 from objectives.config.import_policy import is_restricted
 from objectives.execution.process import START_S, python_path
 from objectives.execution.respond import end_with_parent
-from tasks.common.prefect_internals import settings_serialized_once
+from tasks.common.internals.prefect import settings_serialized_once
 
 
 @contextmanager

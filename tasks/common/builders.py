@@ -21,7 +21,7 @@ from blocks.errors import ConfigError, StorageError
 from blocks.files.local import path_of
 from objectives.config.import_path import import_path
 from objectives.config.import_policy import NotAllowedError, check_builder, check_function
-from tasks.common.chz_internals import guard_imports
+from tasks.common.internals.chz import guard_imports
 from tasks.common.renderers import find_renderer_name
 from tasks.common.tokenizers import lock_tokenizers
 

@@ -21,7 +21,7 @@ from blocks.errors import ConfigError, NotFiniteError
 from blocks.terminal import escape_log_record
 from objectives.errors import ObjectiveError
 from tasks.common.event_loop import current_workers
-from tasks.common.prefect_internals import state_error
+from tasks.common.internals.prefect import state_error
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -14,8 +14,8 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from blocks.garbage_collection import no_collections
-from tasks.common.cookbook_internals import guard_tokenizers
-from tasks.common.transformers_internals import import_auto_tokenizer
+from tasks.common.internals.cookbook import guard_tokenizers
+from tasks.common.internals.transformers import import_auto_tokenizer
 
 P = ParamSpec("P")
 R = TypeVar("R")

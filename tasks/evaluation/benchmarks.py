@@ -18,7 +18,7 @@ from tinker_cookbook.rl.types import Env
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 from blocks.errors import ConfigError, EvaluatorError, reason
-from tasks.common.cookbook_internals import find_benchmark, local_datasets, was_truncated
+from tasks.common.internals.cookbook import find_benchmark, local_datasets, was_truncated
 from tasks.common.sampling import open_renderer
 from tasks.evaluation.grading_metrics import Graded, check_pass_at, digest_problems, summarize
 from tasks.evaluation.sampled import GradedEvaluator

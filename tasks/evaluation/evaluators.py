@@ -33,7 +33,7 @@ from blocks.errors import (
 from objectives.batch import Batch
 from objectives.labels import find_prompts, number_equal, without_labels
 from tasks.common.builders import NO_RESOURCES, data_errors, import_builder, import_object
-from tasks.common.cookbook_internals import count_bytes, find_text
+from tasks.common.internals.cookbook import count_bytes, find_text
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 from tasks.common.tokenizers import TokenizedEvaluator, lock_tokenizers

@@ -16,15 +16,15 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Failed
 
 from blocks.tinker_internals import SAMPLING_METHOD
-from tasks.common.prefect_internals import WORKER_ATTRIBUTES, settings_serialized_once, state_error
+from tasks.common.internals.prefect import WORKER_ATTRIBUTES, settings_serialized_once, state_error
 
 PACKAGES = ("blocks", "tasks", "flows", "deployments")
-PREFECT_ADAPTER = "tasks/common/prefect_internals.py"
+PREFECT_ADAPTER = "tasks/common/internals/prefect.py"
 ADAPTERS = {
-    "chz": "tasks/common/chz_internals.py",
+    "chz": "tasks/common/internals/chz.py",
     "mlflow": "blocks/mlflow_internals.py",
     "tinker": "blocks/tinker_internals.py",
-    "tinker-cookbook": "tasks/common/cookbook_internals.py",
+    "tinker-cookbook": "tasks/common/internals/cookbook.py",
 }
 
 
@@ -69,7 +69,7 @@ def test_prefect_events_worker_has_the_attribute(name: str) -> None:
     sources = "".join(inspect.getsource(kind) for kind in EventsWorker.__mro__ if kind.__module__.startswith("prefect"))
     if f"self.{name}" not in sources or not hasattr(EventsWorker, "_instances"):
         pytest.fail(
-            f"prefect {version('prefect')} has no EventsWorker.{name}: update tasks/common/prefect_internals.py."
+            f"prefect {version('prefect')} has no EventsWorker.{name}: update tasks/common/internals/prefect.py."
         )
 
 

@@ -1,0 +1,1 @@
+"""Internals of other libraries that the tasks use, one module per library."""
