@@ -48,7 +48,7 @@ from benchmarks.scale_model import (
 from benchmarks.scratch import environment, scratch_home
 from blocks.files.local import home
 from blocks.servers.processes import free_port, prefect_server_command, prefect_server_env
-from deployments.health import is_healthy
+from deployments.servers.health import is_healthy
 from engine.models import resolve_model
 from tests.mlflow_process import running_mlflow
 from tests.postgres_server import running_postgres

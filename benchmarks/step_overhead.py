@@ -50,8 +50,8 @@ from tasks.training.forward_backward import (
     forward_logprobs,
     optim_step,
 )
-from tasks.training.metrics import MetricsLog, log_metrics
 from tasks.training.terms import TaskTermExecutor, compute_term, linearize_task, prepare_term
+from tasks.training.tracking.metrics import MetricsLog, log_metrics
 
 BUDGET_MS = 30.0
 WARM_UP = 5

@@ -14,7 +14,7 @@ from prefect.exceptions import ObjectNotFound
 from blocks.errors import ConfigError
 from blocks.prefect_errors import prefect_failures
 from deployments.methods import METHODS, config_type_of
-from deployments.work_pool import POOL
+from deployments.servers.work_pool import POOL
 from flows.config.loader import load_config
 
 ROOT = Path(__file__).parents[1]

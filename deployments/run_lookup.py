@@ -22,8 +22,8 @@ from flows.runs.tracking.mlflow_run import find_recorded_run
 from objectives.errors import did_you_mean
 from objectives.term_weights.targets import TargetSpec
 from tasks.training.checkpoints import Records, read_records
-from tasks.training.metric_names import safe_name
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metric_names import safe_name
+from tasks.training.tracking.metrics import MetricsLog
 
 if TYPE_CHECKING:
     from tasks.reports.tables import Control

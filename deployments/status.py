@@ -21,8 +21,8 @@ from flows.runs.blocks import storage_at
 from tasks.reports.summary import run_warnings
 from tasks.reports.tables import REWARD, format_figure
 from tasks.training.checkpoints import read_records, step_of
-from tasks.training.metric_names import logged_name
-from tasks.training.metrics import metric_values
+from tasks.training.tracking.metric_names import logged_name
+from tasks.training.tracking.metrics import metric_values
 
 # Main metrics in order of preference, for runs that have not logged the metric of `keep_best`.
 METRICS = (

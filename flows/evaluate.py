@@ -84,10 +84,10 @@ from tasks.reports.tables import write_table
 from tasks.supervised.dataset import build_dataset
 from tasks.training.batch_source import SampledTokens
 from tasks.training.held_out import BatchValues
-from tasks.training.metrics import MetricsLog
-from tasks.training.model_registry import Promotion, promote_from
 from tasks.training.reference import scored_tokens
 from tasks.training.token_meter import TokenMeter
+from tasks.training.tracking.metrics import MetricsLog
+from tasks.training.tracking.model_registry import Promotion, promote_from
 
 # Artifact of the MLflow run: the result of a flow run that waits for a person.
 UNAPPROVED = "unapproved_result.json"

@@ -34,7 +34,7 @@ from flows.sweeps.record import SweepLog, check_sweep, open_sweep_log
 from flows.sweeps.result import SweepResult, finish_sweep
 from flows.sweeps.runner import TrialExecutor, run_trials, shared_service
 from flows.sweeps.scheduler import Schedule
-from tasks.training.metric_names import logged_name
+from tasks.training.tracking.metric_names import logged_name
 
 
 @flow(name="sweep", flow_run_name="{config.run_name}", on_running=[apply_rights])

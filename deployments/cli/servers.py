@@ -36,7 +36,7 @@ def up(
     Prints the URL and log file of each service and the variables to export in another terminal. Ctrl-C stops all
     services. Runs and databases stay in the project home, and the next `up` uses them again.
     """
-    from deployments.up import up as start_services
+    from deployments.servers.up import up as start_services
 
     start_services(engine_models or None, with_engine=engine)
 
@@ -70,7 +70,7 @@ def doctor(
 
 def automations() -> None:
     """Install automations that detect and restart crashed runs, on the Prefect server of PREFECT_API_URL."""
-    from deployments.automations import install_all
+    from deployments.servers.automations import install_all
 
     install_all()
 

@@ -19,14 +19,14 @@ from engine.compute.loss import Loss, bind_loss
 from engine.errors import EngineError, NotFoundError, RequestError
 from engine.hub_files import hub_names
 from engine.listen import is_loopback
+from engine.memory.adapter_store import AdapterStore
+from engine.memory.budget import MemoryBudget
+from engine.memory.capacity import max_adapter_bytes, max_pass_tokens
 from engine.models import LoadedModel
-from engine.service.adapter_store import AdapterStore
-from engine.service.capacity import max_adapter_bytes, max_pass_tokens
 from engine.service.custom_losses import CustomLossStore
 from engine.service.futures import Futures
 from engine.service.history import ModelJournal, SessionHistory
 from engine.service.journal import Journal
-from engine.service.memory import MemoryBudget
 from engine.service.metrics import Metrics
 from engine.service.ordered_queue import Clock, QueueServices
 from engine.service.samplers import Sampler

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine.compute.lora import Adapter
 from engine.errors import RequestError
-from engine.service.adapter_store import AdapterStore
+from engine.memory.adapter_store import AdapterStore
 from engine.service.futures import PROTOBUF, Futures, WireResponse
 from engine.service.sampling_queue import SamplingQueue
 

@@ -11,10 +11,10 @@ from time import perf_counter
 from engine.compute.base import BaseModel
 from engine.compute.lora import Adapter
 from engine.errors import BusyError
+from engine.memory.capacity import max_cache_bytes, max_pass_tokens
 from engine.sampling.batch import Batch
 from engine.sampling.job import SampleJob, SampleResult
 from engine.sampling.request import Row, SamplingRequest
-from engine.service.capacity import max_cache_bytes, max_pass_tokens
 from engine.service.settings import Settings
 from engine.service.worker import Worker
 

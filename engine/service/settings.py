@@ -26,7 +26,7 @@ class Settings:
         api_key: key that clients must send; None accepts all clients and is allowed only for loopback addresses.
         micro_batch_tokens: maximum size of a forward pass in tokens, including padding; bounds memory. A longer
             sequence has a pass of its own. For None, here and for `memory_limit_bytes` and `sampling_cache_bytes`,
-            `engine.service.capacity` chooses a value that depends on the model and the device.
+            `engine.memory.capacity` chooses a value that depends on the model and the device.
         max_body_bytes: maximum size of a request body after decompression.
         max_sessions: maximum number of open sessions.
         max_models: maximum number of models in training.

@@ -19,12 +19,12 @@ from engine.compute.lora import Adapter, LoraSpec
 from engine.compute.loss import Loss
 from engine.compute.trainer import Trainer
 from engine.errors import LostStateError, RequestError
+from engine.memory.budget import MemoryBudget
+from engine.memory.trainer_store import TrainerStore
 from engine.service.futures import WireResponse
 from engine.service.history import ModelHistory, ModelJournal
-from engine.service.memory import MemoryBudget
 from engine.service.ordered_queue import OrderedQueue, QueueServices
 from engine.service.origin import Origin
-from engine.service.trainer_store import TrainerStore
 from engine.service.worker import Worker
 from engine.wire.forward_backward import ForwardBackward, decode_data, encode_output
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from blocks.errors import ConfigError
-from tasks.training.metric_names import logged_name
+from tasks.training.tracking.metric_names import logged_name
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _GATE = re.compile(

@@ -30,8 +30,8 @@ from tasks.reports.summary import STOPPED_TAG
 from tasks.rl.environments.pairwise import ChosenAnswerGroupBuilder
 from tasks.rl.environments.reward_model import RewardModelGroupBuilder
 from tasks.training.batch_source import SampledTokens
-from tasks.training.metrics import metric_values
 from tasks.training.token_meter import TokenMeter
+from tasks.training.tracking.metrics import metric_values
 
 # Settings and groups of settings that do not change the tokens of a step.
 _FREE_FIELDS = (

@@ -25,7 +25,7 @@ from tasks.common.service_errors import TRANSIENT_ERRORS
 from tasks.reports.html import artifact_key, escape_markdown
 from tasks.reports.summary import format_steps
 from tasks.reports.tables import COLUMNS, format_figure, format_row, term_rows
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 EVERY_S = 2.0
 # Errors of Prefect's and MLflow's clients if a server is down or another program responds in its place.

@@ -20,7 +20,7 @@ from flows.monitoring.artifacts import RunPage
 from flows.monitoring.interrupts import StopRequest
 from tasks.reports.summary import format_steps
 from tasks.reports.tables import REWARD, TIED, format_figure, reward_parts
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 # Receives each step and its metrics; returns a reason to stop the run, or an empty string.
 StepCallback = Callable[[int, Mapping[str, float]], str]

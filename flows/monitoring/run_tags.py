@@ -22,8 +22,8 @@ from tasks.evaluation.evaluators import EvaluationResult
 from tasks.reports.summary import STOPPED_TAG, TERM_TAG
 from tasks.reports.tables import TargetRow
 from tasks.training.batch_source import MetricWarning
-from tasks.training.metric_names import safe_name
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metric_names import safe_name
+from tasks.training.tracking.metrics import MetricsLog
 
 REJECTED_TAG = "tinker_flows.not_promoted"
 DIFFERENCE_TAG = "tinker_flows.promotion.difference"

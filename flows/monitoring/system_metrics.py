@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
 
 from blocks.mlflow_internals import SystemMetricsMonitor
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 # MLflow does not limit the time of its last write, and its server may not respond.
 _LAST_WRITE_S = 5.0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mlflow import MlflowClient
 
-from tasks.training.metrics import metric_values
+from tasks.training.tracking.metrics import metric_values
 
 _MAX_RUNS = 5  # newest runs to look at, because a run with a single timed step has no pace
 

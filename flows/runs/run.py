@@ -30,8 +30,8 @@ from tasks.common.event_loop import open_workers
 from tasks.common.service_errors import service_errors
 from tasks.common.tokenizers import lock_tokenizers
 from tasks.training.checkpoints import resumable
-from tasks.training.metrics import MetricsLog
 from tasks.training.token_meter import TokenMeter
+from tasks.training.tracking.metrics import MetricsLog
 
 
 @dataclass(frozen=True, slots=True)

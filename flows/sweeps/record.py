@@ -21,7 +21,7 @@ from flows.runs.blocks import tracking_of
 from flows.runs.tracking.mlflow_run import open_mlflow_run
 from flows.sweeps.config import SweepConfig
 from flows.sweeps.plan import SweepPlan
-from tasks.training.metrics import metric_values
+from tasks.training.tracking.metrics import metric_values
 
 CONFIG_NAME = "sweep.json"
 

@@ -24,7 +24,7 @@ from tasks.sweeps.report import SweepSummary, write_sweep_report
 from tasks.sweeps.store import Point, Trials
 from tasks.sweeps.table import PointRow, point_rows, row_cells, table_columns
 from tasks.training.held_out import BatchValues, read_batch_values
-from tasks.training.metric_names import logged_name
+from tasks.training.tracking.metric_names import logged_name
 
 __getattr__ = partial(renamed_attribute, "flows.sweeps.result")  # names of release 0.1
 

@@ -31,7 +31,7 @@ from flows.sweeps.record import SweepLog, last_values
 from flows.sweeps.scheduler import Schedule
 from tasks.reports.html import artifact_key
 from tasks.sweeps.store import Point, Trial, Trials
-from tasks.training.metric_names import logged_name
+from tasks.training.tracking.metric_names import logged_name
 
 CANCELLED = "The trial was cancelled."
 

@@ -17,9 +17,9 @@ from flows.runs.prices import Price, digest_prices, price_of
 from flows.runs.run import Run
 from tasks.training.batch_source import BatchSource, SampledTokens
 from tasks.training.candidates import CandidateSampler
-from tasks.training.metrics import MetricsLog
 from tasks.training.reference import Reference
 from tasks.training.token_meter import TokenMeter
+from tasks.training.tracking.metrics import MetricsLog
 
 _SAMPLED = [field.name for field in fields(SampledTokens)]
 

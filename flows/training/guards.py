@@ -26,7 +26,7 @@ from objectives import errors
 from objectives.gradients.linearize import Linearized
 from objectives.objective import Objective, ObjectiveState
 from tasks.common.jsonl import read_jsonl
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 GUARDS_NAME = "guards.jsonl"
 

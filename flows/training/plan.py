@@ -18,7 +18,7 @@ from objectives.config.spec import RegularizerSpec
 from objectives.objective import Objective
 from objectives.term_weights.targets import TargetSpec
 from tasks.reports.summary import format_hours
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 
 def num_passes(objective: Objective, step: int, needs_forward_pass: bool) -> int:

@@ -90,10 +90,10 @@ from tasks.training.forward_backward import (
     forward_logprobs,
     optim_step,
 )
-from tasks.training.metrics import log_metrics
-from tasks.training.metrics_file import MetricsFile
 from tasks.training.reference import REFERENCE_NAME, Reference
 from tasks.training.terms import TaskTermExecutor
+from tasks.training.tracking.metrics import log_metrics
+from tasks.training.tracking.metrics_file import MetricsFile
 
 
 class Trainer:

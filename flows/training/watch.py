@@ -10,7 +10,7 @@ from flows.runs.run import Run
 from flows.training.preflight import warn_of_equal_rewards
 from objectives.objective import Objective
 from tasks.training.batch_source import BatchSource, MetricWarning
-from tasks.training.metric_names import safe_name
+from tasks.training.tracking.metric_names import safe_name
 
 _MANY_TRUNCATED = 0.5  # share of the candidates of a step
 

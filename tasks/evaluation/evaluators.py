@@ -40,8 +40,8 @@ from tasks.common.tokenizers import TokenizedEvaluator, lock_tokenizers
 from tasks.evaluation.grading_metrics import digest_problems
 from tasks.training.datums import pack_datums
 from tasks.training.held_out import MAX_SCORES, BatchValues, EvaluatedBatch, GradedMetrics
-from tasks.training.metric_names import safe_name
 from tasks.training.token_meter import TokenMeter
+from tasks.training.tracking.metric_names import safe_name
 
 OnEvaluatorError = Literal["raise", "skip"]
 

@@ -9,7 +9,7 @@ from tasks.common.task import retried_task
 from tasks.reports.html import html_charts, html_page, page_script
 from tasks.reports.tables import History
 from tasks.training.held_out import BatchValues
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 # Suffixes of errors and bounds of a metric. The metric's chart shows them, if at all; they have no chart of their own.
 _SIDE_FIGURES = ("_stderr", "_low", "_high")

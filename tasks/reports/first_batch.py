@@ -32,7 +32,7 @@ from tasks.reports.html import (
     markdown_table,
     mlflow_artifact_link,
 )
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 FIRST_BATCH = "first_batch.html"
 

@@ -53,8 +53,8 @@ from tasks.reports.tables import (
 )
 from tasks.training.examples import read_examples
 from tasks.training.held_out import read_batch_values
-from tasks.training.metric_names import safe_name
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metric_names import safe_name
+from tasks.training.tracking.metrics import MetricsLog
 
 if TYPE_CHECKING:
     from tasks.reports.charts import Chart, DrawnRun

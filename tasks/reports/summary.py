@@ -15,7 +15,7 @@ from objectives.term import BASE
 from tasks.reports.tables import HELD_OUT, HeldOutRow, History, held_out_rows, is_headline, recent_term_rows
 from tasks.training.checkpoints import Records, read_records, step_of
 from tasks.training.held_out import read_batch_values
-from tasks.training.model_registry import VERSION_TAG
+from tasks.training.tracking.model_registry import VERSION_TAG
 
 STOPPED_TAG = "tinker_flows.stopped"
 TERM_TAG = "tinker_flows.term."

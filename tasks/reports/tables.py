@@ -19,7 +19,7 @@ from tasks.common.proportions import Interval, proportion_interval, t_quantile
 from tasks.common.task import retried_task
 from tasks.reports.html import artifact_key, escape_markdown
 from tasks.training.held_out import BatchValues
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 Rows = Sequence[Sequence[Any]]
 # Points (step, value) of each metric, in the order of the steps.

@@ -23,7 +23,7 @@ from objectives.term_weights.schedule import Constant, WeightSchedule
 from objectives.term_weights.targets import Targets, TargetSpec
 from tasks.rl.advantages import AdvantageSettings, TokenAdvantages, compute_token_advantages, has_no_advantages
 from tasks.rl.rollouts.group_rollout import Group
-from tasks.training.metric_names import safe_name
+from tasks.training.tracking.metric_names import safe_name
 
 # Name of the environment's own total reward.
 TOTAL = "total"

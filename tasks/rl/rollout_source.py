@@ -72,8 +72,8 @@ from tasks.rl.trajectories import (
 from tasks.rl.transcripts.rollout_log import Transcript, make_transcript
 from tasks.training.batch_source import BatchSource, MetricWarning, SampledTokens, TrainedBatch
 from tasks.training.held_out import EvaluatedBatch, GradedMetrics
-from tasks.training.metric_names import safe_name
 from tasks.training.reference import Reference, load_reference, score_sequences, scored_tokens
+from tasks.training.tracking.metric_names import safe_name
 
 T = TypeVar("T")
 

@@ -34,7 +34,7 @@ from tasks.rl.rollouts.sampling_distribution import Completion
 from tasks.rl.rollouts.truncation import is_truncated
 from tasks.training.batch_source import SampledTokens, TrainedBatch
 from tasks.training.datums import Datums
-from tasks.training.metric_names import safe_name
+from tasks.training.tracking.metric_names import safe_name
 
 # Label of a datum: index of its group among all groups of the minibatch, dropped ones included.
 GROUP_INDEX = "played"

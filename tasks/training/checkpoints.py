@@ -25,8 +25,8 @@ from blocks.storage import RunDirectory
 from tasks.common.jsonl import read_jsonl
 from tasks.common.service_errors import wait_for_response
 from tasks.common.task import step_task
-from tasks.training.logged_models import MODEL_ID, log_model
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.logged_models import MODEL_ID, log_model
+from tasks.training.tracking.metrics import MetricsLog
 
 # Key of a record for the digests of the content that the run depends on.
 CONTENTS_KEY = "contents"

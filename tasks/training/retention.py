@@ -16,8 +16,8 @@ from tasks.common.jsonl import read_jsonl
 from tasks.common.service_errors import service_errors
 from tasks.common.task import retried_task
 from tasks.training.checkpoints import append_record, read_records, step_of
-from tasks.training.logged_models import MODEL_ID, delete_model
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.logged_models import MODEL_ID, delete_model
+from tasks.training.tracking.metrics import MetricsLog
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import pytest
 
 from engine.compute.base import BaseModel
 from engine.errors import BusyError, RequestError
+from engine.memory.capacity import max_adapter_bytes
 from engine.part import ALONE, Part
-from engine.service.capacity import max_adapter_bytes
 from engine.service.engine import Engine
 from engine.service.futures import Futures, WireResponse
 from engine.service.history import ModelJournal

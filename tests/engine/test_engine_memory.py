@@ -19,7 +19,7 @@ from engine.compute.lora import LoraSpec
 from engine.compute.loss import bind_loss
 from engine.compute.train import exhaust
 from engine.compute.trainer import Trainer
-from engine.service.memory import MemoryBudget
+from engine.memory.budget import MemoryBudget
 
 PROMPT, PARAMS = types.ModelInput.from_ints([1, 2, 3]), types.SamplingParams(max_tokens=8, seed=1)
 

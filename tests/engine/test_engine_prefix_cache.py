@@ -27,13 +27,13 @@ from engine.compute.lora import Adapter, LoraSpec
 from engine.compute.loss import bind_loss
 from engine.compute.train import exhaust
 from engine.compute.trainer import Trainer
+from engine.memory.adapter_store import AdapterStore
+from engine.memory.budget import MemoryBudget
 from engine.models import load_model
 from engine.sampling.batch import Batch, bytes_per_token
 from engine.sampling.job import SampleJob, SampleResult
 from engine.sampling.prefix_cache import BLOCK, PrefixCache, block_keys, num_shared
 from engine.sampling.request import SamplingRequest
-from engine.service.adapter_store import AdapterStore
-from engine.service.memory import MemoryBudget
 from engine.service.sampling_queue import SamplingQueue
 from engine.service.settings import Settings
 from engine.service.worker import Worker

@@ -15,7 +15,7 @@ from prefect.exceptions import ObjectAlreadyExists
 from blocks.errors import ConfigError
 from deployments.methods import config_type_of, flow_of
 from deployments.recipes import RECIPES, deploy_recipes, file_of
-from deployments.work_pool import POOL
+from deployments.servers.work_pool import POOL
 from flows.config.loader import load_config
 
 ROOT = Path(__file__).parents[2]

@@ -50,7 +50,7 @@ from tasks.sweeps.report import SweepSummary, _body
 from tasks.sweeps.store import Point, Trial, Trials
 from tasks.sweeps.table import point_rows
 from tasks.training.examples import Example, append_examples
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 HOSTILE = [
     "<script>alert(1)</script>",

@@ -47,10 +47,10 @@ from tasks.training.checkpoints import (
     step_of,
 )
 from tasks.training.held_out import read_batch_values
-from tasks.training.logged_models import MODEL_ID, link_metrics
-from tasks.training.metric_names import logged_name
-from tasks.training.model_registry import Promotion, promote_from
 from tasks.training.retention import KeepPolicy, count_candidates, keep_checkpoints
+from tasks.training.tracking.logged_models import MODEL_ID, link_metrics
+from tasks.training.tracking.metric_names import logged_name
+from tasks.training.tracking.model_registry import Promotion, promote_from
 
 # After an error, the service may not respond: leaving the context then waits for a pending save at most this long.
 LAST_WAIT_S = 10.0

@@ -18,7 +18,7 @@ from tasks.evaluation.intervals import (
     sign_flip_p_value,
 )
 from tasks.training.held_out import BatchValues
-from tasks.training.metric_names import logged_name
+from tasks.training.tracking.metric_names import logged_name
 
 
 class Measurement(NamedTuple):

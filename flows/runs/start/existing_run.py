@@ -21,7 +21,7 @@ from flows.runs.start.config_record import RecordedConfig
 from flows.runs.start.fork import starts_of
 from flows.runs.tracking.mlflow_run import find_recorded_run
 from tasks.training.checkpoints import read_records, step_of
-from tasks.training.logged_models import MODEL_ID, delete_model
+from tasks.training.tracking.logged_models import MODEL_ID, delete_model
 
 
 def settle_run_name(config: RunConfig) -> None:

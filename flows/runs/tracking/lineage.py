@@ -20,7 +20,7 @@ from flows.runs.tracking.mlflow_run import flatten
 from tasks.common.assets import asset_key, describe_asset
 from tasks.common.digests import digest_text
 from tasks.reports.summary import DATA_PARAMS
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 _CONTEXT = "mlflow.data.context"
 _MAX_SOURCE = 65_535  # MLflow's limit, in characters

@@ -30,7 +30,7 @@ from flows.runs.blocks import tracking_of
 from tasks.reports.html import DESCRIPTION_TAG, flow_run_link, markdown_code
 from tasks.reports.summary import STOPPED_TAG
 from tasks.training.checkpoints import Records
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 MAX_PARAM_LENGTH = 6000  # MLflow's limit
 # Newest opening of a run, and the status with which each opening ended. A process that was frozen in the middle of its

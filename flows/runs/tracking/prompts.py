@@ -17,7 +17,7 @@ from blocks.mlflow_internals import TraceTagKey
 from flows.config.base import RunConfig
 from flows.config.loader import field_values, renderer_names
 from flows.monitoring.run_tags import note_warning
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 # Config fields whose text a model sees before the prompts of the data.
 _PROMPT_FIELDS = ("system_prompt", "prompt", "teacher_prompt", "shown")  # `shown`: teacher_prompt in release 0.1

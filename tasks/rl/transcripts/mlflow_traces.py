@@ -28,7 +28,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from blocks.mlflow_internals import SpanAttributeKey, TraceMetadataKey, TraceTagKey, TracingClient
 from tasks.common.task import retried_task
 from tasks.rl.transcripts.rollout_log import Transcript, prompt_text
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 _PREVIEW = 1000  # characters
 _JUDGE_PREFIX = "judge/"  # of the metrics of prompted judges

@@ -14,7 +14,7 @@ from tasks.common.task import retried_task
 from tasks.reports.html import html_page
 from tasks.rl.rollouts.group_rollout import Group
 from tasks.rl.transcripts.rollout_log import Transcript, metrics_text, prompt_text
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 # Negative logprob in nats at which the shade reaches its maximum.
 _DARKEST = 6.0

@@ -31,7 +31,7 @@ from blocks.files.lock_holder import LockHolder
 from blocks.files.object_directory import ObjectDirectory
 from blocks.servers.processes import free_port
 from blocks.storage import RunDirectory
-from tasks.training.metrics_file import METRICS_NAME, MetricsFile
+from tasks.training.tracking.metrics_file import METRICS_NAME, MetricsFile
 
 # Fork, because the imports of a new interpreter take seconds.
 fork = multiprocessing.get_context("fork")

@@ -31,7 +31,7 @@ from blocks.errors import LostRunError
 from blocks.servers.processes import free_port
 from flows.monitoring.artifacts import RunPage
 from tasks.reports.tables import COLUMNS
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 STEPS = [
     {

@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from blocks.errors import ServiceError, StorageError
-from tasks.training.metrics import STEP_KEY, MetricsLog
+from tasks.training.tracking.metrics import STEP_KEY, MetricsLog
 
 
 def rename(mlflow_uri: str, before: str, after: str) -> None:

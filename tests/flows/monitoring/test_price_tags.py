@@ -5,7 +5,7 @@ from __future__ import annotations
 from mlflow import MlflowClient
 
 from flows.monitoring.run_tags import PRICES_TAG, note_prices
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 
 def test_a_run_with_several_prices_has_the_digest_of_none(mlflow_uri: str) -> None:

@@ -13,7 +13,7 @@ from blocks.errors import LostRunError
 from flows.config.train import SftConfig
 from flows.monitoring.system_metrics import system_metrics
 from flows.sft import sft
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 CPU = "system/cpu_utilization_percentage"
 

@@ -29,8 +29,8 @@ from flows.sft import sft
 from flows.sweeps.config import SweepConfig
 from flows.sweeps.plan import make_plan
 from flows.sweeps.record import SweepLog, check_sweep, log_best, open_sweep_log
-from tasks.training.metrics import MetricsLog
-from tasks.training.model_registry import Promotion, promote
+from tasks.training.tracking.metrics import MetricsLog
+from tasks.training.tracking.model_registry import Promotion, promote
 
 
 def lose_run() -> None:

@@ -18,8 +18,8 @@ from flows.monitoring import run_tags
 from flows.monitoring.run_tags import note_evaluation
 from tasks.evaluation import evaluators
 from tasks.evaluation.evaluators import EvaluationResult, build_evaluators
-from tasks.training.metric_names import safe_name
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metric_names import safe_name
+from tasks.training.tracking.metrics import MetricsLog
 
 
 def test_safe_names_are_accepted_by_mlflow_and_distinct() -> None:

@@ -29,7 +29,7 @@ from tasks.reports.run_report import (
 )
 from tasks.reports.summary import RunSummary
 from tasks.reports.tables import Control, Estimate, HeldOutRow, TermRow, target_rows
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 HOSTILE = "</script><script>document.title='pwned'</script>"
 

@@ -20,7 +20,7 @@ from flows.config.loader import load_config, validate_fields
 from flows.config.train import SftConfig
 from flows.runs.result import TrainResult
 from flows.sft import sft
-from tasks.training.metrics import STEP_KEY
+from tasks.training.tracking.metrics import STEP_KEY
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "api_key")
 MODEL = "gsm8k-tiny"

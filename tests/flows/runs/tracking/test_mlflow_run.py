@@ -13,7 +13,7 @@ from blocks import MLflowTracking
 from flows.monitoring.interrupts import RunCancelled
 from flows.runs.tracking.mlflow_run import open_mlflow_run
 from tasks.reports.summary import STOPPED_TAG
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 
 @pytest.fixture(scope="module")

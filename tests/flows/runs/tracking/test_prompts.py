@@ -15,7 +15,7 @@ from flows.config.distill import PromptConfig
 from flows.config.train import SftConfig
 from flows.runs.tracking.prompts import register_prompts
 from flows.sft import sft
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 
 @pytest.mark.usefixtures("api_key", "prefect_server")

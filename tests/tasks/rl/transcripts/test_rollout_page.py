@@ -23,7 +23,7 @@ from tasks.rl.transcripts.mlflow_traces import write_traces
 from tasks.rl.transcripts.rollout_log import Transcript, make_transcript
 from tasks.rl.transcripts.rollout_page import transcript_page
 from tasks.training.batch_source import TrainedBatch
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 TOKENIZER: Any = byte_tokenizer()
 METRICS = {"term/kl/value": 0.25, "term/base/value": 9.0, "term/kl/weight": 0.5, "loss/total": 3.0}

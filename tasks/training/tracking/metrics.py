@@ -17,7 +17,7 @@ from tqdm import tqdm
 from blocks.errors import ServiceError, StorageError
 from blocks.terminal import escape_terminal
 from tasks.common.task import step_task
-from tasks.training.metrics_file import MetricsFile
+from tasks.training.tracking.metrics_file import MetricsFile
 
 # Metric that every step logs last, which shows the steps that are logged completely.
 STEP_KEY = "progress/batch"

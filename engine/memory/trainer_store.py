@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.compute.trainer import Trainer
-from engine.service.memory import MemoryBudget
+from engine.memory.budget import MemoryBudget
 
 
 class TrainerStore:

@@ -30,13 +30,13 @@ from websockets.typing import Subprotocol
 from blocks.errors import ServiceError, StorageError
 from blocks.servers.logins import server_login
 from blocks.tracking import MLflowTracking
-from deployments.automations import install_all
-from deployments.health import Service, wait_until_ready
-from deployments.local_stack import LocalStack, choose_port, engine_key, record_stack, stack_lock
+from deployments.servers.automations import install_all
+from deployments.servers.health import Service, wait_until_ready
+from deployments.servers.local_stack import LocalStack, choose_port, engine_key, record_stack, stack_lock
 
 T = TypeVar("T")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-m", "deployments.command_line", "up"]
 
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from blocks.errors import ServiceError
-from deployments import work_pool
+from deployments.servers import work_pool
 
 
 @contextmanager

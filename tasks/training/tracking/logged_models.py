@@ -10,7 +10,7 @@ from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus
 from mlflow.exceptions import MlflowException
 
 from blocks.mlflow_internals import RESOURCE_DOES_NOT_EXIST, ErrorCode
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.metrics import MetricsLog
 
 # Field of a checkpoint's record with the ID of its logged model.
 MODEL_ID = "mlflow_model_id"

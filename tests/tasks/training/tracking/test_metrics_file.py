@@ -20,7 +20,7 @@ from tinker_cookbook.stores.training_store import TrainingRunStore
 from blocks import RunStorage
 from blocks.errors import StorageError
 from blocks.storage import RunDirectory
-from tasks.training.metrics_file import METRICS_NAME, MetricsFile
+from tasks.training.tracking.metrics_file import METRICS_NAME, MetricsFile
 
 NUM_STEPS = 400
 # A run of steps of about a millisecond; the first step to run is read from a file, as from a checkpoint.
@@ -28,7 +28,7 @@ WRITER = f"""
 import sys, time
 from pathlib import Path
 from blocks import RunStorage
-from tasks.training.metrics_file import MetricsFile
+from tasks.training.tracking.metrics_file import MetricsFile
 folder = Path(sys.argv[1])
 checkpoint = folder / "checkpoint"
 first = int(checkpoint.read_text()) if checkpoint.exists() else 0

@@ -13,8 +13,8 @@ from blocks.errors import ServiceError, reason
 from blocks.mlflow_internals import RESOURCE_ALREADY_EXISTS, ErrorCode
 from tasks.common.assets import asset_key, materialize
 from tasks.common.task import call, retried_task
-from tasks.training.logged_models import STEP_TAG, log_model
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.logged_models import STEP_TAG, log_model
+from tasks.training.tracking.metrics import MetricsLog
 
 STATE_TAG = "tinker.state_path"
 # Tag of a run that names the version that the run promoted last.

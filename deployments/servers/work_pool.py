@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from blocks.errors import ServiceError, reason
-from deployments.health import STARTUP_LIMIT_S
+from deployments.servers.health import STARTUP_LIMIT_S
 
 POOL = "tinker-flows"
 UNFINISHED_STATES = ("RUNNING", "PENDING", "CANCELLING")

@@ -37,8 +37,8 @@ from blocks.servers.processes import (
     supervised_command,
 )
 from blocks.terminal import TextConsole
-from deployments.health import Service, is_healthy, monitor, wait_until_ready
-from deployments.local_stack import (
+from deployments.servers.health import Service, is_healthy, monitor, wait_until_ready
+from deployments.servers.local_stack import (
     Endpoint,
     LocalStack,
     choose_port,
@@ -47,9 +47,16 @@ from deployments.local_stack import (
     record_stack,
     stack_lock,
 )
-from deployments.work_pool import POOL, crash_orphaned_runs, is_worker_online, open_pool, pause_pool, prefect_api
+from deployments.servers.work_pool import (
+    POOL,
+    crash_orphaned_runs,
+    is_worker_online,
+    open_pool,
+    pause_pool,
+    prefect_api,
+)
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WORKER = "tinker-flows-up"
 # A run on the worker may take this long to finish its current step and save a checkpoint.
 WORKER_GRACE_S = 45.0
@@ -241,7 +248,9 @@ def _start_worker(starter: _Starter, prefect: Service, exports: Mapping[str, str
 
 
 def _start_deploy_job(starter: _Starter, prefect: Service, exports: Mapping[str, str]) -> Service:
-    return starter.start("Deployments", f"{prefect.url}/v2/deployments?limit=100", ["deployments.apply"], exports)
+    return starter.start(
+        "Deployments", f"{prefect.url}/v2/deployments?limit=100", ["deployments.servers.apply"], exports
+    )
 
 
 def mlflow_database() -> Path:

@@ -12,7 +12,7 @@ from engine.checkpoints.store import CheckpointStore
 from engine.compute.base import BaseModel
 from engine.compute.lora import Adapter, LoraSpec
 from engine.compute.trainer import adapter_tensors, copy_weights
-from engine.service.memory import MemoryBudget
+from engine.memory.budget import MemoryBudget
 
 
 class AdapterStore:

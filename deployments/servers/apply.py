@@ -1,6 +1,7 @@
 """Set up a Prefect server for this project: create every deployment of prefect.yaml, then the automations.
 
-Run as `python -m deployments.apply` with PREFECT_API_URL set. The server and its work pool may still be starting.
+Run as `python -m deployments.servers.apply` with PREFECT_API_URL set. The server and its work pool may still be
+starting.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from blocks.garbage_collection import no_collections
 with no_collections():
     import flows.runs.cli
     import flows.training.trainer  # noqa: F401
-    from deployments.automations import install_all
-    from deployments.work_pool import prefect_api, wait_for_pool
+    from deployments.servers.automations import install_all
+    from deployments.servers.work_pool import prefect_api, wait_for_pool
 
-FILE = Path(__file__).with_name("prefect.yaml")
+FILE = Path(__file__).parents[1] / "prefect.yaml"
 
 if __name__ == "__main__":
     wait_for_pool(prefect_api(os.environ["PREFECT_API_URL"], os.environ.get("PREFECT_API_AUTH_STRING", "")))

@@ -39,7 +39,7 @@ from pydantic import SecretStr
 from sft_config import sft_fields
 from waiting import wait_for
 
-from deployments.automations import (
+from deployments.servers.automations import (
     EVALUATE_TAG,
     NOTIFY_TAG,
     PAUSE_TAG,
@@ -57,7 +57,7 @@ from flows.config.train import SftConfig
 from flows.monitoring.events import emit
 from flows.sft import sft
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SERVE = f"""
 import json, sys
 from flows.sft import sft

@@ -8,8 +8,8 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from tasks.training.logged_models import delete_model, link_metrics, log_model
-from tasks.training.metrics import MetricsLog
+from tasks.training.tracking.logged_models import delete_model, link_metrics, log_model
+from tasks.training.tracking.metrics import MetricsLog
 
 
 @pytest.fixture(scope="module")

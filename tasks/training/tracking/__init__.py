@@ -1,0 +1,1 @@
+"""What a run stores in MLflow: metrics, logged models and registered versions."""
